@@ -1,0 +1,32 @@
+# Each target sets up what it needs in .venv by itself; all it takes is Python 3.10 or later.
+PYTHON ?= python3
+# This version has a CPU build where one is offered; on a GPU machine name the build that suits its driver: make TORCH=torch==2.12.0
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: demo test lint format clean
+
+demo: .venv/ready
+	$(BIN)/python -m demo.run
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build *.egg-info demo/out
+
+.venv/ready: setup.py pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit('TierForce needs Python 3.10 or later, found ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
+	touch $@

@@ -1,0 +1,186 @@
+"""Decoding speed on this machine, in one run: transformers, plain decoding, hierarchical decoding, with and without a link.
+
+The physics: a plain step reads all KV once (attention) or moves it over the link once (offloading), per token. Hierarchical
+decoding does so once per verification, so it gains by tokens per verification as long as verifying and drafting cost less than
+that. On a CPU a verification is not flat in draft length, and shorter drafts win; on a link it is, and longer ones win.
+
+Methods are interleaved and repeated; the median of the repeats counts. Prefill is done once per method and not timed here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils import logging
+
+from bench.record import save, show
+from bench.text import DEMO, prompt_tokens
+from decoding import Engine, Sampling, Settings
+from decoding.session import Session
+from parallel import PassLeader
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed decoding: seconds, and what was counted."""
+
+    seconds: float
+    tokens: int
+    tokens_per_verification: float | None = None
+    acceptance: dict[str, float | None] | None = None
+    link_bytes: int = 0
+
+
+class Ours:
+    """One of our modes over one link, prefilled; every run starts from the prompt's end."""
+
+    def __init__(self, engine: Engine, settings: Settings, prompt: list[int], new: int):
+        self.session = Session(engine.models.over(settings), prompt, new)
+        self.first = int(self.session.prefill().argmax())
+
+    def __call__(self, sampling: Sampling) -> Run:
+        session = self.session
+        session.target.crop(len(session.prompt))
+        generator = torch.Generator().manual_seed(sampling.seed)
+        leader = PassLeader(session.models.target, session.caches, session.most)
+        decoder = session.decoder(leader, sampling, generator)
+        decoder.sync([*session.prompt.tolist(), self.first], len(session.prompt))
+        before = session.target.traffic.link_in
+        started = time.perf_counter()
+        made = 0
+        while made < session.new - 1:
+            made += len(decoder.round(session.new - 1 - made))
+        seconds = time.perf_counter() - started
+        levels = decoder.levels()
+        acceptance = {level.name: level.stats.acceptance_rate for level in levels[:-1]}
+        return Run(seconds, made, decoder.stats.tokens_per_pass, acceptance, session.target.traffic.link_in - before)
+
+
+class Transformers:
+    """transformers' generate with its default (dynamic) cache, continuing from a prefilled one."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, prompt: list[int], new: int):
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.prompt, self.new = torch.tensor([prompt]), new
+        self.cache = DynamicCache(config=self.model.config)
+        with torch.inference_mode():
+            self.model(self.prompt[:, :-1], past_key_values=self.cache, logits_to_keep=1)
+
+    def __call__(self, sampling: Sampling) -> Run:
+        torch.manual_seed(sampling.seed)
+        warped: dict[str, Any] = {"do_sample": False}
+        if sampling.temperature:
+            warped = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        if (extra := self.cache.get_seq_length() - self.prompt.shape[1] + 1) > 0:
+            self.cache.crop(-extra)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                self.prompt, past_key_values=self.cache, max_new_tokens=self.new, min_new_tokens=self.new, **warped
+            )
+        return Run(time.perf_counter() - started, out.shape[1] - self.prompt.shape[1])
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
+    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
+    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 32_768,
+    new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
+    link_tokens: Annotated[int, typer.Option(help="Tokens per run of plain decoding over the link, which is slow.")] = 12,
+    rate: Annotated[float, typer.Option(help="Emulated link, GB/s.")] = 0.25,
+    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens.")] = 1024,
+    lengths: Annotated[str, typer.Option(help="Draft lengths without a link.")] = "4,6,8",
+    link_lengths: Annotated[str, typer.Option(help="Draft lengths over the link.")] = "16,24",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 0.9,
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/decode.json"),
+) -> None:
+    """Decode the same text in every way, interleaved, and compare ms/token."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
+    if threads:
+        torch.set_num_threads(threads)
+    prompt = prompt_tokens(engine.tokenizer, context, text)
+    resident = Settings(dtype=dtype, budget=budget, link="view", mode="plain")
+    offload = replace(resident, link=f"emulated:{rate}", resident_layers=0)
+    methods: dict[str, Callable[[Sampling], Run]] = {}
+    over_link = f", link {rate:g} GB/s"
+
+    def ours(name: str, settings: Settings, new: int) -> None:
+        progress.print(f"prefill: {name}")
+        methods[name] = Ours(engine, settings, prompt, new + 1)
+
+    progress = Console(stderr=True)
+    progress.print("prefill: transformers")
+    methods["transformers, default cache"] = Transformers(model, engine.models.dtype, prompt, min(new_tokens, 32))
+    ours("plain", resident, new_tokens)
+    for mode in ("retrieval", "hierarchical"):
+        for length in map(int, lengths.split(",")):
+            ours(f"{mode}, draft {length}", replace(resident, mode=mode, draft_length=length), new_tokens)
+    ours("plain offload" + over_link, offload, link_tokens)
+    for mode in ("retrieval", "hierarchical"):
+        for length in map(int, link_lengths.split(",")):
+            ours(f"{mode}, draft {length}" + over_link, replace(offload, mode=mode, draft_length=length), new_tokens)
+    runs: dict[str, list[Run]] = {name: [] for name in methods}
+    for repeat in range(repeats):
+        for name, method in methods.items():
+            runs[name].append(method(Sampling(temperature, top_p=top_p, seed=repeat)))
+            progress.print(f"run {repeat + 1}: {name}: {1e3 * runs[name][-1].seconds / runs[name][-1].tokens:.1f} ms/token")
+    rows = [_row(name, results) for name, results in runs.items()]
+    law = f"T {temperature}, top-p {top_p}"
+    show(f"Decoding behind {context:,} tokens, {dtype}, {law}, budget {budget}, {torch.get_num_threads()} threads", rows)
+    ratios = _ratios(rows)
+    for claim, value in ratios.items():
+        print(f"{claim}: {value:.2f}")
+    settings = {"context": context, "budget": budget, "dtype": dtype, "temperature": temperature, "top_p": top_p, "rate_gbps": rate}
+    save(output, {"settings": settings, "rows": rows, "ratios": ratios})
+
+
+def _row(name: str, runs: list[Run]) -> dict[str, Any]:
+    """Medians over the repeats; the spread is of ms/token."""
+    times = sorted(1e3 * run.seconds / run.tokens for run in runs)
+    verified = [run.tokens_per_verification for run in runs if run.tokens_per_verification is not None]
+    rates = [run.acceptance.get("target") for run in runs if run.acceptance]
+    known = [rate for rate in rates if rate is not None]
+    return {
+        "method": name,
+        "ms/token": statistics.median(times),
+        "least": times[0],
+        "most": times[-1],
+        "tokens per verification": statistics.fmean(verified) if verified else None,
+        "acceptance": statistics.fmean(known) if known else None,
+        "link MB/token": statistics.fmean(run.link_bytes / run.tokens for run in runs) / 1e6,
+    }
+
+
+def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What the issue asks: speed against transformers, and of the best hierarchical setting against plain, on each link."""
+    times = {row["method"]: row["ms/token"] for row in rows}
+    offload = next(name for name in times if name.startswith("plain offload"))
+
+    def best(linked: bool) -> float:
+        return min(time for name, time in times.items() if "draft" in name and ("link" in name) == linked)
+
+    return {
+        "plain, times as fast as transformers": times["transformers, default cache"] / times["plain"],
+        "best speculative setting, times as fast as plain": times["plain"] / best(False),
+        "best speculative setting over the link, times as fast as plain offload": times[offload] / best(True),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,82 @@
+"""How a measurement is kept: a table for people, and one JSON document with the environment, the command and the commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+def environment() -> dict[str, Any]:
+    """The machine, the versions, the command and the commit of this run."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "commit": _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("tierforce", "torch", "transformers", "accelerate", "flash-attn")},
+    }
+
+
+def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows of like keys as a table."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="right" if isinstance(rows[0][name], int | float) else "left")
+    for row in rows:
+        table.add_row(
+            *("-" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value) for value in row.values())
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def save(path: Path, document: dict[str, Any]) -> None:
+    """Write the document, and say where."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**document, "environment": environment()}, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+def _module() -> str:
+    main = sys.modules["__main__"].__spec__
+    return main.name if main else sys.argv[0]
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

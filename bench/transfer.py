@@ -1,0 +1,83 @@
+"""Does the ring overlap? Verification's wall time against the larger of its link time and its compute time.
+
+The physics: a verification has to move the flushed KV of every host layer (bytes / rate) and to compute over it (what the same pass
+takes when host memory is device memory). With perfect overlap the wall time is the larger of the two. What is lost is the first
+chunk, which nothing hides, and the compute on the last.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers.utils import logging
+
+from bench.record import save, show
+from bench.text import DEMO, prompt_tokens
+from decoding import Engine, Settings
+from decoding.session import Session
+
+
+def verification(session: Session, rows: int, repeats: int) -> float:
+    """Median seconds of one verification pass of `rows` tokens; the cache stays where it was."""
+    tokens = session.prompt[:rows]
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        session.models.target(tokens, session.target, rows)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
+    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 32_768,
+    rates: Annotated[str, typer.Option(help="Emulated links, GB/s.")] = "0.25,0.5,1,2,4",
+    rows: Annotated[int, typer.Option(help="Tokens per verification pass.")] = 17,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Passes per rate.")] = 5,
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/transfer.json"),
+) -> None:
+    """Time verification passes over emulated links and report wall / max(link, compute)."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    base = Settings(mode="plain", link="view", resident_layers=0)
+    engine = Engine.from_pretrained(model, settings=base)
+    if threads:
+        torch.set_num_threads(threads)
+    prompt = prompt_tokens(engine.tokenizer, context, text)
+    view = Session(engine.models, prompt, rows + 1)
+    view.prefill()
+    table = []
+    for rate in map(float, rates.split(",")):
+        models = engine.models.over(replace(base, link=f"emulated:{rate}"))
+        session = Session(models, prompt, rows + 1)
+        session.prefill()
+        before = session.target.traffic.link_in
+        compute = verification(view, rows, repeats)
+        wall = verification(session, rows, repeats)
+        moved = (session.target.traffic.link_in - before) // (repeats + 1)
+        link = moved / (rate * 1e9)
+        table.append(
+            {
+                "link GB/s": rate,
+                "MB per verification": moved / 1e6,
+                "link ms": 1e3 * link,
+                "compute ms": 1e3 * compute,
+                "wall ms": 1e3 * wall,
+                "wall / max(link, compute)": wall / max(link, compute),
+            }
+        )
+        models.link.close()
+    show(f"Verification of {rows} tokens behind {context:,}, no layer resident, {torch.get_num_threads()} threads", table)
+    save(output, {"settings": {"context": context, "rows": rows}, "rows": table})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,156 @@
+"""Decoders that nest: hierarchy is one `Speculative` inside another, down to an `Autoregressive` leaf.
+
+Verification is exact, so a level's output law is its model's law, and a level is a valid proposer for the level above it
+(TriForce, arXiv 2404.11912, section 4.2, with Leviathan's residual redraw at every level).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from decoding.sampling import Sampling, draw
+from decoding.verify import Draft, finite, verify
+from offload import Cache
+
+Forward = Callable[[Tensor, Cache, int], Tensor]  # tokens (T,), their cache, rows -> logits (rows, V) of the last rows
+
+
+@dataclass
+class LevelStats:
+    """What one level did since it was made."""
+
+    passes: int = 0  # forward passes of its model
+    proposed: int = 0  # tokens put before it by the level below
+    accepted: int = 0  # of which stood
+    produced: int = 0  # tokens it handed on
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        return self.produced / self.passes if self.passes else None
+
+
+class Decoder(ABC):
+    """One model on one cache. `tokens` is the text as this level knows it; the cache holds all of it but a pending end."""
+
+    def __init__(self, name: str, forward: Forward, cache: Cache, prompt: list[int], sampling: Sampling, generator: Generator):
+        """`prompt` is what the cache has read."""
+        self.name, self.forward, self.cache, self.sampling, self.generator = name, forward, cache, sampling, generator
+        self.tokens = list(prompt)
+        self.stats = LevelStats()
+
+    @abstractmethod
+    def propose(self, n: int) -> Draft:
+        """Append n >= 1 tokens of this level's own law to `tokens`; row i of probs is the law token i was drawn from."""
+
+    @abstractmethod
+    def round(self, limit: int) -> list[int]:
+        """One pass of this level's model as the outermost level: appends and returns 1 to `limit` tokens of its law."""
+
+    def sync(self, tokens: list[int], since: int) -> None:
+        """The text is `tokens` now; it may differ from what this level knows from index `since` on. Crops to what agrees."""
+        keep, end = since, min(len(self.tokens), len(tokens))
+        while keep < end and self.tokens[keep] == tokens[keep]:
+            keep += 1
+        self.tokens[keep:] = tokens[keep:]
+        self.cache.crop(min(keep, len(tokens) - 1))  # at least one token is pending: a pass needs a row
+
+    def levels(self) -> list[Decoder]:
+        """This level and those below it, outermost first."""
+        return [self]
+
+    def _pending(self) -> Tensor:  # (P,) the tokens whose KV the cache lacks
+        return torch.tensor(self.tokens[self.cache.length :], device=self.generator.device)
+
+
+class Autoregressive(Decoder):
+    """One token a pass, each drawn from the model's law after all before it."""
+
+    def propose(self, n: int) -> Draft:
+        tokens, laws = [], []
+        rows = self._pending()
+        for _ in range(n):
+            law = self.sampling.law(self.forward(rows, self.cache, 1))  # (1, V)
+            self.cache.advance(len(rows))
+            rows = draw(law[0], self.generator)  # (1,), on the device: no waiting until the draft is done
+            tokens.append(rows)
+            laws.append(law)
+        draft = Draft(torch.cat(tokens), torch.cat(laws))
+        self.tokens += draft.tokens.tolist()
+        self.stats.passes += n
+        self.stats.produced += n
+        return draft
+
+    def round(self, limit: int) -> list[int]:
+        finite(self.propose(1).probs[0])
+        return self.tokens[-1:]
+
+
+class Speculative(Decoder):
+    """Draws from the model's law, faster: `inner` drafts `length` tokens, one pass verifies them all."""
+
+    def __init__(
+        self,
+        name: str,
+        forward: Forward,
+        cache: Cache,
+        prompt: list[int],
+        inner: Decoder,
+        length: int,
+        sampling: Sampling,
+        generator: Generator,
+    ):
+        super().__init__(name, forward, cache, prompt, sampling, generator)
+        if length < 1:
+            raise ValueError(f"a draft has at least 1 token, found length {length}")
+        self.inner, self.length = inner, length
+        self._shared = len(prompt)  # how much of `tokens` the inner level is known to have
+
+    def propose(self, n: int) -> Draft:
+        start, laws = len(self.tokens), []
+        while (missing := n - len(self.tokens) + start) > 0:
+            laws.append(self._verified(missing))
+        return Draft(torch.tensor(self.tokens[start:], device=self.generator.device), torch.cat(laws))
+
+    def round(self, limit: int) -> list[int]:
+        start = len(self.tokens)
+        self._verified(limit)
+        return self.tokens[start:]
+
+    def sync(self, tokens: list[int], since: int) -> None:
+        super().sync(tokens, since)
+        self._shared = min(self._shared, since)
+
+    def levels(self) -> list[Decoder]:
+        return [self, *self.inner.levels()]
+
+    def _verified(self, limit: int) -> Tensor:
+        """One round: draft, verify, append the 1 to `limit` tokens that stand. Returns the laws (A + 1, V) they are draws of."""
+        draft = self._draft(min(self.length, limit - 1))
+        pending = self._pending()  # (P,)
+        rows = torch.cat((pending, draft.tokens))
+        laws = self.sampling.law(self.forward(rows, self.cache, len(draft.tokens) + 1))  # (N + 1, V)
+        accepted, following = verify(draft, laws, self.generator)
+        self.cache.advance(len(pending) + accepted)
+        self.tokens += [*draft.tokens[:accepted].tolist(), following]
+        self.stats.passes += 1
+        self.stats.proposed += len(draft.tokens)
+        self.stats.accepted += accepted
+        self.stats.produced += accepted + 1
+        return laws[: accepted + 1]
+
+    def _draft(self, n: int) -> Draft:
+        if n == 0:
+            nothing = torch.empty(0, dtype=torch.int64, device=self.generator.device)
+            return Draft(nothing, torch.empty(0, 0, device=self.generator.device))
+        self.inner.sync(self.tokens, self._shared)
+        self._shared = len(self.tokens)
+        return self.inner.propose(n)

@@ -1,0 +1,201 @@
+"""The engine: models in memory on all ranks, and one text after another through them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, GenerationConfig
+
+from decoding.sampling import Sampling, draw
+from decoding.session import Models, Session, plan
+from decoding.settings import Settings
+from decoding.stats import Stats
+from decoding.verify import finite
+from offload import DocumentError, TierForceError, one_line
+from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve
+
+Progress = Callable[[int, int], None]  # prefill: units done, units in all
+
+
+class Engine:
+    """Exact decoding of long texts with a model on one or more ranks.
+
+    Under torchrun every rank makes an Engine; rank 0 generates, and the others `follow` (or call `generate` as often as rank 0
+    does, which yields nothing there).
+    """
+
+    def __init__(self, models: Models, tokenizer: Any, stop_tokens: frozenset[int]):
+        self.models, self.tokenizer, self.stop_tokens = models, tokenizer, stop_tokens
+        self.group: Group = models.target.group
+        self.stats = Stats()
+        self._busy = False  # a text is being generated, and the arena is its own
+        limit = models.target.config.context_limit
+        wanted = models.settings.context
+        if wanted is not None and wanted > limit:
+            raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
+        self.context = wanted or limit
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        draft: str | Path | None = None,
+        settings: Settings | None = None,
+        device: str = "auto",
+        group: Group | None = None,
+    ) -> Engine:
+        """Load a target, and a draft with the same vocabulary, from Hugging Face folders (or hub names).
+
+        Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, FitError.
+        """
+        group = group or Group.from_environment(device)
+        settings = settings or Settings()
+        with group.together():
+            mode = settings.resolved_mode(draft is not None)
+        folder = resolve(str(model), group)
+        drafts = resolve(str(draft), group) if draft is not None and mode in ("hierarchical", "speculative") else None
+        with group.together():
+            target = load_model(folder, group, settings.dtype)
+            if settings.resident_layers is not None and settings.resident_layers > target.config.layers:
+                raise TierForceError(f"--resident-layers {settings.resident_layers}: the model has {target.config.layers} layers.")
+            tokenizer = _tokenizer(folder)
+            small = None
+            if drafts is not None and group.rank == 0:
+                small = _load_draft(drafts, target, tokenizer, group)
+            models = Models.make(target, small, mode, settings)
+            return cls(models, tokenizer, _stop_tokens(folder))
+
+    def check(self, prompt: int, new: int) -> None:
+        """Raises FitError, on all ranks, when a text of that many tokens would not fit. All ranks call it."""
+        with self.group.together():
+            plan(self.models, prompt, new)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[int]:
+        """Yield new tokens as they are verified, up to and without a stop token. `stats` tells what it took.
+
+        Raises DocumentError when this text cannot be processed; the engine is good for the next one.
+        """
+        if self.group.rank:
+            self._follow_one()
+            return
+        started = time.perf_counter()
+        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
+        self._refuse(tokens, max_new_tokens)
+        self._busy = True
+        try:
+            self.group.broadcast((tokens, max_new_tokens))
+            session = self._open(tokens, max_new_tokens)
+            leader = PassLeader(self.models.target, session.caches, session.most)
+            try:
+                yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
+            finally:
+                leader.end()
+        finally:
+            self._busy = False
+
+    def follow(self) -> None:
+        """On ranks other than 0: take part in all texts until rank 0 closes the engine."""
+        while self._follow_one():
+            pass
+
+    def close(self) -> None:
+        """Rank 0: let the other ranks go."""
+        if self.group.rank == 0:
+            self.group.broadcast(None)
+        self.models.link.close()
+
+    def _tokens(
+        self, session: Session, leader: PassLeader, sampling: Sampling, progress: Progress | None, started: float
+    ) -> Iterator[int]:
+        generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
+        stats = self.stats = Stats(prompt_tokens=len(session.prompt), plan=session.plan, mode=self.models.mode)
+        law = finite(sampling.law(session.prefill(progress)))
+        text = [*session.prompt.tolist(), int(draw(law[0], generator))]
+        decoder = session.decoder(leader, sampling, generator)
+        decoder.sync(text, len(session.prompt))
+        stats.levels, stats.draft_length = decoder.levels(), session.draft_length
+        stats.traffic = {level.name: level.cache.traffic for level in stats.levels}
+        stats.prefill_link_out = session.target.traffic.link_out
+        stats.first_token_s = time.perf_counter() - started
+        new = text[-1:]
+        while True:
+            for token in new:
+                if token in self.stop_tokens:
+                    stats.finish_reason = "stop"
+                    return
+                stats.new_tokens += 1
+                stats.decode_s = time.perf_counter() - started - stats.first_token_s
+                yield token
+            if stats.new_tokens >= session.new:
+                stats.finish_reason = "length"
+                return
+            new = decoder.round(session.new - stats.new_tokens)
+
+    def _refuse(self, tokens: list[int], new: int) -> None:
+        if self._busy:
+            raise TierForceError("one text at a time: exhaust or close the generator of the text before.")
+        if not tokens:
+            raise DocumentError("the prompt is empty: there is nothing to read.")
+        if new < 1:
+            raise DocumentError(f"no room left to generate: {new} new tokens asked for.")
+        if len(tokens) + new > self.context:
+            raise DocumentError(f"{len(tokens)} prompt tokens and {new} new ones are more than the context of {self.context}.")
+        vocab = self.models.target.config.vocab
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocab:
+                raise DocumentError(f"the prompt has token {token}, outside the model's vocabulary of {vocab}.")
+
+    def _open(self, tokens: list[int], new: int) -> Session:
+        """On all ranks, or on none."""
+        with self.group.together():
+            return Session(self.models, tokens, new)
+
+    def _follow_one(self) -> bool:
+        request = self.group.broadcast(None)
+        if request is None:
+            return False
+        try:
+            session = self._open(*request)
+        except TierForceError:
+            return True  # raised on rank 0 too, which tells
+        session.prefill()
+        follow_passes(self.models.target, session.caches, session.most)
+        return True
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises whatever the broken file happens to break
+        raise TierForceError(f"{folder}: the tokenizer cannot be loaded ({one_line(error)}).") from error
+
+
+def _load_draft(folder: Path, target: Llama, tokenizer: Any, group: Group) -> Llama:
+    config = ModelConfig.from_pretrained(folder)
+    same = config.vocab == target.config.vocab and _tokenizer(folder).get_vocab() == tokenizer.get_vocab()
+    if not same:
+        raise TierForceError(
+            f"{folder}: the draft's vocabulary ({config.vocab} tokens) is not the target's ({target.config.vocab}); "
+            "a draft must share the target's tokenizer."
+        )
+    dtype = str(target.embed.weight.dtype).removeprefix("torch.")
+    return load_model(folder, Group(device=group.device), dtype, config)
+
+
+def _stop_tokens(folder: Path) -> frozenset[int]:
+    """All end-of-sequence ids of the generation config, or of the model's config where there is none."""
+    try:
+        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    except OSError:
+        found = ModelConfig.from_pretrained(folder).rope.eos_token_id
+    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)

@@ -1,0 +1,34 @@
+"""Ending at once on SIGINT or SIGTERM, even while the main thread waits inside a collective."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """From its making on, a signal makes a thread call `last_words(name)` and end the process with 128 + the signal's number.
+
+    A Python signal handler would have to wait for the main thread, which may sit in a collective whose peer is gone. Records are
+    on disk as soon as they exist, so there is nothing to unwind.
+    """
+
+    def __init__(self, last_words: Callable[[str], None]):
+        self.last_words = last_words
+        self._reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)  # the byte on the pipe is what counts
+        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        threading.Thread(target=self._wait, name="signals", daemon=True).start()
+
+    def _wait(self) -> None:
+        number = 0
+        while number not in _SIGNALS:
+            number = os.read(self._reading, 1)[0]
+        try:
+            self.last_words(signal.Signals(number).name)
+        finally:
+            os._exit(128 + number)

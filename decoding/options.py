@@ -1,0 +1,89 @@
+"""The options that commands share, once: a command takes them as one `Common`, typer sees them one by one."""
+
+# no `from __future__ import annotations`: typer reads these annotations as objects
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any
+
+import typer
+
+from decoding.sampling import Sampling
+from decoding.settings import Settings
+from offload import TierForceError
+
+
+@dataclass(frozen=True)
+class Common:
+    """What every command that loads an engine can be told."""
+
+    model: Annotated[str, typer.Option(help="Target model: a Hugging Face folder, or a hub name.", show_default=False)]
+    draft: Annotated[str | None, typer.Option(help="Small draft model with the target's vocabulary.")] = None
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs to split the model over; CPU ranks where there is no GPU.")] = 1
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")] = "auto"
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 512
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that together reach this mass.")] = 0.9
+    seed: Annotated[int, typer.Option(help="The same seed and settings give the same text.")] = 0
+    mode: Annotated[
+        str, typer.Option(help="auto, hierarchical, retrieval (no draft model), speculative (no retrieval cache) or plain.")
+    ] = "auto"
+    context: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and output together; by default the model's limit.")
+    ] = None
+    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = Settings.budget
+    chunk_size: Annotated[int, typer.Option(help="Retrieval chunk, tokens.")] = Settings.chunk_size
+    draft_length: Annotated[
+        int | None, typer.Option(help="Tokens put before the target at once; by default 16 over a link, else 6.")
+    ] = None
+    inner_length: Annotated[int, typer.Option(help="Tokens the draft model puts before the retrieval level.")] = (
+        Settings.inner_length
+    )
+    resident_layers: Annotated[
+        int | None, typer.Option(help="Target layers whose KV stays on the device; by default as many as fit.")
+    ] = None
+    device_memory: Annotated[
+        float | None, typer.Option(help="Device memory to use per rank, in GB, weights included; by default what is free.")
+    ] = None
+    link: Annotated[str, typer.Option(help="auto; on a CPU also view (nothing is copied) or emulated:RATE (GB/s).")] = "auto"
+
+    @property
+    def settings(self) -> Settings:
+        """Raises TierForceError for values that make no sense."""
+        shared = {field.name for field in fields(Settings)} & {field.name for field in fields(self)}
+        values = {name: getattr(self, name) for name in shared}
+        if self.device_memory is not None:
+            if not 1e-9 <= self.device_memory < float("inf"):
+                raise TierForceError(f"--device-memory must be above 0 GB, found {self.device_memory}.")
+            values["device_memory"] = int(self.device_memory * 1e9)
+        return Settings(**values)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+
+def with_common(command: Callable[..., None]) -> Callable[..., None]:
+    """A command (common: Common, own options...) as typer should see it: Common's fields in front of the command's own options."""
+    own = list(inspect.signature(command).parameters.values())[1:]
+    shared = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field.default), annotation=field.type)
+        for field in fields(Common)
+    ]
+    names = {parameter.name for parameter in shared}
+
+    def run(**options: Any) -> None:
+        common = Common(**{name: options.pop(name) for name in names})
+        command(common, **options)
+
+    parameters = shared + [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def _default(value: Any) -> Any:
+    return inspect.Parameter.empty if value is MISSING else value

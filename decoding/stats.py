@@ -1,0 +1,66 @@
+"""What a text cost, in counts and seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from decoding.decoders import Decoder
+from offload import MemoryPlan, Traffic
+
+
+@dataclass
+class Stats:
+    """Of the text being generated, or the last one. Bytes are those of one rank's own link."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    finish_reason: str | None = None  # "stop" or "length"; None while generating, or when it was given up
+    first_token_s: float = 0.0  # from the call to the first token: prefill and what comes with it
+    decode_s: float = 0.0  # from the first token on
+    plan: MemoryPlan | None = None
+    mode: str = ""
+    draft_length: int = 0
+    levels: list[Decoder] = field(default_factory=list, repr=False)
+    traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
+    prefill_link_out: int = 0
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Decoding alone: the first token is prefill's."""
+        return 1e3 * self.decode_s / (self.new_tokens - 1) if self.new_tokens > 1 else None
+
+    @property
+    def tokens_per_verification(self) -> float | None:
+        return self.levels[0].stats.tokens_per_pass if self.levels else None
+
+    @property
+    def acceptance(self) -> dict[str, float | None]:
+        """Acceptance rate at each level that verifies."""
+        return {level.name: level.stats.acceptance_rate for level in self.levels[:-1]}
+
+    @property
+    def link_bytes_per_token(self) -> float | None:
+        """Bytes streamed to the device per generated token, the first one apart: it needed none."""
+        if self.new_tokens < 2 or "target" not in self.traffic:
+            return None
+        return self.traffic["target"].link_in / (self.new_tokens - 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "finish_reason": self.finish_reason,
+            "time_to_first_token_s": round(self.first_token_s, 4),
+            "decode_s": round(self.decode_s, 4),
+            "ms_per_token": self.ms_per_token,
+            "tokens_per_verification": self.tokens_per_verification,
+            "acceptance": self.acceptance,
+            "passes": {level.name: level.stats.passes for level in self.levels},
+            "link_bytes_per_token": self.link_bytes_per_token,
+            "link_bytes_prefill": self.prefill_link_out,
+            "traffic": {name: traffic.snapshot() for name, traffic in self.traffic.items()},
+            "mode": self.mode,
+            "draft_length": self.draft_length,
+            "resident_layers": self.plan.resident_layers if self.plan else None,
+        }

@@ -1,0 +1,42 @@
+"""One text on the terminal, as it is verified."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import TextStreamer
+
+from decoding.engine import Engine
+from decoding.progress import Display
+from decoding.prompt import Template
+from decoding.sampling import Sampling
+from decoding.stats import Stats
+
+
+def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Display) -> None:
+    """Continue `text` on standard output; progress, warnings and what it took go to `display`."""
+    prompt, dropped = Template.plain(engine.tokenizer).fill(engine.tokenizer, text, engine.context - new, keep_end=True)
+    printer = TextStreamer(engine.tokenizer, skip_special_tokens=True)
+    if dropped:
+        display.warn(f"longer than the context of {engine.context} tokens; the first {dropped} tokens were dropped")
+    display.begin("prompt")
+    for token in engine.generate(prompt, new, sampling, display.prefill):
+        if engine.stats.new_tokens == 1:
+            display.stop()  # the text takes over the terminal
+        printer.put(torch.tensor([token]))
+    printer.end()
+    sys.stdout.flush()
+    display.end(describe(engine.stats))
+
+
+def describe(stats: Stats) -> str:
+    """What a text took, in one line."""
+    parts = [f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s, {stats.new_tokens} written"]
+    if stats.ms_per_token is not None:
+        parts.append(f"{stats.ms_per_token:.1f} ms/token")
+    if stats.tokens_per_verification is not None and stats.mode != "plain":
+        parts.append(f"{stats.tokens_per_verification:.2f} tokens per verification")
+    if stats.link_bytes_per_token:
+        parts.append(f"{stats.link_bytes_per_token / 1e6:.1f} MB per token over the link")
+    return ", ".join(parts)

@@ -1,0 +1,43 @@
+"""Memory tiers: attention over split KV, caches, host store, transfer ring, memory plan. Knows nothing of models or ranks."""
+
+from offload.attention import merge, partial_attention
+from offload.cache import Cache
+from offload.errors import DocumentError, FitError, TierForceError, one_line
+from offload.layout import KVLayout
+from offload.link import EmulatedLink, Link, ViewLink, host_available, make_link
+from offload.plan import MemoryPlan, Needs, plan_memory
+from offload.policy import POLICIES, MeanKey, SelectionPolicy
+from offload.retrieval import RetrievalCache
+from offload.rotary import Rotary
+from offload.store import HostArena
+from offload.streaming import StreamingCache
+from offload.tiered import TieredCache
+from offload.traffic import Traffic
+
+__all__ = [
+    "POLICIES",
+    "Cache",
+    "DocumentError",
+    "EmulatedLink",
+    "FitError",
+    "HostArena",
+    "KVLayout",
+    "Link",
+    "MeanKey",
+    "MemoryPlan",
+    "Needs",
+    "RetrievalCache",
+    "Rotary",
+    "SelectionPolicy",
+    "StreamingCache",
+    "TierForceError",
+    "TieredCache",
+    "Traffic",
+    "ViewLink",
+    "host_available",
+    "make_link",
+    "merge",
+    "one_line",
+    "partial_attention",
+    "plan_memory",
+]

@@ -1,0 +1,113 @@
+"""Exact attention over any split of the KV: partial results carry their log-sum-exp and merge by it.
+
+The one seam for attention kernels. Layout at the boundary: q (T, Hq, D), k and v (N, Hkv, D), out (T, Hq, D), lse (T, Hq).
+`causal` means that the last T keys are the T queries' own tokens (bottom-right alignment, as in flash-attn), so a caller may
+hand over a prefix and its new tokens as one segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+Partial = tuple[Tensor, Tensor]  # out (T, Hq, D) in q's dtype, lse (T, Hq) float32, natural logarithm
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], Partial]
+
+
+def merge(parts: list[Partial]) -> Partial:
+    """Combine attention over disjoint sets of keys, exactly. A part that saw no key has out = 0 and lse = -inf.
+
+    Source: the online softmax (Milakov & Gimelshein 2018), as used for split KV in FlashAttention-2, section 3.1.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+    total = lses.logsumexp(0)  # (T, Hq)
+    weights = (lses - total).exp().nan_to_num(0)  # (P, T, Hq); nan: every part is empty
+    merged = (weights[..., None] * outs.float()).sum(0)
+    return merged.to(outs.dtype), total
+
+
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """softmax(q k^T / sqrt(D)) v over these keys, with its log-sum-exp.
+
+    q (T, Hq, D); k, v (N, Hkv, D) of the same dtype, Hq a multiple of Hkv; N >= T if causal.
+    """
+    rows, heads, _ = q.shape
+    if len(k) == 0:
+        return torch.zeros_like(q), q.new_full((rows, heads), -torch.inf, dtype=torch.float32)
+    return _kernel(q.device.type, q.dtype)(q, k, v, causal and rows > 1)
+
+
+@cache
+def _kernel(device: str, dtype: torch.dtype) -> Kernel:
+    if device == "cpu":
+        return _cpu
+    if dtype == torch.float32:
+        return _cuda_float32
+    return _flash_attn if find_spec("flash_attn") else _cuda_flash
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """torch's own CPU flash operator: float32 accumulation whatever the dtype. Not for float16, which it hardly supports."""
+    return _folded(_cpu_op, q, k, v, causal)
+
+
+def _cpu_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    lone = q.shape[2] == 1 and q.dtype != torch.float32  # one 16-bit row takes a path that is half as fast as two rows
+    if lone:
+        q = q.expand(-1, -1, 2, -1)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return (out[:, :, :1], lse[:, :, :1]) if lone else (out, lse)
+
+
+def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """torch's built-in FlashAttention-2, for 16-bit dtypes."""
+
+    def op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[:2]
+
+    return _folded(op, q, k, v, causal)
+
+
+def _cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """torch's memory-efficient kernel: the flash kernels take no float32. Its lse is padded to a multiple of 32 rows."""
+
+    def op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
+        return out, lse[..., : q.shape[2]]
+
+    return _folded(op, q, k, v, causal)
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """The flash-attn package: grouped heads and bottom-right causal masks are its own."""
+    from flash_attn import flash_attn_func
+
+    out, lse, _ = flash_attn_func(q[None], k[None], v[None], causal=causal, return_attn_probs=True)
+    return out[0], lse[0].transpose(0, 1)  # lse (1, Hq, T)
+
+
+def _folded(op: Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """Serve grouped heads and bottom-right causality with an operator on (1, H, T, D) that has neither.
+
+    Query heads of one KV head become rows of it. A causal segment splits into a prefix every row sees and a square, where
+    top-left and bottom-right alignment agree.
+    """
+    rows, heads, dim = q.shape
+    groups = heads // k.shape[1]
+    if not causal:
+        folded = q.unflatten(1, (-1, groups)).permute(1, 0, 2, 3).flatten(1, 2)[None]  # (1, Hkv, T * G, D)
+        out, lse = op(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], False)
+        out = out[0].unflatten(1, (rows, groups)).transpose(0, 1).reshape(rows, heads, dim)
+        return out, lse[0].unflatten(1, (rows, groups)).transpose(0, 1).reshape(rows, heads)
+    if (prefix := len(k) - rows) > 0:
+        parts = [_folded(op, q, k[:prefix], v[:prefix], False), _folded(op, q, k[prefix:], v[prefix:], True)]
+        return merge(parts)
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
+    out, lse = op(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], True)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)

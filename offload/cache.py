@@ -1,0 +1,78 @@
+"""What every cache is: the owner of keys, values, positions and attention. Models only call `attend`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+from torch import Tensor
+
+from offload.attention import partial_attention
+from offload.layout import KVLayout
+from offload.traffic import Traffic
+
+
+class Cache(ABC):
+    """KV of one sequence. `length` tokens count; it changes through `advance` and `crop` alone."""
+
+    def __init__(self, layout: KVLayout):
+        self.layout = layout
+        self.length = 0
+        self.traffic = Traffic()
+
+    def begin(self, rows: int) -> None:
+        """A pass over all layers starts, with `rows` new tokens at positions length, length + 1, ..."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Keep the KV of the tokens at `start` and return their attention output.
+
+        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D). Tokens past `length` may be written again.
+        """
+
+    def advance(self, rows: int) -> None:
+        """The next `rows` tokens, already attended, count from now on."""
+        self.length += rows
+
+    def crop(self, length: int) -> None:
+        """Only the first `length` tokens count from now on; no effect on a cache that holds fewer."""
+        self.length = min(self.length, length)
+
+    def settle(self, length: int) -> None:
+        """Stand at `length` tokens, whichever way that is."""
+        if length >= self.length:
+            self.advance(length - self.length)
+        else:
+            self.crop(length)
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of device memory this cache has allocated."""
+
+    def _attend(self, q: Tensor, kv: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Attention over the first `tokens` of a head-major buffer kv (2, Hkv, capacity, D); the last T are the rows' own."""
+        k, v = kv[0, :, :tokens].transpose(0, 1), kv[1, :, :tokens].transpose(0, 1)  # (N, Hkv, D)
+        self.traffic.attended += 2 * k.nbytes
+        return partial_attention(q, k, v, causal=True)
+
+
+class Follower(Protocol):
+    """A cache that lives off another's KV: the retrieval cache off the target's."""
+
+    def prefilled(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The layer's whole prompt is on the device: q (T, Hq, D) of the last rows, k and v (N, Hkv, D), all rotated."""
+
+    def written(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """The target computed this KV, k and v (T, Hkv, D), rotated, for the tokens at `start`."""
+
+    def advanced(self, length: int) -> None:
+        """The target stands at `length` tokens."""
+
+
+def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
+    """Write k and v (T, H, D) into a head-major buffer kv (2, H, capacity, D) from slot `at`."""
+    if at + len(k) > kv.shape[2]:  # torch would drop a single row without a word: one row broadcasts to none
+        raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
+    kv[0, :, at : at + len(k)] = k.transpose(0, 1)
+    kv[1, :, at : at + len(v)] = v.transpose(0, 1)

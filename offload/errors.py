@@ -1,0 +1,18 @@
+"""Errors that talk to the person at the keyboard: what is wrong, what was found, what to do."""
+
+
+class TierForceError(Exception):
+    """Anything that stops a job or a document for a reason the user can act on; its text is one complete line."""
+
+
+class FitError(TierForceError):
+    """The job does not fit the memory there is; says what is needed and what is available."""
+
+
+class DocumentError(TierForceError):
+    """One document cannot be processed; a batch records it and goes on."""
+
+
+def one_line(error: BaseException) -> str:
+    """What somebody else's error says, for use in a message of ours."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,35 @@
+"""The shape of a KV cache: everything the memory tiers need to know of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Per-rank KV geometry. `heads` are the *local* KV heads of this rank."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"KVLayout.{name} must be at least 1, found {getattr(self, name)}")
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Bytes one token's keys and values take in one layer on this rank."""
+        return 2 * self.heads * self.head_dim * self.dtype.itemsize
+
+    def bytes(self, tokens: int, layers: int | None = None) -> int:
+        """Bytes of `tokens` tokens in `layers` layers (all of them by default)."""
+        return tokens * self.layer_token_bytes * (self.layers if layers is None else layers)
+
+    def shape(self, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
+        """Head-major storage: (layers, keys and values, Hkv, tokens, D), so that a head's prefix is one contiguous copy."""
+        return layers, 2, self.heads, tokens, self.head_dim

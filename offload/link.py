@@ -1,0 +1,220 @@
+"""The link between host and device memory: the only place, with the process group, that knows what the device is.
+
+Three links, one interface. On a GPU, pinned memory, a copy stream and events. On a CPU, either no copy at all, for there host
+memory *is* device memory, or an emulated link that really copies, at a set rate, so that overlap and races show without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from offload.errors import FitError, TierForceError
+
+Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
+
+
+class Link(ABC):
+    """Copies run in the order they are asked for. A ticket stands for a copy; `wait` orders later compute after it."""
+
+    copies = True  # False where host memory is device memory: callers then work on the host store itself
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @abstractmethod
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat host buffer of exactly this size. Raises FitError when the host cannot give it."""
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[Copy]) -> Any:
+        """Start copying, after all compute issued so far, in either direction; returns a ticket."""
+
+    @abstractmethod
+    def wait(self, ticket: Any) -> None:
+        """Compute issued from here on sees the copy finished."""
+
+    @abstractmethod
+    def device_available(self) -> int:
+        """Bytes of device memory that could be allocated now."""
+
+    def release(self, buffer: Tensor) -> None:
+        """A buffer from host_empty is about to be freed: no copy uses it any more."""
+        self.drain()
+
+    def drain(self) -> None:
+        """Block until no copy is under way."""
+
+    def close(self) -> None:
+        """Release what the link holds; no copy may follow."""
+
+
+def host_available() -> int:
+    """Bytes of host memory that can really be had: the kernel's estimate, or less where a cgroup sets a limit."""
+    available = psutil.virtual_memory().available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as top, open(used) as now:
+                available = min(available, max(0, int(top.read()) - int(now.read())))
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+    return available
+
+
+class ViewLink(Link):
+    """CPU without a link: the ring hands out views of the host store and nothing is copied."""
+
+    copies = False
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _allocate(numel, dtype)
+
+    def copy(self, pairs: Sequence[Copy]) -> None:
+        for destination, source in pairs:
+            destination.copy_(source)
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+    def device_available(self) -> int:
+        return host_available()
+
+
+class EmulatedLink(Link):
+    """A thread that copies between separate CPU buffers at `rate` bytes a second, in order, while the caller computes."""
+
+    def __init__(self, device: torch.device, rate: float):
+        if not rate > 0:
+            raise TierForceError(f"an emulated link needs a rate above 0 GB/s, found {rate / 1e9:g}")
+        super().__init__(device)
+        self.rate = rate
+        self._jobs: queue.Queue[tuple[Sequence[Copy], threading.Event] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
+        self._thread.start()
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _allocate(numel, dtype)
+
+    def copy(self, pairs: Sequence[Copy]) -> threading.Event:
+        for destination, source in pairs:  # memmove would not notice
+            if not (destination.is_contiguous() and source.is_contiguous() and destination.nbytes == source.nbytes):
+                raise ValueError("the link moves contiguous blocks of one size only")
+        done = threading.Event()
+        self._jobs.put((pairs, done))
+        return done
+
+    def wait(self, ticket: threading.Event) -> None:
+        ticket.wait()
+
+    def drain(self) -> None:
+        if self._thread.is_alive():
+            self.copy(()).wait()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def device_available(self) -> int:
+        return host_available()
+
+    def _run(self) -> None:
+        free_at = time.perf_counter()  # when the wire is next free
+        while job := self._jobs.get():
+            pairs, done = job
+            free_at = max(free_at, time.perf_counter())
+            for destination, source in pairs:
+                free_at += source.nbytes / self.rate
+                # memmove, for it leaves the lock and the compute threads alone, which a tensor copy does not
+                ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
+            if (ahead := free_at - time.perf_counter()) > 0:
+                time.sleep(ahead)
+            done.set()
+
+
+class CudaLink(Link):
+    """PCIe: registered host memory, one copy stream, events. No device-wide synchronisation anywhere."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._stream = torch.cuda.Stream(device)
+        self._registered: dict[int, Tensor] = {}  # by address
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = _allocate(numel, dtype)
+        # pin_memory would round the allocation up to a power of two
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if code:
+            raise FitError(
+                f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {code}). "
+                "Raise the limit on locked memory (ulimit -l unlimited), or use a shorter --context."
+            )
+        self._registered[buffer.data_ptr()] = buffer
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        self.drain()
+        if self._registered.pop(buffer.data_ptr(), None) is not None:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+    def copy(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        ticket = torch.cuda.Event()
+        ticket.record(self._stream)
+        return ticket
+
+    def wait(self, ticket: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(ticket)
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        for buffer in list(self._registered.values()):
+            self.release(buffer)
+
+    def device_available(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached
+
+
+def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
+    needed, available = numel * dtype.itemsize, host_available()
+    if needed > available:
+        raise FitError(
+            f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and {available / 1e9:.2f} GB are available. "
+            "Use a shorter --context, or a machine with more memory."
+        )
+    return torch.empty(numel, dtype=dtype)
+
+
+def make_link(spec: str, device: torch.device) -> Link:
+    """`auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE` with the rate in GB/s."""
+    name, _, rate = spec.partition(":")
+    if name == "auto" and not rate:
+        return CudaLink(device) if device.type == "cuda" else ViewLink(device)
+    if device.type == "cpu" and spec == "view":
+        return ViewLink(device)
+    if device.type == "cpu" and name == "emulated":
+        try:
+            return EmulatedLink(device, float(rate) * 1e9)
+        except ValueError:
+            pass
+    raise TierForceError(
+        f"--link {spec} is not a link for {device.type}: use auto, or on a CPU view or emulated:RATE (GB/s, as in emulated:0.5)"
+    )

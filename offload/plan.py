@@ -1,0 +1,82 @@
+"""The memory plan: what lives where, in bytes, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.errors import FitError
+from offload.layout import KVLayout
+
+_COPY_BYTES = 2 << 20  # a copy at least this big runs at line rate
+_RING_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a job asks of one rank's memory. Bytes, except where tokens are named."""
+
+    layout: KVLayout
+    context: int  # tokens the full cache must hold
+    tail: int  # tokens of a host layer kept on the device until they are flushed
+    retrieval: int  # device bytes of the retrieval cache
+    draft: int  # device bytes of the draft's cache
+    tables: int  # device bytes of rotary tables
+    hidden: int  # device bytes of the prompt's hidden states, live in prefill
+    copies: bool = True  # whether the link copies; if not, ring and prefill stage take nothing
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How many layers stay on the device, and what the tiers then take. All bytes are per rank."""
+
+    resident_layers: int
+    slot_heads: int
+    slots: int
+    device_bytes: int
+    host_bytes: int
+
+
+def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
+    """Heads per slot, slots, and bytes of the transfer ring: copies of 2 MB or more, at most 1 GB in all where that is possible."""
+    head = 2 * context * layout.head_dim * layout.dtype.itemsize
+    heads = min(layout.heads, max(1, -(-2 * _COPY_BYTES // head)))
+    slots = 3 if 3 * heads * head <= _RING_BYTES else 2
+    return heads, slots, slots * heads * head
+
+
+def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | None = None) -> MemoryPlan:
+    """Keep as many layers on the device as fit in `device` bytes; the KV of the others goes to the host, in `host` bytes.
+
+    `resident_layers` overrides the count. Raises FitError with what is needed and available.
+    """
+    layout = needs.layout
+
+    def on_device(resident: int) -> int:
+        far = layout.layers - resident
+        ring = ring_shape(layout, needs.context)[2]
+        stage = layout.bytes(needs.context, 1)  # prefill works on one far layer at a time; the ring is idle then
+        moving = max(ring, stage) if far and needs.copies else 0
+        fixed = needs.retrieval + needs.draft + needs.tables + needs.hidden
+        return fixed + moving + layout.bytes(needs.tail, far) + layout.bytes(needs.context, resident)
+
+    if resident_layers is not None and not 0 <= resident_layers <= layout.layers:
+        raise FitError(f"--resident-layers {resident_layers} is not between 0 and the model's {layout.layers} layers.")
+    choices = range(layout.layers, -1, -1) if resident_layers is None else [resident_layers]
+    fitting = next((count for count in choices if on_device(count) <= device), None)
+    if fitting is None:
+        least = on_device(choices[-1])
+        hint = "a shorter --context, a smaller --budget or more GPUs"
+        if resident_layers is not None:
+            hint = "fewer --resident-layers, " + hint
+        raise FitError(
+            f"this job needs {least / 1e9:.3f} GB of device memory beside the weights ({needs.retrieval / 1e9:.3f} GB of it for "
+            f"the retrieval cache) and {max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
+        )
+    on_host = layout.bytes(needs.context, layout.layers - fitting)
+    if on_host > host:
+        raise FitError(
+            f"the KV cache of {needs.context} tokens needs {on_host / 1e9:.2f} GB of host memory per rank and {host / 1e9:.2f} GB "
+            "are available. It would take a shorter --context, more host memory or more device memory."
+        )
+    heads, slots, _ = ring_shape(layout, needs.context)
+    return MemoryPlan(fitting, heads, slots, on_device(fitting), on_host)

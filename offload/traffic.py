@@ -1,0 +1,17 @@
+"""Byte counters: what moved, counted where it moves, so that no figure is estimated."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Traffic:
+    """Bytes since the counter was made. One counter per level of the hierarchy."""
+
+    link_in: int = 0  # host to device: KV streamed for verification
+    link_out: int = 0  # device to host: KV written back
+    attended: int = 0  # KV bytes that attention read, from whichever tier
+
+    def snapshot(self) -> dict[str, int]:
+        return asdict(self)

@@ -1,0 +1,23 @@
+"""Tensor parallelism: process group, sharded Llama-family model, weight loading, launch. Knows nothing of sampling or drafts."""
+
+from parallel.checkpoint import Checkpoint, CheckpointError
+from parallel.config import ConfigError, ModelConfig
+from parallel.group import Group, RankLost
+from parallel.llama import Llama
+from parallel.loading import load_model, parameter_bytes, resolve
+from parallel.passes import PassLeader, follow_passes
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
+    "Group",
+    "Llama",
+    "ModelConfig",
+    "PassLeader",
+    "RankLost",
+    "follow_passes",
+    "load_model",
+    "parameter_bytes",
+    "resolve",
+]

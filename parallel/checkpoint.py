@@ -1,0 +1,122 @@
+"""Reading safetensors checkpoints lazily: a rank touches only its slices of a file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from offload import TierForceError
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")  # may be left over: computed from the config, or a copy of tied embeddings
+
+
+class CheckpointError(TierForceError):
+    """The weights are missing, broken, or of a kind that is not read."""
+
+
+class TensorSlice:
+    """A tensor on disk; indexing reads just that part, and lets go of the file's pages at once."""
+
+    def __init__(self, path: Path, name: str, shape: tuple[int, ...]):
+        self.path, self.name, self.shape = path, name, shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return file.get_slice(self.name)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path.name}: tensor {self.name} cannot be read ({error}). Fetch the file again."
+            ) from error
+
+
+class Checkpoint:
+    """The safetensors files of a folder: one file, or several with an index."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._where: dict[str, Path] = {}  # by tensor name
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._asked: set[str] = set()
+        for path in self._files():
+            self._scan(path)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
+        """The tensor of this name. Raises CheckpointError when it is missing or its shape is not `shape`."""
+        if name not in self._shapes:
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing; the checkpoint has {len(self._shapes)} tensors. "
+                "Was the download interrupted? Fetch it again, or point at a complete folder."
+            )
+        self._asked.add(name)
+        found = self._shapes[name]
+        if found != shape:
+            raise CheckpointError(f"{self._where[name].name}: tensor {name} has shape {found}, but config.json implies {shape}.")
+        return TensorSlice(self._where[name], name, found)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of most tensors."""
+        return Counter(self._dtypes.values()).most_common(1)[0][0]
+
+    def refuse_leftovers(self) -> None:
+        """Raises CheckpointError when the file has tensors that nobody asked for: ignoring weights would change the text."""
+        left = sorted(name for name in self._shapes.keys() - self._asked if not name.endswith(_DERIVED))
+        if left:
+            raise CheckpointError(
+                f"{self.folder}: {len(left)} tensors have no place in the model that config.json describes, first {left[0]}. "
+                "The config does not belong to these weights, or the architecture has parts that are not supported."
+            )
+
+    def _files(self) -> list[Path]:
+        single, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                files = sorted({self.folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index} is not a readable weight index: {error}. Fetch it again.") from error
+            missing = [path.name for path in files if not path.is_file()]
+            if missing:
+                raise CheckpointError(
+                    f"{self.folder}: {len(missing)} weight files are missing, first {missing[0]}. Fetch them again."
+                )
+            return files
+        if single.is_file():
+            return [single]
+        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
+            raise CheckpointError(
+                f"{self.folder} has pickle weights only, which can run code and are not loaded. Convert them once: "
+                f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{self.folder}', dtype='auto')"
+                f".save_pretrained('{self.folder}')\""
+            )
+        raise CheckpointError(f"{self.folder} has no weights: model.safetensors (or its index) is missing.")
+
+    def _scan(self, path: Path) -> None:
+        with self._open(path) as file:
+            for name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
+                tensor = file.get_slice(name)
+                self._where[name] = path
+                self._shapes[name] = tuple(tensor.get_shape())
+                kind = tensor.get_dtype()
+                if kind not in _DTYPES:
+                    raise CheckpointError(f"{path.name}: tensor {name} is {kind}; only {', '.join(_DTYPES)} weights are read.")
+                self._dtypes[name] = _DTYPES[kind]
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is not a complete safetensors file ({error}). Was the download interrupted? Fetch it again."
+            ) from error

@@ -1,0 +1,123 @@
+"""The process group: the only place, with the link, that knows which devices and which backend there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offload import TierForceError
+
+T = TypeVar("T")
+
+
+class RankLost(TierForceError):
+    """A collective failed because another rank is gone."""
+
+
+class Group:
+    """The ranks of one tensor-parallel model. With one rank every collective is a no-op, so callers never ask."""
+
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None):
+        self.rank, self.size, self.device = rank, size, device or torch.device("cpu")
+
+    @classmethod
+    def from_environment(cls, device: str = "auto") -> Group:
+        """Join the group that torchrun (or our own launcher) describes in the environment; alone where there is none.
+
+        `device`: auto, cpu or cuda. Raises TierForceError when CUDA is asked for and missing or too small for the ranks.
+        """
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if device not in ("auto", "cpu", "cuda"):
+            raise TierForceError(f"--device {device} is not known: use auto, cpu or cuda.")
+        gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+        if device == "cuda" and gpus == 0:
+            raise TierForceError("--device cuda, but torch sees no GPU here. Use --device cpu, or install a CUDA build of torch.")
+        if 0 < gpus < local_size:
+            raise TierForceError(f"{local_size} ranks, but only {gpus} GPUs: use --gpus {gpus}, or --device cpu.")
+        where = torch.device("cuda", local) if gpus else torch.device("cpu")
+        if gpus:
+            torch.cuda.set_device(where)
+            if "GeForce" in torch.cuda.get_device_name(where):
+                os.environ.setdefault("NCCL_P2P_DISABLE", "1")  # no peer access; patched drivers return wrong data
+        else:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        if size > 1 and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+            dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(hours=2))
+        return cls(rank, size, where)
+
+    def share(self, total: int) -> slice:
+        """This rank's part of `total` rows or columns."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            with _peers():
+                dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenate the last dimension over ranks; every rank holds the same number of columns. (T, N) -> (T, N * ranks)."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        with _peers():
+            dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's small Python value, on every rank."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value]
+        with _peers():
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def broadcast_numbers(self, numbers: list[int], count: int) -> list[int]:
+        """Rank 0's `count` whole numbers on every rank, in one message: the verdict of a round."""
+        if self.size == 1:
+            return numbers
+        message = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
+        with _peers():
+            dist.broadcast(message, src=0)
+        return message.tolist()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What raises a TierForceError on any rank raises the lowest such rank's error on all: no rank waits for one that left."""
+        found: TierForceError | None = None
+        try:
+            yield
+        except TierForceError as error:
+            found = error
+        if self.size > 1:
+            errors: list[Any] = [None] * self.size
+            with _peers():
+                dist.all_gather_object(errors, found and (type(found), str(found)))
+            first = next((error for error in errors if error), None)
+            if first and first != errors[self.rank]:
+                found = first[0](first[1])
+        if found:
+            raise found
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what every backend raises when a peer's connection closes
+        raise RankLost("another rank ended unexpectedly (killed, or out of memory).") from error

@@ -1,0 +1,53 @@
+"""Passes of a sharded model on all ranks: rank 0 decides and announces, the others follow.
+
+All that depends on randomness, drafts included, happens on rank 0 alone. One small message a pass carries it out: which cache,
+where that cache stands (the verdict of the round before), and the tokens of the pass. So ranks cannot drift apart, and rank 0 may
+give up a text at any point between two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offload import Cache
+from parallel.group import Group
+from parallel.llama import Llama
+
+_END = -1  # in place of a cache
+_HEAD = 4  # numbers in front of the tokens: which cache, its length, rows, tokens
+
+
+class PassLeader:
+    """Rank 0's side: calls the model, after telling the other ranks to do the same."""
+
+    def __init__(self, model: Llama, caches: Sequence[Cache], most: int):
+        """`caches` in one order on all ranks; `most` is the most tokens of one pass."""
+        self.model, self.caches, self.most = model, list(caches), most
+
+    def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
+        """Logits (rows, V) after the last `rows` of tokens (T,), T <= most, behind the content of `cache`."""
+        if self.model.group.size > 1:
+            self._announce([self.caches.index(cache), cache.length, rows, len(tokens), *tokens.tolist()])
+        return self.model(tokens, cache, rows)
+
+    def end(self) -> None:
+        """The text is done: the other ranks leave `follow_passes`."""
+        self._announce([_END])
+
+    def _announce(self, numbers: list[int]) -> None:
+        size = _HEAD + self.most
+        self.model.group.broadcast_numbers(numbers + [0] * (size - len(numbers)), size)
+
+
+def follow_passes(model: Llama, caches: Sequence[Cache], most: int) -> None:
+    """The other ranks' side: run what rank 0 announces until the text is done."""
+    group: Group = model.group
+    while True:
+        which, length, rows, count, *tokens = group.broadcast_numbers([], _HEAD + most)
+        if which == _END:
+            return
+        caches[which].settle(length)
+        model(torch.tensor(tokens[:count], device=group.device), caches[which], rows)

@@ -1,0 +1,36 @@
+"""TierForce: exact long-context decoding on consumer GPUs."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="tierforce",
+    version="0.1.0",
+    description="Exact long-context decoding on consumer GPUs: the KV cache in host memory, hierarchical speculation",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["offload", "parallel", "decoding", "bench"]),
+    package_data={"decoding": ["py.typed"], "parallel": ["py.typed"], "offload": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "transformers>=5.0,<6",
+        "accelerate>=1.10",
+        "safetensors>=0.5",
+        "huggingface_hub>=1.0",
+        "numpy>=1.26",
+        "psutil>=5.9",
+        "nvidia-ml-py>=12.535",
+        "typer>=0.15",
+        "rich>=13.0",
+        "jinja2>=3.1",
+    ],
+    extras_require={
+        "flash": ["flash-attn>=2.6"],
+        "bench": ["matplotlib>=3.8"],
+        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.12", "mypy>=1.14"],
+    },
+    entry_points={"console_scripts": ["tierforce=decoding.cli:main"]},
+)

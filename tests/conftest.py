@@ -1,0 +1,49 @@
+"""Fixtures all tests share: checkpoints built once a session, links that are closed, and the skip of CUDA tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from links import make_test_link
+from models import build_checkpoint
+
+from offload import Link
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> None:
+    """Every test draws the same numbers, alone or not. One thread: on a busy machine two wait for each other, ten times as long."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`build_checkpoint` less the folder: the same arguments give the same folder, built once. Not to be written to."""
+    built: dict[str, Path] = {}
+
+    def get(family: str = "llama", **arguments: object) -> Path:
+        key = repr((family, sorted(arguments.items())))
+        if key not in built:
+            built[key] = build_checkpoint(tmp_path_factory.mktemp(family), family, **arguments)
+        return built[key]
+
+    return get
+
+
+@pytest.fixture
+def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    """The link that an indirect parameter names."""
+    made = make_test_link(request.param)
+    yield made
+    made.close()

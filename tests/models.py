@@ -1,0 +1,68 @@
+"""Tiny random checkpoints of every supported family, as transformers writes them, and transformers' own answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
+TINY: dict[str, Any] = {
+    "vocab_size": 101,  # odd: the vocabulary never splits evenly
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def rope(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, Any]:
+    """A config's `rope_parameters`."""
+    return {"rope_type": kind, "rope_theta": theta, **parameters}
+
+
+def tiny_config(family: str = "llama", **overrides: Any) -> Any:
+    """A transformers config of a few thousand parameters; any of its fields may be given."""
+    return FAMILIES[family](**{**TINY, **overrides})
+
+
+def build_checkpoint(
+    folder: Path,
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    scale: float = 0.15,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | int = "5GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint to `folder` and return it. Every parameter is drawn anew, for transformers starts biases at zero.
+
+    `scale` is the deviation of the weights: the greater, the further the laws are from uniform.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.copy_(1 + noise if "norm" in name else noise)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def random_tokens(count: int, vocab: int = TINY["vocab_size"], seed: int = 0) -> Tensor:
+    """(count,) int64, all of the vocabulary likely."""
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    return model(tokens[None]).logits[0].float()

@@ -1,0 +1,136 @@
+"""What else keeps a job from starting: options, memory, the hub, weights and outputs of another kind."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from commands import MODELS, TARGET, forked, refused, variant
+from safetensors.torch import load_file
+
+import parallel.loading
+from decoding.records import Records
+
+GENERATE = ("generate", "--prompt", "It was")
+
+
+def summarize(folder: Path, output: Path, *more: str) -> tuple[str, ...]:
+    source = folder / "a.txt"
+    source.write_text("It was. " * 2000)
+    return "summarize", *MODELS, "--input", str(source), "--output", str(output), *more
+
+
+OPTIONS = {
+    "--temperature -1": "temperature",
+    "--temperature nan": "temperature",
+    "--top-p 2": "top-p",
+    "--top-p 0": "top-p",
+    "--top-k -1": "top-k",
+    "--seed -1": "seed",
+    "--mode x": "hierarchical",
+    "--mode speculative": "--draft",
+    "--link x": "emulated:RATE",
+    "--link emulated:0": "above 0 GB/s",
+    "--resident-layers 99": "6 layers",
+    "--resident-layers -1": "0 or more",
+    "--device x": "cuda",
+    "--dtype float64": "bfloat16",
+    "--dtype float16": "float32",
+    "--budget 0": "at least 1",
+    "--budget 4": "--chunk-size 8",
+    "--context 0": "at least 1",
+    "--draft-length 0": "at least 1",
+    "--device-memory 0": "above 0 GB",
+    "--device-memory nan": "above 0 GB",
+    "--prompt-file a": "either --prompt-file or --prompt",
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *GENERATE, "--model", str(TARGET), "--device", "cpu", *option.split()))
+    assert option.split()[0].removeprefix("--") in line
+    assert OPTIONS[option] in line
+
+
+def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_them(tmp_path: Path) -> None:
+    model = variant(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    torch.save(load_file(weights), tmp_path / "model/pytorch_model.bin")
+    weights.unlink()
+    line = refused(forked(tmp_path, *GENERATE, *model))
+    assert "pickle" in line
+    program, option, code = shlex.split(line[line.index("python -c") :])
+    assert (program, option) == ("python", "-c")
+    exec(code, {})
+    assert forked(tmp_path, *GENERATE, *model, "--max-new-tokens", "2").code == 0
+
+
+def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -> None:
+    job = summarize(tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--resident-layers", "0")
+    line = refused(forked(tmp_path, *job, "--device-memory", "0.2", before=_small_host))
+    assert "needs 0.08 GB of host memory" in line
+    assert "0.01 GB are available" in line
+
+
+def _small_host() -> None:
+    memory = psutil.virtual_memory()
+    psutil.virtual_memory = lambda: memory._replace(available=180_000_000)  # 0.175 of it is the device's, less weights
+
+
+def test_an_output_file_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "a", "text": "one line of somebody\'s data, and no newline behind it"}')
+    before = other.read_bytes()
+    refused(forked(tmp_path, *summarize(tmp_path, other)))
+    assert other.read_bytes() == before
+
+
+def test_an_output_file_that_another_job_holds_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with Records(output):
+        line = refused(forked(tmp_path, *summarize(tmp_path, output)))
+    assert "being written by another job" in line
+    assert output.read_bytes() == b""
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        line = refused(forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=_Hub(address)))
+    assert "timed out" in line
+
+
+class _Hub:
+    def __init__(self, address: str):
+        self.address = address
+
+    def __call__(self) -> None:
+        import huggingface_hub.constants
+
+        huggingface_hub.constants.ENDPOINT = self.address
+        parallel.loading._PATIENCE = 0.5
+
+
+def test_a_fetched_model_needs_no_hub(tmp_path: Path) -> None:
+    folder = tmp_path / "models--some--model"
+    shutil.copytree(TARGET, folder / "snapshots/0123")
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("0123")
+    assert forked(tmp_path, *GENERATE, "--model", "some/model", "--max-new-tokens", "2", before=_Cache(tmp_path)).code == 0
+
+
+class _Cache:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __call__(self) -> None:
+        import huggingface_hub.constants
+
+        huggingface_hub.constants.HF_HUB_CACHE = str(self.folder)
+        huggingface_hub.constants.HF_HUB_OFFLINE = True

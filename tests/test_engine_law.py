@@ -1,0 +1,75 @@
+"""Sampled text of the whole engine, on models with attention and caches, follows the law transformers computes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engines import Pair
+from laws import BROKEN, LIKELY, p_value
+from models import random_tokens, reference_logits
+from torch import Tensor
+
+import decoding.verify
+from decoding import Sampling
+
+PROMPT = random_tokens(70, seed=2).tolist()
+CELLS = 20
+SAMPLINGS = {"full": Sampling(1.0, seed=1), "nucleus": Sampling(0.6, top_p=0.9, seed=1), "top-k": Sampling(0.9, top_k=12, seed=1)}
+FOLDERS = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
+    """A target, and a draft that knows nothing of it."""
+    positions = {"max_position_embeddings": 4096}
+    return checkpoint(**positions), checkpoint(seed=1, num_hidden_layers=1, **positions)
+
+
+def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
+    """Where each new token stands in its law, (N,): uniform in [0, 1] and independent if that is the target's.
+
+    The probability integral transform, with the vocabulary in order of how far the target prefers a token to the draft, so that
+    a leaning towards the draft shows; a token of no probability gives NaN.
+    """
+    tokens = torch.tensor([*PROMPT, *text])
+    p, q = (sampling.law(reference_logits(folder, tokens)[len(PROMPT) - 1 : -1]).double() for folder in folders)
+    order = (p - q).argsort(1)
+    ordered, place = p.gather(1, order), order.argsort(1).gather(1, tokens[len(PROMPT) :, None])  # (N, V), (N, 1)
+    share = ordered.gather(1, place)
+    noise = torch.rand(share.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = (ordered.cumsum(1).gather(1, place) - noise * share)[:, 0]
+    return found.masked_fill(share[:, 0] == 0, torch.nan)
+
+
+def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int) -> float:
+    pair = Pair(*folders)
+    text = pair.text(mode, PROMPT, new, sampling, budget=16, chunk_size=4, window=12, sinks=2, draft_length=4, resident_layers=1)
+    found = places(text, sampling, folders)
+    if found.isnan().any():
+        return 0.0
+    return p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [
+        ("plain", "full"),
+        ("retrieval", "full"),
+        ("speculative", "full"),
+        ("hierarchical", "full"),
+        ("speculative", "nucleus"),
+        ("hierarchical", "nucleus"),
+        ("hierarchical", "top-k"),
+    ],
+)
+def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: FOLDERS) -> None:
+    assert likelihood(mode, SAMPLINGS[sampling], folders, 1_500) > LIKELY
+
+
+@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])  # retrieval drafts too well for it to matter much
+def test_a_plain_redraw_is_found_out(mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding.verify, "residual", lambda p, q: p)
+    assert likelihood(mode, SAMPLINGS["full"], folders, 3_000) < BROKEN

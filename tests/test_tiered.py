@@ -1,0 +1,210 @@
+"""Tiers change where KV lives, never what attention gives; and every byte that crosses the link is counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from driving import CAPACITY, LAYOUT, forward, plain, prefill, text, tiered
+from links import DelayingLink, make_test_link
+
+from offload import HostArena, KVLayout, Link, TieredCache
+from offload.link import Copy
+
+LAYERS = LAYOUT.layers
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+every_split = pytest.mark.parametrize("resident", range(LAYERS + 1))
+# rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The tail holds 24 tokens.
+PASSES = [
+    (1, 1, None),
+    (5, 3, None),
+    (17, 17, None),
+    (17, 0, None),
+    (2, 2, None),
+    (1, 1, 60),
+    (24, 20, None),
+    (1, 1, 33),
+    (9, 9, 5),
+]
+
+
+@every_link
+@every_split
+@pytest.mark.parametrize("slot_heads", [1, 2, 3])
+def test_outputs_do_not_depend_on_the_tiers(link: Link, resident: int, slot_heads: int) -> None:
+    cache, want = tiered(link, resident, slot_heads=slot_heads), plain()
+    prompt = text(50)
+    torch.testing.assert_close(prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5)
+    want.advance(50)
+    for rows, stand, crop in PASSES * 2:
+        tokens = text(rows)
+        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        for each in (cache, want):
+            each.advance(stand)
+            if crop is not None:
+                each.crop(crop)
+        assert cache.length == want.length
+
+
+@every_link
+def test_a_cache_need_not_be_prefilled(link: Link) -> None:
+    cache, want = tiered(link, resident=1), plain()
+    for rows in [24, 1, 20, 3, 17, 1]:
+        tokens = text(rows)
+        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        cache.advance(rows)
+        want.advance(rows)
+
+
+@every_link
+def test_a_repeated_pass_repeats_its_output(link: Link) -> None:
+    cache = tiered(link, resident=1)
+    prefill(cache, text(40), chunk=40)
+    tokens, longer = text(3), text(9)
+    first = forward(cache, tokens)
+    forward(cache, longer)  # never advanced: it did not happen
+    assert torch.equal(forward(cache, tokens), first)
+
+
+@every_link
+def test_a_pass_given_up_halfway_leaves_nothing_behind(link: Link) -> None:
+    cache, want = tiered(link, resident=1), plain()
+    prompt = text(50)
+    prefill(cache, prompt, chunk=13)
+    forward(want, prompt)
+    want.advance(50)
+    for layers, rows in product([1, 2, 3], [1, 4]):
+        cache.begin(rows)
+        for layer, qkv in enumerate(text(rows)[:layers]):
+            cache.attend(layer, *qkv, cache.length)
+        tokens = text(7)
+        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        cache.advance(7)
+        want.advance(7)
+
+
+@every_link
+def test_a_cache_can_start_over(link: Link) -> None:
+    cache = tiered(link, resident=1)
+    for length in (70, 30, 90):
+        want, prompt, tokens = plain(), text(length), text(5)
+        torch.testing.assert_close(prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5)
+        want.advance(length)
+        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        cache.begin(1)  # copies are on their way into the slots that prefill is about to use
+        cache.crop(0)
+
+
+class RememberingLink(DelayingLink):
+    """Keeps the ticket of every copy."""
+
+    def copy(self, pairs: Sequence[Copy]) -> threading.Event:
+        self.tickets = [*getattr(self, "tickets", []), super().copy(pairs)]
+        return self.tickets[-1]
+
+
+def test_copies_are_over_before_their_memory_is_anothers() -> None:
+    link = RememberingLink(delay=1e-2)
+    arena = HostArena(link, LAYOUT.dtype)
+    cache = TieredCache(LAYOUT, 90, 1, link, plain().rotary, arena)
+    prefill(cache, text(80), chunk=16)
+    assert all(ticket.is_set() for ticket in link.tickets)
+    cache.begin(1)
+    cache.crop(0)
+    with cache.prefill(80):  # builds its layers in the memory of the slots
+        assert all(ticket.is_set() for ticket in link.tickets)
+    cache.begin(1)
+    arena.take((5,))
+    assert all(ticket.is_set() for ticket in link.tickets)
+    link.close()
+
+
+@every_link
+def test_documents_share_an_arena(link: Link) -> None:
+    arena = HostArena(link, LAYOUT.dtype)
+    for capacity in (90, 40, 120):
+        want = plain()
+        cache = TieredCache(LAYOUT, capacity, 1, link, want.rotary, arena, tail=8)
+        prompt, tokens = text(capacity - 10), text(5)
+        prefill(cache, prompt, chunk=16)
+        forward(want, prompt)
+        want.advance(capacity - 10)
+        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        cache.begin(1)  # its copies are on their way when the next document begins
+    assert arena.nbytes == LAYOUT.bytes(120, LAYERS - 1)
+
+
+@every_link
+def test_after_prefill_the_host_has_it_all(link: Link) -> None:
+    cache, want = tiered(link, resident=1), plain()
+    prompt = text(50)
+    prefill(cache, prompt, chunk=16)
+    stored = cache._store.kv[:, :, :, :50].clone()  # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
+    forward(want, prompt)
+    want.advance(50)
+    torch.testing.assert_close(stored.transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5)
+
+
+@every_link
+@every_split
+def test_bytes_over_the_link(link: Link, resident: int) -> None:
+    cache, far = tiered(link, resident), LAYERS - resident
+    prefill(cache, text(50), chunk=16)
+    assert cache.traffic.link_in == 0  # layer-major: nothing is read back
+    assert cache.traffic.link_out == LAYOUT.bytes(50, far)
+    flushed, out, came = 50, LAYOUT.bytes(50, far), 0
+    for rows, stand in [(5, 5), (17, 12), (1, 1), (17, 17), (24, 24), (1, 1)]:
+        if cache.length + rows - flushed > 24:
+            out += LAYOUT.bytes(cache.length - flushed, far)
+            flushed = cache.length
+        came += LAYOUT.bytes(flushed, far)
+        forward(cache, text(rows))
+        cache.advance(stand)
+        assert (cache.traffic.link_in, cache.traffic.link_out) == (came, out)
+    assert flushed > 50  # the tail was flushed on the way
+
+
+@every_link
+@every_split
+def test_bytes_attended(link: Link, resident: int) -> None:
+    cache = tiered(link, resident)
+    prefill(cache, text(50), chunk=50)
+    before = cache.traffic.attended
+    assert before == LAYOUT.bytes(50)
+    forward(cache, text(7))
+    assert cache.traffic.attended - before == LAYOUT.bytes(57)
+
+
+@every_split
+@pytest.mark.parametrize("link", ["emulated"], indirect=True)
+def test_device_bytes(link: Link, resident: int) -> None:
+    cache, far = tiered(link, resident), LAYERS - resident
+    ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4 if far else 0  # 3 slots of keys and values of 2 heads
+    assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + LAYOUT.bytes(24, far) + ring
+
+
+def test_bfloat16_agrees_with_plain_arithmetic() -> None:
+    layout = KVLayout(2, 2, 16, torch.bfloat16)
+    link = make_test_link("delaying")
+    cache, want = tiered(link, 1, layout=layout), plain(layout)
+    prompt, tokens = text(60, layout), text(9, layout)
+    torch.testing.assert_close(prefill(cache, prompt, 16), forward(want, prompt), atol=2e-2, rtol=2e-2)
+    want.advance(60)
+    torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=2e-2, rtol=2e-2)
+    link.close()
+
+
+def test_refusals() -> None:
+    cache = tiered(make_test_link("view"), resident=1)
+    with pytest.raises(ValueError, match="does not fit a cache of 200"), cache.prefill(CAPACITY + 1):
+        pass
+    with pytest.raises(ValueError, match="do not fit a buffer of 24"):
+        forward(cache, text(25))
+    prefill(cache, text(CAPACITY - 3), chunk=64)
+    with pytest.raises(ValueError, match="197 tokens and 4 more do not fit a cache of 200"):
+        cache.begin(4)
+    with pytest.raises(ValueError, match="this one holds 197 tokens"), cache.prefill(1):
+        pass

@@ -1,0 +1,116 @@
+"""Models whose law of whole texts can be written down, on caches that hold the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from decoding import Sampling
+from decoding.decoders import Autoregressive, Decoder, Forward, Speculative
+from offload import Cache, KVLayout
+
+VOCAB = 4
+PROMPT = [1, 3, 0]
+
+
+class HistoryCache(Cache):
+    """Tokens in place of their KV. As with KV, what stands behind `length` is stale, and written over."""
+
+    device_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__(KVLayout(1, 1, 1, torch.float32))
+        self.history: list[int] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        raise NotImplementedError("a toy model has no attention")
+
+    def write(self, tokens: list[int]) -> list[int]:
+        """Keep the tokens of a pass; returns the text up to and with them."""
+        end = self.length + len(tokens)
+        self.history[self.length : end] = tokens
+        return self.history[:end]
+
+
+class Toy:
+    """Logits from a random table, by the last two tokens and whether the text is of odd length: a slip of one position shows.
+
+    `scale` is how far the laws are from uniform: 0 is uniform, 20 nearly one-hot.
+    """
+
+    def __init__(self, seed: int, scale: float):
+        self.table = torch.randn(2, VOCAB, VOCAB, VOCAB, generator=Generator().manual_seed(seed)) * scale
+
+    def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
+        assert isinstance(cache, HistoryCache)
+        text = cache.write(tokens.tolist())
+        return torch.stack([self.logits(text[:end]) for end in range(len(text) - rows + 1, len(text) + 1)])
+
+    def logits(self, text: list[int]) -> Tensor:  # (V,)
+        return self.table[len(text) % 2, text[-2], text[-1]]
+
+    def text_law(self, sampling: Sampling, tokens: int) -> Tensor:
+        """The probability of each continuation of PROMPT by `tokens` tokens, (V ** tokens,), in order of `number`."""
+        law, texts = torch.ones(1, dtype=torch.float64), [PROMPT]
+        for _ in range(tokens):
+            rows = sampling.law(torch.stack([self.logits(text) for text in texts]))
+            law = (law[:, None] * rows).flatten()
+            texts = [[*text, token] for text in texts for token in range(VOCAB)]
+        return law
+
+
+def number(continuation: list[int]) -> int:
+    """Its digits are the tokens, in base V."""
+    value = 0
+    for token in continuation:
+        value = value * VOCAB + token
+    return value
+
+
+def nest(models: Sequence[Toy], lengths: Sequence[int], sampling: Sampling, generator: Generator) -> Decoder:
+    """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on behind PROMPT."""
+    read, decoder = PROMPT[:-1], None
+    for model, length in reversed(list(zip(models, [*lengths, 0], strict=True))):
+        cache = HistoryCache()
+        cache.write(read)
+        cache.advance(len(read))
+        if decoder is None:
+            decoder = Autoregressive("leaf", model, cache, read, sampling, generator)
+        else:
+            decoder = Speculative(f"over {decoder.name}", model, cache, read, decoder, length, sampling, generator)
+    assert decoder is not None
+    restart(decoder)
+    return decoder
+
+
+def restart(decoder: Decoder) -> None:
+    """Give up the text so far and stand behind PROMPT again."""
+    decoder.sync(PROMPT, len(PROMPT) - 1)
+
+
+def go_on(decoder: Decoder, tokens: int) -> list[int]:
+    """The next `tokens` tokens, round by round as the engine asks for them."""
+    new: list[int] = []
+    while len(new) < tokens:
+        new += decoder.round(tokens - len(new))
+    return new
+
+
+def trace(decoder: Decoder) -> list[Decoder]:
+    """A list that gets a level every time its model is called."""
+    calls: list[Decoder] = []
+
+    def traced(level: Decoder) -> Forward:
+        forward = level.forward
+
+        def call(tokens: Tensor, cache: Cache, rows: int) -> Tensor:
+            calls.append(level)
+            return forward(tokens, cache, rows)
+
+        return call
+
+    for level in decoder.levels():
+        level.forward = traced(level)
+    return calls
