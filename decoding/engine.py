@@ -16,7 +16,7 @@ from decoding.settings import Settings
 from decoding.stats import Stats
 from decoding.verify import finite
 from offload import DocumentError, TierForceError, one_line
-from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve
+from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
@@ -67,7 +67,7 @@ class Engine:
             if drafts is not None and group.rank == 0:
                 small = _load_draft(drafts, target, tokenizer, group)
             models = Models.make(target, small, mode, settings)
-            return cls(models, tokenizer, _stop_tokens(folder))
+            return cls(models, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
 
     def check(self, prompt: int, new: int) -> None:
         """Raises FitError, on all ranks, when a text of that many tokens would not fit. All ranks call it."""
@@ -193,9 +193,8 @@ def _load_draft(folder: Path, target: Llama, tokenizer: Any, group: Group) -> Ll
 
 
 def _stop_tokens(folder: Path) -> frozenset[int]:
-    """All end-of-sequence ids of the generation config, or of the model's config where there is none."""
+    """All end-of-sequence ids of the generation config, if it names any."""
     try:
-        found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        return token_ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
     except OSError:
-        found = ModelConfig.from_pretrained(folder).rope.eos_token_id
-    return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
+        return frozenset()

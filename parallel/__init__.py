@@ -1,7 +1,7 @@
 """Tensor parallelism: process group, sharded Llama-family model, weight loading, launch. Knows nothing of sampling or drafts."""
 
 from parallel.checkpoint import Checkpoint, CheckpointError
-from parallel.config import ConfigError, ModelConfig
+from parallel.config import ConfigError, ModelConfig, token_ids
 from parallel.group import Group, RankLost
 from parallel.llama import Llama
 from parallel.loading import load_model, parameter_bytes, resolve
@@ -20,4 +20,5 @@ __all__ = [
     "load_model",
     "parameter_bytes",
     "resolve",
+    "token_ids",
 ]

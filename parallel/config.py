@@ -27,6 +27,11 @@ class ConfigError(TierForceError):
     """The config is missing, unreadable, or describes a model that is not supported."""
 
 
+def token_ids(value: int | list[int] | None) -> frozenset[int]:
+    """Hugging Face's one id, list of ids or nothing."""
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Llama family. Counts are of the whole model, not of one rank."""
@@ -45,6 +50,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     dtype: torch.dtype | None  # None: the config does not say; the checkpoint's tensors do
+    stop_tokens: frozenset[int]  # end-of-sequence ids
     rope: Any  # the transformers config, for its RoPE functions
 
     def __post_init__(self) -> None:
@@ -101,6 +107,7 @@ class ModelConfig:
             o_bias=family["o_bias"] if bias is None else bias,
             mlp_bias=getattr(hf, "mlp_bias", False),
             dtype=hf.dtype if isinstance(hf.dtype, torch.dtype) else None,
+            stop_tokens=token_ids(hf.eos_token_id),
             rope=hf,
         )
 

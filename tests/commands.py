@@ -84,7 +84,9 @@ def forked(folder: Path, *arguments: str, before: Callable[[], None] | None = No
     process = _forks.Process(target=_main, args=(arguments, folder / "out", folder / "err", before))
     process.start()
     process.join(PATIENCE)
-    assert process.exitcode is not None, "the command hangs"
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError("the command hangs")
     out, err = ((folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
     assert "Traceback" not in err, err
     return Finished(process.exitcode, out, err)

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from commands import BIN, MODELS, STEADY, TORCHRUN, Job, forked, lines, records
 
 SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
-SLOW = ("--resident-layers", "0", "--link", "emulated:0.02", "--max-new-tokens", "48")  # a second or two for a document
+SLOW = ("--resident-layers", "0", "--link", "emulated:0.01", "--max-new-tokens", "48")  # a second or two for a document
 TWO = ("--gpus", "2")
 COMMAND = (str(BIN / "tierforce"),)
 
@@ -35,7 +36,7 @@ def in_the_middle(job: Job, output: Path) -> list[dict[str, Any]]:
     """Wait for one more record, and for the next document to be under way. The records so far."""
     before = lines(output)
     job.wait_for(lambda: lines(output) > before)
-    time.sleep(0.3)
+    time.sleep(0.1)
     return records(output)
 
 
@@ -91,7 +92,7 @@ def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> Non
 
 def test_an_interrupt_while_the_program_loads_is_quiet() -> None:
     job = Job("generate", *MODELS, "--prompt", "It was")
-    time.sleep(0.7)  # torch takes longer
+    job.wait_for(lambda: any("libtorch" in part.path for part in psutil.Process(job.process.pid).memory_maps()))
     job.process.send_signal(signal.SIGINT)
     result = job.finish(SOON)
     assert (result.code, result.out, result.err) == (-signal.SIGINT, "", "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 from commands import DRAFT, MODELS, TORCHRUN, Job, refused, tierforce, variant
@@ -17,7 +19,7 @@ def summarize(folder: Path, *more: str) -> tuple[str, ...]:
 def at_start(folder: Path, code: str) -> dict[str, str]:
     """An environment in which every Python process runs this code first."""
     (folder / "sitecustomize.py").write_text(f"import os\nrank = os.environ.get('RANK')\n{code}\n")
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
 def test_an_error_of_all_ranks(tmp_path: Path) -> None:

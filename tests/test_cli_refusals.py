@@ -83,6 +83,11 @@ def _small_host() -> None:
     psutil.virtual_memory = lambda: memory._replace(available=180_000_000)  # 0.175 of it is the device's, less weights
 
 
+def test_leave_to_use_more_device_memory_than_there_is_changes_nothing(tmp_path: Path) -> None:
+    result = forked(tmp_path, *GENERATE, *MODELS, "--max-new-tokens", "2", "--device-memory", "1000000")
+    assert result.code == 0, result.err
+
+
 def test_an_output_file_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"id": "a", "text": "one line of somebody\'s data, and no newline behind it"}')
@@ -101,36 +106,24 @@ def test_an_output_file_that_another_job_holds_is_refused(tmp_path: Path) -> Non
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        line = refused(forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=_Hub(address)))
-    assert "timed out" in line
+        hub = _Hub(tmp_path, silent.getsockname()[1])
+        assert "timed out" in refused(forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=hub))
+        model = tmp_path / "models--some--model"  # as it was fetched before
+        shutil.copytree(TARGET, model / "snapshots/0123")
+        (model / "refs").mkdir()
+        (model / "refs/main").write_text("0123")
+        assert forked(tmp_path, *GENERATE, "--model", "some/model", "--max-new-tokens", "2", before=hub).code == 0
 
 
 class _Hub:
-    def __init__(self, address: str):
-        self.address = address
+    """A hub at a local port, waited for shortly, and an own cache of it."""
+
+    def __init__(self, cache: Path, port: int):
+        self.cache, self.port = cache, port
 
     def __call__(self) -> None:
-        import huggingface_hub.constants
+        from huggingface_hub import constants
 
-        huggingface_hub.constants.ENDPOINT = self.address
+        constants.ENDPOINT = f"http://127.0.0.1:{self.port}"
+        constants.HF_HUB_CACHE = str(self.cache)
         parallel.loading._PATIENCE = 0.5
-
-
-def test_a_fetched_model_needs_no_hub(tmp_path: Path) -> None:
-    folder = tmp_path / "models--some--model"
-    shutil.copytree(TARGET, folder / "snapshots/0123")
-    (folder / "refs").mkdir()
-    (folder / "refs/main").write_text("0123")
-    assert forked(tmp_path, *GENERATE, "--model", "some/model", "--max-new-tokens", "2", before=_Cache(tmp_path)).code == 0
-
-
-class _Cache:
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __call__(self) -> None:
-        import huggingface_hub.constants
-
-        huggingface_hub.constants.HF_HUB_CACHE = str(self.folder)
-        huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -76,6 +76,11 @@ def broken_config(folder: Path) -> tuple[str, ...]:
     return *GENERATE, *model
 
 
+@case("config.json", "256", "attention heads (3)")
+def config_that_contradicts_itself(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, *variant(folder / "model", num_attention_heads=3, num_key_value_heads=3)
+
+
 @case("model_type 'phi3' is not supported", "llama")
 def unsupported_architecture(folder: Path) -> tuple[str, ...]:
     return *GENERATE, *variant(folder / "model", model_type="phi3")
