@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
-        "commit": _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain") else ""),
+        "commit": _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "--", ".", ":!docs/results") else ""),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -61,7 +61,7 @@ def _module() -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=10)
     except OSError:
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"

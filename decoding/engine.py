@@ -24,8 +24,7 @@ Progress = Callable[[int, int], None]  # prefill: units done, units in all
 class Engine:
     """Exact decoding of long texts with a model on one or more ranks.
 
-    Under torchrun every rank makes an Engine; rank 0 generates, and the others `follow` (or call `generate` as often as rank 0
-    does, which yields nothing there).
+    Under torchrun every rank makes an Engine; rank 0 generates text after text, and the others `follow` until it closes.
     """
 
     def __init__(self, models: Models, tokenizer: Any, stop_tokens: frozenset[int]):
@@ -83,7 +82,8 @@ class Engine:
     ) -> Iterator[int]:
         """Yield new tokens as they are verified, up to and without a stop token. `stats` tells what it took.
 
-        Raises DocumentError when this text cannot be processed; the engine is good for the next one.
+        Raises DocumentError when this text cannot be processed; the engine is good for the next one. On ranks other than 0 it
+        takes part in one text that rank 0 accepts, and yields nothing.
         """
         if self.group.rank:
             self._follow_one()
