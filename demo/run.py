@@ -61,7 +61,7 @@ def _summarize(console: Console, documents: Path, mode: str) -> dict:
     """Run the real command and return the record it wrote."""
     output = OUT / f"{mode}.jsonl"
     output.unlink(missing_ok=True)
-    models = ["--model", str(HERE / "target"), "--draft", str(HERE / "draft"), "--mode", mode, "--budget", "2048"]
+    models = ["--model", str(HERE / "target"), "--draft", str(HERE / "draft"), "--mode", mode]
     files = ["--input", str(documents), "--output", str(output), "--max-new-tokens", "64"]
     command = [sys.executable, "-m", "decoding.cli", "summarize", *models, *files, *COMMON]
     console.print("$ " + shlex.join(["tierforce", *command[3:]]), style="bold", highlight=False, soft_wrap=True)
