@@ -106,7 +106,7 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
     there = models.link.device_available() // (group.size if on_cpu else 1)
     if settings.device_memory is not None:
         free = min(settings.device_memory - weights, there)
-        host -= max(0, free) if on_cpu else 0
+        host = max(0, host - max(0, free)) if on_cpu else host  # two readings of one memory differ by what came and went
     else:
         free = int(there * 0.9)
     return plan_memory(needs, free, host, settings.resident_layers)
