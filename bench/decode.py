@@ -26,6 +26,7 @@ from transformers.utils import logging
 from bench.record import save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
+from decoding.decoders import Speculative
 from decoding.session import Session
 from parallel import PassLeader
 
@@ -47,13 +48,14 @@ class Ours:
     def __init__(self, engine: Engine, settings: Settings, prompt: list[int], new: int):
         self.session = Session(engine.models.over(settings), prompt, new)
         self.first = int(self.session.prefill().argmax())
+        self.start = self.session.snapshot()
 
     def run(self, length: int, sampling: Sampling) -> Run:
         session = self.session
-        session.target.crop(len(session.prompt))
+        session.rewind(self.start)
         session.draft_length = length
         generator = torch.Generator().manual_seed(sampling.seed)
-        leader = PassLeader(session.models.target, session.caches, session.most)
+        leader = PassLeader(session.sharded, session.most)
         decoder = session.decoder(leader, sampling, generator)
         decoder.sync([*session.prompt.tolist(), self.first], len(session.prompt))
         before = session.target.traffic.link_in
@@ -63,7 +65,7 @@ class Ours:
             made += len(decoder.round(session.new - 1 - made))
         seconds = time.perf_counter() - started
         levels = decoder.levels()
-        acceptance = {level.name: level.stats.acceptance_rate for level in levels[:-1]}
+        acceptance = {level.name: level.stats.acceptance_rate for level in levels if isinstance(level, Speculative)}
         return Run(seconds, made, decoder.stats.tokens_per_pass, acceptance, session.target.traffic.link_in - before)
 
 

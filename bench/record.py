@@ -42,7 +42,7 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(name, justify="right" if isinstance(rows[0][name], int | float) else "left")
     for row in rows:
         table.add_row(
-            *("-" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value) for value in row.values())
+            *("-" if value is None else _short(value) if isinstance(value, float) else str(value) for value in row.values())
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
@@ -52,6 +52,10 @@ def save(path: Path, document: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**document, "environment": environment()}, indent=2) + "\n")
     print(f"written to {path}")
+
+
+def _short(value: float) -> str:
+    return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
 def _module() -> str:

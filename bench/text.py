@@ -18,9 +18,14 @@ def long_text(path: Path | None = None) -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
+def text_tokens(tokenizer, path: Path | None = None) -> list[int]:
+    """All tokens of that text."""
+    return tokenizer(long_text(path)).input_ids
+
+
 def prompt_tokens(tokenizer, tokens: int, path: Path | None = None) -> list[int]:
     """The first `tokens` tokens of that text. Raises TierForceError when it has fewer."""
-    found = tokenizer(long_text(path)).input_ids
+    found = text_tokens(tokenizer, path)
     if len(found) < tokens:
         raise TierForceError(f"the text has {len(found)} tokens, fewer than the {tokens} asked for: use a longer --text.")
     return found[:tokens]

@@ -6,6 +6,7 @@ Verification is exact, so a level's output law is its model's law, and a level i
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from decoding.lengths import DraftLength, Round
 from decoding.sampling import Sampling, draw
 from decoding.verify import Draft, finite, verify
 from offload import Cache
 
+CATCH_UP = 32  # pending tokens a model reads in one pass
 Forward = Callable[[Tensor, Cache, int], Tensor]  # tokens (T,), their cache, rows -> logits (rows, V) of the last rows
 
 
@@ -34,38 +37,59 @@ class LevelStats:
         return self.accepted / self.proposed if self.proposed else None
 
     @property
+    def proposed_per_pass(self) -> float | None:
+        return self.proposed / self.passes if self.passes else None
+
+    @property
     def tokens_per_pass(self) -> float | None:
         return self.produced / self.passes if self.passes else None
 
 
-class Decoder(ABC):
-    """One model on one cache. `tokens` is the text as this level knows it; the cache holds all of it but a pending end."""
+class Proposer(ABC):
+    """Whoever proposes tokens to a level above. `tokens` is the text as it knows it."""
 
-    def __init__(self, name: str, forward: Forward, cache: Cache, prompt: list[int], sampling: Sampling, generator: Generator):
-        """`prompt` is what the cache has read."""
-        self.name, self.forward, self.cache, self.sampling, self.generator = name, forward, cache, sampling, generator
-        self.tokens = list(prompt)
+    def __init__(self, name: str, tokens: list[int]):
+        self.name, self.tokens = name, list(tokens)
         self.stats = LevelStats()
 
     @abstractmethod
     def propose(self, n: int) -> Draft:
-        """Append n >= 1 tokens of this level's own law to `tokens`; row i of probs is the law token i was drawn from."""
+        """Append up to n >= 1 tokens to `tokens`; row i of probs is the exact law token i was drawn from. A model proposes all
+        n.
+        """
+
+    def sync(self, tokens: list[int], since: int) -> None:
+        """The text is `tokens` now; it may differ from what this level knows from index `since` on."""
+        self._agree(tokens, since)
+
+    def levels(self) -> list[Proposer]:
+        """This level and those below it, outermost first."""
+        return [self]
+
+    def _agree(self, tokens: list[int], since: int) -> int:
+        """Take over the text; how much of it was known before."""
+        keep, end = since, min(len(self.tokens), len(tokens))
+        while keep < end and self.tokens[keep] == tokens[keep]:
+            keep += 1
+        self.tokens[keep:] = tokens[keep:]
+        return keep
+
+
+class Decoder(Proposer):
+    """One model on one cache, which holds all of the text but a pending end."""
+
+    def __init__(self, name: str, forward: Forward, cache: Cache, prompt: list[int], sampling: Sampling, generator: Generator):
+        """`prompt` is what the cache has read."""
+        super().__init__(name, prompt)
+        self.forward, self.cache, self.sampling, self.generator = forward, cache, sampling, generator
 
     @abstractmethod
     def round(self, limit: int) -> list[int]:
         """One pass of this level's model as the outermost level: appends and returns 1 to `limit` tokens of its law."""
 
     def sync(self, tokens: list[int], since: int) -> None:
-        """The text is `tokens` now; it may differ from what this level knows from index `since` on. Crops to what agrees."""
-        keep, end = since, min(len(self.tokens), len(tokens))
-        while keep < end and self.tokens[keep] == tokens[keep]:
-            keep += 1
-        self.tokens[keep:] = tokens[keep:]
+        keep = self._agree(tokens, since)
         self.cache.crop(min(keep, len(tokens) - 1))  # at least one token is pending: a pass needs a row
-
-    def levels(self) -> list[Decoder]:
-        """This level and those below it, outermost first."""
-        return [self]
 
     def _pending(self) -> Tensor:  # (P,) the tokens whose KV the cache lacks
         return torch.tensor(self.tokens[self.cache.length :], device=self.generator.device)
@@ -76,7 +100,7 @@ class Autoregressive(Decoder):
 
     def propose(self, n: int) -> Draft:
         tokens, laws = [], []
-        rows = self._pending()
+        rows = self._caught_up()
         for _ in range(n):
             law = self.sampling.law(self.forward(rows, self.cache, 1))  # (1, V)
             self.cache.advance(len(rows))
@@ -93,9 +117,18 @@ class Autoregressive(Decoder):
         finite(self.propose(1).probs[0])
         return self.tokens[-1:]
 
+    def _caught_up(self) -> Tensor:
+        """The pending tokens, few enough for one pass: a level that was not asked for long has many."""
+        rows = self._pending()
+        while len(rows) > CATCH_UP:
+            self.forward(rows[:CATCH_UP], self.cache, 1)
+            self.cache.advance(CATCH_UP)
+            rows = rows[CATCH_UP:]
+        return rows
+
 
 class Speculative(Decoder):
-    """Draws from the model's law, faster: `inner` drafts `length` tokens, one pass verifies them all."""
+    """Draws from the model's law, faster: `inner` drafts some tokens, as many as `length` says, and one pass verifies them all."""
 
     def __init__(
         self,
@@ -103,14 +136,12 @@ class Speculative(Decoder):
         forward: Forward,
         cache: Cache,
         prompt: list[int],
-        inner: Decoder,
-        length: int,
+        inner: Proposer,
+        length: DraftLength,
         sampling: Sampling,
         generator: Generator,
     ):
         super().__init__(name, forward, cache, prompt, sampling, generator)
-        if length < 1:
-            raise ValueError(f"a draft has at least 1 token, found length {length}")
         self.inner, self.length = inner, length
         self._shared = len(prompt)  # how much of `tokens` the inner level is known to have
 
@@ -129,16 +160,19 @@ class Speculative(Decoder):
         super().sync(tokens, since)
         self._shared = min(self._shared, since)
 
-    def levels(self) -> list[Decoder]:
+    def levels(self) -> list[Proposer]:
         return [self, *self.inner.levels()]
 
     def _verified(self, limit: int) -> Tensor:
         """One round: draft, verify, append the 1 to `limit` tokens that stand. Returns the laws (A + 1, V) they are draws of."""
-        draft = self._draft(min(self.length, limit - 1))
+        started = time.perf_counter()
+        draft = self._draft(min(self.length.next(), limit - 1))
+        drafted = time.perf_counter()  # every draft ends on the host, so no compute of it is still under way
         pending = self._pending()  # (P,)
         rows = torch.cat((pending, draft.tokens))
         laws = self.sampling.law(self.forward(rows, self.cache, len(draft.tokens) + 1))  # (N + 1, V)
         accepted, following = verify(draft, laws, self.generator)
+        self.length.record(Round(len(draft.tokens), accepted, len(rows), drafted - started, time.perf_counter() - drafted))
         self.cache.advance(len(pending) + accepted)
         self.tokens += [*draft.tokens[:accepted].tolist(), following]
         self.stats.passes += 1

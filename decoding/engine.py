@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
+from decoding.decoders import Decoder
+from decoding.models import Models, plan
 from decoding.sampling import Sampling, draw
-from decoding.session import Models, Session, plan
+from decoding.session import Session
 from decoding.settings import Settings
 from decoding.stats import Stats
 from decoding.verify import finite
 from offload import DocumentError, TierForceError, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
+LARGE_DRAFT = 3 << 30  # bytes of weights from which reading them takes longer than the collectives of a split model
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
 
@@ -63,8 +66,8 @@ class Engine:
                 raise TierForceError(f"--resident-layers {settings.resident_layers}: the model has {target.config.layers} layers.")
             tokenizer = _tokenizer(folder)
             small = None
-            if drafts is not None and group.rank == 0:
-                small = _load_draft(drafts, target, tokenizer, group)
+            if drafts is not None:
+                small = _load_draft(drafts, target, tokenizer, settings.shard_draft)
             models = Models.make(target, small, mode, settings)
             return cls(models, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
 
@@ -95,7 +98,7 @@ class Engine:
         try:
             self.group.broadcast((tokens, max_new_tokens))
             session = self._open(tokens, max_new_tokens)
-            leader = PassLeader(self.models.target, session.caches, session.most)
+            leader = PassLeader(session.sharded, session.most)
             try:
                 yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
             finally:
@@ -123,8 +126,9 @@ class Engine:
         text = [*session.prompt.tolist(), int(draw(law[0], generator))]
         decoder = session.decoder(leader, sampling, generator)
         decoder.sync(text, len(session.prompt))
-        stats.levels, stats.draft_length = decoder.levels(), session.draft_length
-        stats.traffic = {level.name: level.cache.traffic for level in stats.levels}
+        stats.levels = decoder.levels()
+        stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
+        stats.retrieval = session.retrieval
         stats.prefill_link_out = session.target.traffic.link_out
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]
@@ -169,7 +173,7 @@ class Engine:
         except TierForceError:
             return True  # raised on rank 0 too, which tells
         session.prefill()
-        follow_passes(self.models.target, session.caches, session.most)
+        follow_passes(session.sharded, session.most)
         return True
 
 
@@ -180,16 +184,22 @@ def _tokenizer(folder: Path) -> Any:
         raise TierForceError(f"{folder}: the tokenizer cannot be loaded ({one_line(error)}).") from error
 
 
-def _load_draft(folder: Path, target: Llama, tokenizer: Any, group: Group) -> Llama:
-    config = ModelConfig.from_pretrained(folder)
+def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None) -> Llama | None:
+    """The draft model split over the ranks, or whole on rank 0 and None on the others."""
+    config, group = ModelConfig.from_pretrained(folder), target.group
     same = config.vocab == target.config.vocab and _tokenizer(folder).get_vocab() == tokenizer.get_vocab()
     if not same:
         raise TierForceError(
             f"{folder}: the draft's vocabulary ({config.vocab} tokens) is not the target's ({target.config.vocab}); "
             "a draft must share the target's tokenizer."
         )
+    if shard is None:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        shard = size >= LARGE_DRAFT and config.kv_heads % group.size == 0
+    if group.rank and not shard:
+        return None
     dtype = str(target.embed.weight.dtype).removeprefix("torch.")
-    return load_model(folder, Group(device=group.device), dtype, config)
+    return load_model(folder, group if shard else Group(device=group.device), dtype, config)
 
 
 def _stop_tokens(folder: Path) -> frozenset[int]:

@@ -10,7 +10,7 @@ import typer
 
 from decoding.sampling import Sampling
 from decoding.settings import Settings
-from offload import TierForceError
+from offload import POLICIES, TierForceError
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,37 @@ class Common:
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that together reach this mass.")] = 0.9
-    seed: Annotated[int, typer.Option(help="The same seed and settings give the same text.")] = 0
+    seed: Annotated[int, typer.Option(help="The same seed and settings give the same text, if draft lengths are set too.")] = 0
     mode: Annotated[
         str, typer.Option(help="auto, hierarchical, retrieval (no draft model), speculative (no retrieval cache) or plain.")
     ] = "auto"
     context: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and output together; by default the model's limit.")
     ] = None
-    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = Settings.budget
-    chunk_size: Annotated[int, typer.Option(help="Retrieval chunk, tokens.")] = Settings.chunk_size
-    draft_length: Annotated[
-        int | None, typer.Option(help="Tokens put before the target at once; by default 16 over a link, else 6.")
+    budget: Annotated[
+        int, typer.Option(help="Retrieval budget, tokens a head: those selected, summaries of the others, and the recent window.")
+    ] = Settings.budget
+    chunk_size: Annotated[int, typer.Option(help="Tokens that are selected together.")] = Settings.chunk_size
+    policy: Annotated[str, typer.Option(help=f"What selects them: {', '.join(POLICIES)}.")] = Settings.policy
+    summary_size: Annotated[
+        int | None, typer.Option(help="Tokens that one summary stands for; 0 for no summaries, by default 64 or more.")
     ] = None
-    inner_length: Annotated[int, typer.Option(help="Tokens the draft model puts before the retrieval level.")] = (
-        Settings.inner_length
+    refresh: Annotated[int, typer.Option(help="Tokens that one selection serves at least; 1 selects at every verification.")] = (
+        Settings.refresh
     )
+    draft_length: Annotated[
+        int | None, typer.Option(help="Tokens put before the target at once; by default what has paid in past rounds.")
+    ] = None
+    inner_length: Annotated[
+        int | None, typer.Option(help="Tokens put before the retrieval level at once; by default what has paid in past rounds.")
+    ] = None
+    lookup: Annotated[
+        int | None,
+        typer.Option(help="Prompt lookup by n-grams of this length, 0 for none; by default 3 where there is no draft."),
+    ] = None
+    shard_draft: Annotated[
+        bool | None, typer.Option(help="Split the draft model over the GPUs; by default from 3 GiB of weights on.")
+    ] = None
     resident_layers: Annotated[
         int | None, typer.Option(help="Target layers whose KV stays on the device; by default as many as fit.")
     ] = None

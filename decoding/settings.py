@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from offload import POLICIES, TierForceError
 
-LINK_LENGTH, COMPUTE_LENGTH = (
-    16,
-    6,
-)  # draft lengths where a verification costs link time, flat in its rows, and where it costs compute
 MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
 
 
@@ -17,17 +13,22 @@ MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
 class Settings:
     """Tokens unless a unit is named.
 
-    mode: `hierarchical` (draft -> retrieval -> target), `retrieval` (retrieval -> target, no draft model), `speculative`
-    (draft -> target), `plain` (target alone), or `auto`: hierarchical with a draft model, retrieval without.
+    mode: `hierarchical` (draft -> retrieval -> target), `retrieval` (retrieval -> target, no draft model), `speculative` (draft
+    -> target), `plain` (target alone), or `auto`: hierarchical with a draft model, retrieval without. Prompt lookup proposes in
+    front of the draft model, or in its place.
     """
 
     mode: str = "auto"
     context: int | None = None  # longest prompt and output together; the model's own limit by default
     budget: int = 4096  # retrieval budget, tokens a head
-    chunk_size: int = 8  # retrieval chunk
-    policy: str = "mean-key"
-    draft_length: int | None = None  # tokens the target verifies at once; by default 16 over a link, else 6
-    inner_length: int = 2  # tokens the draft model proposes to the retrieval level
+    chunk_size: int = 8  # tokens that are selected together
+    policy: str = "mass"  # what selects them
+    summary_size: int | None = None  # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
+    refresh: int = 1  # tokens that one selection serves at least; 1 selects anew at every verification
+    draft_length: int | None = None  # tokens the target verifies at once; by default what pays, by past rounds
+    inner_length: int | None = None  # tokens put before the retrieval level at once; by default what pays
+    lookup: int | None = None  # n-gram of prompt lookup, 0 for none; by default 3 where there is no draft model, else none
+    shard_draft: bool | None = None  # whether the draft model is split over the ranks; by default if it is large
     sinks: int = 16
     window: int = 256
     resident_layers: int | None = None  # target layers whose KV stays on the device; planned by default
@@ -51,12 +52,17 @@ class Settings:
             "window",
             "device_memory",
             "prefill_chunk",
+            "refresh",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise TierForceError(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
         if self.chunk_size > self.budget:
             raise TierForceError(f"--chunk-size {self.chunk_size} is larger than --budget {self.budget}: no chunk would fit.")
+        if self.lookup is not None and self.lookup < 0:
+            raise TierForceError(f"--lookup must be 0 (off) or the n-gram's length, found {self.lookup}.")
+        if self.summary_size is not None and self.summary_size < 0:
+            raise TierForceError(f"--summary-size must be 0 (no summaries) or more, found {self.summary_size}.")
         if self.resident_layers is not None and self.resident_layers < 0:
             raise TierForceError(f"--resident-layers must be 0 or more, found {self.resident_layers}.")
 
@@ -64,6 +70,8 @@ class Settings:
         """The mode `auto` stands for. Raises TierForceError when a mode lacks its draft model."""
         if self.mode == "auto":
             return "hierarchical" if has_draft else "retrieval"
-        if self.mode in ("hierarchical", "speculative") and not has_draft:
-            raise TierForceError(f"--mode {self.mode} needs a draft model: give --draft, or use --mode retrieval.")
+        if self.mode == "hierarchical" and not has_draft:
+            raise TierForceError("--mode hierarchical needs a draft model: give --draft, or use --mode retrieval.")
+        if self.mode == "speculative" and not has_draft and not self.lookup:
+            raise TierForceError("--mode speculative needs a draft model or a lookup: give --draft or --lookup 3.")
         return self.mode

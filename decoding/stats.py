@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoding.decoders import Decoder
-from offload import MemoryPlan, Traffic
+from decoding.decoders import Proposer, Speculative
+from offload import MemoryPlan, RetrievalCache, Traffic
 
 
 @dataclass
@@ -20,10 +20,10 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    draft_length: int = 0
-    levels: list[Decoder] = field(default_factory=list, repr=False)
+    levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_out: int = 0
+    retrieval: RetrievalCache | None = field(default=None, repr=False)
 
     @property
     def ms_per_token(self) -> float | None:
@@ -37,7 +37,17 @@ class Stats:
     @property
     def acceptance(self) -> dict[str, float | None]:
         """Acceptance rate at each level that verifies."""
-        return {level.name: level.stats.acceptance_rate for level in self.levels[:-1]}
+        return {level.name: level.stats.acceptance_rate for level in self.levels if isinstance(level, Speculative)}
+
+    @property
+    def draft_lengths(self) -> dict[str, float | None]:
+        """Tokens put before each level that verifies, on average over its passes."""
+        return {level.name: level.stats.proposed_per_pass for level in self.levels if isinstance(level, Speculative)}
+
+    @property
+    def refreshes(self) -> int | None:
+        """How often the retrieval cache was chosen, the first time behind the prompt."""
+        return self.retrieval.refreshes if self.retrieval else None
 
     @property
     def link_bytes_per_token(self) -> float | None:
@@ -61,6 +71,7 @@ class Stats:
             "link_bytes_prefill": self.prefill_link_out,
             "traffic": {name: traffic.snapshot() for name, traffic in self.traffic.items()},
             "mode": self.mode,
-            "draft_length": self.draft_length,
+            "draft_lengths": self.draft_lengths,
+            "retrieval_refreshes": self.refreshes,
             "resident_layers": self.plan.resident_layers if self.plan else None,
         }

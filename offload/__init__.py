@@ -6,12 +6,12 @@ from offload.errors import DocumentError, FitError, TierForceError, one_line
 from offload.layout import KVLayout
 from offload.link import EmulatedLink, Link, ViewLink, host_available, make_link
 from offload.plan import MemoryPlan, Needs, plan_memory
-from offload.policy import POLICIES, MeanKey, SelectionPolicy
-from offload.retrieval import RetrievalCache
+from offload.policy import POLICIES, SelectionPolicy
+from offload.retrieval import RetrievalCache, RetrievalShape
 from offload.rotary import Rotary
 from offload.store import HostArena
 from offload.streaming import StreamingCache
-from offload.tiered import TieredCache
+from offload.tiered import TieredCache, tail_tokens
 from offload.traffic import Traffic
 
 __all__ = [
@@ -23,10 +23,10 @@ __all__ = [
     "HostArena",
     "KVLayout",
     "Link",
-    "MeanKey",
     "MemoryPlan",
     "Needs",
     "RetrievalCache",
+    "RetrievalShape",
     "Rotary",
     "SelectionPolicy",
     "StreamingCache",
@@ -40,4 +40,5 @@ __all__ = [
     "one_line",
     "partial_attention",
     "plan_memory",
+    "tail_tokens",
 ]

@@ -16,6 +16,9 @@ from torch import Tensor
 
 Partial = tuple[Tensor, Tensor]  # out (T, Hq, D) in q's dtype, lse (T, Hq) float32, natural logarithm
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], Partial]
+Operator = Callable[..., Partial]  # q, k, v (1, H, T or N, D), causal, and for some a mask; out (1, H, T, D), lse (1, H, T)
+
+_SMALL_MASK = 1 << 16  # up to so many scores a head, one masked call beats a prefix, a square and their merge
 
 
 def merge(parts: list[Partial]) -> Partial:
@@ -32,15 +35,19 @@ def merge(parts: list[Partial]) -> Partial:
     return merged.to(outs.dtype), total
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """softmax(q k^T / sqrt(D)) v over these keys, with its log-sum-exp.
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> Partial:
+    """softmax(q k^T / sqrt(D) + bias) v over these keys, with its log-sum-exp.
 
-    q (T, Hq, D); k, v (N, Hkv, D) of the same dtype, Hq a multiple of Hkv; N >= T if causal.
+    q (T, Hq, D); k, v (N, Hkv, D) of the same dtype, Hq a multiple of Hkv; N >= T if causal. bias (Hkv, N) float32 is a weight
+    per key, in logarithms; -inf leaves a key out. It is meant for few rows, and at least one key of a row must be left in.
     """
     rows, heads, _ = q.shape
     if len(k) == 0:
         return torch.zeros_like(q), q.new_full((rows, heads), -torch.inf, dtype=torch.float32)
-    return _kernel(q.device.type, q.dtype)(q, k, v, causal and rows > 1)
+    causal = causal and rows > 1
+    if bias is not None:
+        return _masked(_cpu_op if q.device.type == "cpu" else _matmul_op, q, k, v, causal, bias)
+    return _kernel(q.device.type, q.dtype)(q, k, v, causal)
 
 
 @cache
@@ -54,14 +61,16 @@ def _kernel(device: str, dtype: torch.dtype) -> Kernel:
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """torch's own CPU flash operator: float32 accumulation whatever the dtype. Not for float16, which it hardly supports."""
+    if causal and len(q) * len(k) <= _SMALL_MASK:
+        return _masked(_cpu_op, q, k, v, True, None)
     return _folded(_cpu_op, q, k, v, causal)
 
 
-def _cpu_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+def _cpu_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Partial:
     lone = q.shape[2] == 1 and q.dtype != torch.float32  # one 16-bit row takes a path that is half as fast as two rows
     if lone:
         q = q.expand(-1, -1, 2, -1)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
     return (out[:, :, :1], lse[:, :, :1]) if lone else (out, lse)
 
 
@@ -92,22 +101,44 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     return out[0], lse[0].transpose(0, 1)  # lse (1, Hq, T)
 
 
-def _folded(op: Kernel, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+def _matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
+    """Few rows with a bias, where no fused kernel takes one: matmul, softmax in float32, matmul."""
+    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def _masked(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> Partial:
+    """One call, the bias and bottom-right causality in its mask (1, Hkv or 1, T * G or 1, N)."""
+    rows, groups = len(q), q.shape[1] // k.shape[1]
+    mask = q.new_zeros(1, len(k), dtype=torch.float32) if bias is None else bias
+    mask = mask[:, None]
+    if causal:
+        later = torch.full((rows, rows), -torch.inf, device=q.device).triu_(1).repeat_interleave(groups, 0)
+        mask = torch.cat((mask[..., :-rows].expand(-1, rows * groups, -1), mask[..., -rows:] + later), dim=-1)
+    return _fold(q, groups, lambda folded: op(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], False, mask[None]))
+
+
+def _folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Serve grouped heads and bottom-right causality with an operator on (1, H, T, D) that has neither.
 
     Query heads of one KV head become rows of it. A causal segment splits into a prefix every row sees and a square, where
     top-left and bottom-right alignment agree.
     """
-    rows, heads, dim = q.shape
-    groups = heads // k.shape[1]
+    rows, groups = len(q), q.shape[1] // k.shape[1]
     if not causal:
-        folded = q.unflatten(1, (-1, groups)).permute(1, 0, 2, 3).flatten(1, 2)[None]  # (1, Hkv, T * G, D)
-        out, lse = op(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], False)
-        out = out[0].unflatten(1, (rows, groups)).transpose(0, 1).reshape(rows, heads, dim)
-        return out, lse[0].unflatten(1, (rows, groups)).transpose(0, 1).reshape(rows, heads)
+        return _fold(q, groups, lambda folded: op(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], False))
     if (prefix := len(k) - rows) > 0:
         parts = [_folded(op, q, k[:prefix], v[:prefix], False), _folded(op, q, k[prefix:], v[prefix:], True)]
         return merge(parts)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
     out, lse = op(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], True)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _fold(q: Tensor, groups: int, attend: Callable[[Tensor], Partial]) -> Partial:
+    """Query heads of one KV head as rows of it, (1, Hkv, T * G, D), there and back."""
+    rows, heads, dim = q.shape
+    out, lse = attend(q.unflatten(1, (-1, groups)).permute(1, 0, 2, 3).flatten(1, 2)[None])
+    out = out[0].unflatten(1, (rows, groups)).transpose(0, 1).reshape(rows, heads, dim)
+    return out, lse[0].unflatten(1, (rows, groups)).transpose(0, 1).reshape(rows, heads)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from copy import deepcopy
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from offload.traffic import Traffic
 
 class Cache(ABC):
     """KV of one sequence. `length` tokens count; it changes through `advance` and `crop` alone."""
+
+    _state: ClassVar[tuple[str, ...]] = ("length",)  # what changes while tokens come, but for buffers that are only added to
 
     def __init__(self, layout: KVLayout):
         self.layout = layout
@@ -45,29 +48,52 @@ class Cache(ABC):
         else:
             self.crop(length)
 
+    def snapshot(self) -> dict[str, Any]:
+        """What it takes to come back to here with `restore`, as long as no other text has been read in between."""
+        return {name: _copy(getattr(self, name)) for name in self._state}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        for name, value in snapshot.items():
+            setattr(self, name, _copy(value))
+
     @property
     @abstractmethod
     def device_bytes(self) -> int:
         """Bytes of device memory this cache has allocated."""
 
-    def _attend(self, q: Tensor, kv: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Attention over the first `tokens` of a head-major buffer kv (2, Hkv, capacity, D); the last T are the rows' own."""
+    def _attend(self, q: Tensor, kv: Tensor, tokens: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attention over the first `tokens` of a head-major buffer kv (2, Hkv, capacity, D); the last T are the rows' own.
+
+        bias (Hkv, capacity) float32 are the keys' weights, if any, in logarithms.
+        """
         k, v = kv[0, :, :tokens].transpose(0, 1), kv[1, :, :tokens].transpose(0, 1)  # (N, Hkv, D)
         self.traffic.attended += 2 * k.nbytes
-        return partial_attention(q, k, v, causal=True)
+        return partial_attention(q, k, v, causal=True, bias=None if bias is None else bias[:, :tokens])
 
 
 class Follower(Protocol):
     """A cache that lives off another's KV: the retrieval cache off the target's."""
 
-    def prefilled(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The layer's whole prompt is on the device: q (T, Hq, D) of the last rows, k and v (N, Hkv, D), all rotated."""
+    def follow(self, boundary: int, length: int, end: int) -> None:
+        """A pass of the target starts: `boundary` tokens of prefix, `length` tokens that stand, and new ones up to `end`.
 
-    def written(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """The target computed this KV, k and v (T, Hkv, D), rotated, for the tokens at `start`."""
+        Prefill counts as one pass, of which the last rows are seen.
+        """
+
+    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+        """The target attends with q (T, h * G, D) to KV heads `head` to `head` + h, all of it rotated and on the device for this
+        call.
+
+        prefix (2, h, N, D) are the tokens up to the boundary, recent (2, h, M, D) those behind it, of which the last are the
+        rows' own.
+        """
 
     def advanced(self, length: int) -> None:
         """The target stands at `length` tokens."""
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:

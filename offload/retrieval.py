@@ -1,51 +1,116 @@
-"""The middle level's cache: the chunks of the target's KV that matter, on the device (TriForce, arXiv 2404.11912, section 4.1)."""
+"""The middle level's cache: what matters of the target's KV, on the device, chosen anew whenever the target verifies.
+
+The paper chooses chunks once, behind the prompt (TriForce, arXiv 2404.11912, section 4.1). But a verification brings all keys to
+the device anyway, so here the choice follows the text, and what is not chosen is summarised (docs/design.md, "Past the paper").
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from offload.cache import Cache, put
 from offload.layout import KVLayout
-from offload.policy import SelectionPolicy
+from offload.policy import Seen, SelectionPolicy
 from offload.rotary import Rotary
+from offload.summaries import tangents
+
+_SEEN_TOKENS = 1 << 19  # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
+
+
+@dataclass(frozen=True)
+class RetrievalShape:
+    """How a budget of tokens a head is spent: selected + summaries + window = budget, right after a choice. All in tokens.
+
+    The window is every token behind the target's boundary, so it takes `window` to `window + block` tokens and the rows of the
+    pass. A context within the budget is kept whole. At least one chunk is always selected, even where the rest has used the
+    budget up.
+    """
+
+    budget: int
+    chunk: int  # selection goes by chunks of this many tokens
+    summary: int  # tokens a summary stands for; 0 for no summaries
+    window: int  # recent tokens that are kept exactly, at least
+    block: int  # the boundary moves in steps of this; a multiple of chunk
+    context: int  # tokens of the whole text
+    rows: int  # tokens of the largest pass
+    fresh: int  # tokens that may come between two choices, or behind the only one
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chunk <= self.budget:
+            raise ValueError(f"a retrieval chunk must have 1 to budget = {self.budget} tokens, found {self.chunk}")
+        if self.block % self.chunk:
+            raise ValueError(f"the boundary must move by whole chunks of {self.chunk}, found blocks of {self.block}")
+
+    @classmethod
+    def of(cls, budget: int, chunk: int, summary: int | None, context: int, rows: int, fresh: int) -> RetrievalShape:
+        """Sizes that suit a budget. `summary` None: summaries of 64 tokens, or more where they would take over a quarter of it."""
+        block = -(-min(64, max(1, budget // 4)) // chunk) * chunk
+        if summary is None:
+            summary = 64
+            while context > summary * max(1, budget // 4):
+                summary *= 2
+        return cls(budget, chunk, summary, min(32, budget // 8), block, context, rows, fresh)
+
+    def split(self, prefix: int, recent: int) -> tuple[int, int]:
+        """Tokens to select and summaries to make, with `prefix` tokens up to the boundary and `recent` ones behind it."""
+        if prefix + recent <= self.budget:
+            return prefix, 0
+        summaries = -(-prefix // self.summary) if self.summary else 0
+        chunks = max(1, (self.budget - summaries - recent) // self.chunk)
+        selected = min(chunks * self.chunk, prefix)
+        return selected, summaries if selected < prefix else 0
+
+    @property
+    def slots(self) -> int:
+        """Tokens a head that must fit the buffer."""
+        summaries = -(-self.context // self.summary) if self.summary else 0
+        least = self.chunk + summaries + self.window + self.block + self.rows
+        return max(self.budget, least) + self.fresh
+
+    def device_bytes(self, layout: KVLayout) -> int:
+        return layout.bytes(self.slots) + (layout.layers * layout.heads * self.slots * 4 if self.summary else 0)
+
+    def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
+        """What choosing takes while it is done: a few arrays of `rows` float32 a key, and mean keys."""
+        keys = max(min(_SEEN_TOKENS, self.context * layout.heads), self.context)
+        return 4 * keys * (4 * rows + layout.head_dim // self.chunk)
 
 
 class RetrievalCache(Cache):
-    """Follows a TieredCache: `budget` tokens a head, chosen chunk by chunk, and a tail of all tokens since the selection.
-
-    One buffer per layer, (2, Hkv, budget + tail, D): the selected tokens first, then the tail, so that a pass attends to one
-    segment. Keys stay rotated at their absolute positions. Prompt tokens behind the last whole chunk belong to the tail, which
-    therefore needs chunk - 1 slots more than the tokens that will be generated. A context within the budget is kept whole.
+    """Follows a TieredCache. One buffer per layer, (2, Hkv, slots, D): selected tokens, then summaries, then the window and
+    whatever
+    is drafted, so that a pass attends to one segment. Keys are rotated at their absolute positions.
     """
 
+    _state = ("length", "policy", "_base", "_selected", "_summaries", "_chosen_at", "_kv", "_bias")
+
     def __init__(
-        self,
-        layout: KVLayout,
-        budget: int,
-        chunk: int,
-        tail: int,
-        policy: SelectionPolicy,
-        rotary: Rotary,
-        device: torch.device,
+        self, layout: KVLayout, shape: RetrievalShape, policy: SelectionPolicy, rotary: Rotary, device: torch.device, every: int = 1
     ):
+        """A choice serves at least `every` tokens before the next, if the policy refreshes; 1 is a choice at every verification."""
         super().__init__(layout)
-        if not 1 <= chunk <= budget:
-            raise ValueError(f"a retrieval chunk must have 1 to budget = {budget} tokens, found {chunk}")
-        self.chunk, self.policy, self.rotary = chunk, policy, rotary
-        self._chunks = budget // chunk
-        self._selected = 0  # tokens in the selected part
-        self._base = 0  # position of the tail's first token
-        self._kv = torch.empty(layout.shape(layout.layers, budget + tail), dtype=layout.dtype, device=device)
+        self.shape, self.policy, self.rotary, self.every = shape, policy, rotary, every
+        self.refreshes = 0
+        self._base = 0  # position of the window's first token, which was the boundary
+        self._selected = self._summaries = 0  # slots in front of the window
+        self._chosen_at: int | None = None  # tokens of text at the last choice
+        self._choosing = False  # whether the target's pass under way is one that chooses
+        self._kv = torch.empty(layout.shape(layout.layers, shape.slots), dtype=layout.dtype, device=device)
+        summarised = (layout.layers, layout.heads, shape.slots if shape.summary else 0)
+        self._bias = torch.zeros(summarised, dtype=torch.float32, device=device)
 
     @property
     def device_bytes(self) -> int:
-        return self._kv.nbytes
+        return self._kv.nbytes + self._bias.nbytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot = self._slot(start)
         put(self._kv[layer], self.rotary(k, start), v, slot)
-        return self._attend(self.rotary(q, start), self._kv[layer], slot + len(q))[0]
+        bias = self._bias[layer] if self._summaries else None
+        return self._attend(self.rotary(q, start), self._kv[layer], slot + len(q), bias)[0]
 
     def crop(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -53,22 +118,45 @@ class RetrievalCache(Cache):
 
     # -- following the target -----------------------------------------------------------------------------------------
 
-    def prefilled(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        whole = len(k) // self.chunk
-        self._base = whole * self.chunk
-        count = min(whole, self._chunks)
-        self._selected = count * self.chunk
-        keys, values = (x[: self._base].transpose(0, 1).unflatten(1, (whole, self.chunk)) for x in (k, v))  # (Hkv, C, chunk, D)
-        if count:
-            index = self.policy.select(q, keys, count)  # (Hkv, count)
-            heads = torch.arange(len(index), device=index.device)[:, None]
-            chosen = [x[heads, index].flatten(1, 2).transpose(0, 1) for x in (keys, values)]  # (selected, Hkv, D) each
-            put(self._kv[layer], chosen[0], chosen[1], 0)
-        self.written(layer, k[self._base :], v[self._base :], self._base)
+    def follow(self, boundary: int, length: int, end: int) -> None:
+        """A pass of the target starts: `boundary` tokens of prefix, `length` that stand, and new ones up to `end`."""
+        text = length + (end > length)  # when decoding, the pass's first token was pending: it stands already
+        due = self.policy.refreshes and self._chosen_at is not None and text - self._chosen_at >= self.every
+        self._choosing = due or self._chosen_at is None
+        if self._choosing:
+            self._base, self._chosen_at = boundary, text
+            self._selected, self._summaries = self.shape.split(boundary, end - boundary)
+            self.refreshes += 1
 
-    def written(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """The target's own KV takes the place of what this level computed from a partial context."""
-        put(self._kv[layer], k, v, self._slot(start))
+    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+        heads = slice(head, head + prefix.shape[1])
+        kv, end = self._kv[layer, :, heads], prefix.shape[2] + recent.shape[2]
+        if not self._choosing:
+            # the target's own KV takes the place of what this level computed from a partial context
+            new = recent[:, :, -len(q) :]
+            put(kv, new[0].transpose(0, 1), new[1].transpose(0, 1), self._slot(end - len(q)))
+            return
+        put(kv, recent[0].transpose(0, 1), recent[1].transpose(0, 1), self._slot(self._base))
+        group = q.shape[1] // prefix.shape[1]
+        step = max(1, _SEEN_TOKENS // max(1, prefix.shape[2]))
+        for first in range(0, prefix.shape[1], step):
+            part = slice(first, first + step)
+            self._choose(layer, head + first, q[:, first * group : (first + step) * group], prefix[:, part])
+
+    def _choose(self, layer: int, head: int, q: Tensor, prefix: Tensor) -> None:
+        """Fill the selected and summary slots of these heads: q (T, Hq, D), prefix (2, Hkv, N, D)."""
+        kv, chunk = self._kv[layer, :, head : head + prefix.shape[1]], self.shape.chunk
+        if self._selected == prefix.shape[2]:
+            kv[:, :, : self._selected] = prefix
+            return
+        seen = Seen(q, prefix[0], self.policy.rows)
+        chunks = self.policy.select(seen, layer, head, chunk, self._selected // chunk)  # (Hkv, n / chunk)
+        tokens = (chunks[..., None] * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)  # (Hkv, n)
+        kv[:, :, : self._selected] = _gathered(prefix, tokens)
+        if self._summaries:
+            window = self._selected + self._summaries
+            bias = self._bias[layer, head : head + prefix.shape[1]].zero_()
+            kv[:, :, self._selected : window], bias[:, self._selected : window] = tangents(seen, prefix, tokens, self.shape.summary)
 
     def advanced(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -79,4 +167,13 @@ class RetrievalCache(Cache):
             raise ValueError(f"cannot crop to {length} tokens: the selection covers the first {self._base}")
 
     def _slot(self, position: int) -> int:
-        return self._selected + position - self._base
+        return self._selected + self._summaries + position - self._base
+
+
+def _gathered(kv: Tensor, tokens: Tensor) -> Tensor:
+    """The named tokens (Hkv, n) of kv (2, Hkv, N, D), whose heads may lie apart: (2, Hkv, n, D), in one indexed copy."""
+    _, heads, length, dim = kv.shape
+    part, head = kv.stride(0) // dim, kv.stride(1) // dim  # in rows of D
+    rows = kv.as_strided((part + (heads - 1) * head + length, dim), (dim, 1))
+    first = torch.arange(heads, device=tokens.device)[:, None] * head + tokens  # (Hkv, n)
+    return rows.index_select(0, torch.cat((first, first + part)).flatten()).view(2, heads, -1, dim)

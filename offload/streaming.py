@@ -21,6 +21,8 @@ class StreamingCache(Cache):
     behind them. The rotary table needs sinks + window + slack positions only, however long the text.
     """
 
+    _state = ("length", "_dropped", "_kv", "_raw")
+
     def __init__(self, layout: KVLayout, sinks: int, window: int, slack: int, rotary: Rotary, device: torch.device):
         super().__init__(layout)
         if min(sinks, window, slack) < 1:

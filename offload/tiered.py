@@ -17,14 +17,19 @@ from offload.ring import TransferRing
 from offload.rotary import Rotary
 from offload.store import HostArena, HostStore
 
+_LAST_ROWS = 32  # rows of the prompt that followers see
+
 
 class TieredCache(Cache):
     """Exact KV of the whole sequence over two tiers.
 
-    A resident layer is one device buffer. Any other layer is a prefix in the host store, of `flushed` tokens, and a device tail
-    with the tokens since. A pass streams the prefix through the ring, a group of heads at a time: a head needs only its own KV,
-    so groups are independent and only prefix and tail are merged. The tail goes to the host in one block when it is full.
+    `boundary` splits the tokens into a prefix and recent ones. A resident layer is one device buffer. Any other layer has its
+    prefix in the host store and the recent tokens in a device tail. A pass streams the prefix through the ring, a group of heads
+    at a time: a head needs only its own KV, so groups are independent and only prefix and tail are merged. The boundary moves in
+    whole blocks, once `recent` tokens stand behind the next one; the tokens it passes are written to the host.
     """
+
+    _state = ("length", "boundary", "_tail")
 
     def __init__(
         self,
@@ -34,18 +39,21 @@ class TieredCache(Cache):
         link: Link,
         rotary: Rotary,
         arena: HostArena,
-        tail: int = 256,
+        recent: int = 0,
+        block: int = 256,
+        rows: int = 256,
         slot_heads: int = 1,
         slots: int = 3,
     ):
+        """`capacity`: tokens of the whole text; `rows`: tokens of the largest pass when decoding."""
         super().__init__(layout)
         self.capacity, self.resident_layers, self.link, self.rotary = capacity, resident_layers, link, rotary
+        self.recent, self.block = recent, block
         self.followers: list[Follower] = []
-        self.flushed = 0
+        self.boundary = 0
         far = layout.layers - resident_layers
         self._near = torch.empty(layout.shape(resident_layers, capacity), dtype=layout.dtype, device=link.device)
-        self._tail = torch.empty(layout.shape(far, tail), dtype=layout.dtype, device=link.device)
-        self._tail_capacity = tail
+        self._tail = torch.empty(layout.shape(far, tail_tokens(recent, block, rows)), dtype=layout.dtype, device=link.device)
         self._store = HostStore(layout, far, capacity, arena)
         self._slot_heads = slot_heads
         slot, room = (2, slot_heads, capacity, layout.head_dim), torch.Size(layout.shape(1, capacity)).numel()
@@ -63,59 +71,77 @@ class TieredCache(Cache):
     def begin(self, rows: int) -> None:
         if self.length + rows > self.capacity:
             raise ValueError(f"{self.length} tokens and {rows} more do not fit a cache of {self.capacity}")
-        if self._ring is None:
-            return
-        if self.length + rows - self.flushed > self._tail_capacity:
-            self._flush()
-        if self.flushed:
-            self._ring.start(self._store.chunks(self.flushed, self._slot_heads))
+        self._move_boundary()
+        if self._ring is not None and self.boundary:
+            self._ring.start(self._store.chunks(self.boundary, self._slot_heads))
+        for follower in self.followers:
+            follower.follow(self.boundary, self.length, self.length + rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         q, k = self.rotary(q, start), self.rotary(k, start)
         if self._prompt:
             return self._attend_prompt(layer, q, k, v, start)
-        for follower in self.followers:
-            follower.written(layer, k, v, start)
+        end = start + len(q)
         if layer < self.resident_layers:
-            put(self._near[layer], k, v, start)
-            return self._attend(q, self._near[layer], start + len(q))[0]
-        tail, at = self._tail[layer - self.resident_layers], start - self.flushed
-        put(tail, k, v, at)
-        recent = self._attend(q, tail, at + len(q))
-        return merge([self._attend_far(q), recent])[0] if self.flushed else recent[0]
+            kv = self._near[layer]
+            put(kv, k, v, start)
+            self._show(layer, 0, q, kv[:, :, : self.boundary], kv[:, :, self.boundary : end])
+            return self._attend(q, kv, end)[0]
+        tail = self._tail[layer - self.resident_layers]
+        put(tail, k, v, start - self.boundary)
+        parts = [self._attend(q, tail, end - self.boundary)]
+        tail = tail[:, :, : end - self.boundary]
+        if self.boundary:
+            parts.append(self._attend_far(layer, q, tail))
+        else:
+            self._show(layer, 0, q, tail[:, :, :0], tail)
+        return merge(parts)[0]
 
     def crop(self, length: int) -> None:
+        self._tell_followers(min(self.length, length))  # one of them may refuse
         super().crop(length)
-        self.flushed = min(self.flushed, self.length)  # a tail that would start past the end is empty
-        self._tell_followers()
+        self.boundary = min(self.boundary, self.length)  # a tail that would start past the end is empty
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
-        self._tell_followers()
+        self._tell_followers(self.length)
 
-    def _tell_followers(self) -> None:
+    def _tell_followers(self, length: int) -> None:
         for follower in self.followers:
-            follower.advanced(self.length)
+            follower.advanced(length)
 
-    def _attend_far(self, q: Tensor) -> Partial:
+    def _show(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+        for follower in self.followers:
+            follower.observe(layer, head, q, prefix, recent)
+
+    def _attend_far(self, layer: int, q: Tensor, tail: Tensor) -> Partial:
         """Attention of all rows over a far layer's prefix, one group of heads after another as they come over the link."""
         assert self._ring is not None
-        group = self._slot_heads * (q.shape[1] // self.layout.heads)  # query heads a chunk serves
+        group = q.shape[1] // self.layout.heads  # query heads per KV head
         parts = []
-        for heads in q.split(group, dim=1):
-            chunk = self._ring.next()  # (2, heads, flushed, D)
+        for head in range(0, self.layout.heads, self._slot_heads):
+            chunk = self._ring.next()  # (2, h, boundary, D), on the device until the next call
+            rows = q[:, head * group : (head + chunk.shape[1]) * group]
             self.traffic.link_in += chunk.nbytes
             self.traffic.attended += chunk.nbytes
-            parts.append(partial_attention(heads, chunk[0].transpose(0, 1), chunk[1].transpose(0, 1), causal=False))
+            parts.append(partial_attention(rows, chunk[0].transpose(0, 1), chunk[1].transpose(0, 1), causal=False))
+            self._show(layer, head, rows, chunk, tail[:, head : head + chunk.shape[1]])
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
-    def _flush(self) -> None:
-        """Write the tail, all of which is verified, to the host in one block."""
-        count = self.length - self.flushed
-        tickets = [self._write(layer, tail[:, :, :count], self.flushed) for layer, tail in enumerate(self._tail)]
-        self.link.wait(tickets[-1])  # copies keep order; the tail is about to be written again
-        self.flushed = self.length
+    def _boundary_at(self, length: int) -> int:
+        return max(0, length - self.recent) // self.block * self.block
+
+    def _move_boundary(self) -> None:
+        """Move it as far as it may go, writing what it passes to the host, and the rest of the tail to the tail's front."""
+        if (count := self._boundary_at(self.length) - self.boundary) <= 0:
+            return
+        tickets = [self._write(layer, tail[:, :, :count], self.boundary) for layer, tail in enumerate(self._tail)]
+        if tickets:
+            self.link.wait(tickets[-1])  # copies keep order; the tail is about to be written again
+            rest = self.length - self.boundary - count
+            self._tail[:, :, :, :rest] = self._tail[:, :, :, count : count + rest].clone()
+        self.boundary += count
 
     def _write(self, layer: int, kv: Tensor, at: int) -> Any:
         self.traffic.link_out += kv.nbytes
@@ -127,14 +153,16 @@ class TieredCache(Cache):
     def prefill(self, tokens: int) -> Iterator[None]:
         """Layer-major prefill: inside, `attend` is called for all chunks of a layer before any of the next layer.
 
-        A far layer's KV is built in one device buffer, and written to the host block by block as it is computed; nothing is read
-        back. On leaving, the cache stands at `tokens` tokens.
+        A far layer's KV is built in one device buffer, and its prefix written to the host block by block as it is computed; nothing
+        is read back. On leaving, the cache stands at `tokens` tokens.
         """
         if self.length:
             raise ValueError(f"prefill starts an empty cache; this one holds {self.length} tokens")
         if tokens > self.capacity:
             raise ValueError(f"a prompt of {tokens} tokens does not fit a cache of {self.capacity}")
-        self._prompt = tokens
+        self._prompt, self.boundary = tokens, self._boundary_at(tokens)
+        for follower in self.followers:
+            follower.follow(self.boundary, tokens, tokens)
         if self._ring is not None and self.link.copies:
             self.link.drain()  # a pass given up may still fill the slots, which are the stage now
             shape = self.layout.shape(1, tokens)[1:]
@@ -145,26 +173,34 @@ class TieredCache(Cache):
         finally:
             self._prompt, self._stage = 0, None
             self._writes.clear()
-        self.flushed = tokens if self._ring is not None else 0
         self.advance(tokens)
 
     def _attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        end = start + len(q)
-        if layer < self.resident_layers:
+        end, far = start + len(q), layer - self.resident_layers
+        kept = slice(start, max(start, min(end, self.boundary)))  # of these tokens, those that go to the host
+        if far < 0:
             kv = self._near[layer]
             put(kv, k, v, start)
         elif self._stage is None:  # host memory is device memory: the store is the layer's buffer
-            kv = self._store.kv[layer - self.resident_layers]
+            kv = self._store.kv[far]
             put(kv, k, v, start)
-            self.traffic.link_out += k.nbytes + v.nbytes
+            self.traffic.link_out += kv[:, :, kept].nbytes
         else:
             kv = self._stage
             if start in self._writes:  # the layer before still leaves from here
                 self.link.wait(self._writes[start])
             put(kv, k, v, start)
-            self._writes[start] = self._write(layer - self.resident_layers, kv[:, :, start:end], start)
+            if kept.stop > start:
+                self._writes[start] = self._write(far, kv[:, :, kept], start)
         out, _ = self._attend(q, kv, end)
         if end == self._prompt:
-            for follower in self.followers:
-                follower.prefilled(layer, q, kv[0, :, :end].transpose(0, 1), kv[1, :, :end].transpose(0, 1))
+            recent = kv[:, :, self.boundary : end]
+            if far >= 0:
+                self._tail[far, :, :, : end - self.boundary] = recent
+            self._show(layer, 0, q[-_LAST_ROWS:], kv[:, :, : self.boundary], recent)
         return out
+
+
+def tail_tokens(recent: int, block: int, rows: int) -> int:
+    """Tokens a far layer keeps on the device: the recent ones, a block that is filling, and the rows of a pass."""
+    return recent + block + rows

@@ -5,7 +5,7 @@ from parallel.config import ConfigError, ModelConfig, token_ids
 from parallel.group import Group, RankLost
 from parallel.llama import Llama
 from parallel.loading import load_model, parameter_bytes, resolve
-from parallel.passes import PassLeader, follow_passes
+from parallel.passes import PassLeader, Sharded, follow_passes
 
 __all__ = [
     "Checkpoint",
@@ -16,6 +16,7 @@ __all__ = [
     "ModelConfig",
     "PassLeader",
     "RankLost",
+    "Sharded",
     "follow_passes",
     "load_model",
     "parameter_bytes",

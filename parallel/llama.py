@@ -98,6 +98,7 @@ class Llama(Module):
         Holds the hidden states of the whole prompt; the cache holds one layer's KV at a time. To be called inside the cache's
         own `prefill` context.
         """
+        chunk = -(-len(tokens) // -(-len(tokens) // chunk))  # even chunks: the last rows are what followers of the cache see
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for start in range(0, len(x), chunk):
             x[start : start + chunk] = self.embed(tokens[start : start + chunk])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from decoding import Engine, Sampling, Settings
-from decoding.session import Models
+from decoding.models import Models
 from parallel import Group, load_model
 
 DEMO = Path(__file__).parents[1] / "demo"

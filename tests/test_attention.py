@@ -19,6 +19,14 @@ heads = pytest.mark.parametrize("heads", HEADS)
 rows = pytest.mark.parametrize("rows", [1, 2, 17])
 
 
+def draw_bias(keys: int, heads: tuple[int, int], device: str = "cpu") -> Tensor:
+    """(Hkv, N): weights per key far from 1, every third key left out, but not the first, which every row sees."""
+    generator = torch.Generator().manual_seed(keys)
+    bias = torch.randn(heads[1], keys + 5, generator=generator)[:, :keys] * 3  # a view, as caches hand it over
+    bias[:, 1::3] = -torch.inf
+    return bias.to(device)
+
+
 def draw(rows: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, device: str = "cpu", dim: int = 16) -> list[Tensor]:
     """q, k, v, with k and v views of head-major storage, as caches hand them over."""
     generator = torch.Generator().manual_seed(rows * 1000 + keys)
@@ -28,8 +36,8 @@ def draw(rows: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, devic
     return [q, kv[0].transpose(0, 1), kv[1].transpose(0, 1)]
 
 
-def agree(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    (out, lse), (want, want_lse) = found, reference_attention(q, k, v, causal)
+def agree(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> None:
+    (out, lse), (want, want_lse) = found, reference_attention(q, k, v, causal, bias)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (q.dtype, torch.float32, q.shape, q.shape[:2])
     torch.testing.assert_close(out.float(), want, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-4)
@@ -53,6 +61,58 @@ def test_all_keys_visible(dtype: torch.dtype, heads: tuple[int, int], rows: int,
 def test_causal_is_bottom_right(dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int) -> None:
     q, k, v = draw(rows, prefix + rows, heads, dtype)
     agree(partial_attention(q, k, v, causal=True), q, k, v, causal=True)
+
+
+@dtypes
+@heads
+@rows
+@pytest.mark.parametrize("prefix", [1, 30, 1200])  # 1200 keys are more than one block of the kernel's
+def test_bias_is_a_weight_per_key(dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int) -> None:
+    q, k, v = draw(rows, prefix + rows, heads, dtype)
+    for bias in (draw_bias(len(k), heads), torch.zeros(heads[1], len(k))):
+        for causal in (False, True):
+            agree(partial_attention(q, k, v, causal, bias), q, k, v, causal, bias)
+
+
+@dtypes
+@rows
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_key_left_out_is_as_if_it_were_not_there(dtype: torch.dtype, rows: int, causal: bool) -> None:
+    q, k, v = draw(rows, 1300 + rows, (8, 2), dtype)
+    bias = torch.zeros(2, len(k))
+    bias[:, 3:1290] = -torch.inf  # whole blocks of the kernel, for all heads; among the keys' values a NaN would show
+    kept = [*range(3), *range(1290, len(k))]
+    agree(partial_attention(q, k, v, causal, bias), q, k[kept], v[kept], causal)
+
+
+@dtypes
+@heads
+@rows
+@pytest.mark.parametrize("causal", [False, True])
+def test_matmul_serves_a_bias_as_the_fused_kernel_does(dtype: torch.dtype, heads: tuple[int, int], rows: int, causal: bool) -> None:
+    """The path that a GPU takes; its scores are rounded to q's dtype."""
+    q, k, v = draw(rows, 90 + rows, heads, dtype)
+    bias = draw_bias(len(k), heads)
+    out, lse = attention._masked(attention._matmul_op, q, k, v, causal and rows > 1, bias)
+    want, want_lse = attention._masked(attention._cpu_op, q, k, v, causal and rows > 1, bias)
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (want.dtype, want_lse.dtype, want.shape, want_lse.shape)
+    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, want_lse, atol=tolerance, rtol=tolerance)
+
+
+@dtypes
+@heads
+def test_causal_segments_on_either_side_of_one_masked_call(
+    dtype: torch.dtype, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked = []
+    monkeypatch.setattr(attention, "_masked", lambda *arguments, real=attention._masked: masked.append(1) or real(*arguments))
+    for rows, keys in ((16, 4096), (16, 4097), (256, 256), (257, 257)):
+        assert (rows * keys <= attention._SMALL_MASK) == (keys in (4096, 256))
+        q, k, v = draw(rows, keys, heads, dtype)
+        agree(partial_attention(q, k, v, causal=True), q, k, v, causal=True)
+    assert len(masked) == 2  # the two small ones
 
 
 @dtypes
@@ -131,3 +191,17 @@ def test_cuda_kernels(kernel: attention.Kernel, dtype: torch.dtype, heads: tuple
         if rows > 1:
             agree(kernel(q, k, v, True), q, k, v, causal=True)
         agree(partial_attention(q, k, v, True), q, k, v, causal=True)
+
+
+@pytest.mark.cuda
+@heads
+@rows
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_cuda_bias(dtype: torch.dtype, heads: tuple[int, int], rows: int) -> None:
+    for causal in (False, True):
+        q, k, v = draw(rows, 300 + rows, heads, dtype, "cuda", 64)
+        bias = draw_bias(len(k), heads, device="cuda")
+        out, lse = partial_attention(q, k, v, causal, bias)
+        want, want_lse = reference_attention(q, k, v, causal, bias)
+        torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)

@@ -153,12 +153,15 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     assert record["finish_reason"] == "length"
     assert record["time_to_first_token_s"] > 0
     assert record["ms_per_token"] > 0
-    assert 1 <= record["tokens_per_verification"] <= 17
+    assert 1 <= record["tokens_per_verification"] <= 23
     assert record["acceptance"].keys() == {"target", "retrieval"}
     assert all(0 < rate <= 1 for rate in record["acceptance"].values())
-    # four far layers, keys and values of four heads of 64 in float32, all of the prompt for each pass of the target
-    pass_bytes = 4 * 2 * 4 * 64 * 4 * record["prompt_tokens"]
+    # four far layers, keys and values of four heads of 64 in float32, all of the prompt but a window for each pass of the target
+    pass_bytes = 4 * 2 * 4 * 64 * 4 * (record["prompt_tokens"] - 32)
     assert record["link_bytes_per_token"] >= record["passes"]["target"] * pass_bytes / 23
+    assert record["draft_lengths"].keys() == {"target", "retrieval"}
+    assert 0 < record["draft_lengths"]["target"] <= 64
+    assert record["retrieval_refreshes"] == record["passes"]["target"] + 1  # one behind the prompt, one a verification
     assert (record["temperature"], record["top_k"], record["top_p"], record["seed"]) == (0.7, 9, 0.8, 5)
     assert (record["mode"], record["ranks"], record["resident_layers"], record["dropped_tokens"]) == ("hierarchical", 1, 2, 0)
     assert record["versions"].keys() == {"tierforce", "torch", "transformers"}

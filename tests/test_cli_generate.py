@@ -36,7 +36,8 @@ def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_seed_repeats_a_text_and_another_seed_does_not(tmp_path: Path) -> None:
-    texts = [forked(tmp_path, *JOB, "--temperature", "1", "--seed", seed).out for seed in ("1", "1", "2")]
+    lengths = ("--draft-length", "5", "--inner-length", "2")  # those that adapt go by the clock
+    texts = [forked(tmp_path, *JOB, *lengths, "--temperature", "1", "--seed", seed).out for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -65,7 +66,7 @@ def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
 COMMON = {
     *("--model", "--draft", "--gpus", "--device", "--dtype", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed"),
     *("--mode", "--context", "--budget", "--chunk-size", "--draft-length", "--inner-length", "--resident-layers"),
-    *("--device-memory", "--link"),
+    *("--device-memory", "--link", "--policy", "--summary-size", "--refresh", "--lookup", "--shard-draft"),
 }
 
 

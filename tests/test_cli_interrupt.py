@@ -48,7 +48,7 @@ def kill_rank(number: int, job: Job) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(number: signal.Signals, tmp_path: Path) -> None:
-    command = (*write(tmp_path, documents=3), "--seed", "3")
+    command = (*write(tmp_path, documents=3), "--seed", "3", "--draft-length", "5", "--inner-length", "2")
     output = tmp_path / "out.jsonl"
     job = Job(*command, "--output", str(output))
     finished = in_the_middle(job, output)

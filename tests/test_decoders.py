@@ -9,8 +9,10 @@ import torch
 from toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, nest, restart
 
 from decoding import Sampling
-from decoding.decoders import Autoregressive, Decoder, Speculative
+from decoding.decoders import Autoregressive, Decoder, Proposer, Speculative
+from decoding.lengths import Fixed
 from decoding.verify import Draft
+from offload import Cache
 
 FULL = Sampling(1.0)
 LENGTHS = [[1], [4], [1, 1], [4, 1], [2, 3], [4, 2], [3, 2, 2]]
@@ -24,8 +26,9 @@ def strangers(levels: int) -> list[Toy]:
     return [Toy(seed, 1.5) for seed in range(levels)]
 
 
-def consistent(level: Decoder) -> bool:
+def consistent(level: Proposer) -> bool:
     """Its cache holds its text, but for what is pending."""
+    assert isinstance(level, Decoder)
     cache = level.cache
     assert isinstance(cache, HistoryCache)
     return cache.length <= len(level.tokens) and cache.history[: cache.length] == level.tokens[: cache.length]
@@ -123,7 +126,22 @@ def test_counts_of_all_levels_add_up(lengths: list[int]) -> None:
 
 
 def test_a_draft_of_no_tokens_is_refused() -> None:
-    model, cache = Toy(0, 1.0), HistoryCache()
-    leaf = Autoregressive("leaf", model, cache, [], FULL, generator())
     with pytest.raises(ValueError, match="at least 1"):
-        Speculative("top", model, cache, [], leaf, 0, FULL, generator())
+        Fixed(0)
+
+
+def test_a_level_not_asked_for_long_catches_up_in_passes_it_can_make() -> None:
+    model = Toy(0, 1.5)
+    sizes: list[int] = []
+
+    def forward(tokens: torch.Tensor, cache: Cache, rows: int) -> torch.Tensor:
+        sizes.append(len(tokens))
+        return model(tokens, cache, rows)
+
+    cache, text = HistoryCache(), [*PROMPT, *([1, 2, 3] * 40)]
+    leaf = Autoregressive("leaf", forward, cache, [], FULL, generator())
+    leaf.sync(text, 0)
+    draft = leaf.propose(3)
+    assert sizes == [32, 32, 32, 27, 1, 1]
+    want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]
+    assert torch.equal(draft.probs, FULL.law(torch.stack(want)))

@@ -107,13 +107,13 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> 
 
 def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pair) -> None:
     assert pair.draft is not None
-    with pair.engine("retrieval", budget=64, resident_layers=0) as engine:
+    with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
         list(engine.generate(PROMPT, 4))
         assert engine.stats.plan is not None
         room = parameter_bytes(pair.target) + parameter_bytes(pair.draft) + engine.stats.plan.device_bytes
-    with pair.engine("retrieval", budget=64, resident_layers=0, device_memory=room) as engine:
+    with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room) as engine:
         assert len(list(engine.generate(PROMPT, 4))) == 4
-    larger = pair.engine("retrieval", budget=65, resident_layers=0, device_memory=room)
+    larger = pair.engine("retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room)
     with larger as engine, pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller --budget"):
         list(engine.generate(PROMPT, 4))
 
@@ -122,7 +122,7 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pa
 def test_host_memory_too_small_is_told_and_leaves_the_engine_good(mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with pair.engine(mode, resident_layers=0) as engine:
         with monkeypatch.context() as little:
-            little.setattr("decoding.session.host_available", lambda: 10_000)
+            little.setattr("decoding.models.host_available", lambda: 10_000)
             with pytest.raises(FitError, match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available"):
                 list(engine.generate(PROMPT, 20))
             with pytest.raises(FitError, match="host memory"):

@@ -13,9 +13,9 @@ from engines import Pair
 from models import random_tokens
 from ranks import run_ranks
 
-import decoding.session
+import decoding.models
 from decoding import Engine, Sampling
-from decoding.session import plan
+from decoding.models import plan
 from offload import DocumentError, FitError
 from parallel import Group, parameter_bytes
 from parallel.layers import VocabParallelEmbedding
@@ -24,7 +24,16 @@ NEW = 40
 DEEP = 8
 FULL = Sampling(1.0, seed=3)
 PROMPT, OTHER, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 90, 2_000))
-SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "resident_layers": 1, "link": "emulated:50"}
+SMALL = {
+    "budget": 32,
+    "chunk_size": 4,
+    "window": 12,
+    "sinks": 2,
+    "resident_layers": 1,
+    "link": "emulated:50",
+    "draft_length": 9,
+    "inner_length": 2,
+}
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 Folders = tuple[Path, Path]
 Report = dict[str, Any]
@@ -104,16 +113,16 @@ def plans_differ(pair: Pair) -> tuple[int, list[int]]:
 def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
     """What `check` and `generate` say while rank 1 has no host memory, and the text once it has."""
     found: list[str | list[int]] = []
-    available = decoding.session.host_available
+    available = decoding.models.host_available
     with pair.engine("hierarchical", **SMALL) as engine:
         if pair.group.rank:
-            decoding.session.host_available = lambda: 10_000
+            decoding.models.host_available = lambda: 10_000
         for attempt in (lambda: engine.check(len(PROMPT), NEW), lambda: list(engine.generate(PROMPT, NEW, FULL))):
             try:
                 found.append(attempt())
             except FitError as error:
                 found.append(str(error))
-        decoding.session.host_available = available
+        decoding.models.host_available = available
         found.append(list(engine.generate(PROMPT, NEW, FULL)))
     return found
 

@@ -6,11 +6,13 @@ import pytest
 import torch
 from laws import BROKEN, LIKELY, frequencies, p_value
 from torch import Tensor
-from toys import PROMPT, VOCAB, Toy, go_on, nest, number, restart, trace
+from toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart, trace
 
 import decoding.verify
 from decoding import Sampling
-from decoding.decoders import Decoder
+from decoding.decoders import Decoder, Speculative
+from decoding.lengths import DraftLength
+from decoding.verify import Draft
 
 NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0), Sampling(1.0, top_k=3)
 TOKENS = 4
@@ -100,3 +102,42 @@ def test_any_depth_of_nesting_follows_the_target_law(lengths: list[int]) -> None
     models = [Toy(seed, 1.5) for seed in range(len(lengths) + 1)]
     counts = text_counts(nest(models, lengths, FULL, generator(6)))
     assert p_value(counts, models[0].text_law(FULL, TOKENS)) > LIKELY
+
+
+@pytest.mark.parametrize("sampling", [FULL, NUCLEUS])
+@pytest.mark.parametrize(
+    ("models", "lengths", "ngram"),
+    [
+        (2, [Moody(4)], 0),
+        (3, [Moody(4), Moody(3)], 0),
+        (1, [3], 1),  # the target, and prompt lookup below it
+        (2, [4, 2], 1),  # target, middle, prompt lookup
+        (3, [4, 2], 1),  # prompt lookup in front of the draft model
+        (3, [Moody(4), Moody(3)], 2),
+    ],
+)
+def test_lengths_that_follow_the_past_and_prompt_lookup_keep_the_law(
+    models: int, lengths: list[int | DraftLength], ngram: int, sampling: Sampling
+) -> None:
+    toys = [Toy(seed, 1.5) for seed in range(models)]
+    counts = text_counts(nest(toys, lengths, sampling, generator(8), ngram))
+    assert p_value(counts, toys[0].text_law(sampling, TOKENS)) > LIKELY
+
+
+def test_a_length_that_follows_the_token_under_test_is_found_out() -> None:
+    # why lengths may know past rounds only: here a draft that starts with token 0 is put off as long as the dice allow
+    toys = [Toy(seed, 1.5) for seed in range(2)]
+    decoder = nest(toys, [3], FULL, generator(9))
+    assert isinstance(decoder, Speculative)
+    propose = decoder.inner.propose
+
+    def choosy(n: int) -> Draft:
+        text = list(decoder.tokens)
+        draft = propose(n)
+        if int(draft.tokens[0]) == 0:
+            decoder.inner.sync(text, 0)
+            draft = propose(n)
+        return draft
+
+    decoder.inner.propose = choosy  # type: ignore[method-assign]
+    assert p_value(text_counts(decoder), toys[0].text_law(FULL, TOKENS)) < BROKEN

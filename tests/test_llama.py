@@ -111,7 +111,7 @@ def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers:
     folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
     model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
-    cache = resident(model, TOKENS, link, layers, tail=20, slot_heads=1)
+    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1)
     with cache.prefill(60):
         close(model.prefill(tokens[:60], cache, 25), wanted[59:60])
     close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
@@ -146,7 +146,7 @@ def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
     for folder in folders:
         model = load_model(folder, group)
         link = make_test_link("delaying")
-        cache = resident(model, len(tokens), link, 1, tail=8)
+        cache = resident(model, len(tokens), link, 1, block=8)
         with cache.prefill(60):
             last = model.prefill(tokens[:60], cache, 25)
         rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])

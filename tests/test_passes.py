@@ -11,27 +11,27 @@ from models import random_tokens
 from ranks import run_ranks
 from torch import Tensor
 
-from offload import Cache, HostArena, MeanKey, RetrievalCache, TieredCache
-from parallel import Group, PassLeader, follow_passes, load_model
-from parallel.llama import Llama
+from offload import POLICIES, HostArena, RetrievalCache, RetrievalShape, TieredCache
+from parallel import Group, Llama, PassLeader, Sharded, follow_passes, load_model
 
 PROMPT, NEW, MOST = 60, 40, 10
 
 
-def caches_of(model: Llama) -> list[Cache]:
-    """A target's cache over two tiers, and the retrieval cache that follows it."""
+def caches_of(model: Llama) -> list[Sharded]:
+    """A target's cache over two tiers, and the retrieval cache that follows it and is chosen anew at every verification."""
     layout, link = model.config.kv_layout(model.group.size, torch.float32), make_test_link("emulated")
     rotary = model.config.rotary(PROMPT, PROMPT + NEW, torch.float32, CPU)
-    target = TieredCache(layout, PROMPT + NEW, 1, link, rotary, HostArena(link, torch.float32), tail=12)
-    retrieval = RetrievalCache(layout, 24, 8, 8 + NEW, MeanKey(), rotary, CPU)
+    shape = RetrievalShape.of(24, 4, None, PROMPT + NEW, MOST, NEW)
+    target = TieredCache(layout, PROMPT + NEW, 1, link, rotary, HostArena(link, torch.float32), shape.window, shape.block, MOST)
+    retrieval = RetrievalCache(layout, shape, POLICIES["mass"](), rotary, CPU)
     target.followers.append(retrieval)
-    return [target, retrieval]
+    return [(model, target), (model, retrieval)]
 
 
-def lead(model: Llama, caches: list[Cache]) -> list[Tensor]:
+def lead(sharded: list[Sharded]) -> list[Tensor]:
     """Rounds as a decoder makes them: short drafts on the retrieval cache, a verification, a verdict; then one given up."""
-    target, retrieval = caches
-    leader, logits = PassLeader(model, caches, MOST), []
+    (_, target), (_, retrieval) = sharded
+    leader, logits = PassLeader(sharded, MOST), []
     for seed, stand in enumerate([4, 0, 2, 3, 1]):
         tokens = random_tokens(6, seed=seed)
         for token in tokens[:2].split(1):
@@ -52,14 +52,16 @@ def on_a_rank(folder: Path) -> tuple[list[Tensor], list[int]]:
     model = load_model(folder, group)
     texts = []
     for seed in (7, 8):  # two texts, one after the other
-        caches = caches_of(model)
-        with caches[0].prefill(PROMPT):
-            first = model.prefill(random_tokens(PROMPT, seed=seed), caches[0], 25)
+        sharded = caches_of(model)
+        target = sharded[0][1]
+        assert isinstance(target, TieredCache)
+        with target.prefill(PROMPT):
+            first = model.prefill(random_tokens(PROMPT, seed=seed), target, 25)
         if group.rank == 0:
-            texts += [first, *lead(model, caches)]
+            texts += [first, *lead(sharded)]
         else:
-            follow_passes(model, caches, MOST)
-    return texts, [cache.traffic.link_in for cache in caches]
+            follow_passes(sharded, MOST)
+    return texts, [cache.traffic.link_in for _, cache in sharded]
 
 
 def test_followers_keep_step(checkpoint: Callable[..., Path]) -> None:

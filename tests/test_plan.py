@@ -9,13 +9,15 @@ import torch
 from links import CPU
 from reference import random_rotary
 
-from offload import EmulatedLink, FitError, HostArena, KVLayout, MemoryPlan, Needs, TieredCache, plan_memory
+from offload import EmulatedLink, FitError, HostArena, KVLayout, MemoryPlan, Needs, TieredCache, plan_memory, tail_tokens
 from offload.plan import ring_shape
 
 GB = 10**9
+SIZES = 5, 12, 7  # recent tokens, a block, the rows of a pass
+TAIL = tail_tokens(*SIZES)
 LLAMA_7B = KVLayout(layers=32, heads=16, head_dim=128, dtype=torch.float16)  # a rank of two
 NEEDS = Needs(LLAMA_7B, context=130_048, tail=256, retrieval=GB // 2, draft=GB // 10, tables=GB // 20, hidden=GB)
-SMALL = Needs(KVLayout(4, 3, 8, torch.float32), context=3000, tail=24, retrieval=1000, draft=200, tables=30, hidden=7)
+SMALL = Needs(KVLayout(4, 3, 8, torch.float32), context=3000, tail=TAIL, retrieval=1000, draft=200, tables=30, hidden=7)
 
 
 @pytest.mark.parametrize("needs", [NEEDS, SMALL, replace(SMALL, copies=False)])
@@ -40,7 +42,7 @@ def test_where_the_bytes_go() -> None:
     part = plan_memory(SMALL, 10**9, 10**9, resident_layers=1)
     assert part.host_bytes == layout.bytes(3000, 3)
     views = plan_memory(replace(SMALL, copies=False), 10**9, 10**9, resident_layers=1)
-    assert views.device_bytes == fixed + layout.bytes(3000, 1) + layout.bytes(24, 3)  # no ring and no stage
+    assert views.device_bytes == fixed + layout.bytes(3000, 1) + layout.bytes(TAIL, 3)  # no ring and no stage
     assert part.device_bytes > views.device_bytes
 
 
@@ -52,7 +54,7 @@ def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int) -> 
     plan = plan_memory(needs, 10**9, 10**9, resident)
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
-    cache = TieredCache(layout, 3000, resident, link, rotary, arena, SMALL.tail, plan.slot_heads, plan.slots)
+    cache = TieredCache(layout, 3000, resident, link, rotary, arena, *SIZES, plan.slot_heads, plan.slots)
     with cache.prefill(3000):  # the most there ever is: the ring and the layer that prefill works on
         assert cache.device_bytes == plan.device_bytes
     assert cache.device_bytes <= plan.device_bytes

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from driving import CAPACITY, LAYOUT, forward, plain, prefill, text, tiered
+from driving import BLOCK, CAPACITY, LAYOUT, RECENT, TAIL, forward, plain, prefill, text, tiered
 from links import DelayingLink, make_test_link
 
 from offload import HostArena, KVLayout, Link, TieredCache
@@ -17,7 +17,7 @@ from offload.link import Copy
 LAYERS = LAYOUT.layers
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_split = pytest.mark.parametrize("resident", range(LAYERS + 1))
-# rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The tail holds 24 tokens.
+# rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The boundary moves by 12 tokens.
 PASSES = [
     (1, 1, None),
     (5, 3, None),
@@ -29,6 +29,11 @@ PASSES = [
     (1, 1, 33),
     (9, 9, 5),
 ]
+
+
+def boundary_at(length: int) -> int:
+    """Whole blocks that leave RECENT tokens behind them."""
+    return max(0, length - RECENT) // BLOCK * BLOCK
 
 
 @every_link
@@ -127,7 +132,7 @@ def test_documents_share_an_arena(link: Link) -> None:
     arena = HostArena(link, LAYOUT.dtype)
     for capacity in (90, 40, 120):
         want = plain()
-        cache = TieredCache(LAYOUT, capacity, 1, link, want.rotary, arena, tail=8)
+        cache = TieredCache(LAYOUT, capacity, 1, link, want.rotary, arena, 3, 8, 5)
         prompt, tokens = text(capacity - 10), text(5)
         prefill(cache, prompt, chunk=16)
         forward(want, prompt)
@@ -138,33 +143,54 @@ def test_documents_share_an_arena(link: Link) -> None:
 
 
 @every_link
-def test_after_prefill_the_host_has_it_all(link: Link) -> None:
-    cache, want = tiered(link, resident=1), plain()
-    prompt = text(50)
-    prefill(cache, prompt, chunk=16)
-    stored = cache._store.kv[:, :, :, :50].clone()  # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
-    forward(want, prompt)
-    want.advance(50)
-    torch.testing.assert_close(stored.transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5)
+@pytest.mark.parametrize("prompt", [3, 17, 50, 53, 65])
+def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(link: Link, prompt: int) -> None:
+    cache, want, boundary = tiered(link, resident=1), plain(), boundary_at(prompt)
+    tokens = text(prompt)
+    prefill(cache, tokens, chunk=16)
+    stored = cache._store.kv[:, :, :, :boundary].clone()  # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
+    tail = cache._tail[:, :, :, : prompt - boundary]
+    forward(want, tokens)
+    want.advance(prompt)
+    assert cache.boundary == boundary
+    torch.testing.assert_close(torch.cat((stored, tail), dim=3).transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5)
+
+
+@every_link
+@pytest.mark.parametrize(("recent", "block"), [(0, 1), (0, 12), (7, 1), (5, 12), (30, 4)])
+def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(link: Link, recent: int, block: int) -> None:
+    cache, want = tiered(link, 2, recent, block), plain()
+    for rows, stand in [(7, 7), (1, 1), (24, 24), (24, 2), (5, 0), (3, 3), (24, 24), (24, 24), (1, 1), (9, 9)]:
+        tokens, before = text(rows), cache.boundary
+        out = forward(cache, tokens)
+        assert cache.boundary == max(0, (cache.length - recent) // block * block) >= before
+        torch.testing.assert_close(out, forward(want, tokens), atol=1e-5, rtol=1e-5)
+        for each in (cache, want):
+            each.advance(stand)
+        assert cache.boundary == max(0, (cache.length - stand - recent) // block * block)  # until the next pass begins
+        link.drain()
+        both = torch.cat((cache._store.kv[:, :, :, : cache.boundary], cache._tail[:, :, :, : cache.length - cache.boundary]), dim=3)
+        torch.testing.assert_close(both.transpose(2, 3), want.kv[2:], atol=1e-5, rtol=1e-5)
+    assert cache.boundary >= 48
 
 
 @every_link
 @every_split
-def test_bytes_over_the_link(link: Link, resident: int) -> None:
+@pytest.mark.parametrize("prompt", [4, 17, 50])
+def test_bytes_over_the_link(link: Link, resident: int, prompt: int) -> None:
     cache, far = tiered(link, resident), LAYERS - resident
-    prefill(cache, text(50), chunk=16)
+    prefill(cache, text(prompt), chunk=16)
     assert cache.traffic.link_in == 0  # layer-major: nothing is read back
-    assert cache.traffic.link_out == LAYOUT.bytes(50, far)
-    flushed, out, came = 50, LAYOUT.bytes(50, far), 0
-    for rows, stand in [(5, 5), (17, 12), (1, 1), (17, 17), (24, 24), (1, 1)]:
-        if cache.length + rows - flushed > 24:
-            out += LAYOUT.bytes(cache.length - flushed, far)
-            flushed = cache.length
-        came += LAYOUT.bytes(flushed, far)
+    assert cache.traffic.link_out == LAYOUT.bytes(boundary_at(prompt), far)
+    came = 0
+    for rows, stand in [(5, 5), (17, 12), (1, 1), (17, 17), (24, 0), (24, 24), (1, 1)]:
+        boundary = boundary_at(cache.length)
+        came += LAYOUT.bytes(boundary, far)
         forward(cache, text(rows))
         cache.advance(stand)
-        assert (cache.traffic.link_in, cache.traffic.link_out) == (came, out)
-    assert flushed > 50  # the tail was flushed on the way
+        # every token of the prefix left once, whether prefill wrote it or a later pass
+        assert (cache.traffic.link_in, cache.traffic.link_out) == (came, LAYOUT.bytes(boundary, far))
+    assert boundary > boundary_at(prompt)  # it moved on the way
 
 
 @every_link
@@ -183,7 +209,7 @@ def test_bytes_attended(link: Link, resident: int) -> None:
 def test_device_bytes(link: Link, resident: int) -> None:
     cache, far = tiered(link, resident), LAYERS - resident
     ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4 if far else 0  # 3 slots of keys and values of 2 heads
-    assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + LAYOUT.bytes(24, far) + ring
+    assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + LAYOUT.bytes(TAIL, far) + ring
 
 
 def test_bfloat16_agrees_with_plain_arithmetic() -> None:
@@ -201,8 +227,8 @@ def test_refusals() -> None:
     cache = tiered(make_test_link("view"), resident=1)
     with pytest.raises(ValueError, match="does not fit a cache of 200"), cache.prefill(CAPACITY + 1):
         pass
-    with pytest.raises(ValueError, match="do not fit a buffer of 24"):
-        forward(cache, text(25))
+    with pytest.raises(ValueError, match=f"do not fit a buffer of {TAIL}"):
+        forward(cache, text(TAIL + 1))
     prefill(cache, text(CAPACITY - 3), chunk=64)
     with pytest.raises(ValueError, match="197 tokens and 4 more do not fit a cache of 200"):
         cache.begin(4)

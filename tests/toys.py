@@ -8,7 +8,9 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.decoders import Autoregressive, Decoder, Forward, Speculative
+from decoding.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
+from decoding.lengths import DraftLength, Fixed, Round
+from decoding.lookup import Lookup
 from offload import Cache, KVLayout
 
 VOCAB = 4
@@ -69,20 +71,46 @@ def number(continuation: list[int]) -> int:
     return value
 
 
-def nest(models: Sequence[Toy], lengths: Sequence[int], sampling: Sampling, generator: Generator) -> Decoder:
-    """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on behind PROMPT."""
-    read, decoder = PROMPT[:-1], None
-    for model, length in reversed(list(zip(models, [*lengths, 0], strict=True))):
+class Moody(DraftLength):
+    """A length that follows past acceptance as wildly as the rules allow: long after a success, short after a failure."""
+
+    def __init__(self, most: int):
+        self.most, self._next = most, 1
+
+    def next(self) -> int:
+        return self._next
+
+    def record(self, past: Round) -> None:
+        self._next = self.most if past.accepted == past.drafted else 1 + past.accepted % self.most
+
+
+def nest(
+    models: Sequence[Toy],
+    lengths: Sequence[int | DraftLength],
+    sampling: Sampling,
+    generator: Generator,
+    ngram: int = 0,
+) -> Decoder:
+    """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on behind PROMPT.
+
+    With an n-gram, prompt lookup stands in front of the last model, or below it when it has a length too.
+    """
+    read = PROMPT[:-1]
+    below: Proposer | None = Lookup(read, ngram, VOCAB, generator.device) if ngram and len(lengths) == len(models) else None
+    for model, length in reversed(list(zip(models, [*lengths, 0][: len(models)], strict=True))):
         cache = HistoryCache()
         cache.write(read)
         cache.advance(len(read))
-        if decoder is None:
-            decoder = Autoregressive("leaf", model, cache, read, sampling, generator)
+        if below is None:
+            below = Autoregressive("leaf", model, cache, read, sampling, generator)
+            if ngram:
+                below = Lookup(read, ngram, VOCAB, generator.device, below)
         else:
-            decoder = Speculative(f"over {decoder.name}", model, cache, read, decoder, length, sampling, generator)
-    assert decoder is not None
-    restart(decoder)
-    return decoder
+            many = Fixed(length) if isinstance(length, int) else length
+            below = Speculative(f"over {below.name}", model, cache, read, below, many, sampling, generator)
+    assert isinstance(below, Decoder)
+    restart(below)
+    return below
 
 
 def restart(decoder: Decoder) -> None:
@@ -98,9 +126,9 @@ def go_on(decoder: Decoder, tokens: int) -> list[int]:
     return new
 
 
-def trace(decoder: Decoder) -> list[Decoder]:
+def trace(decoder: Decoder) -> list[Proposer]:
     """A list that gets a level every time its model is called."""
-    calls: list[Decoder] = []
+    calls: list[Proposer] = []
 
     def traced(level: Decoder) -> Forward:
         forward = level.forward
@@ -112,5 +140,6 @@ def trace(decoder: Decoder) -> list[Decoder]:
         return call
 
     for level in decoder.levels():
-        level.forward = traced(level)
+        if isinstance(level, Decoder):
+            level.forward = traced(level)
     return calls

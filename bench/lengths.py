@@ -1,0 +1,148 @@
+"""Draft lengths: do the adaptive ones end near the best fixed pair? And how fast is each selection policy at its own best length?
+
+The physics: over a link a verification costs the same for any draft, so long drafts pay until proposals stop standing; where
+compute is the cost they pay less. Which pair of lengths is best depends on acceptance and on the link, so the engine finds it
+while it runs.
+
+Every setting continues the same prompts, interleaved, in hierarchical mode; ms/token is seconds over tokens of all texts together.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers.utils import logging
+
+from bench.overlap import OURS, STATIC, Variant, prompts
+from bench.record import save, show
+from bench.text import DEMO, text_tokens
+from decoding import Engine, Sampling, Settings
+from decoding.session import Session
+from parallel import PassLeader
+
+Pair = tuple[int, int] | None  # draft length and inner length; None: adaptive
+
+
+@dataclass
+class Total:
+    """All runs of one setting."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    verifications: int = 0
+    proposed: int = 0
+    inner_proposed: int = 0
+    inner_passes: int = 0
+    by_text: list[float] = field(default_factory=list)  # ms/token
+
+    def row(self, rate: float, policy: str, pair: Pair) -> dict[str, Any]:
+        return {
+            "link GB/s": rate,
+            "policy": policy,
+            "lengths": f"{pair[0]}, {pair[1]}" if pair else "adaptive",
+            "ms/token": 1e3 * self.seconds / self.tokens,
+            "least": min(self.by_text),
+            "most": max(self.by_text),
+            "tokens per verification": self.tokens / self.verifications,
+            "mean draft": self.proposed / self.verifications,
+            "mean inner draft": self.inner_proposed / self.inner_passes,
+        }
+
+
+def run(session: Session, start: list[Any], pair: Pair, sampling: Sampling, total: Total) -> None:
+    """Continue the prompt once more from `start`, with these lengths."""
+    session.rewind(start)
+    session.draft_length, session.inner_length = pair or (None, None)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    decoder = session.decoder(PassLeader(session.sharded, session.most), sampling, generator)
+    prompt = session.prompt.tolist()
+    decoder.sync([*prompt, prompt[-1]], len(prompt))
+    started, made = time.perf_counter(), 0
+    while made < session.new - 1:
+        made += len(decoder.round(session.new - 1 - made))
+    seconds = time.perf_counter() - started
+    outer, inner = (level.stats for level in decoder.levels()[:2])
+    total.seconds += seconds
+    total.tokens += made
+    total.verifications += outer.passes
+    total.proposed += outer.proposed
+    total.inner_proposed += inner.proposed
+    total.inner_passes += inner.passes
+    total.by_text.append(1e3 * seconds / made)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
+    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
+    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 16_384,
+    rates: Annotated[str, typer.Option(help="Emulated links, GB/s.")] = "0.5,2",
+    lengths: Annotated[str, typer.Option(help="Draft lengths of the grid.")] = "8,16,24,32,48",
+    inner: Annotated[str, typer.Option(help="Inner draft lengths of the grid.")] = "1,2,3",
+    budget: Annotated[int, typer.Option(help="Retrieval budget of both policies, tokens a head.")] = 768,
+    texts: Annotated[int, typer.Option(help="Prompts.")] = 4,
+    new_tokens: Annotated[int, typer.Option(help="Tokens a run.")] = 128,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 0.9,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/lengths.json"),
+) -> None:
+    """Time a grid of fixed lengths and the adaptive ones, on each link, for the published policy and the engine's own."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
+    if threads:
+        torch.set_num_threads(threads)
+    tokens = text_tokens(engine.tokenizer, text)
+    grid: list[Pair] = [(int(outer), int(below)) for outer, below in product(lengths.split(","), inner.split(","))]
+    progress = Console(stderr=True)
+    totals: dict[tuple[float, Variant, Pair], Total] = {}
+    for rate, variant in product(map(float, rates.split(",")), (OURS, STATIC)):
+        settings = Settings(mode="hierarchical", dtype=dtype, budget=budget, link=f"emulated:{rate}", resident_layers=0)
+        settings = replace(settings, policy=variant.policy, chunk_size=variant.chunk, summary_size=variant.summary)
+        models = engine.models.over(settings)
+        for number, prompt in enumerate(prompts(tokens, context, texts, new_tokens)):
+            session = Session(models, prompt, new_tokens + 1)
+            session.prefill()
+            start = session.snapshot()
+            for pair in [None, *grid]:
+                total = totals.setdefault((rate, variant, pair), Total())
+                run(session, start, pair, Sampling(temperature, top_p=top_p, seed=number), total)
+                name = "adaptive" if pair is None else f"{pair[0]}, {pair[1]}"
+                progress.print(f"{rate} GB/s, {variant.name}, text {number + 1}, {name}: {total.by_text[-1]:.1f} ms/token")
+        models.link.close()
+    rows = [total.row(rate, variant.name, pair) for (rate, variant, pair), total in totals.items()]
+    show(f"{context:,} tokens, budget {budget}, {dtype}, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens}", rows)
+    ratios = _ratios(rows)
+    for claim, value in ratios.items():
+        print(f"{claim}: {value:.2f}")
+    used = {"context": context, "budget": budget, "dtype": dtype, "temperature": temperature, "top_p": top_p, "texts": texts}
+    save(output, {"settings": {**used, "new_tokens": new_tokens}, "rows": rows, "ratios": ratios})
+
+
+def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Adaptive against the best fixed pair, and the two policies at the best pair of each, on every link."""
+    found = {}
+    for rate in dict.fromkeys(row["link GB/s"] for row in rows):
+        best = {}
+        for policy in (OURS.name, STATIC.name):
+            here = [row for row in rows if (row["link GB/s"], row["policy"]) == (rate, policy)]
+            fixed = min((row for row in here if row["lengths"] != "adaptive"), key=lambda row: row["ms/token"])
+            adaptive = next(row for row in here if row["lengths"] == "adaptive")
+            best[policy] = fixed["ms/token"]
+            name = f"{policy}, {rate:g} GB/s: adaptive / best fixed pair ({fixed['lengths']})"
+            found[name] = adaptive["ms/token"] / fixed["ms/token"]
+        found[f"{OURS.name}, {rate:g} GB/s: times as fast as {STATIC.name}, each at its best"] = best[STATIC.name] / best[OURS.name]
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

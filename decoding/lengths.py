@@ -1,0 +1,112 @@
+"""How long to draft: a fixed length, or the one that pays best by what past rounds took and what stood of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of a level was: counts, and seconds."""
+
+    drafted: int  # tokens the level below proposed
+    accepted: int
+    rows: int  # tokens of the verifying pass
+    draft_s: float
+    verify_s: float
+
+
+class DraftLength(ABC):
+    """The length of a level's next draft. It may follow from past rounds only: then the output law stays what it is."""
+
+    most: int  # the longest draft it will ever ask for
+
+    @abstractmethod
+    def next(self) -> int:
+        """1 to `most`."""
+
+    @abstractmethod
+    def record(self, past: Round) -> None:
+        """A round is over."""
+
+
+class Fixed(DraftLength):
+    """Always the same."""
+
+    def __init__(self, length: int):
+        if length < 1:
+            raise ValueError(f"a draft has at least 1 token, found length {length}")
+        self.most = length
+
+    def next(self) -> int:
+        return self.most
+
+    def record(self, past: Round) -> None:
+        pass
+
+
+class Adaptive(DraftLength):
+    """The n that makes most tokens a second, (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft), from 1 to `most`.
+
+    The numerator is what a draft of n yields when each token stands with probability a (Leviathan et al. 2023, arXiv 2211.17192,
+    equation 1). a, the seconds a drafted token takes and those of a verifying pass, a line in its rows, are averages of past
+    rounds that forget: a text changes, and so does a machine.
+    """
+
+    _FORGET = 0.95  # what a round still counts after the next
+    _PRIOR = 8.0  # tokens that an acceptance rate of _RATE was seen on before the first
+    _RATE = 0.8
+    _STIFF = 4.0  # rows squared: how much variation it takes to believe in a slope other than the one supposed
+    _FLAT_ROWS = 32  # supposed: a pass of so many rows more costs twice as much
+
+    def __init__(self, start: int, most: int):
+        self.most = most
+        self._next = min(start, most)
+        self._accepted, self._tested = self._PRIOR * self._RATE, self._PRIOR
+        self._drafted = self._draft_s = 0.0
+        self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
+
+    def next(self) -> int:
+        return self._next
+
+    def record(self, past: Round) -> None:
+        keep = self._FORGET
+        verify_s = past.verify_s
+        if self._weight:  # a machine that was away for a moment says nothing of a pass
+            verify_s = min(verify_s, 3 * self._verify(past.rows))
+        self._weight = keep * self._weight + 1
+        self._rows = keep * self._rows + past.rows
+        self._rows2 = keep * self._rows2 + past.rows**2
+        self._seconds = keep * self._seconds + verify_s
+        self._cross = keep * self._cross + past.rows * verify_s
+        if past.drafted:
+            self._accepted = keep * self._accepted + past.accepted
+            self._tested = keep * self._tested + past.accepted + (past.accepted < past.drafted)
+            self._drafted = keep * self._drafted + past.drafted
+            self._draft_s = keep * self._draft_s + past.draft_s
+            self._next = self._best()
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a drafted token stands when all before it do."""
+        return self._accepted / self._tested
+
+    def _verify(self, rows: float) -> float:
+        """Seconds of a verifying pass: least squares over past rounds, drawn to a slope that is supposed where they say little."""
+        mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
+        spread = self._rows2 - self._weight * mean_rows**2
+        together = self._cross - self._weight * mean_rows * mean
+        supposed = mean / (mean_rows + self._FLAT_ROWS)
+        slope = max(0.0, (together + self._STIFF * supposed) / (spread + self._STIFF))
+        return max(0.1 * mean, mean + slope * (rows - mean_rows))
+
+    def _best(self) -> int:
+        a, per_token = self.acceptance, self._draft_s / self._drafted
+        best, best_rate, yielded = 1, 0.0, 1.0
+        for n in range(1, self.most + 1):
+            yielded += a**n  # 1 + a + ... + a^n tokens
+            rate = yielded / (self._verify(n + 1) + n * per_token)
+            if rate > best_rate:
+                best, best_rate = n, rate
+        return best
