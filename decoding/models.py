@@ -23,6 +23,7 @@ from offload import (
 from parallel import Llama, parameter_bytes
 
 MOST, INNER_MOST = 64, 16  # the longest draft put before the target, and before the level below, where they adapt
+LINK_REFRESH, COMPUTE_REFRESH = 1, 16  # tokens one selection serves: where keys come over a link anyway, and where it costs compute
 NGRAM = 3  # tokens that prompt lookup matches
 BLOCK = 256  # tokens of host layers that gather on the device before they are written back, where nobody selects
 SLACK = 64  # slots of the draft's cache that fill before its window slides
@@ -74,7 +75,7 @@ class Models:
     def shape(self, prompt: int, new: int) -> RetrievalShape:
         """How the retrieval cache of such a text is laid out."""
         settings, context = self.settings, prompt + new
-        since = settings.refresh + 2 * self.most if POLICIES[settings.policy].refreshes else new
+        since = (settings.refresh or COMPUTE_REFRESH) + 2 * self.most if POLICIES[settings.policy].refreshes else new
         budget = max(settings.chunk_size, min(settings.budget, context))
         return RetrievalShape.of(budget, settings.chunk_size, settings.summary_size, context, self.most, min(since, new))
 

@@ -41,9 +41,12 @@ class Common:
     summary_size: Annotated[
         int | None, typer.Option(help="Tokens that one summary stands for; 0 for no summaries, by default 64 or more.")
     ] = None
-    refresh: Annotated[int, typer.Option(help="Tokens that one selection serves at least; 1 selects at every verification.")] = (
-        Settings.refresh
-    )
+    refresh: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that one selection serves at least; by default 1, each verification selects, over a link, else 16."
+        ),
+    ] = None
     draft_length: Annotated[
         int | None, typer.Option(help="Tokens put before the target at once; by default what has paid in past rounds.")
     ] = None

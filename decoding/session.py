@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from decoding.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
 from decoding.lengths import Adaptive, DraftLength, Fixed
 from decoding.lookup import Lookup
-from decoding.models import INNER_MOST, MOST, SLACK, Models, plan
+from decoding.models import COMPUTE_REFRESH, INNER_MOST, LINK_REFRESH, MOST, SLACK, Models, plan
 from decoding.sampling import Sampling
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
 from parallel import Llama, PassLeader, Sharded
@@ -55,7 +55,8 @@ class Session:
         self.retrieval = None
         if models.has_retrieval:
             shape, policy = models.shape(len(prompt), new), POLICIES[settings.policy]()
-            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, settings.refresh)
+            every = settings.refresh or (LINK_REFRESH if self.streams else COMPUTE_REFRESH)
+            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every)
             self.target.followers.append(self.retrieval)
             self.sharded.append((models.target, self.retrieval))
         self.draft = None

@@ -24,7 +24,9 @@ class Settings:
     chunk_size: int = 8  # tokens that are selected together
     policy: str = "mass"  # what selects them
     summary_size: int | None = None  # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
-    refresh: int = 1  # tokens that one selection serves at least; 1 selects anew at every verification
+    refresh: int | None = (
+        None  # tokens one selection serves at least; by default 1 (every verification selects) over a link, else 16
+    )
     draft_length: int | None = None  # tokens the target verifies at once; by default what pays, by past rounds
     inner_length: int | None = None  # tokens put before the retrieval level at once; by default what pays
     lookup: int | None = None  # n-gram of prompt lookup, 0 for none; by default 3 where there is no draft model, else none

@@ -28,7 +28,8 @@ class Seen:
 
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor]:
-        scores = (self.q @ self.keys.transpose(1, 2)).float()  # (Hkv, R, N)
+        scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): this way round reads keys that lie apart without a copy
+        scores = scores.transpose(1, 2).float().contiguous()
         most = scores.amax(-1, keepdim=True)
         return scores.sub_(most).exp_(), most[..., 0]
 
@@ -47,12 +48,16 @@ class Seen:
         """Attention that each key of the prefix gets from all rows together, (Hkv, N) float32; a row has 1 to give."""
         return (self.weights.sum(-1).reciprocal()[:, None] @ self.weights)[:, 0]
 
+    def leave_out(self, tokens: Tensor) -> None:
+        """Tokens (Hkv, n) weigh nothing from now on."""
+        self.weights.scatter_(2, tokens[:, None].expand(-1, self.q.shape[1], -1), 0.0)
+
 
 class SelectionPolicy(ABC):
     """Ranks chunks of the prefix. One object serves one text, all its layers and heads."""
 
     refreshes = True  # whether the choice is made anew when the target verifies, or once, behind the prompt
-    rows = 8  # rows of a pass that have a say
+    rows = 4  # rows of a pass that have a say: 8 or 16 reject a hundredth less, and cost twice or four times as much
 
     @abstractmethod
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:

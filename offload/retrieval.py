@@ -154,9 +154,10 @@ class RetrievalCache(Cache):
         tokens = (chunks[..., None] * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)  # (Hkv, n)
         kv[:, :, : self._selected] = _gathered(prefix, tokens)
         if self._summaries:
+            seen.leave_out(tokens)
             window = self._selected + self._summaries
             bias = self._bias[layer, head : head + prefix.shape[1]].zero_()
-            kv[:, :, self._selected : window], bias[:, self._selected : window] = tangents(seen, prefix, tokens, self.shape.summary)
+            kv[:, :, self._selected : window], bias[:, self._selected : window] = tangents(seen, prefix, self.shape.summary)
 
     def advanced(self, length: int) -> None:
         self._refuse_inside_selection(length)

@@ -8,26 +8,25 @@ from torch import Tensor
 from offload.policy import Seen
 
 
-def tangents(seen: Seen, kv: Tensor, left_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Summarise the prefix kv (2, Hkv, N, D) in chunks of `size` tokens, the last one maybe shorter, without what is left out.
+def tangents(seen: Seen, kv: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Summarise the prefix kv (2, Hkv, N, D) in chunks of `size` tokens, the last one maybe shorter, without what `seen` leaves
+    out.
 
-    left_out (Hkv, n) are the tokens that need no summary, because they are kept themselves. Returns summaries (2, Hkv, M, D) and
-    bias (Hkv, M) float32, M = ceil(N / size), for a later query q to see a chunk as key k' with value v' and score q . k' + b:
-    the first-order expansion of the logarithm of the chunk's mass around the rows q_i (docs/design.md, "Tangent summaries"). With
-    weights w_t that are the mean over rows of the softmax within the chunk,
+    Returns summaries (2, Hkv, M, D) and bias (Hkv, M) float32, M = ceil(N / size), for a later query q to see a chunk as key k'
+    with value v' and score q . k' + b: the first-order expansion of the logarithm of the chunk's mass around the rows q_i
+    (docs/design.md, "Tangent summaries"). With weights w_t that are the mean over rows of the softmax within the chunk,
 
         k' = sum_t w_t k_t,  v' = sum_t w_t v_t,  b = mean_i (log sum_t exp(q_i . k_t) - q_i . k')
 
     A chunk that is left out whole, or that no row gives any weight, gets b = -inf.
     """
     _, heads, tokens, dim = kv.shape
-    weights = seen.weights.scatter(2, left_out[:, None].expand(-1, seen.q.shape[1], -1), 0.0)  # (Hkv, R, N)
     whole = tokens // size * size
     summaries, biases = [], []
     for part, length in ((slice(0, whole), size), (slice(whole, tokens), tokens - whole)):
         if part.start == part.stop:
             continue
-        chunks = weights[..., part].unflatten(-1, (-1, length))  # (Hkv, R, M, S)
+        chunks = seen.weights[..., part].unflatten(-1, (-1, length))  # (Hkv, R, M, S)
         total = chunks.sum(-1)  # (Hkv, R, M)
         rows = (total > 0).float()  # a row whose weights underflow has nothing to say of a chunk
         share = rows / rows.sum(1, keepdim=True).clamp(min=1)

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from offload import Cache, KVLayout, RetrievalShape, Rotary
+from offload import POLICIES, Cache, KVLayout, RetrievalShape, Rotary
 
 Kept = tuple[Tensor, Tensor, Tensor]  # keys, values (n, D) and bias (n,) that one head keeps
 
@@ -103,7 +103,7 @@ class RetrievalByHand:
 
     def choose(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int, boundary: int) -> None:
         """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary` tokens."""
-        self.base, count = boundary, 1 if self.policy == "static" else min(8, rows)
+        self.base, count = boundary, min(POLICIES[self.policy].rows, rows)
         seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(text):
             q, k = self.rotary(q, 0)[seen], self.rotary(k, 0)

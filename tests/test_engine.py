@@ -18,7 +18,7 @@ from parallel import Group
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 # so that even short texts outgrow every cache; with lengths of their own, for those that adapt go by the clock
-SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2}
+SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2, "refresh": 1}
 FULL = Sampling(1.0, seed=5)
 PROMPT = random_tokens(90).tolist()
 OTHER = random_tokens(140, seed=1).tolist()

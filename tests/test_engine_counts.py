@@ -136,7 +136,7 @@ def test_the_plan_asks_for_what_the_session_allocates(
         needs, fixed = asked[-1], [level.cache.device_bytes for level in levels if level.name == "draft"]
         assert target.device_bytes == layout.bytes(len(PROMPT) + new, 1) + layout.bytes(needs.tail, 2)
         assert [needs.draft] == fixed
-        rows = (1 if policy == "static" else 8) * 2  # of 4 query heads to 2 KV heads
+        rows = (1 if policy == "static" else 4) * 2  # of 4 query heads to 2 KV heads
         assert needs.retrieval == middle.device_bytes + middle.shape.scratch_bytes(layout, rows)
         assert engine.stats.plan.device_bytes == target.device_bytes + needs.retrieval + needs.draft + needs.tables + needs.hidden
 

@@ -91,7 +91,7 @@ def test_accumulated_remembers_what_was_seen_before(chunk: int) -> None:
     passes = [draw(rows, tokens) for rows, tokens in [(9, 24), (1, 24), (3, 36), (2, 60)]]  # the prefix grows
     one, sums = POLICIES["accumulated"](), torch.zeros(HEADS, 60 // chunk)
     for q, keys in passes:
-        count = min(8, len(q))
+        count = min(one.rows, len(q))
         kept = q[[len(q) * (index + 1) // count - 1 for index in range(count)]]
         for head in range(HEADS):
             worths = worths_by_hand("accumulated", of_head(kept, head), keys[head], chunk)

@@ -21,7 +21,9 @@ def draw(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 
 def summarise(q: Tensor, kv: Tensor, left_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    return tangents(Seen(q, kv[0], 8), kv, left_out, size)
+    seen = Seen(q, kv[0], 8)
+    seen.leave_out(left_out)
+    return tangents(seen, kv, size)
 
 
 def attention(q: Tensor, kv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
