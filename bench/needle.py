@@ -41,14 +41,14 @@ def needles(
         for depth in DEPTHS:
             words = _plain(tokenizer, rest)
             prompt = _planted(tokenizer, tokens, context, begun, rest, depth, number)
-            for name, row in _judged(models, prompt, words, variants).items():
+            for name, row in judged(models, prompt, words, variants).items():
                 kept.setdefault(("built-in target", name), []).append(row)
     made = Models.make(recall_model(context + 64), None, "retrieval", Settings(mode="retrieval"))
     for index in range(FACTS):
         for depth in DEPTHS:
             before, behind = int(depth * context), context - int(depth * context) - WORDS - 1
             prompt = [*fillers(before, 2 * index), *fact(index), *fillers(behind, 2 * index + 1), question(index)]
-            for name, row in _judged(made, prompt, repeated(index), variants).items():
+            for name, row in judged(made, prompt, repeated(index), variants).items():
                 kept.setdefault(("made to recall", name), []).append(row)
     rows: list[dict[str, Any]] = []
     for (model, name), found in kept.items():
@@ -58,7 +58,7 @@ def needles(
     return rows
 
 
-def _judged(
+def judged(
     models: Models, prompt: list[int], words: list[int], variants: Sequence[Variant]
 ) -> dict[str, tuple[float, float, float]]:
     """Mean over the words of q(word), overlap, and min(1, q(word) / p(word)), by policy; a verification every INTERVAL words."""
@@ -72,15 +72,16 @@ def _judged(
             laws.setdefault(variant.name, []).append(sampling.law(model(rows, cache, len(rows))))
         laws.setdefault(FULL, []).append(sampling.law(model(rows, target, len(rows))))
         target.advance(len(rows))
-    judged, following = {}, torch.tensor(words)[:, None]
+    found: dict[str, tuple[float, float, float]] = {}
+    following = torch.tensor(words)[:, None]
     truth = torch.cat(laws[FULL])
     p = truth.gather(1, following)
     for name in (FULL, *(variant.name for variant in variants)):
         law = torch.cat(laws[name])
         q = law.gather(1, following)
         overlap, stands = torch.minimum(law, truth).sum(1), (q / p).clamp(max=1)
-        judged[name] = (float(q.mean()), float(overlap.mean()), float(stands.mean()))
-    return judged
+        found[name] = (float(q.mean()), float(overlap.mean()), float(stands.mean()))
+    return found
 
 
 def _planted(

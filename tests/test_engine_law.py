@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import decoding.verify
 from decoding import Sampling
+from offload import POLICIES
 
 PROMPT = random_tokens(70, seed=2).tolist()
 CELLS = 20
@@ -44,9 +46,10 @@ def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
     return found.masked_fill(share[:, 0] == 0, torch.nan)
 
 
-def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int) -> float:
+def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
     pair = Pair(*folders)
-    text = pair.text(mode, PROMPT, new, sampling, budget=16, chunk_size=4, window=12, sinks=2, draft_length=4, resident_layers=1)
+    small = {"budget": 16, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 4, "resident_layers": 1, **choices}
+    text = pair.text(mode, PROMPT, new, sampling, **small)
     found = places(text, sampling, folders)
     if found.isnan().any():
         return 0.0
@@ -69,7 +72,20 @@ def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: F
     assert likelihood(mode, SAMPLINGS[sampling], folders, 1_500) > LIKELY
 
 
-@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])  # retrieval drafts too well for it to matter much
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_text_follows_the_target_law_whatever_is_selected(policy: str, folders: FOLDERS) -> None:
+    summaries = 8 if policy in ("mass", "static") else 0
+    choices = {"policy": policy, "budget": 64, "summary_size": summaries, "refresh": 1}
+    assert likelihood("hierarchical", SAMPLINGS["full"], folders, 1_000, **choices) > LIKELY
+
+
+@pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
+def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(mode: str, folders: FOLDERS) -> None:
+    assert likelihood(mode, SAMPLINGS["nucleus"], folders, 1_000, draft_length=None, lookup=1) > LIKELY
+
+
+@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
 def test_a_plain_redraw_is_found_out(mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding.verify, "residual", lambda p, q: p)
-    assert likelihood(mode, SAMPLINGS["full"], folders, 4_000) < BROKEN
+    # a window, for a good selection drafts too well for it to matter much
+    assert likelihood(mode, SAMPLINGS["full"], folders, 3_000, policy="window", summary_size=0) < BROKEN

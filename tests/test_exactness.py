@@ -4,7 +4,6 @@ drafts.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,10 @@ from engines import DEMO, Pair
 from ranks import run_ranks
 from test_greedy import prompt
 
+import decoding.engine
+from decoding import Engine, Settings
 from offload import POLICIES
-from parallel import Group, load_model
+from parallel import Group
 
 NEW = 96
 LINKED = {"link": "emulated:50", "resident_layers": 1}
@@ -62,22 +63,37 @@ def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
         assert engine.stats.tokens_per_verification > 1
 
 
-def split_draft(tokens: list[int], choices: dict[str, Any]) -> tuple[list[int], int]:
-    """The text, and the draft's KV heads on this rank."""
+def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple[list[int], int]:
+    """The text, and over how many ranks the draft model is split; 0 where there is none."""
+    decoding.engine.LARGE_DRAFT = large
     group = Group.from_environment("cpu")
-    pair = Pair(DEMO / "target", DEMO / "draft", group)
-    pair.draft = load_model(Path(DEMO / "draft"), group, "float32")
-    with pair.engine(choices.pop("mode"), **choices) as engine:
-        if group.rank:
-            engine.follow()
-            return [], pair.draft.config.kv_heads // pair.draft.group.size
-        text = list(engine.generate(tokens, NEW))
-        engine.close()
-        return text, pair.draft.config.kv_heads // pair.draft.group.size
+    settings = Settings(dtype="float32", **choices)
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    engine.stop_tokens = frozenset()
+    draft = engine.models.draft
+    if group.rank:
+        engine.follow()
+        return [], draft.group.size if draft else 0
+    text = list(engine.generate(tokens, NEW))
+    engine.close()
+    return text, draft.group.size if draft else 0
 
 
-@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
-def test_a_draft_split_over_two_ranks_writes_the_same(mode: str, plain: list[int]) -> None:
-    choices: dict[str, Any] = {"mode": mode, "budget": 300, "lookup": 3, "draft_length": 9, **LINKED}
-    (text, heads), (nothing, _) = run_ranks(2, split_draft, prompt("typing"), choices)
-    assert (text, heads, nothing) == (plain, 1, [])
+@pytest.mark.parametrize(
+    ("mode", "shard", "large", "ranks"),
+    [
+        ("hierarchical", True, 1 << 40, (2, 2)),
+        ("hierarchical", None, 1, (2, 2)),  # a draft of a byte is large
+        ("speculative", None, 1, (2, 2)),
+        ("speculative", False, 1, (1, 0)),
+        ("hierarchical", None, 1 << 40, (1, 0)),
+    ],
+)
+def test_a_large_draft_is_split_over_the_ranks(
+    mode: str, shard: bool | None, large: int, ranks: tuple[int, int], plain: list[int]
+) -> None:
+    choices: dict[str, Any] = {"mode": mode, "budget": 300, "lookup": 3, "draft_length": 9, "shard_draft": shard, **LINKED}
+    (text, first), (nothing, second) = run_ranks(2, split_draft, prompt("typing"), choices, large)
+    assert text == plain
+    assert nothing == []
+    assert (first, second) == ranks
