@@ -158,6 +158,8 @@ def main(
     logging.disable_progress_bar()
     if threads:
         torch.set_num_threads(threads)
+    if new_tokens < 64 or new_tokens % 64:
+        raise typer.BadParameter(f"{new_tokens} is not a multiple of 64", param_hint="--new-tokens")
     engine = Engine.from_pretrained(target, settings=Settings(dtype="float32", mode="retrieval"))
     tokens = text_tokens(engine.tokenizer, text)
     sampling = Sampling(temperature, top_p=top_p)
@@ -171,10 +173,10 @@ def main(
         "counts": lambda: study.counts([int(each) for each in counted.split(",")], degrees, draft_length),
         "needle": lambda: needles(engine.models, engine.tokenizer, tokens, context, ALL),
     }
+    if unknown := set(parts.split(",")) - set(tasks):
+        raise typer.BadParameter(f"{', '.join(unknown)}: use {', '.join(tasks)}", param_hint="--parts")
     results = {}
     for part in parts.split(","):
-        if part not in tasks:
-            raise typer.BadParameter(f"{part} is not a part: use {', '.join(tasks)}", param_hint="--parts")
         results[part] = tasks[part]()
         show(
             f"{part}: budget 768 unless said, float32, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens} tokens",

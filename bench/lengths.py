@@ -24,6 +24,7 @@ from bench.overlap import OURS, STATIC, Variant, prompts
 from bench.record import save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
+from decoding.models import MOST
 from decoding.session import Session
 from parallel import PassLeader
 
@@ -57,14 +58,14 @@ class Total:
         }
 
 
-def run(session: Session, start: list[Any], pair: Pair, sampling: Sampling, total: Total) -> None:
-    """Continue the prompt once more from `start`, with these lengths."""
+def run(session: Session, start: list[Any], first: int, pair: Pair, sampling: Sampling, total: Total) -> None:
+    """Continue the prompt, and a first token, once more from `start`, with these lengths."""
     session.rewind(start)
     session.draft_length, session.inner_length = pair or (None, None)
     generator = torch.Generator().manual_seed(sampling.seed)
     decoder = session.decoder(PassLeader(session.sharded, session.most), sampling, generator)
     prompt = session.prompt.tolist()
-    decoder.sync([*prompt, prompt[-1]], len(prompt))
+    decoder.sync([*prompt, first], len(prompt))
     started, made = time.perf_counter(), 0
     while made < session.new - 1:
         made += len(decoder.round(session.new - 1 - made))
@@ -108,16 +109,19 @@ def main(
     progress = Console(stderr=True)
     totals: dict[tuple[float, Variant, Pair], Total] = {}
     for rate, variant in product(map(float, rates.split(",")), (OURS, STATIC) if published else (OURS,)):
+        longest = max(MOST, *(pair[0] for pair in grid if pair))  # makes room; every run has lengths of its own
         settings = Settings(mode="hierarchical", dtype=dtype, budget=budget, link=f"emulated:{rate}", resident_layers=0)
+        settings = replace(settings, draft_length=longest)
         settings = replace(settings, policy=variant.policy, chunk_size=variant.chunk, summary_size=variant.summary)
         models = engine.models.over(settings)
         for number, prompt in enumerate(prompts(tokens, context, texts, new_tokens)):
             session = Session(models, prompt, new_tokens + 1)
-            session.prefill()
+            first = int(session.prefill().argmax())
             start = session.snapshot()
-            for pair in [None, *grid]:
+            pairs = [None, *grid]
+            for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:  # nobody is always the first
                 total = totals.setdefault((rate, variant, pair), Total())
-                run(session, start, pair, Sampling(temperature, top_p=top_p, seed=number), total)
+                run(session, start, first, pair, Sampling(temperature, top_p=top_p, seed=number), total)
                 name = "adaptive" if pair is None else f"{pair[0]}, {pair[1]}"
                 progress.print(f"{rate} GB/s, {variant.name}, text {number + 1}, {name}: {total.by_text[-1]:.1f} ms/token")
         models.link.close()

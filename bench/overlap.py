@@ -7,7 +7,10 @@ from p, the first k - 1 proposals of a chain stand with the mean of prod min(1, 
 
     1 + sum_k prod_(i<k) min(1, q(x_i) / p(x_i)) . overlap_k
 
-tokens on average: an unbiased estimate that needs no luck of the draw. Middle pass, verification and refresh are the engine's own.
+tokens on average: an unbiased estimate, for a refresh after every n tokens of text, that needs no luck of the draw. (In the
+engine a refresh comes after as many tokens as stood, and sees rows that were rejected; that is for the counted runs to show.)
+Middle pass, verification and refresh are the engine's own. Memory is equal right after a choice; the static policy's window then
+goes on growing.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from decoding.lengths import Fixed
 from decoding.models import Models
 from decoding.sampling import draw
 from decoding.session import Session
-from offload import POLICIES, RetrievalCache, RetrievalShape
+from offload import POLICIES, RetrievalCache, RetrievalShape, TierForceError
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class Led:
         self.session = Session(models, list(prompt), new + rows + 1)
         target, config = self.session.target, models.target.config
         layout = config.kv_layout(models.target.group.size, models.dtype)
-        target.followers.clear()
+        target.followers.clear()  # the session's own, whose place these take
+        self.session.retrieval = None
+        del self.session.sharded[1:]
         self.caches: dict[Variant, RetrievalCache] = {}
         for each in variants:
             context = len(prompt) + new + rows + 1
@@ -118,7 +123,8 @@ class Led:
             truth = sampling.law(model(rows, target, interval))  # (n, V); what follows the text gets refreshed here
             target.advance(interval)
             for variant, law in laws.items():
-                stands = (law.gather(1, following) / truth.gather(1, following)).clamp(max=1).squeeze(1)
+                # a token of the text may be at the nucleus' edge, and out of it in a pass that rounds differently: 0 / 0
+                stands = (law.gather(1, following) / truth.gather(1, following)).clamp(max=1).nan_to_num(nan=1.0).squeeze(1)
                 chains[variant].append(Chain(torch.minimum(truth, law).sum(1), stands))
         self.rewind()
         return chains
@@ -138,6 +144,9 @@ class Led:
 
 
 def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[list[int]]:
-    """`count` stretches of `context` tokens, spread evenly over the text."""
-    step = max(0, len(tokens) - context - new) // max(1, count - 1) if count > 1 else 0
+    """`count` stretches of `context` tokens, spread evenly over the text. Raises TierForceError when it is too short for that."""
+    spare = len(tokens) - context - new
+    if spare < count - 1:
+        raise TierForceError(f"the text has {len(tokens)} tokens, too few for {count} prompts of {context}: use a longer --text.")
+    step = spare // max(1, count - 1)
     return [list(tokens[index * step : index * step + context]) for index in range(count)]

@@ -196,6 +196,10 @@ def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None)
     if shard is None:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         shard = size >= LARGE_DRAFT and config.kv_heads % group.size == 0
+    if shard and config.kv_heads % group.size:
+        raise TierForceError(
+            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over {group.size} GPUs: use --no-shard-draft."
+        )
     if group.rank and not shard:
         return None
     dtype = str(target.embed.weight.dtype).removeprefix("torch.")

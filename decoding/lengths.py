@@ -81,10 +81,13 @@ class Adaptive(DraftLength):
         self._seconds = keep * self._seconds + verify_s
         self._cross = keep * self._cross + past.rows * verify_s
         if past.drafted:
+            draft_s = past.draft_s
+            if self._drafted:  # nor does a draft model that had to catch up say what a drafted token takes
+                draft_s = min(draft_s, 3 * past.drafted * self._draft_s / self._drafted)
             self._accepted = keep * self._accepted + past.accepted
             self._tested = keep * self._tested + past.accepted + (past.accepted < past.drafted)
             self._drafted = keep * self._drafted + past.drafted
-            self._draft_s = keep * self._draft_s + past.draft_s
+            self._draft_s = keep * self._draft_s + draft_s
             self._next = self._best()
 
     @property

@@ -10,6 +10,7 @@ from decoding.decoders import CATCH_UP
 from decoding.settings import Settings
 from offload import (
     POLICIES,
+    FitError,
     HostArena,
     Link,
     MemoryPlan,
@@ -73,8 +74,14 @@ class Models:
         return max(self.settings.draft_length or MOST, self.settings.inner_length or INNER_MOST, CATCH_UP) + 2
 
     def shape(self, prompt: int, new: int) -> RetrievalShape:
-        """How the retrieval cache of such a text is laid out."""
+        """How the retrieval cache of such a text is laid out. Raises FitError for summaries that leave room for nothing else."""
         settings, context = self.settings, prompt + new
+        summaries = -(-context // settings.summary_size) if settings.summary_size and context > settings.budget else 0
+        if summaries + settings.chunk_size > settings.budget:
+            raise FitError(
+                f"--summary-size {settings.summary_size}: {context} tokens need {summaries} summaries, which leave no room for a "
+                f"chunk in --budget {settings.budget}. Use larger summaries, or leave --summary-size out."
+            )
         since = (settings.refresh or COMPUTE_REFRESH) + 2 * self.most if POLICIES[settings.policy].refreshes else new
         budget = max(settings.chunk_size, min(settings.budget, context))
         return RetrievalShape.of(budget, settings.chunk_size, settings.summary_size, context, self.most, min(since, new))
@@ -102,7 +109,9 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
     layout = target.config.kv_layout(group.size, models.dtype)
     item, device = models.dtype.itemsize, group.device
     shape = models.shape(prompt, new)
-    seen = POLICIES[settings.policy].rows * target.config.heads // target.config.kv_heads
+    policy = POLICIES[settings.policy]()
+    choosing = shape.scratch_bytes(layout, policy.rows * target.config.heads // target.config.kv_heads)
+    choosing += policy.state_bytes(layout, prompt + new, settings.chunk_size)
     draft = 0
     if models.has_draft and models.draft is not None:
         draft_layout = models.draft.config.kv_layout(models.draft.group.size, models.dtype)
@@ -113,7 +122,7 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
         layout=layout,
         context=prompt + new,
         tail=tail_tokens(*models.recent(prompt, new), models.most),
-        retrieval=shape.device_bytes(layout) + shape.scratch_bytes(layout, seen) if models.has_retrieval else 0,
+        retrieval=shape.device_bytes(layout) + choosing if models.has_retrieval else 0,
         draft=draft,
         tables=2 * (prompt + new) * target.config.head_dim * item,
         hidden=(prompt * target.config.hidden + work) * item,

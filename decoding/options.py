@@ -37,7 +37,9 @@ class Common:
         int, typer.Option(help="Retrieval budget, tokens a head: those selected, summaries of the others, and the recent window.")
     ] = Settings.budget
     chunk_size: Annotated[int, typer.Option(help="Tokens that are selected together.")] = Settings.chunk_size
-    policy: Annotated[str, typer.Option(help=f"What selects them: {', '.join(POLICIES)}.")] = Settings.policy
+    policy: Annotated[
+        str, typer.Option(help=f"What selects them: {', '.join(POLICIES)}. static, with --summary-size 0, is the paper's.")
+    ] = Settings.policy
     summary_size: Annotated[
         int | None, typer.Option(help="Tokens that one summary stands for; 0 for no summaries, by default 64 or more.")
     ] = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from offload import POLICIES, TierForceError
 
+LONGEST = 512  # tokens of a draft: all caches have room for one
 MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
 
 
@@ -61,6 +62,9 @@ class Settings:
                 raise TierForceError(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
         if self.chunk_size > self.budget:
             raise TierForceError(f"--chunk-size {self.chunk_size} is larger than --budget {self.budget}: no chunk would fit.")
+        for name in ("draft_length", "inner_length"):
+            if (getattr(self, name) or 0) > LONGEST:
+                raise TierForceError(f"--{name.replace('_', '-')} must be at most {LONGEST}, found {getattr(self, name)}.")
         if self.lookup is not None and self.lookup < 0:
             raise TierForceError(f"--lookup must be 0 (off) or the n-gram's length, found {self.lookup}.")
         if self.summary_size is not None and self.summary_size < 0:

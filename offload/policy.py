@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload.layout import KVLayout
+
 
 class Seen:
     """Some rows of a pass against the prefix keys of a few KV heads; what is derived is computed once, when it is asked for."""
@@ -28,8 +30,8 @@ class Seen:
 
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor]:
-        scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): this way round reads keys that lie apart without a copy
-        scores = scores.transpose(1, 2).float().contiguous()
+        # head by head, and this way round: keys that lie apart are read without a copy
+        scores = torch.stack([(keys @ rows.T).T.float() for keys, rows in zip(self.keys, self.q, strict=True)])  # (Hkv, R, N)
         most = scores.amax(-1, keepdim=True)
         return scores.sub_(most).exp_(), most[..., 0]
 
@@ -59,6 +61,10 @@ class SelectionPolicy(ABC):
     refreshes = True  # whether the choice is made anew when the target verifies, or once, behind the prompt
     rows = 4  # rows of a pass that have a say: 8 or 16 reject a hundredth less, and cost twice or four times as much
 
+    def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
+        """Device memory that a policy takes for a text of `context` tokens beside the retrieval cache."""
+        return 0
+
     @abstractmethod
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         """The worth (Hkv, C) float32 of each of the C whole chunks for KV heads `head`, `head` + 1, ... of the layer."""
@@ -74,7 +80,7 @@ class MeanKey(SelectionPolicy):
     """The rows' queries against each chunk's mean key (the measure of TriForce, arXiv 2404.11912, section 4.1)."""
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
-        means = seen.keys.unflatten(1, (-1, chunk)).mean(dim=2, dtype=torch.float32)  # (Hkv, C, D)
+        means = torch.stack([keys.unflatten(0, (-1, chunk)).mean(1, dtype=torch.float32) for keys in seen.keys])  # (Hkv, C, D)
         logits = seen.q.float() @ means.transpose(1, 2)  # (Hkv, R, C)
         return logits.log_softmax(-1).logsumexp(1)  # in logarithms: far chunks still have an order
 
@@ -110,6 +116,9 @@ class Accumulated(SelectionPolicy):
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, int], Tensor] = {}  # by layer and KV head: heads come in groups of any size
+
+    def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
+        return 4 * layout.layers * layout.heads * (context // chunk)
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         now = seen.mass.unflatten(1, (-1, chunk)).sum(-1)

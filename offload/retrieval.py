@@ -74,9 +74,9 @@ class RetrievalShape:
         return layout.bytes(self.slots) + (layout.layers * layout.heads * self.slots * 4 if self.summary else 0)
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
-        """What choosing takes while it is done: a few arrays of `rows` float32 a key, and mean keys."""
+        """What choosing takes while it is done: a few arrays of `rows` float32 a key, mean keys, and one head's keys in float32."""
         keys = max(min(_SEEN_TOKENS, self.context * layout.heads), self.context)
-        return 4 * keys * (4 * rows + layout.head_dim // self.chunk)
+        return 4 * keys * (4 * rows + layout.head_dim // self.chunk) + 4 * self.context * layout.head_dim
 
 
 class RetrievalCache(Cache):
@@ -85,7 +85,7 @@ class RetrievalCache(Cache):
     is drafted, so that a pass attends to one segment. Keys are rotated at their absolute positions.
     """
 
-    _state = ("length", "policy", "_base", "_selected", "_summaries", "_chosen_at", "_kv", "_bias")
+    _state = ("length", "refreshes", "policy", "_base", "_selected", "_summaries", "_chosen_at", "_kv", "_bias")
 
     def __init__(
         self, layout: KVLayout, shape: RetrievalShape, policy: SelectionPolicy, rotary: Rotary, device: torch.device, every: int = 1

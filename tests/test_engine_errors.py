@@ -145,3 +145,11 @@ def test_a_draft_with_another_vocabulary_is_refused(kind: str, tmp_path: Path) -
     (draft / name).write_text(json.dumps(content))
     with pytest.raises(TierForceError, match="draft's vocabulary"):
         Engine.from_pretrained(DEMO / "target", draft, Settings(dtype="float32"), group=Group())
+
+
+def test_summaries_that_fill_the_budget_are_told(pair: Pair) -> None:
+    too_small = pair.engine("retrieval", budget=40, summary_size=2)
+    with too_small as engine, pytest.raises(FitError, match=r"--summary-size 2: 94 tokens need 47 summaries.*--budget 40"):
+        list(engine.generate(PROMPT, 4))
+    with pair.engine("retrieval", budget=100, summary_size=1) as engine:  # a text within the budget needs none
+        assert list(engine.generate(PROMPT, 4)) == pair.text("plain", PROMPT, 4)

@@ -7,6 +7,7 @@ import torch
 from reference import chosen_by_hand, worths_by_hand
 from torch import Tensor
 
+from offload import KVLayout
 from offload.policy import POLICIES, Seen
 
 HEADS, GROUPS, DIM = 3, 2, 8
@@ -116,3 +117,11 @@ def test_heads_may_be_seen_together_or_apart_and_layers_are_strangers(policy: st
             head += heads
         assert torch.equal(torch.cat(found).sort(1).values, want.sort(1).values)
         apart.select(Seen(*draw(2, 40), 8), 1, 0, 4, 4)  # another layer: no business of this one's
+
+
+def test_what_accumulated_remembers_is_what_it_says_it_takes() -> None:
+    layout, policy = KVLayout(1, HEADS, DIM, torch.float32), POLICIES["accumulated"]()
+    q, keys = draw(4, 60)
+    policy.select(Seen(q, keys, policy.rows), 0, 0, 4, 4)
+    assert sum(each.nbytes for each in policy._sums.values()) == policy.state_bytes(layout, 60, 4) > 0
+    assert [name for name, each in POLICIES.items() if each().state_bytes(layout, 60, 4)] == ["accumulated"]
