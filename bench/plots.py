@@ -16,7 +16,7 @@ def acceptance_plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     context = rows[0]["context"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 6))
     for number, row in enumerate(row for row in rows if row["context"] == context):
         style = {"color": f"C{number}", "label": row["policy"], "linewidth": 2 if "summaries" in row["policy"] else 1.2}
         by_token = row["overlap by tokens since refresh"]
@@ -28,8 +28,8 @@ def acceptance_plot(rows: list[dict[str, Any]], path: Path) -> None:
     right.set(xlabel="draft length, and tokens between refreshes", ylabel="tokens per verification", ylim=(0, None))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    left.legend(fontsize=8, frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9, frameon=False)
     figure.suptitle(f"Retrieval policies at equal device memory behind {context:,} tokens")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=110)
     print(f"drawn to {path}")

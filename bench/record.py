@@ -24,7 +24,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
-        "commit": _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain", "--", ".", ":!docs/results") else ""),
+        "commit": COMMIT,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -69,6 +69,11 @@ def _git(*arguments: str) -> str:
     except OSError:
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+COMMIT = _git("rev-parse", "HEAD") + (
+    "+changes" if _git("status", "--porcelain", "--", ".", ":!docs/results") else ""
+)  # at the start
 
 
 def _cpu() -> str:
