@@ -55,8 +55,8 @@ class Adaptive(DraftLength):
     """
 
     _FORGET = 0.95  # what a round still counts after the next
-    _PRIOR = 8.0  # tokens that an acceptance rate of _RATE was seen on before the first
-    _RATE = 0.85
+    _PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
+    _RATE = 0.93
     _STIFF = 4.0  # rows squared: how much variation it takes to believe in a slope other than the one supposed
     _FLAT_ROWS = 32  # supposed: a pass of so many rows more costs twice as much
 

@@ -15,7 +15,7 @@ from decoding.sampling import Sampling
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
 from parallel import Llama, PassLeader, Sharded
 
-LINK_START, COMPUTE_START = 24, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
+LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
 INNER_START = 2
 
 

@@ -30,8 +30,8 @@ class Seen:
 
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor]:
-        # head by head, and this way round: keys that lie apart are read without a copy
-        scores = torch.stack([(keys @ rows.T).T.float() for keys, rows in zip(self.keys, self.q, strict=True)])  # (Hkv, R, N)
+        scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): faster this way round, on a CPU
+        scores = scores.transpose(1, 2).float().contiguous()
         most = scores.amax(-1, keepdim=True)
         return scores.sub_(most).exp_(), most[..., 0]
 

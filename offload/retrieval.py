@@ -17,7 +17,7 @@ from offload.policy import Seen, SelectionPolicy
 from offload.rotary import Rotary
 from offload.summaries import tangents
 
-_SEEN_TOKENS = 1 << 19  # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
+_SEEN_TOKENS = 1 << 18  # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class RetrievalShape:
         return layout.bytes(self.slots) + (layout.layers * layout.heads * self.slots * 4 if self.summary else 0)
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
-        """What choosing takes while it is done: a few arrays of `rows` float32 a key, mean keys, and one head's keys in float32."""
+        """What choosing takes while it is done: a few arrays of `rows` float32 a key, mean keys, a copy of keys that lie apart."""
         keys = max(min(_SEEN_TOKENS, self.context * layout.heads), self.context)
-        return 4 * keys * (4 * rows + layout.head_dim // self.chunk) + 4 * self.context * layout.head_dim
+        return 4 * keys * (4 * rows + layout.head_dim // self.chunk + layout.head_dim)
 
 
 class RetrievalCache(Cache):

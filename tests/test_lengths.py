@@ -88,7 +88,7 @@ def test_a_round_without_a_draft_says_what_a_pass_costs_and_nothing_of_acceptanc
     for _ in range(50):
         length.record(Round(0, 0, 1, 0.0, 0.1))
     assert length.next() == 5
-    assert length.acceptance == pytest.approx(0.85)
+    assert length.acceptance == pytest.approx(0.93)
 
 
 def test_a_fixed_length_is_fixed() -> None:
