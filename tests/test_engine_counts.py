@@ -16,7 +16,7 @@ from offload import POLICIES, MemoryPlan, Needs, TieredCache, plan_memory
 
 PROMPT = random_tokens(90).tolist()
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5}
+SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2}
 BLOCK = 256
 LINKS = ["view", "emulated:50"]
 

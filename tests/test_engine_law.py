@@ -74,7 +74,7 @@ def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: F
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_long_text_follows_the_target_law_whatever_is_selected(policy: str, folders: FOLDERS) -> None:
-    summaries = 8 if policy in ("mass", "static") else 0
+    summaries = 32 if policy in ("mass", "static") else 0
     choices = {"policy": policy, "budget": 64, "summary_size": summaries, "refresh": 1}
     assert likelihood("hierarchical", SAMPLINGS["full"], folders, 1_000, **choices) > LIKELY
 
