@@ -20,12 +20,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers.utils import logging
 
 from bench.needle import needles
 from bench.overlap import ALL, OURS, STATIC, Chain, Led, Variant, prompts
 from bench.plots import acceptance_plot
-from bench.record import save, show
+from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
 
@@ -154,10 +153,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON document; the plot goes beside it.")] = Path("results/acceptance.json"),
 ) -> None:
     """Measure the parts asked for, in float32, print tables, and write one JSON document and a plot."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)
+    prepare(threads)
     if new_tokens < 64 or new_tokens % 64:
         raise typer.BadParameter(f"{new_tokens} is not a multiple of 64", param_hint="--new-tokens")
     engine = Engine.from_pretrained(target, settings=Settings(dtype="float32", mode="retrieval"))

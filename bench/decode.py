@@ -21,9 +21,8 @@ import torch
 import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache
-from transformers.utils import logging
 
-from bench.record import save, show
+from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.decoders import Speculative
@@ -113,11 +112,8 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/decode.json"),
 ) -> None:
     """Decode the same text in every way, interleaved, and compare ms/token."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
-    if threads:
-        torch.set_num_threads(threads)
     prompt = prompt_tokens(engine.tokenizer, context, text)
     resident = Settings(dtype=dtype, budget=budget, link="view", mode="plain")
     offload = replace(resident, link=f"emulated:{rate}", resident_layers=0)

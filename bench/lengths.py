@@ -18,10 +18,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers.utils import logging
 
 from bench.overlap import OURS, STATIC, Variant, prompts
-from bench.record import save, show
+from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.models import MOST
@@ -43,7 +42,7 @@ class Total:
     inner_passes: int = 0
     by_text: list[float] = field(default_factory=list)  # ms/token
 
-    def row(self, rate: float, policy: str, pair: Pair) -> dict[str, Any]:
+    def row(self, rate: float, policy: str, pair: Pair, pooled: float) -> dict[str, Any]:
         return {
             "link GB/s": rate,
             "policy": policy,
@@ -52,7 +51,7 @@ class Total:
             "least": min(self.by_text),
             "most": max(self.by_text),
             "tokens per verification": self.tokens / self.verifications,
-            "ms/token, pooled": None,
+            "ms/token, pooled": pooled,
             "mean draft": self.proposed / self.verifications,
             "mean inner draft": self.inner_proposed / self.inner_passes,
         }
@@ -99,11 +98,8 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/lengths.json"),
 ) -> None:
     """Time a grid of fixed lengths and the adaptive ones, on each link, for the published policy and the engine's own."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
-    if threads:
-        torch.set_num_threads(threads)
     tokens = text_tokens(engine.tokenizer, text)
     grid: list[Pair] = [(int(outer), int(below)) for outer, below in product(lengths.split(","), inner.split(","))]
     progress = Console(stderr=True)
@@ -126,8 +122,7 @@ def main(
                 progress.print(f"{rate} GB/s, {variant.name}, text {number + 1}, {name}: {total.by_text[-1]:.1f} ms/token")
         models.link.close()
     rows = [
-        {**total.row(rate, variant.name, pair), "ms/token, pooled": _pooled(totals, rate, variant, pair)}
-        for (rate, variant, pair), total in totals.items()
+        total.row(rate, variant.name, pair, _pooled(totals, rate, variant, pair)) for (rate, variant, pair), total in totals.items()
     ]
     show(f"{context:,} tokens, budget {budget}, {dtype}, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens}", rows)
     ratios = _ratios(rows)

@@ -20,11 +20,8 @@ from parallel.llama import Layer
 FACTS, WORDS = 8, 12  # facts, and words of each
 FILLERS = 200
 _ALL = FACTS * WORDS
-_ASKED, _SURE, _DUE = (
-    30.0,
-    16.0,
-    8.0,
-)  # a score where a word is asked for; logits of what was found, and of any answer when one is due
+_ASKED = 30.0  # the score of a word that is asked for
+_SURE, _DUE = 16.0, 8.0  # logits of the answer that was found, and of any answer when one is due
 
 
 def fact(index: int) -> list[int]:

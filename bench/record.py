@@ -17,6 +17,15 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging
+
+
+def prepare(threads: int) -> None:
+    """Before a measurement: transformers keeps quiet, and torch has this many threads (0: as many as it likes)."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
 
 
 def environment() -> dict[str, Any]:
@@ -71,9 +80,8 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-COMMIT = _git("rev-parse", "HEAD") + (
-    "+changes" if _git("status", "--porcelain", "--", ".", ":!docs/results") else ""
-)  # at the start
+_CHANGES = "+changes" if _git("status", "--porcelain", "--", ".", ":!docs/results") else ""
+COMMIT = _git("rev-parse", "HEAD") + _CHANGES  # when the run began, not when it is saved
 
 
 def _cpu() -> str:

@@ -16,10 +16,9 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers.utils import logging
 
 from bench.overlap import OURS, STATIC, Led, Variant
-from bench.record import save, show
+from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
 
@@ -45,10 +44,7 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/refresh.json"),
 ) -> None:
     """Time verification passes with and without a refresh."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if threads:
-        torch.set_num_threads(threads)
+    prepare(threads)
     table = []
     for dtype in dtypes.split(","):
         engine = Engine.from_pretrained(model, settings=Settings(mode="retrieval", dtype=dtype, link="view", resident_layers=0))

@@ -15,9 +15,8 @@ from typing import Annotated
 
 import torch
 import typer
-from transformers.utils import logging
 
-from bench.record import save, show
+from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
 from decoding.session import Session
@@ -45,12 +44,9 @@ def main(
     output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/transfer.json"),
 ) -> None:
     """Time verification passes over emulated links and report wall / max(link, compute)."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    prepare(threads)
     base = Settings(mode="plain", link="view", resident_layers=0)
     engine = Engine.from_pretrained(model, settings=base)
-    if threads:
-        torch.set_num_threads(threads)
     prompt = prompt_tokens(engine.tokenizer, context, text)
     view = Session(engine.models, prompt, rows + 1)
     view.prefill()

@@ -54,9 +54,7 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, n: int) -> Draft:
-        """Append up to n >= 1 tokens to `tokens`; row i of probs is the exact law token i was drawn from. A model proposes all
-        n.
-        """
+        """Append up to n >= 1 tokens to `tokens`, a model all n; row i of probs is the exact law token i was drawn from."""
 
     def sync(self, tokens: list[int], since: int) -> None:
         """The text is `tokens` now; it may differ from what this level knows from index `since` on."""

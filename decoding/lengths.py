@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -20,11 +21,9 @@ class Round:
 class DraftLength(ABC):
     """The length of a level's next draft. It may follow from past rounds only: then the output law stays what it is."""
 
-    most: int  # the longest draft it will ever ask for
-
     @abstractmethod
     def next(self) -> int:
-        """1 to `most`."""
+        """At least 1."""
 
     @abstractmethod
     def record(self, past: Round) -> None:
@@ -74,7 +73,7 @@ class Adaptive(DraftLength):
         keep = self._FORGET
         verify_s = past.verify_s
         if self._weight:  # a machine that was away for a moment says nothing of a pass
-            verify_s = min(verify_s, 3 * self._verify(past.rows))
+            verify_s = min(verify_s, 3 * self._verify()(past.rows))
         self._weight = keep * self._weight + 1
         self._rows = keep * self._rows + past.rows
         self._rows2 = keep * self._rows2 + past.rows**2
@@ -95,21 +94,21 @@ class Adaptive(DraftLength):
         """The chance that a drafted token stands when all before it do."""
         return self._accepted / self._tested
 
-    def _verify(self, rows: float) -> float:
-        """Seconds of a verifying pass: least squares over past rounds, drawn to a slope that is supposed where they say little."""
+    def _verify(self) -> Callable[[int], float]:
+        """Seconds of a verifying pass by its rows: least squares over past rounds, drawn to a supposed slope if they say little."""
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         spread = self._rows2 - self._weight * mean_rows**2
         together = self._cross - self._weight * mean_rows * mean
         supposed = mean / (mean_rows + self._FLAT_ROWS)
         slope = max(0.0, (together + self._STIFF * supposed) / (spread + self._STIFF))
-        return max(0.1 * mean, mean + slope * (rows - mean_rows))
+        return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
 
     def _best(self) -> int:
-        a, per_token = self.acceptance, self._draft_s / self._drafted
+        a, per_token, verify = self.acceptance, self._draft_s / self._drafted, self._verify()
         best, best_rate, yielded = 1, 0.0, 1.0
         for n in range(1, self.most + 1):
             yielded += a**n  # 1 + a + ... + a^n tokens
-            rate = yielded / (self._verify(n + 1) + n * per_token)
+            rate = yielded / (verify(n + 1) + n * per_token)
             if rate > best_rate:
                 best, best_rate = n, rate
         return best

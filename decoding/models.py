@@ -108,11 +108,12 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
     settings, target, group = models.settings, models.target, models.target.group
     layout = target.config.kv_layout(group.size, models.dtype)
     item, device = models.dtype.itemsize, group.device
-    shape = models.shape(prompt, new)
-    policy = POLICIES[settings.policy]()
-    choosing = shape.scratch_bytes(layout, policy.rows * target.config.heads // target.config.kv_heads)
-    choosing += policy.state_bytes(layout, prompt + new, settings.chunk_size)
-    draft = 0
+    retrieval = draft = 0
+    if models.has_retrieval:
+        shape, policy = models.shape(prompt, new), POLICIES[settings.policy]()
+        seen = policy.rows * target.config.heads // target.config.kv_heads
+        retrieval = shape.device_bytes(layout) + shape.scratch_bytes(layout, seen)
+        retrieval += policy.state_bytes(layout, shape.context, shape.chunk)
     if models.has_draft and models.draft is not None:
         draft_layout = models.draft.config.kv_layout(models.draft.group.size, models.dtype)
         draft = draft_layout.bytes(settings.sinks + models.window + SLACK) * 3 // 2  # keys twice: raw and rotated
@@ -122,7 +123,7 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
         layout=layout,
         context=prompt + new,
         tail=tail_tokens(*models.recent(prompt, new), models.most),
-        retrieval=shape.device_bytes(layout) + choosing if models.has_retrieval else 0,
+        retrieval=retrieval,
         draft=draft,
         tables=2 * (prompt + new) * target.config.head_dim * item,
         hidden=(prompt * target.config.hidden + work) * item,

@@ -26,7 +26,7 @@ class Settings:
     policy: str = "mass"  # what selects them
     summary_size: int | None = None  # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
     refresh: int | None = (
-        None  # tokens one selection serves at least; by default 1 (every verification selects) over a link, else 16
+        None  # tokens one selection serves at least; by default 1, each verification selects, over a link, else 16
     )
     draft_length: int | None = None  # tokens the target verifies at once; by default what pays, by past rounds
     inner_length: int | None = None  # tokens put before the retrieval level at once; by default what pays
