@@ -22,12 +22,12 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from bench.continued import continued
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.decoders import Speculative
-from decoding.session import Session
-from parallel import PassLeader
+from decoding.session import Session, draft_lengths
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,14 @@ class Ours:
     def run(self, length: int, sampling: Sampling) -> Run:
         session = self.session
         session.rewind(self.start)
-        session.draft_length = length
-        generator = torch.Generator().manual_seed(sampling.seed)
-        leader = PassLeader(session.sharded, session.most)
-        decoder = session.decoder(leader, sampling, generator)
-        decoder.sync([*session.prompt.tolist(), self.first], len(session.prompt))
         before = session.target.traffic.link_in
-        started = time.perf_counter()
-        made = 0
-        while made < session.new - 1:
-            made += len(decoder.round(session.new - 1 - made))
-        seconds = time.perf_counter() - started
+        lengths = draft_lengths(replace(session.models.settings, draft_length=length))
+        decoder, seconds = continued(session, self.first, sampling, lengths)
         levels = decoder.levels()
         acceptance = {level.name: level.stats.acceptance_rate for level in levels if isinstance(level, Speculative)}
-        return Run(seconds, made, decoder.stats.tokens_per_pass, acceptance, session.target.traffic.link_in - before)
+        return Run(
+            seconds, decoder.stats.produced, decoder.stats.tokens_per_pass, acceptance, session.target.traffic.link_in - before
+        )
 
 
 class Transformers:

@@ -9,23 +9,23 @@ Every setting continues the same prompts, interleaved, in hierarchical mode; ms/
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
+from bench.continued import continued
 from bench.overlap import OURS, STATIC, Variant, prompts
 from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
+from decoding.decoders import Decoder
+from decoding.lengths import Fixed
 from decoding.models import MOST
-from decoding.session import Session
-from parallel import PassLeader
+from decoding.session import Session, draft_lengths
 
 Pair = tuple[int, int] | None  # draft length and inner length; None: adaptive
 
@@ -42,6 +42,17 @@ class Total:
     inner_passes: int = 0
     by_text: list[float] = field(default_factory=list)  # ms/token
 
+    def add(self, decoder: Decoder, seconds: float) -> None:
+        """One more text."""
+        outer, inner = (level.stats for level in decoder.levels()[:2])
+        self.seconds += seconds
+        self.tokens += outer.produced
+        self.verifications += outer.passes
+        self.proposed += outer.proposed
+        self.inner_proposed += inner.proposed
+        self.inner_passes += inner.passes
+        self.by_text.append(1e3 * seconds / outer.produced)
+
     def row(self, rate: float, policy: str, pair: Pair, pooled: float) -> dict[str, Any]:
         return {
             "link GB/s": rate,
@@ -55,28 +66,6 @@ class Total:
             "mean draft": self.proposed / self.verifications,
             "mean inner draft": self.inner_proposed / self.inner_passes,
         }
-
-
-def run(session: Session, start: list[Any], first: int, pair: Pair, sampling: Sampling, total: Total) -> None:
-    """Continue the prompt, and a first token, once more from `start`, with these lengths."""
-    session.rewind(start)
-    session.draft_length, session.inner_length = pair or (None, None)
-    generator = torch.Generator().manual_seed(sampling.seed)
-    decoder = session.decoder(PassLeader(session.sharded, session.most), sampling, generator)
-    prompt = session.prompt.tolist()
-    decoder.sync([*prompt, first], len(prompt))
-    started, made = time.perf_counter(), 0
-    while made < session.new - 1:
-        made += len(decoder.round(session.new - 1 - made))
-    seconds = time.perf_counter() - started
-    outer, inner = (level.stats for level in decoder.levels()[:2])
-    total.seconds += seconds
-    total.tokens += made
-    total.verifications += outer.passes
-    total.proposed += outer.proposed
-    total.inner_proposed += inner.proposed
-    total.inner_passes += inner.passes
-    total.by_text.append(1e3 * seconds / made)
 
 
 def main(
@@ -108,6 +97,7 @@ def main(
         longest = max(MOST, *(pair[0] for pair in grid if pair))  # makes room; every run has lengths of its own
         settings = Settings(mode="hierarchical", dtype=dtype, budget=budget, link=f"emulated:{rate}", resident_layers=0)
         settings = replace(settings, draft_length=longest)
+        adaptive = draft_lengths(replace(settings, draft_length=None))  # for text after text, as in the engine
         settings = replace(settings, policy=variant.policy, chunk_size=variant.chunk, summary_size=variant.summary)
         models = engine.models.over(settings)
         for number, prompt in enumerate(prompts(tokens, context, texts, new_tokens)):
@@ -117,7 +107,9 @@ def main(
             pairs = [None, *grid]
             for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:  # nobody is always the first
                 total = totals.setdefault((rate, variant, pair), Total())
-                run(session, start, first, pair, Sampling(temperature, top_p=top_p, seed=number), total)
+                session.rewind(start)
+                chosen = (Fixed(pair[0]), Fixed(pair[1])) if pair else adaptive
+                total.add(*continued(session, first, Sampling(temperature, top_p=top_p, seed=number), chosen))
                 name = "adaptive" if pair is None else f"{pair[0]}, {pair[1]}"
                 progress.print(f"{rate} GB/s, {variant.name}, text {number + 1}, {name}: {total.by_text[-1]:.1f} ms/token")
         models.link.close()

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from decoding.decoders import Decoder
 from decoding.models import Models, plan
 from decoding.sampling import Sampling, draw
-from decoding.session import Session
+from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
 from decoding.stats import Stats
 from decoding.verify import finite
@@ -34,6 +34,7 @@ class Engine:
         self.models, self.tokenizer, self.stop_tokens = models, tokenizer, stop_tokens
         self.group: Group = models.target.group
         self.stats = Stats()
+        self.lengths = draft_lengths(models.settings)
         self._busy = False  # a text is being generated, and the arena is its own
         limit = models.target.config.context_limit
         wanted = models.settings.context
@@ -124,7 +125,7 @@ class Engine:
         stats = self.stats = Stats(prompt_tokens=len(session.prompt), plan=session.plan, mode=self.models.mode)
         law = finite(sampling.law(session.prefill(progress)))
         text = [*session.prompt.tolist(), int(draw(law[0], generator))]
-        decoder = session.decoder(leader, sampling, generator)
+        decoder = session.decoder(leader, sampling, generator, self.lengths)
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
         stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}

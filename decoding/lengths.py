@@ -22,6 +22,10 @@ class DraftLength(ABC):
     """The length of a level's next draft. It may follow from past rounds only: then the output law stays what it is."""
 
     @abstractmethod
+    def begin(self, start: int) -> None:
+        """Another text begins; `start` is a fair length where nothing is known yet."""
+
+    @abstractmethod
     def next(self) -> int:
         """At least 1."""
 
@@ -38,6 +42,9 @@ class Fixed(DraftLength):
             raise ValueError(f"a draft has at least 1 token, found length {length}")
         self.most = length
 
+    def begin(self, start: int) -> None:
+        pass
+
     def next(self) -> int:
         return self.most
 
@@ -50,7 +57,7 @@ class Adaptive(DraftLength):
 
     The numerator is what a draft of n yields when each token stands with probability a (Leviathan et al. 2023, arXiv 2211.17192,
     equation 1). a, the seconds a drafted token takes and those of a verifying pass, a line in its rows, are averages of past
-    rounds that forget: a text changes, and so does a machine.
+    rounds that forget: a text changes, and so does a machine. Of one text a little is remembered in the next.
     """
 
     _FORGET = 0.95  # what a round still counts after the next
@@ -58,13 +65,24 @@ class Adaptive(DraftLength):
     _RATE = 0.93
     _STIFF = 4.0  # rows squared: how much variation it takes to believe in a slope other than the one supposed
     _FLAT_ROWS = 32  # supposed: a pass of so many rows more costs twice as much
+    _KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
 
-    def __init__(self, start: int, most: int):
+    def __init__(self, most: int):
         self.most = most
-        self._next = min(start, most)
+        self._next = 1
         self._accepted, self._tested = self._PRIOR * self._RATE, self._PRIOR
         self._drafted = self._draft_s = 0.0
         self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
+
+    def begin(self, start: int) -> None:
+        if not self._drafted:
+            self._next = min(start, self.most)
+            return
+        kept = min(1.0, self._KEPT / self._tested)
+        self._accepted, self._tested = kept * self._accepted, kept * self._tested
+        kept = min(1.0, 1 / self._weight)  # a pass may cost more now, or less: another context
+        self._weight, self._rows, self._seconds = kept * self._weight, kept * self._rows, kept * self._seconds
+        self._rows2, self._cross = kept * self._rows2, kept * self._cross
 
     def next(self) -> int:
         return self._next

@@ -12,19 +12,17 @@ from decoding.lengths import Adaptive, DraftLength, Fixed
 from decoding.lookup import Lookup
 from decoding.models import COMPUTE_REFRESH, INNER_MOST, LINK_REFRESH, MOST, SLACK, Models, plan
 from decoding.sampling import Sampling
+from decoding.settings import Settings
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
 from parallel import Llama, PassLeader, Sharded
 
 LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
 INNER_START = 2
+Lengths = tuple[DraftLength, DraftLength]  # of what is put before the target, and before the retrieval level
 
 
 class Session:
-    """The caches of one text on this rank; on rank 0 also its decoders. `sharded` are models on all ranks, each with a cache of
-    its.
-
-    `draft_length` and `inner_length` are the settings' (None: adaptive) and may be changed before `decoder` is called.
-    """
+    """The caches of one text on this rank; on rank 0 also its decoders. `sharded`: the models on all ranks, each with a cache."""
 
     def __init__(self, models: Models, prompt: list[int], new: int):
         """Allocates everything the text needs. Raises FitError."""
@@ -33,7 +31,7 @@ class Session:
         settings, group = models.settings, models.target.group
         device, config = group.device, models.target.config
         self.prompt = torch.tensor(prompt, device=device)
-        self.draft_length, self.inner_length, self.most = settings.draft_length, settings.inner_length, models.most
+        self.most = models.most
         self.streams = self.plan.resident_layers < config.layers and models.link.copies
         layout = config.kv_layout(group.size, models.dtype)
         rotary = config.rotary(len(prompt), len(prompt) + new, models.dtype, device)
@@ -78,8 +76,8 @@ class Session:
             _read(self.models.draft, self.draft, self.prompt)
         return logits
 
-    def decoder(self, leader: PassLeader, sampling: Sampling, generator: Generator) -> Decoder:
-        """The nested decoders of this text's mode, outermost first; for rank 0, after prefill."""
+    def decoder(self, leader: PassLeader, sampling: Sampling, generator: Generator, lengths: Lengths | None = None) -> Decoder:
+        """The nested decoders of this text's mode, outermost first; for rank 0, after prefill. `lengths` None: the settings'."""
         models, prompt = self.models, self.prompt.tolist()
         inner: Proposer | None = None
         if models.draft is not None and self.draft is not None:
@@ -87,7 +85,9 @@ class Session:
             inner = Autoregressive("draft", forward, self.draft, prompt, sampling, generator)
         if models.ngram:
             inner = Lookup(prompt, models.ngram, models.target.config.vocab, self.prompt.device, inner)
-        lengths = (self._outer(), self._inner())
+        lengths = lengths or draft_lengths(models.settings)
+        for length, start in zip(lengths, (LINK_START if self.streams else COMPUTE_START, INNER_START), strict=True):
+            length.begin(start)
         for name, cache, length in reversed(list(zip(("target", "retrieval"), self.caches, lengths, strict=False))):
             if inner is None:
                 inner = Autoregressive(name, leader, cache, prompt, sampling, generator)
@@ -108,13 +108,11 @@ class Session:
     def _own(self) -> list[Cache]:
         return [cache for cache in (self.target, self.retrieval, self.draft) if cache is not None]
 
-    def _outer(self) -> DraftLength:
-        if self.draft_length is not None:
-            return Fixed(self.draft_length)
-        return Adaptive(LINK_START if self.streams else COMPUTE_START, MOST)
 
-    def _inner(self) -> DraftLength:
-        return Fixed(self.inner_length) if self.inner_length is not None else Adaptive(INNER_START, INNER_MOST)
+def draft_lengths(settings: Settings) -> Lengths:
+    """Fixed where they are set, else adaptive, to be used for text after text."""
+    outer, inner = settings.draft_length, settings.inner_length
+    return Adaptive(MOST) if outer is None else Fixed(outer), Adaptive(INNER_MOST) if inner is None else Fixed(inner)
 
 
 def _draft_cache(model: Llama, sinks: int, window: int) -> StreamingCache:

@@ -13,6 +13,7 @@ from models import random_tokens
 from transformers import AutoModelForCausalLM
 
 from decoding import Engine, Sampling, Settings
+from decoding.lengths import Adaptive
 from offload import TierForceError
 from parallel import Group
 
@@ -144,3 +145,15 @@ def test_a_string_is_its_tokens() -> None:
     assert list(engine.generate(text, 12)) == list(engine.generate(engine.tokenizer(text).input_ids, 12))
     assert engine.stats.prompt_tokens == len(engine.tokenizer(text).input_ids) > 5
     engine.close()
+
+
+def test_draft_lengths_are_learnt_from_text_to_text(pair: Pair) -> None:
+    with pair.engine("speculative") as engine:
+        length = engine.lengths[0]
+        assert isinstance(length, Adaptive)
+        supposed = length.acceptance
+        list(engine.generate(PROMPT, 24, FULL))
+        learnt = length.acceptance
+        assert learnt != pytest.approx(supposed)
+        list(engine.generate(OTHER, 1, FULL))  # no round: nothing new to learn
+        assert length.acceptance == pytest.approx(learnt)

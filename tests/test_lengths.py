@@ -44,11 +44,17 @@ WORLDS = {
 }
 
 
+def begun(start: int, most: int = MOST) -> Adaptive:
+    length = Adaptive(most)
+    length.begin(start)
+    return length
+
+
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
 @pytest.mark.parametrize("start", [1, 16])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_lengths_end_near_the_best(world: World, start: int, noise: float) -> None:
-    rng, length = random.Random(1), Adaptive(start, MOST)
+    rng, length = random.Random(1), begun(start)
     rates = []
     for number in range(120):
         if number >= 20:
@@ -58,7 +64,7 @@ def test_lengths_end_near_the_best(world: World, start: int, noise: float) -> No
 
 
 def test_a_text_that_changes_is_followed() -> None:
-    rng, length = random.Random(2), Adaptive(16, MOST)
+    rng, length = random.Random(2), begun(16)
     for world in (WORLDS["a slow link and good drafts"], WORLDS["a link and bad drafts"]) * 2:
         for _ in range(80):
             length.record(world.round(length.next(), rng))
@@ -66,7 +72,7 @@ def test_a_text_that_changes_is_followed() -> None:
 
 
 def test_one_pass_that_took_for_ever_changes_little() -> None:
-    rng, length, world = random.Random(3), Adaptive(6, MOST), WORLDS["compute"]
+    rng, length, world = random.Random(3), begun(6), WORLDS["compute"]
     for _ in range(60):
         length.record(world.round(length.next(), rng))
     before = length.next()
@@ -76,7 +82,7 @@ def test_one_pass_that_took_for_ever_changes_little() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 16])
 def test_lengths_stay_within_their_bounds(most: int) -> None:
-    rng, length = random.Random(4), Adaptive(16, most)
+    rng, length = random.Random(4), begun(16, most)
     for _ in range(200):
         n = length.next()
         assert 1 <= n <= most
@@ -84,7 +90,7 @@ def test_lengths_stay_within_their_bounds(most: int) -> None:
 
 
 def test_a_round_without_a_draft_says_what_a_pass_costs_and_nothing_of_acceptance() -> None:
-    length = Adaptive(5, MOST)
+    length = begun(5)
     for _ in range(50):
         length.record(Round(0, 0, 1, 0.0, 0.1))
     assert length.next() == 5
@@ -95,3 +101,25 @@ def test_a_fixed_length_is_fixed() -> None:
     length = Fixed(7)
     length.record(Round(7, 0, 8, 1.0, 1.0))
     assert length.next() == length.most == 7
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
+def test_the_next_text_begins_with_what_was_learnt(world: World) -> None:
+    rng, length = random.Random(5), begun(16)
+    for _ in range(60):
+        length.record(world.round(length.next(), rng))
+    learnt = length.next()
+    length.begin(1)
+    assert length.next() == learnt
+
+
+def test_the_next_text_soon_counts_more_than_the_one_before() -> None:
+    """Its passes cost ten times as much, and half as many tokens stand."""
+    rng, length = random.Random(6), begun(16)
+    for _ in range(200):
+        length.record(World(rate=0.97, draft=0.002, verify=0.02).round(length.next(), rng))
+    now = World(rate=0.5, draft=0.002, verify=0.2)
+    length.begin(16)
+    for _ in range(30):
+        length.record(now.round(length.next(), rng))
+    assert now.per_second(length.next()) > 0.9 * now.best
