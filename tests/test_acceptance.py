@@ -7,10 +7,12 @@ import torch
 from engines import DEMO
 from test_greedy import prompt
 
+from bench.lengths import expected_yields
 from bench.needle import FULL, judged
 from bench.overlap import OURS, STATIC, Chain, Led, Variant, prompts
 from bench.recall import FACTS, WORDS, answer, fact, fillers, question, recall_model
 from decoding import Sampling, Settings
+from decoding.lengths import Round
 from decoding.models import Models
 from parallel import Group, load_model
 
@@ -29,6 +31,14 @@ def test_tokens_of_a_chain() -> None:
     # one token always, the first proposal with 0.5, the second with 0.5 x 0.8
     chain = Chain(torch.tensor([0.5, 0.8]), torch.tensor([0.5, 0.25]))
     assert chain.tokens == pytest.approx(1 + 0.5 + 0.5 * 0.8)
+
+
+def test_expected_yields_count_a_draft_only_as_far_as_it_was_tested() -> None:
+    rounds = [Round(drafted, accepted, drafted + 1, 1.0, 1.0) for drafted, accepted in ((0, 0), (1, 1), (2, 1), (3, 0), (3, 3))]
+    first, second, third = 3 / 4, 1 / 2, 1  # of drafts that got so far, those whose next token stood
+    assert expected_yields(rounds) == pytest.approx(
+        [1, 1 + first, 1 + first + first * second, 1 + first + first * second * (1 + third)]
+    )
 
 
 def test_a_cache_of_everything_agrees_with_the_target(models: Models) -> None:
