@@ -7,6 +7,7 @@ hand over a prefix and its new tokens as one segment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ Partial = tuple[Tensor, Tensor]  # out (T, Hq, D) in q's dtype, lse (T, Hq) floa
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], Partial]
 Operator = Callable[..., Partial]  # q, k, v (1, H, T or N, D), causal, and for some a mask; out (1, H, T, D), lse (1, H, T)
 
+_CPU_ROWS, _CPU_KEYS = 32, 512  # torch's CPU operator works through so many rows and keys at a time
 _SMALL_MASK = 1 << 16  # up to so many scores a head, one masked call beats a prefix, a square and their merge
 
 
@@ -67,11 +69,34 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 
 def _cpu_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Partial:
-    lone = q.shape[2] == 1 and q.dtype != torch.float32  # one 16-bit row takes a path that is half as fast as two rows
-    if lone:
-        q = q.expand(-1, -1, 2, -1)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
-    return (out[:, :, :1], lse[:, :, :1]) if lone else (out, lse)
+    rows = q.shape[2]
+    if rows % _CPU_ROWS == 1 and q.dtype != torch.float32 and not causal and (mask is None or mask.shape[2] == 1):
+        q = torch.cat((q, q[:, :, -1:]), dim=2)  # one 16-bit row of its own takes a path that is half as fast as two rows
+    if causal or mask is not None:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
+    else:
+        out, lse = _split(q, k, v)
+    return out[:, :, :rows], lse[:, :, :rows]
+
+
+def _split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """The operator shares out heads and blocks of rows over the threads: where those are few, the keys are split as well."""
+    heads, keys, threads = k.shape[1], k.shape[2], torch.get_num_threads()
+    parts = threads // math.gcd(threads, heads)
+    if keys < parts * _CPU_KEYS:
+        parts = 1
+    size = keys // parts
+
+    def over(k: Tensor, v: Tensor, parts: int) -> list[Partial]:
+        k, v = (x[0].unflatten(1, (parts, -1)).transpose(0, 1) for x in (k, v))  # (P, H, N / P, D)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q.expand(parts, -1, -1, -1), k, v, 0.0, False)
+        return [(out[part, None], lse[part, None]) for part in range(parts)]
+
+    whole = size * parts
+    found = over(k[:, :, :whole], v[:, :, :whole], parts)
+    if whole < keys:
+        found += over(k[:, :, whole:], v[:, :, whole:], 1)
+    return merge(found)
 
 
 def _cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:

@@ -50,9 +50,11 @@ class Seen:
         """Attention that each key of the prefix gets from all rows together, (Hkv, N) float32; a row has 1 to give."""
         return (self.weights.sum(-1).reciprocal()[:, None] @ self.weights)[:, 0]
 
-    def leave_out(self, tokens: Tensor) -> None:
-        """Tokens (Hkv, n) weigh nothing from now on."""
-        self.weights.scatter_(2, tokens[:, None].expand(-1, self.q.shape[1], -1), 0.0)
+    def leave_out(self, chunks: Tensor, size: int) -> None:
+        """The tokens of these chunks (Hkv, n) of `size` tokens weigh nothing from now on."""
+        whole = self.weights[..., : self.keys.shape[1] // size * size].unflatten(-1, (-1, size))  # (Hkv, R, C, size)
+        for weights, left_out in zip(whole, chunks, strict=True):
+            weights.index_fill_(1, left_out, 0.0)
 
 
 class SelectionPolicy(ABC):

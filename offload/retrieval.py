@@ -7,6 +7,7 @@ the device anyway, so here the choice follows the text, and what is not chosen i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -151,10 +152,11 @@ class RetrievalCache(Cache):
             return
         seen = Seen(q, prefix[0], self.policy.rows)
         chunks = self.policy.select(seen, layer, head, chunk, self._selected // chunk)  # (Hkv, n / chunk)
-        tokens = (chunks[..., None] * chunk + torch.arange(chunk, device=chunks.device)).flatten(1)  # (Hkv, n)
-        kv[:, :, : self._selected] = _gathered(prefix, tokens)
+        for part, index in product(range(2), range(len(chunks))):  # a chunk of one head is one row to copy
+            rows, slots = (x[part, index].view(-1, chunk * x.shape[-1]) for x in (prefix, kv[:, :, : self._selected]))
+            torch.index_select(rows, 0, chunks[index], out=slots)
         if self._summaries:
-            seen.leave_out(tokens)
+            seen.leave_out(chunks, chunk)
             window = self._selected + self._summaries
             bias = self._bias[layer, head : head + prefix.shape[1]].zero_()
             kv[:, :, self._selected : window], bias[:, self._selected : window] = tangents(seen, prefix, self.shape.summary)
@@ -169,12 +171,3 @@ class RetrievalCache(Cache):
 
     def _slot(self, position: int) -> int:
         return self._selected + self._summaries + position - self._base
-
-
-def _gathered(kv: Tensor, tokens: Tensor) -> Tensor:
-    """The named tokens (Hkv, n) of kv (2, Hkv, N, D), whose heads may lie apart: (2, Hkv, n, D), in one indexed copy."""
-    _, heads, length, dim = kv.shape
-    part, head = kv.stride(0) // dim, kv.stride(1) // dim  # in rows of D
-    rows = kv.as_strided((part + (heads - 1) * head + length, dim), (dim, 1))
-    first = torch.arange(heads, device=tokens.device)[:, None] * head + tokens  # (Hkv, n)
-    return rows.index_select(0, torch.cat((first, first + part)).flatten()).view(2, heads, -1, dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offload.policy import Seen
@@ -21,21 +22,20 @@ def tangents(seen: Seen, kv: Tensor, size: int) -> tuple[Tensor, Tensor]:
     A chunk that is left out whole, or that no row gives any weight, gets b = -inf.
     """
     _, heads, tokens, dim = kv.shape
-    whole = tokens // size * size
-    summaries, biases = [], []
-    for part, length in ((slice(0, whole), size), (slice(whole, tokens), tokens - whole)):
-        if part.start == part.stop:
-            continue
-        chunks = seen.weights[..., part].unflatten(-1, (-1, length))  # (Hkv, R, M, S)
-        total = chunks.sum(-1)  # (Hkv, R, M)
-        rows = (total > 0).float()  # a row whose weights underflow has nothing to say of a chunk
-        share = rows / rows.sum(1, keepdim=True).clamp(min=1)
-        w = (chunks * (share / total.clamp(min=torch.finfo(torch.float32).tiny))[..., None]).sum(1).to(kv.dtype)  # (Hkv, M, S)
-        # head by head: a view of a slot cannot be flattened over heads, and a batched product would copy it
-        means = [torch.bmm(w[head][:, None], x[head, part].unflatten(0, (-1, length))) for x in kv for head in range(heads)]
-        summary = torch.stack(means).view(2, heads, -1, dim)  # (2, Hkv, M, D)
-        mass = total.log() + seen.most[..., None] - seen.q.float() @ summary[0].float().transpose(1, 2)  # (Hkv, R, M)
-        bias = torch.where(rows > 0, mass * share, 0.0).sum(1)
-        summaries.append(summary)
-        biases.append(bias.masked_fill(rows.amax(1) == 0, -torch.inf))
-    return torch.cat(summaries, dim=2), torch.cat(biases, dim=1)
+    weights = F.pad(seen.weights, (0, -tokens % size)) if tokens % size else seen.weights
+    chunks = weights.unflatten(-1, (-1, size))  # (Hkv, R, M, S)
+    total = chunks.sum(-1)  # (Hkv, R, M)
+    rows = (total > 0).float()  # a row whose weights underflow has nothing to say of a chunk
+    share = rows / rows.sum(1, keepdim=True).clamp(min=1)
+    w = (chunks * (share / total.clamp(min=torch.finfo(torch.float32).tiny))[..., None]).sum(1).to(kv.dtype)  # (Hkv, M, S)
+    # a sum of weighted rows for each chunk, head by head: a view of a slot cannot be flattened, and a product would copy it
+    every, first = torch.arange(tokens, device=kv.device), torch.arange(0, tokens, size, device=kv.device)
+    means = [
+        F.embedding_bag(every, x[head], first, mode="sum", per_sample_weights=w[head].flatten()[:tokens])
+        for x in kv
+        for head in range(heads)
+    ]
+    summary = torch.stack(means).view(2, heads, -1, dim)  # (2, Hkv, M, D)
+    mass = total.log() + seen.most[..., None] - seen.q.float() @ summary[0].float().transpose(1, 2)  # (Hkv, R, M)
+    bias = torch.where(rows > 0, mass * share, 0.0).sum(1)
+    return summary, bias.masked_fill(rows.amax(1) == 0, -torch.inf)

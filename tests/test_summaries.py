@@ -22,7 +22,7 @@ def draw(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 def summarise(q: Tensor, kv: Tensor, left_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
     seen = Seen(q, kv[0], 8)
-    seen.leave_out(left_out)
+    seen.leave_out(left_out, 1)
     return tangents(seen, kv, size)
 
 

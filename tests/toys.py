@@ -77,6 +77,9 @@ class Moody(DraftLength):
     def __init__(self, most: int):
         self.most, self._next = most, 1
 
+    def begin(self, start: int) -> None:
+        pass
+
     def next(self) -> int:
         return self._next
 
