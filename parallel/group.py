@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -60,10 +60,21 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place."""
-        if self.size > 1:
+        return self.start_all_reduce(x)()
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start to sum over ranks, in place. What is returned waits for the sum; x is not to be touched before."""
+        if self.size == 1:
+            return lambda: x
+        with _peers():
+            work = dist.all_reduce(x, async_op=True)
+
+        def wait() -> Tensor:
             with _peers():
-                dist.all_reduce(x)
-        return x
+                work.wait()  # on a GPU the stream waits, not the host
+            return x
+
+        return wait
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate the last dimension over ranks; every rank holds the same number of columns. (T, N) -> (T, N * ranks)."""

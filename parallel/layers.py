@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -65,9 +67,10 @@ class RowParallelLinear(Module):
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias[:])
 
-    def forward(self, x: Tensor) -> Tensor:  # (T, Din / ranks) -> (T, Dout)
-        y = self.group.all_reduce(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:  # (T, Din / ranks) -> (T, Dout), to be called for when it is needed
+        total = self.group.start_all_reduce(F.linear(x, self.weight))
+        bias = self.bias
+        return total if bias is None else lambda: total() + bias
 
 
 class VocabParallelEmbedding(Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
 import torch
@@ -42,10 +43,19 @@ class Layer(Module):
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
     def forward(self, x: Tensor, cache: AttendingCache, start: int) -> Tensor:  # (T, hidden) -> (T, hidden)
+        *_, (out,) = self.steps(x, cache, start)
+        return out
+
+    def steps(self, x: Tensor, cache: AttendingCache, start: int) -> Iterator[tuple[Tensor, ...]]:
+        """`forward` in three steps, of which the last yields the output; at each of the others a sum over ranks is under way."""
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(self.input_norm(x)))  # (T, H, D)
-        x = x + self.o(cache.attend(self.index, q, k, v, start).flatten(1))
+        attended = self.o(cache.attend(self.index, q, k, v, start).flatten(1))
+        yield ()
+        x = x + attended()
         gate, up = self.gate_up(self.mlp_norm(x))
-        return x + self.down(F.silu(gate) * up)
+        grown = self.down(F.silu(gate) * up)
+        yield ()
+        yield (x + grown(),)
 
     def load(self, checkpoint: Checkpoint) -> None:
         config, prefix = self.config, f"model.layers.{self.index}."
@@ -96,18 +106,23 @@ class Llama(Module):
         """Layer-major: all chunks of one layer before the next layer. tokens (T,); logits (1, V) that follow the last one.
 
         Holds the hidden states of the whole prompt; the cache holds one layer's KV at a time. To be called inside the cache's
-        own `prefill` context.
+        own `prefill` context. While the sums of one chunk are under way between the ranks, the next chunks compute.
         """
         chunk = -(-len(tokens) // -(-len(tokens) // chunk))  # even chunks: the last rows are what followers of the cache see
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for start in range(0, len(x), chunk):
             x[start : start + chunk] = self.embed(tokens[start : start + chunk])
         for index, layer in enumerate(self.layers):
-            for start in range(0, len(x), chunk):
-                part = x[start : start + chunk]
-                part.copy_(layer(part, cache, start))
-                if progress:
-                    progress(index * len(x) + min(start + chunk, len(x)), len(x) * len(self.layers))
+            begun: deque[tuple[int, Iterator[tuple[Tensor, ...]]]] = deque()
+            for start in range(0, len(x) + 2 * chunk, chunk):  # two rounds more, for the last chunks' sums
+                if start < len(x):
+                    begun.append((start, cast(Layer, layer).steps(x[start : start + chunk], cache, start)))
+                for at, steps in reversed(list(begun)):  # the newest first: what the others wait for is under way
+                    for out in next(steps):
+                        x[at : at + chunk] = out
+                        begun.popleft()
+                        if progress:
+                            progress(index * len(x) + min(at + chunk, len(x)), len(x) * len(self.layers))
         return self.head.logits(self.norm(x[-1:]))
 
     def load(self, checkpoint: Checkpoint) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from engines import Pair
 from models import random_tokens
-from ranks import run_ranks
 
 import decoding.models
+from bench.ranks import run_ranks
 from decoding import Engine, Sampling
 from decoding.models import plan
 from offload import DocumentError, FitError

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from engines import DEMO, Pair
-from ranks import run_ranks
 from test_greedy import prompt
 
 import decoding.engine
+from bench.ranks import run_ranks
 from decoding import Engine, Settings
 from offload import POLICIES
 from parallel import Group

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from engines import DEMO, Pair
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.ranks import run_ranks
 from parallel import Group
 
 NEW = 256

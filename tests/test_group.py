@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
+from bench.ranks import run_ranks
 from offload import FitError, TierForceError
 from parallel import CheckpointError, Group, RankLost
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from links import CPU, make_test_link
 from models import random_tokens, reference_logits, rope
-from ranks import run_ranks
 from torch import Tensor
 
+from bench.ranks import run_ranks
 from offload import HostArena, Link, TieredCache
 from parallel import Group, Llama, load_model
 
@@ -173,3 +173,34 @@ def test_two_ranks_are_one(checkpoint: Checkpoints) -> None:
         whole = sum(parameter.numel() for parameter in model.parameters())
         assert whole < shares[0] < 1.15 * whole  # split, but for norms, biases and padding
         assert shares[1] == model.config.kv_heads
+
+
+class NotingGroup(Group):
+    """Notes when a sum over ranks starts, and when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self.sums = 0
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        number, self.sums = self.sums, self.sums + 1
+        self.events.append(("start", number))
+
+        def wait() -> Tensor:
+            self.events.append(("wait", number))
+            return x
+
+        return wait
+
+
+def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoints) -> None:
+    group = NotingGroup()
+    model = load_model(checkpoint(num_hidden_layers=1), group, "float32")
+    cache = resident(model, TOKENS)
+    with cache.prefill(TOKENS):
+        model.prefill(random_tokens(TOKENS), cache, TOKENS // 5)
+    events, chunks = group.events, 5
+    assert group.sums == 2 * chunks
+    busy = [number for number in range(group.sums) if events.index(("wait", number)) > events.index(("start", number)) + 1]
+    assert len(busy) >= group.sums - 2  # all but those of the last chunk

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 from models import build_checkpoint
-from ranks import run_ranks
 
+from bench.ranks import run_ranks
 from parallel import Group, load_model, parameter_bytes
 
 

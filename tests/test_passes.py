@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from links import CPU, make_test_link
 from models import random_tokens
-from ranks import run_ranks
 from torch import Tensor
 
+from bench.ranks import run_ranks
 from offload import POLICIES, HostArena, RetrievalCache, RetrievalShape, TieredCache
 from parallel import Group, Llama, PassLeader, Sharded, follow_passes, load_model
 

@@ -1,0 +1,98 @@
+"""What one pass costs, by context: a plain step, a verification, a refresh, a pass over the retrieval cache, one of the draft.
+
+The physics: a step and a verification read the whole KV, so they grow with the context; a verification's further rows cost
+arithmetic only. Passes of the lower levels run on caches of fixed size and must not grow. One rank and no link.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from bench.record import prepare, save, show
+from bench.text import DEMO, text_tokens
+from decoding import Engine, Settings
+from decoding.session import Session
+from offload import Cache
+from parallel import Llama
+
+DRAFTED = 64  # tokens of text behind the prompt that there is room for
+
+
+def pass_ms(model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int) -> float:
+    """Median milliseconds of a pass over these tokens; the cache stays where it is."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        model(tokens, cache, len(tokens))
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def passes(session: Session, repeats: int) -> dict[str, float]:
+    """Milliseconds by level and rows of a pass."""
+    target, model, tokens = session.target, session.models.target, session.prompt
+    followers, target.followers = target.followers, []
+    found = {f"target {rows}": pass_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)}
+    target.followers = followers
+    if session.retrieval is not None:
+        session.retrieval.every = 0  # the text stands still, and is chosen from all the same
+        found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
+        for rows in (1, 2):
+            found[f"retrieval {rows}"] = pass_ms(model, session.retrieval, tokens[:rows], 5 * repeats)
+    if session.draft is not None and session.models.draft is not None:
+        found["draft 1"] = pass_ms(session.models.draft, session.draft, tokens[:1], 5 * repeats)
+    return found
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
+    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
+    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    contexts: Annotated[str, typer.Option(help="Prompt tokens.")] = "8192,16384,32768,65536",
+    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Passes of each kind; the median counts.")] = 9,
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/passes.json"),
+) -> None:
+    """Read prompts of growing length, and time every kind of pass behind each."""
+    prepare(threads)
+    engine = Engine.from_pretrained(model, draft, Settings(mode="hierarchical", dtype=dtype, budget=budget))
+    tokens, progress, table = text_tokens(engine.tokenizer, text), Console(stderr=True), []
+    for context in map(int, contexts.split(",")):
+        if context > len(tokens):
+            raise typer.BadParameter(f"the text has {len(tokens)} tokens, fewer than {context}", param_hint="--contexts")
+        started = time.perf_counter()
+        session = Session(engine.models, tokens[:context], DRAFTED)
+        session.prefill()
+        row: dict[str, Any] = {"tokens": context, "prefill s": time.perf_counter() - started}
+        row |= passes(session, repeats)
+        progress.print(" ".join(f"{name}: {value:,.1f}" for name, value in row.items()))
+        table.append(row)
+    first, last = table[0], table[-1]
+    show(f"Milliseconds a pass, by level and rows: {dtype}, budget {budget}, {torch.get_num_threads()} threads", table)
+    grown = {name: last[name] / first[name] for name in first if name not in ("tokens", "prefill s")}
+    print(f"from {first['tokens']:,} to {last['tokens']:,} tokens, times as long:")
+    for name, ratio in grown.items():
+        print(f"  {name}: {ratio:.2f}")
+    steps = {row["tokens"]: row["target 17"] / row["target 1"] for row in table}
+    for context, ratio in steps.items():
+        print(f"{context:,} tokens: a pass of 17 rows takes {ratio:.2f} times as long as one of 1")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    print(f"peak memory of the process: {peak / 1e9:.1f} GB")
+    save(
+        output,
+        {"settings": {"dtype": dtype, "budget": budget}, "rows": table, "grown": grown, "steps": steps, "peak_rss_bytes": peak},
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
