@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,14 +57,25 @@ class Total:
 
     seconds: float = 0.0
     tokens: int = 0
-    rounds: list[Round] = field(default_factory=list)
+    texts: list[list[Round]] = field(default_factory=list)
     inner_rounds: list[Round] = field(default_factory=list)
     by_text: list[float] = field(default_factory=list)  # ms/token
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float, rounds: list[Round]) -> None:
+        self.texts.append(rounds)
         self.seconds += seconds
         self.tokens += tokens
         self.by_text.append(1e3 * seconds / tokens)
+
+    @property
+    def rounds(self) -> list[Round]:
+        return list(chain(*self.texts))
+
+    @property
+    def behind_whole_drafts(self) -> float:
+        """The share of time in drafts behind one that stood whole: all that drafting ahead of the verdict could save."""
+        follow = [(past, later) for rounds in self.texts for past, later in pairwise(rounds)]
+        return sum(later.draft_s for past, later in follow if past.accepted == past.drafted) / self.seconds
 
     def row(self, rate: float, policy: str, pair: Pair, yields: list[float]) -> dict[str, Any]:
         return {
@@ -77,6 +88,7 @@ class Total:
             "tokens per verification": self.tokens / len(self.rounds),
             "ms/token, expected": 1e3 * self.seconds / sum(yields[past.drafted] for past in self.rounds),
             "mean draft": statistics.fmean(past.drafted for past in self.rounds),
+            "drafted behind whole drafts": self.behind_whole_drafts,
             "mean inner draft": statistics.fmean(past.drafted for past in self.inner_rounds),
         }
 
@@ -137,17 +149,17 @@ def main(
                 total = totals.setdefault((rate, variant, pair), Total())
                 session.rewind(start)
                 outer, below = (Fixed(pair[0]), Fixed(pair[1])) if pair else adaptive
-                noted = (Noted(outer, total.rounds), Noted(below, total.inner_rounds))
+                rounds: list[Round] = []
+                noted = (Noted(outer, rounds), Noted(below, total.inner_rounds))
                 decoder, seconds = continued(session, first, Sampling(temperature, top_p=top_p, seed=number), noted)
-                total.add(decoder.stats.produced, seconds)
+                total.add(decoder.stats.produced, seconds, rounds)
                 name = "adaptive" if pair is None else f"{pair[0]}, {pair[1]}"
                 progress.print(f"{rate} GB/s, {variant.name}, text {number + 1}, {name}: {total.by_text[-1]:.1f} ms/token")
         models.link.close()
-    yields = {}
-    for variant in {variant for _, variant, _ in totals}:
-        yields[variant] = expected_yields(
-            [past for (_, who, _), total in totals.items() if who == variant for past in total.rounds]
-        )
+    drafts: dict[Variant, list[Round]] = {}
+    for (_, variant, _), total in totals.items():
+        drafts.setdefault(variant, []).extend(total.rounds)
+    yields = {variant: expected_yields(every) for variant, every in drafts.items()}
     rows = [total.row(rate, variant.name, pair, yields[variant]) for (rate, variant, pair), total in totals.items()]
     show(f"{context:,} tokens, budget {budget}, {dtype}, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens}", rows)
     ratios = _ratios(rows)
