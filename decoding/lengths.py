@@ -64,12 +64,14 @@ class Adaptive(DraftLength):
     _PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
     _RATE = 0.93
     _STIFF = 4.0  # rows squared: how much variation it takes to believe in a slope other than the one supposed
-    _FLAT_ROWS = 32  # supposed: a pass of so many rows more costs twice as much
+    _FLAT_ROWS = 32.0  # supposed at first: a pass of so many rows more costs twice as much
+    _FLATTEST = 1024.0
     _KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
 
     def __init__(self, most: int):
         self.most = most
         self._next = 1
+        self._flat_rows = self._FLAT_ROWS
         self._accepted, self._tested = self._PRIOR * self._RATE, self._PRIOR
         self._drafted = self._draft_s = 0.0
         self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
@@ -77,12 +79,13 @@ class Adaptive(DraftLength):
     def begin(self, start: int) -> None:
         if not self._drafted:
             self._next = min(start, self.most)
-            return
         kept = min(1.0, self._KEPT / self._tested)
         self._accepted, self._tested = kept * self._accepted, kept * self._tested
-        kept = min(1.0, 1 / self._weight)  # a pass may cost more now, or less: another context
-        self._weight, self._rows, self._seconds = kept * self._weight, kept * self._rows, kept * self._seconds
-        self._rows2, self._cross = kept * self._rows2, kept * self._cross
+        if self._weight:  # behind another context a pass costs something else, but is about as flat in its rows
+            slope = self._slope()
+            base = (self._seconds - slope * self._rows) / self._weight
+            self._flat_rows = min(self._FLATTEST, max(1.0, base / slope)) if slope else self._FLATTEST
+            self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
 
     def next(self) -> int:
         return self._next
@@ -90,7 +93,7 @@ class Adaptive(DraftLength):
     def record(self, past: Round) -> None:
         keep = self._FORGET
         verify_s = past.verify_s
-        if self._weight:  # a machine that was away for a moment says nothing of a pass
+        if self._weight > 1:  # a machine that was away for a moment says nothing of a pass; a new text does
             verify_s = min(verify_s, 3 * self._verify()(past.rows))
         self._weight = keep * self._weight + 1
         self._rows = keep * self._rows + past.rows
@@ -112,13 +115,17 @@ class Adaptive(DraftLength):
         """The chance that a drafted token stands when all before it do."""
         return self._accepted / self._tested
 
-    def _verify(self) -> Callable[[int], float]:
-        """Seconds of a verifying pass by its rows: least squares over past rounds, drawn to a supposed slope if they say little."""
+    def _slope(self) -> float:
+        """Seconds a row of a verifying pass: least squares over past rounds, drawn to what is supposed if they say little."""
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         spread = self._rows2 - self._weight * mean_rows**2
         together = self._cross - self._weight * mean_rows * mean
-        supposed = mean / (mean_rows + self._FLAT_ROWS)
-        slope = max(0.0, (together + self._STIFF * supposed) / (spread + self._STIFF))
+        supposed = mean / (mean_rows + self._flat_rows)
+        return max(0.0, (together + self._STIFF * supposed) / (spread + self._STIFF))
+
+    def _verify(self) -> Callable[[int], float]:
+        """Seconds of a verifying pass by its rows."""
+        mean_rows, mean, slope = self._rows / self._weight, self._seconds / self._weight, self._slope()
         return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
 
     def _best(self) -> int:

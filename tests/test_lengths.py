@@ -123,3 +123,15 @@ def test_the_next_text_soon_counts_more_than_the_one_before() -> None:
     for _ in range(30):
         length.record(now.round(length.next(), rng))
     assert now.per_second(length.next()) > 0.9 * now.best
+
+
+def test_a_context_that_costs_a_hundred_times_as_much_is_believed_at_once() -> None:
+    """Behind a short text on the device comes a long one over a link."""
+    rng, length = random.Random(7), begun(6)
+    for _ in range(40):
+        length.record(World(rate=0.9, draft=0.002, verify=0.01).round(length.next(), rng))
+    now = World(rate=0.9, draft=0.002, verify=1.0)
+    length.begin(32)
+    for _ in range(3):
+        length.record(now.round(length.next(), rng))
+    assert now.per_second(length.next()) > 0.9 * now.best
