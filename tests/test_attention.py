@@ -56,6 +56,36 @@ def test_all_keys_visible(dtype: torch.dtype, heads: tuple[int, int], rows: int,
 
 @dtypes
 @heads
+@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_keys_are_split_over_threads_that_have_no_head(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merged: list[int] = []
+
+    def noting(parts: list[attention.Partial]) -> attention.Partial:
+        merged.append(len(parts))
+        return merge(parts)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(attention, "_CPU_KEYS", 30)
+    monkeypatch.setattr(attention, "merge", noting)
+    q, k, v = draw(rows, 301, heads, dtype)
+    agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
+    if rows == 1:  # as many units of work as heads
+        parts = {2: {4: 1, 2: 1, 3: 2}, 3: {4: 3, 2: 3, 3: 1}, 8: {4: 2, 2: 4, 3: 8}}[threads][heads[1]]
+        assert merged == [parts + (301 % parts > 0)]  # what does not divide is a part of its own
+
+
+def test_enough_rows_need_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(attention, "merge", lambda parts: parts[0] if len(parts) == 1 else pytest.fail("it was split"))
+    q, k, v = draw(400, 2000, (1, 1), torch.float32)
+    agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
+
+
+@dtypes
+@heads
 @rows
 @pytest.mark.parametrize("prefix", [0, 1, 200])
 def test_causal_is_bottom_right(dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int) -> None:
