@@ -108,6 +108,16 @@ def test_chunks_wholly_left_out_weigh_nothing() -> None:
     assert torch.equal(summarise(q, kv, everything, 16)[1], torch.full((HEADS, 3), -torch.inf))
 
 
+def test_chunks_are_left_out_whole() -> None:
+    q, kv = draw(3, 41)
+    by_chunk, by_token = Seen(q, kv[0], 8), Seen(q, kv[0], 8)
+    chunks = torch.tensor([[0, 4], [2, 3], [1, 0]])  # of 8 tokens; the last token belongs to none
+    by_chunk.leave_out(chunks, 8)
+    by_token.leave_out((chunks[..., None] * 8 + torch.arange(8)).flatten(1), 1)
+    assert torch.equal(by_chunk.weights, by_token.weights)
+    assert (by_chunk.weights == 0).sum() == 3 * len(by_chunk.q[0]) * 16
+
+
 @pytest.mark.parametrize("far", [slice(0, 1), slice(0, 3)])  # one row of three whose weights vanish, or all of them
 def test_rows_whose_weights_underflow_have_no_say(far: slice) -> None:
     q, kv = torch.zeros(3, HEADS, DIM), torch.randn(2, HEADS, 32, DIM)
