@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import FitError, TierForceError
+from offload.numa import gpu_node, on_node
 
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
@@ -153,8 +154,9 @@ class CudaLink(Link):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = _allocate(numel, dtype)
-        # pin_memory would round the allocation up to a power of two
-        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        with on_node(gpu_node(self.device)):  # pinning is the first to touch the pages
+            # pin_memory would round the allocation up to a power of two
+            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             raise FitError(
                 f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {code}). "

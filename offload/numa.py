@@ -1,0 +1,58 @@
+"""Host memory on the GPU's side of the machine: copies from another NUMA node cross the link between the sockets first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SYSFS = Path("/sys")
+
+
+def gpu_node(device: torch.device, sysfs: Path = SYSFS) -> int | None:
+    """The NUMA node that a GPU hangs on; None where the system does not say, or has one only."""
+    at: Any = torch.cuda.get_device_properties(device)
+    return node_of(f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0", sysfs)
+
+
+def node_of(address: str, sysfs: Path = SYSFS) -> int | None:
+    """The NUMA node of a PCI address, 0000:01:00.0; None where the system does not say."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def cpus_of(node: int, sysfs: Path = SYSFS) -> set[int]:
+    """The CPUs of a node; none where the system does not say."""
+    try:
+        ranges = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
+        found: set[int] = set()
+        for part in filter(None, ranges.split(",")):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+        return found
+    except (OSError, ValueError):
+        return set()
+
+
+@contextmanager
+def on_node(node: int | None, sysfs: Path = SYSFS) -> Iterator[None]:
+    """Memory that this thread touches first inside lies on the node, if it has room: a page goes to where the thread runs.
+
+    Without a node, or where this process may use none of its CPUs, nothing changes.
+    """
+    before = os.sched_getaffinity(0)
+    wanted = before & cpus_of(node, sysfs) if node is not None else set()
+    with suppress(OSError):  # a container may forbid it
+        os.sched_setaffinity(0, wanted or before)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
