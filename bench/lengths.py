@@ -28,8 +28,8 @@ from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.lengths import DraftLength, Fixed, Round
-from decoding.models import MOST
 from decoding.session import Session, draft_lengths
+from decoding.sizes import MOST
 
 Pair = tuple[int, int] | None  # draft length and inner length; None: adaptive
 

@@ -15,12 +15,12 @@ from decoding.models import Models, plan
 from decoding.sampling import Sampling, draw
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
+from decoding.sizes import LARGE_DRAFT
 from decoding.stats import Stats
 from decoding.verify import finite
 from offload import DocumentError, TierForceError, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
-LARGE_DRAFT = 3 << 30  # bytes of weights from which reading them takes longer than the collectives of a split model
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
 

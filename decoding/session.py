@@ -10,12 +10,14 @@ from torch import Generator, Tensor
 from decoding.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
 from decoding.lengths import Adaptive, DraftLength, Fixed
 from decoding.lookup import Lookup
-from decoding.models import COMPUTE_REFRESH, INNER_MOST, LINK_REFRESH, MOST, SLACK, Models, plan
+from decoding.models import Models, plan
 from decoding.sampling import Sampling
 from decoding.settings import Settings
+from decoding.sizes import COMPUTE_REFRESH, INNER_MOST, MOST, SLACK
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
 from parallel import Llama, PassLeader, Sharded
 
+LINK_REFRESH = 1  # tokens one selection serves where keys come over a link anyway
 LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
 INNER_START = 2
 Lengths = tuple[DraftLength, DraftLength]  # of what is put before the target, and before the retrieval level
@@ -31,11 +33,12 @@ class Session:
         settings, group = models.settings, models.target.group
         device, config = group.device, models.target.config
         self.prompt = torch.tensor(prompt, device=device)
-        self.most = models.most
+        sizes = models.sizes
+        self.most = sizes.most
         self.streams = self.plan.resident_layers < config.layers and models.link.copies
         layout = config.kv_layout(group.size, models.dtype)
         rotary = config.rotary(len(prompt), len(prompt) + new, models.dtype, device)
-        recent, block = models.recent(len(prompt), new)
+        recent, block = sizes.recent(len(prompt), new)
         self.target = TieredCache(
             layout,
             len(prompt) + new,
@@ -45,21 +48,21 @@ class Session:
             models.arena,
             recent,
             block,
-            models.most,
+            sizes.most,
             self.plan.slot_heads,
             self.plan.slots,
         )
         self.sharded: list[Sharded] = [(models.target, self.target)]
         self.retrieval = None
-        if models.has_retrieval:
-            shape, policy = models.shape(len(prompt), new), POLICIES[settings.policy]()
+        if sizes.has_retrieval:
+            shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
             every = settings.refresh or (LINK_REFRESH if self.streams else COMPUTE_REFRESH)
             self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every)
             self.target.followers.append(self.retrieval)
             self.sharded.append((models.target, self.retrieval))
         self.draft = None
-        if models.has_draft and models.draft is not None:
-            self.draft = _draft_cache(models.draft, settings.sinks, models.window)
+        if sizes.has_draft and models.draft is not None:
+            self.draft = _draft_cache(models.draft, settings.sinks, sizes.window)
             if models.draft.group.size > 1:
                 self.sharded.append((models.draft, self.draft))
 
@@ -71,7 +74,7 @@ class Session:
     def prefill(self, progress=None) -> Tensor:
         """Read the prompt on all ranks; logits (1, V) of the first new token."""
         with self.target.prefill(len(self.prompt)):
-            logits = self.models.target.prefill(self.prompt, self.target, self.models.settings.prefill_chunk, progress)
+            logits = self.models.target.prefill(self.prompt, self.target, self.models.sizes.prefill_chunk, progress)
         if self.models.draft is not None and self.draft is not None:
             _read(self.models.draft, self.draft, self.prompt)
         return logits
@@ -83,8 +86,8 @@ class Session:
         if models.draft is not None and self.draft is not None:
             forward: Forward = leader if models.draft.group.size > 1 else models.draft
             inner = Autoregressive("draft", forward, self.draft, prompt, sampling, generator)
-        if models.ngram:
-            inner = Lookup(prompt, models.ngram, models.target.config.vocab, self.prompt.device, inner)
+        if ngram := models.sizes.ngram:
+            inner = Lookup(prompt, ngram, models.target.config.vocab, self.prompt.device, inner)
         lengths = lengths or draft_lengths(models.settings)
         for length, start in zip(lengths, (LINK_START if self.streams else COMPUTE_START, INNER_START), strict=True):
             length.begin(start)

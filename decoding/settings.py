@@ -38,7 +38,7 @@ class Settings:
     device_memory: int | None = None  # bytes the engine may use per rank, weights included; what is free by default
     link: str = "auto"
     dtype: str = "auto"
-    prefill_chunk: int = 2048
+    prefill_chunk: int | None = None  # tokens that prefill computes at once; by default as many as a bounded memory allows
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

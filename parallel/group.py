@@ -94,6 +94,14 @@ class Group:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's small Python value, by rank, on every rank."""
+        values: list[Any] = [value] * self.size
+        if self.size > 1:
+            with _peers():
+                dist.all_gather_object(values, value)
+        return values
+
     def broadcast_numbers(self, numbers: list[int], count: int) -> list[int]:
         """Rank 0's `count` whole numbers on every rank, in one message: the verdict of a round."""
         if self.size == 1:
@@ -112,9 +120,7 @@ class Group:
         except TierForceError as error:
             found = error
         if self.size > 1:
-            errors: list[Any] = [None] * self.size
-            with _peers():
-                dist.all_gather_object(errors, found and (type(found), str(found)))
+            errors = self.gather(found and (type(found), str(found)))
             first = next((error for error in errors if error), None)
             if first and first != errors[self.rank]:
                 found = first[0](first[1])

@@ -50,10 +50,13 @@ class Layer(Module):
         """`forward` in three steps, of which the last yields the output; at each of the others a sum over ranks is under way."""
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(self.input_norm(x)))  # (T, H, D)
         attended = self.o(cache.attend(self.index, q, k, v, start).flatten(1))
+        del q, k, v  # what waits here holds memory
         yield ()
         x = x + attended()
+        del attended
         gate, up = self.gate_up(self.mlp_norm(x))
         grown = self.down(F.silu(gate) * up)
+        del gate, up
         yield ()
         yield (x + grown(),)
 

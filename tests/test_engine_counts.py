@@ -60,7 +60,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def boundary(engine: Engine, length: int, new: int) -> int:
     """Tokens of prefix that a pass from `length` tokens streams."""
-    recent, block = engine.models.recent(len(PROMPT), new)
+    recent, block = engine.models.sizes.recent(len(PROMPT), new)
     return max(0, length - recent) // block * block
 
 
@@ -69,7 +69,7 @@ def boundary(engine: Engine, length: int, new: int) -> int:
 @pytest.mark.parametrize("new", [2, 30, BLOCK - 89, BLOCK - 88, 2 * BLOCK + 60])
 def test_plain_decoding_streams_the_host_prefix_once_a_token(link: str, resident: int, new: int, pair: Pair) -> None:
     with pair.engine("plain", link=link, resident_layers=resident) as engine:
-        assert engine.models.recent(len(PROMPT), new) == (0, BLOCK)
+        assert engine.models.sizes.recent(len(PROMPT), new) == (0, BLOCK)
         assert len(list(engine.generate(PROMPT, new))) == new
         written = [(len(PROMPT) + index) // BLOCK * BLOCK for index in range(new - 1)]  # by the pass for each token but the first
         streamed = sum(written)
@@ -104,7 +104,7 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
     for policy, summary, refresh in [*product(POLICIES, (0, None), (1,)), ("mass", None, 20)]:
         choices = {"policy": policy, "summary_size": summary, "refresh": refresh, **SMALL}
         with pair.engine(mode, resident_layers=1, **choices) as engine:
-            assert engine.models.recent(len(PROMPT), 60) == (4, 8)
+            assert engine.models.sizes.recent(len(PROMPT), 60) == (4, 8)
             passes.lengths, passes._before = [], []
             list(engine.generate(PROMPT, 60, Sampling(1.0)))
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
