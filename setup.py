@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["offload", "parallel", "decoding", "bench"]),
-    package_data={"decoding": ["py.typed"], "parallel": ["py.typed"], "offload": ["py.typed"]},
+    package_data={"decoding": ["py.typed", "hardware.json"], "parallel": ["py.typed"], "offload": ["py.typed"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "transformers>=5.0,<6",

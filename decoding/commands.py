@@ -1,4 +1,4 @@
-"""What the command line can do: `summarize` and `generate`, alone, through --gpus, or under torchrun."""
+"""What the command line can do: `summarize` and `generate`, alone, through --gpus, or under torchrun; and `plan`."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from decoding.documents import Document, find_documents
 from decoding.engine import Engine
 from decoding.interrupts import Interrupts
 from decoding.options import Common, with_common
+from decoding.planning import plan
 from decoding.progress import Display
 from decoding.prompt import INSTRUCTION, Template
 from decoding.records import Records
@@ -23,6 +24,7 @@ from parallel.launch import launch, under_launcher
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 terminal = Console(stderr=True)
+app.command()(plan)
 
 
 @app.command()
@@ -35,7 +37,7 @@ def summarize(
 ) -> None:
     """Summarise every document, exactly as the target model alone would, with one durable record each."""
     settings, sampling = common.settings, common.sampling
-    _spread(common)
+    _spread(common.gpus)
     interrupts = Interrupts(lambda name: say(f"interrupted ({name}) before a document was begun: run the same command to go on"))
     group = Group.from_environment(common.device)
     with group.together():
@@ -77,7 +79,7 @@ def generate(
     settings, sampling = common.settings, common.sampling
     if (prompt is None) == (prompt_file is None):
         raise TierForceError("give the text to continue with either --prompt-file or --prompt.")
-    _spread(common)
+    _spread(common.gpus)
     interrupts = Interrupts(lambda name: say(f"interrupted ({name})"))
     group = Group.from_environment(common.device)
     with group.together():
@@ -102,7 +104,7 @@ def say(line: str) -> None:
     terminal.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _spread(common: Common) -> None:
+def _spread(gpus: int) -> None:
     """With --gpus above 1 and no launcher yet: run this very command as that many ranks, and end with their exit code."""
-    if common.gpus > 1 and not under_launcher():
-        sys.exit(launch(common.gpus, "decoding.cli", sys.argv[1:]))
+    if gpus > 1 and not under_launcher():
+        sys.exit(launch(gpus, "decoding.cli", sys.argv[1:]))

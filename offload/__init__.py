@@ -5,7 +5,7 @@ from offload.cache import Cache
 from offload.errors import DocumentError, FitError, TierForceError, one_line
 from offload.layout import KVLayout
 from offload.link import EmulatedLink, Link, ViewLink, host_available, make_link
-from offload.plan import MemoryPlan, Needs, plan_memory
+from offload.plan import MemoryPlan, Needs, device_tiers, plan_memory
 from offload.policy import POLICIES, SelectionPolicy
 from offload.retrieval import RetrievalCache, RetrievalShape
 from offload.rotary import Rotary
@@ -34,6 +34,7 @@ __all__ = [
     "TieredCache",
     "Traffic",
     "ViewLink",
+    "device_tiers",
     "host_available",
     "make_link",
     "merge",

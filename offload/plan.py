@@ -44,6 +44,21 @@ def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
     return heads, slots, slots * heads * head
 
 
+def device_tiers(needs: Needs, resident: int) -> dict[str, int]:
+    """Device bytes by what they are for, with `resident` layers; hidden states are live in prefill only, all else throughout."""
+    layout, far = needs.layout, needs.layout.layers - resident
+    stage = layout.bytes(needs.context, 1)  # prefill works on one far layer at a time; the ring is idle then
+    return {
+        "resident layers": layout.bytes(needs.context, resident),
+        "ring, in prefill one layer": max(ring_shape(layout, needs.context)[2], stage) if far and needs.copies else 0,
+        "recent tokens": layout.bytes(needs.tail, far),
+        "retrieval cache": needs.retrieval,
+        "draft cache": needs.draft,
+        "rotary tables": needs.tables,
+        "hidden states": needs.hidden,
+    }
+
+
 def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | None = None) -> MemoryPlan:
     """Keep as many layers on the device as fit in `device` bytes; the KV of the others goes to the host, in `host` bytes.
 
@@ -52,12 +67,7 @@ def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | Non
     layout = needs.layout
 
     def on_device(resident: int) -> int:
-        far = layout.layers - resident
-        ring = ring_shape(layout, needs.context)[2]
-        stage = layout.bytes(needs.context, 1)  # prefill works on one far layer at a time; the ring is idle then
-        moving = max(ring, stage) if far and needs.copies else 0
-        fixed = needs.retrieval + needs.draft + needs.tables + needs.hidden
-        return fixed + moving + layout.bytes(needs.tail, far) + layout.bytes(needs.context, resident)
+        return sum(device_tiers(needs, resident).values())
 
     if resident_layers is not None and not 0 <= resident_layers <= layout.layers:
         raise FitError(f"--resident-layers {resident_layers} is not between 0 and the model's {layout.layers} layers.")

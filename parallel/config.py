@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, hf_hub_download
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -20,6 +22,9 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "mistral": {"qkv_bias": False, "o_bias": False},
     "qwen2": {"qkv_bias": True, "o_bias": False},
 }
+# what transformers would fill in if it were missing
+_NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_PATIENCE = 10.0  # seconds for the hub to answer
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -68,10 +73,38 @@ class ModelConfig:
             raise ConfigError(
                 f"{folder} has no config.json: point --model and --draft at complete Hugging Face checkpoint folders."
             )
+        return cls._read(folder / "config.json")
+
+    @classmethod
+    def find(cls, name: str) -> ModelConfig:
+        """Of a folder, a config.json, or a model on the hub, of which nothing else is fetched. Raises ConfigError."""
+        path = Path(name)
+        if path.is_dir():
+            return cls.from_pretrained(path)
+        if path.is_file():
+            return cls._read(path)
+        silence = None
         try:
-            hf = AutoConfig.from_pretrained(folder, local_files_only=True)
+            HfApi().model_info(name, timeout=_PATIENCE)  # a download would ask a silent network again and again
+        except Exception as error:  # the hub client's errors share no base class
+            silence = error
+        try:
+            found = hf_hub_download(name, "config.json", local_files_only=silence is not None)
+        except Exception as error:
+            reason = one_line(silence or error)
+            raise ConfigError(f"{name} is neither a folder, a config.json nor a model the hub could give ({reason}).") from error
+        return cls._read(Path(found))
+
+    @classmethod
+    def _read(cls, path: Path) -> ModelConfig:
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+            missing = [name for name in _NEEDED if name not in given]
+            hf = None if missing else AutoConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises whatever the broken field happens to break
-            raise ConfigError(f"{folder / 'config.json'} cannot be read: {one_line(error)}") from error
+            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+        if missing:  # transformers would put some other model's numbers in their place
+            raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
         return cls.from_hf(hf)
 
     @classmethod

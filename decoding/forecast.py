@@ -1,0 +1,160 @@
+"""How long things will take, from a machine's numbers and a model's config alone: pure functions, no measurement.
+
+    time per token = (max(link, compute) of a verification + drafting) / tokens per verification
+
+A prediction is as good as its numbers: rates of the hardware (`hardware.json` says where each is from) and acceptance, which
+depends on models and text, and which the records of finished documents tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from decoding.hardware import Hardware
+from decoding.sizes import COMPUTE_REFRESH, MOST, Sizes, weight_bytes
+from offload import POLICIES, MemoryPlan
+from parallel import ModelConfig
+
+ACCEPTANCE = 0.9  # what the published 108 ms/token of Llama-2-7B imply, see docs/design.md
+INNER_ACCEPTANCE, INNER_LENGTH = 0.7, 2  # assumed
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds, and tokens."""
+
+    prefill_s: float
+    prefill_bound: str  # what prefill waits for: arithmetic, sums over ranks, or write-back
+    step_s: float  # plain decoding, a token
+    step_bound: str  # link or compute
+    verification_s: float
+    verification_bound: str
+    retrieval_s: float  # a pass over the retrieval cache
+    draft_s: float  # a pass of the draft model
+    drafting_s: float  # all of a round's draft
+    draft_length: int
+    tokens_per_verification: float
+    token_s: float  # in the mode asked for
+    documents_per_hour: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def forecast(
+    sizes: Sizes, plan: MemoryPlan, hardware: Hardware, prompt: int, new: int, acceptance: float, inner_acceptance: float
+) -> Forecast:
+    """For one document of `prompt` + `new` tokens. Acceptance rates are those of the target and of the retrieval level."""
+    target, layout = sizes.target, sizes.target.kv_layout(sizes.ranks, sizes.dtype)
+    far, weights = target.layers - plan.resident_layers, read_bytes(target, sizes.ranks, sizes.dtype)
+    kv, streamed = layout.bytes(prompt), layout.bytes(prompt, far)
+    link = streamed / hardware.link_in
+    # nothing hides the first slot's copy where no layer computes before it; where the link is the cost, it is part of that
+    first = plan.slot_heads * layout.bytes(prompt, 1) / layout.heads / hardware.link_in if far == target.layers else 0.0
+
+    def passed(config: ModelConfig, ranks: int, read: float, rows: int, attended: int) -> float:
+        """A short pass: reading memory, arithmetic and launches overlap; sums over ranks come on top."""
+        work = rows * (matmul_flops(config) + 4.0 * config.layers * config.heads * config.head_dim * attended) / ranks
+        sums = 2 * config.layers * all_reduce_s(hardware, ranks, rows * config.hidden * sizes.dtype.itemsize)
+        return max(read / hardware.memory_rate, work / hardware.matmul, config.layers * hardware.layer_s) + sums
+
+    def walled(compute: float) -> float:
+        return max(link, compute + first)
+
+    step = passed(target, sizes.ranks, weights + kv, 1, prompt)
+    budget = min(sizes.settings.budget, prompt)
+    retrieval = draft = 0.0
+    if sizes.has_retrieval:
+        retrieval = passed(target, sizes.ranks, weights + layout.bytes(budget), INNER_LENGTH + 1, budget)
+    if sizes.draft is not None and sizes.has_draft:
+        drafts = read_bytes(sizes.draft, sizes.draft_ranks, sizes.dtype)
+        draft = passed(sizes.draft, sizes.draft_ranks, drafts, 1, sizes.window)
+
+    def refresh(n: int) -> float:
+        """Keys are read for the scores, and both for the summaries; without a link not at every verification."""
+        if not sizes.has_retrieval or not POLICIES[sizes.settings.policy].refreshes:
+            return 0.0
+        share = 1.0 if far else min(1.0, expected_tokens(acceptance, n) / COMPUTE_REFRESH)
+        return share * 1.5 * kv / hardware.memory_rate
+
+    def verification(n: int) -> tuple[float, str]:
+        compute = passed(target, sizes.ranks, weights + kv, n + 1, prompt) + refresh(n)
+        return walled(compute), "link" if link > compute + first else "compute"
+
+    each = per_drafted_s(sizes, retrieval, draft, inner_acceptance)
+    length, token_s = 0, walled(step)
+    lengths = range(1, MOST + 1) if sizes.settings.draft_length is None else [sizes.settings.draft_length]
+    if sizes.mode != "plain":
+        rounds = {n: (verification(n)[0] + n * each) / expected_tokens(acceptance, n) for n in lengths}
+        length = min(rounds, key=rounds.__getitem__)
+        token_s = rounds[length]
+    verified, bound = verification(length)
+    prefill, prefill_bound = prefill_s(sizes, hardware, prompt, streamed)
+    return Forecast(
+        prefill_s=prefill,
+        prefill_bound=prefill_bound,
+        step_s=walled(step),
+        step_bound="link" if link > step + first else "compute",
+        verification_s=verified,
+        verification_bound=bound,
+        retrieval_s=retrieval,
+        draft_s=draft,
+        drafting_s=length * each,
+        draft_length=length,
+        tokens_per_verification=expected_tokens(acceptance, length),
+        token_s=token_s,
+        documents_per_hour=3600 / (prefill + new * token_s),
+    )
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens of one verification of `length` drafted ones (Leviathan et al. 2023, arXiv 2211.17192, equation 1)."""
+    return length + 1 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+def per_drafted_s(sizes: Sizes, retrieval_s: float, draft_s: float, inner_acceptance: float) -> float:
+    """Seconds a token put before the target takes."""
+    if not sizes.has_retrieval:
+        return draft_s
+    if not draft_s:
+        return retrieval_s
+    inner = sizes.settings.inner_length or INNER_LENGTH
+    return (retrieval_s + inner * draft_s) / expected_tokens(inner_acceptance, inner)
+
+
+def all_reduce_s(hardware: Hardware, ranks: int, nbytes: int) -> float:
+    return 0.0 if ranks == 1 else hardware.all_reduce_s + nbytes / hardware.all_reduce_rate
+
+
+def prefill_s(sizes: Sizes, hardware: Hardware, tokens: int, written: int) -> tuple[float, str]:
+    """Seconds of a layer-major prefill, and what bounds it: the three overlap. `written`: bytes of a rank's KV for the host."""
+    config = sizes.target
+    sums = 2 * config.layers * all_reduce_s(hardware, sizes.ranks, tokens * config.hidden * sizes.dtype.itemsize)
+    times = {
+        "arithmetic": prefill_flops(config, tokens) / sizes.ranks / hardware.matmul,
+        "sums over ranks": sums,
+        "write-back": written / hardware.link_out,
+    }
+    bound = max(times, key=times.__getitem__)
+    return times[bound], bound
+
+
+def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
+    """Weights that a pass reads: all but the embedding, of which it takes a row, unless that is the head too."""
+    embedding = 0 if config.tied else -(-config.vocab // ranks) * config.hidden * dtype.itemsize
+    return weight_bytes(config, ranks, dtype) - embedding
+
+
+def matmul_flops(config: ModelConfig) -> float:
+    """Operations of all layers' products a token: two a weight."""
+    attention = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    return 2.0 * config.layers * (attention + 3 * config.hidden * config.intermediate)
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Operations of a prefill: the products, and two for QK^T and two for PV a pair of tokens, head and dimension."""
+    pairs = tokens * (tokens + 1) / 2
+    return matmul_flops(config) * tokens + 4.0 * config.layers * config.heads * config.head_dim * pairs

@@ -1,0 +1,147 @@
+"""`tierforce plan`: whether a model and a text fit a machine, what lives where, and how long it would take. No weights, no GPU."""
+
+# no `from __future__ import annotations`: typer reads these annotations as objects
+import json
+from dataclasses import replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from decoding.forecast import ACCEPTANCE, INNER_ACCEPTANCE, INNER_LENGTH, Forecast, forecast
+from decoding.hardware import Hardware
+from decoding.settings import Settings
+from decoding.sizes import USED, Sizes, draft_ranks, weight_bytes
+from offload import FitError, MemoryPlan, TierForceError, device_tiers, plan_memory
+from parallel import ModelConfig
+
+
+def outlook(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> tuple[MemoryPlan, dict[str, int]]:
+    """The plan of one rank, and its device bytes by what they are for, weights first. Raises FitError."""
+    weights = weight_bytes(sizes.target, sizes.ranks, sizes.dtype)
+    if sizes.draft is not None and sizes.has_draft:
+        weights += weight_bytes(sizes.draft, sizes.draft_ranks, sizes.dtype)
+    if weights >= hardware.device_memory:
+        raise FitError(
+            f"the weights alone take {weights / 1e9:.1f} GB of each GPU of {hardware.device_memory / 1e9:.1f} GB. "
+            "It would take more GPUs, larger ones, or a smaller model."
+        )
+    needs = sizes.needs(prompt, new)
+    free, host = int(USED * (hardware.device_memory - weights)), int(hardware.host_memory) // sizes.ranks
+    plan = plan_memory(needs, free, host, sizes.settings.resident_layers)
+    return plan, {"weights": weights, **device_tiers(needs, plan.resident_layers)}
+
+
+def longest(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> int:
+    """Prompt tokens, at most `prompt`, that would fit; 0 if none do."""
+    low, high = 0, prompt
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            outlook(sizes, hardware, middle, new)
+            low = middle
+        except FitError:
+            high = middle - 1
+    return low
+
+
+def plan(
+    model: Annotated[str, typer.Option(help="Target: a folder, a hub name, or a config.json.", show_default=False)],
+    draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens of prompt and output; by default the model's limit.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of which are written.")] = 512,
+    hardware: Annotated[str, typer.Option(help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file.")] = "2x4090",
+    host_memory: Annotated[float | None, typer.Option(help="Host memory for KV, in GB, in place of the profile's.")] = None,
+    mode: Annotated[str, typer.Option(help="auto, hierarchical, retrieval, speculative or plain.")] = "auto",
+    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = Settings.budget,
+    resident_layers: Annotated[int | None, typer.Option(help="Target layers on the device; by default as many as fit.")] = None,
+    draft_length: Annotated[int | None, typer.Option(help="Tokens put before the target at once; by default what pays.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    acceptance: Annotated[
+        float, typer.Option(help="The target's acceptance rate, assumed; finished records tell it.")
+    ] = ACCEPTANCE,
+    inner_acceptance: Annotated[
+        float, typer.Option(help=f"The retrieval level's, for drafts of {INNER_LENGTH}; prompt lookup is not counted.")
+    ] = INNER_ACCEPTANCE,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
+) -> None:
+    """Say what lives where, whether it fits, and how long it would take: predictions, from configs and hardware numbers alone."""
+    machine = Hardware.find(hardware)
+    if host_memory is not None:
+        machine = replace(machine, host_memory=host_memory * 1e9)
+    for name, rate in (("acceptance", acceptance), ("inner-acceptance", inner_acceptance)):
+        if not 0 <= rate <= 1:
+            raise TierForceError(f"--{name} must be between 0 and 1, found {rate}.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise TierForceError(f"--dtype {dtype} is not known: use bfloat16, float16 or float32.")
+    target = ModelConfig.find(model)
+    small = ModelConfig.find(draft) if draft is not None else None
+    settings = Settings(mode=mode, budget=budget, resident_layers=resident_layers, draft_length=draft_length, context=context)
+    tokens = context or target.context_limit
+    if tokens > target.context_limit:
+        raise TierForceError(f"--context {tokens} is more than the model's {target.context_limit} positions.")
+    prompt = tokens - max_new_tokens
+    if prompt < 1:
+        raise TierForceError(f"--context {tokens} leaves no room for a prompt before {max_new_tokens} new tokens.")
+    kind, ranks = getattr(torch, dtype), int(machine.gpus)
+    target.kv_layout(ranks, kind)
+    if resident_layers is not None and resident_layers > target.layers:
+        raise TierForceError(f"--resident-layers {resident_layers}: the model has {target.layers} layers.")
+    split = draft_ranks(small, ranks, kind) if small is not None else 1
+    sizes = Sizes(target, small, settings.resolved_mode(small is not None), settings, kind, ranks, split, True)
+    try:
+        placed, tiers = outlook(sizes, machine, prompt, max_new_tokens)
+    except FitError as error:
+        fits = longest(sizes, machine, prompt, max_new_tokens)
+        hint = f"{fits + max_new_tokens} tokens of context would fit." if fits else "No shorter context would fit either."
+        raise FitError(f"it does not fit {machine.name}: {error} {hint}") from error
+    seen = forecast(sizes, placed, machine, prompt, max_new_tokens, acceptance, inner_acceptance)
+    job: dict[str, Any] = {"model": model, "draft": draft, "hardware": machine.name, "ranks": ranks, "mode": sizes.mode}
+    job |= {"prompt": prompt, "new": max_new_tokens, "dtype": dtype, "budget": budget}
+    job |= {"acceptance": acceptance, "inner_acceptance": inner_acceptance}
+    if as_json:
+        document = {"job": job, "memory": {"device": tiers, "host": placed.host_bytes}}
+        document |= {"plan": vars(placed), "forecast": seen.as_dict()}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    console = Console()
+    console.print(_memory(tiers, placed, machine, ranks))
+    console.print(_times(seen, sizes, placed, prompt, max_new_tokens))
+
+
+def _memory(tiers: dict[str, int], placed: MemoryPlan, machine: Hardware, ranks: int) -> Table:
+    each = "each GPU" if ranks > 1 else "the GPU"
+    table = Table(title=f"Fits {machine.name}: GB of {each}, by phase", title_justify="left")
+    for heading in ("", "prefill", "decode"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, size in tiers.items():
+        decode = 0 if name == "hidden states" else size
+        table.add_row(name, f"{size / 1e9:.3f}", f"{decode / 1e9:.3f}")
+    total = sum(tiers.values())
+    table.add_section()
+    table.add_row("in all", f"{total / 1e9:.3f}", f"{(total - tiers['hidden states']) / 1e9:.3f}")
+    table.add_row("there is", *[f"{machine.device_memory / 1e9:.3f}"] * 2)
+    table.add_section()
+    host = f"{placed.host_bytes * ranks / 1e9:.3f}"
+    table.add_row(f"host memory, of {machine.host_memory / 1e9:.0f}", host, host)
+    return table
+
+
+def _times(seen: Forecast, sizes: Sizes, placed: MemoryPlan, prompt: int, new: int) -> Table:
+    table = Table(title="Predicted, not measured", title_justify="left")
+    for heading in ("", "", "waits for"):
+        table.add_column(heading, justify="right" if table.columns else "left")
+    far = sizes.target.layers - placed.resident_layers
+    table.add_row("layers on the device, on the host", f"{placed.resident_layers}, {far}", "")
+    table.add_row("ring", f"{placed.slots} slots of {placed.slot_heads} heads" if far else "none", "")
+    table.add_row(f"time to first token, {prompt:,} tokens", f"{seen.prefill_s:.1f} s", seen.prefill_bound)
+    table.add_row("plain decoding", f"{1e3 * seen.step_s:.0f} ms/token", seen.step_bound)
+    if sizes.mode != "plain":
+        table.add_row(f"{sizes.mode} decoding", f"{1e3 * seen.token_s:.0f} ms/token", "")
+        table.add_row("  a verification", f"{1e3 * seen.verification_s:.0f} ms", seen.verification_bound)
+        table.add_row(f"  its {seen.draft_length} drafted tokens", f"{1e3 * seen.drafting_s:.0f} ms", "compute")
+        table.add_row("  tokens per verification", f"{seen.tokens_per_verification:.1f}", "")
+    table.add_row(f"documents an hour, {new} new tokens each", f"{seen.documents_per_hour:.1f}", "")
+    return table
