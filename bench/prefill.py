@@ -27,6 +27,8 @@ from bench.ranks import run_ranks
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
+from decoding.forecast import prefill_flops
+from decoding.rates import matmul_rate
 from decoding.session import Session
 from parallel import Group, ModelConfig
 
@@ -89,24 +91,6 @@ def _peak() -> int:
     return int(line.split()[1]) << 10
 
 
-def flops(config: ModelConfig, tokens: int) -> float:
-    """Arithmetic of one prefill: two operations a weight and token; two for QK^T and two for PV a pair of tokens and dimension."""
-    heads = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    layer = heads + 3 * config.hidden * config.intermediate
-    return config.layers * (2.0 * layer * tokens + 4.0 * config.heads * config.head_dim * tokens * (tokens + 1) / 2)
-
-
-def matmul_rate(dtype: torch.dtype) -> float:
-    """Operations a second of one large matrix product: what arithmetic could reach here at most."""
-    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
-    times = []
-    for _ in range(6):
-        started = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - started)
-    return 2 * 2048**3 / min(times)
-
-
 def main(
     model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
     text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
@@ -125,7 +109,11 @@ def main(
         "ranks": (RANKS, 2, ours, (link,)),
         "transformers": (PEER, 1, peer, ()),
     }
-    config, rate, progress = ModelConfig.from_pretrained(model), matmul_rate(getattr(torch, dtype)), Console(stderr=True)
+    config, rate, progress = (
+        ModelConfig.from_pretrained(model),
+        matmul_rate(torch.device("cpu"), getattr(torch, dtype)),
+        Console(stderr=True),
+    )
     table = []
     for context in map(int, contexts.split(",")):
         found: dict[str, list[list[Prefill]]] = {}
@@ -139,7 +127,7 @@ def main(
         for name, runs in found.items():
             seconds = statistics.median(max(rank.seconds for rank in run) for run in runs)
             row: dict[str, Any] = {"tokens": context, "method": name, "seconds": seconds, "tokens/s": context / seconds}
-            row["share of the matmul rate"] = flops(config, context) / seconds / rate
+            row["share of the matmul rate"] = prefill_flops(config, context) / seconds / rate
             row["peak MB a rank"] = max(rank.peak for run in runs for rank in run) / 1e6
             table.append({**row, "hidden states + a layer's KV, MB": needed / 1e6})
     show(f"Prefill, {dtype}, {threads} threads, matmul rate {rate / 1e9:.0f} GFLOP/s", table)

@@ -56,11 +56,12 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def save(path: Path, document: dict[str, Any]) -> None:
-    """Write the document, and say where."""
+def save(path: Path, document: dict[str, Any], quiet: bool = False) -> None:
+    """Write the document, and say where unless `quiet`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**document, "environment": environment()}, indent=2) + "\n")
-    print(f"written to {path}")
+    if not quiet:
+        print(f"written to {path}")
 
 
 def _short(value: float) -> str:

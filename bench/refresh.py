@@ -8,7 +8,6 @@ without a link it is dear, and that is measured here. A cache that was chosen on
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -18,18 +17,10 @@ import torch
 import typer
 
 from bench.overlap import OURS, STATIC, Led, Variant
+from bench.passes import pass_seconds
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
-
-
-def verification(led: Led, rows: int) -> float:
-    """Seconds of one verification pass; the caches stay where they are."""
-    session = led.session
-    tokens = session.prompt[:rows]
-    started = time.perf_counter()
-    session.models.target(tokens, session.target, rows)
-    return time.perf_counter() - started
 
 
 def main(
@@ -55,7 +46,8 @@ def main(
             for _, (variant, cache) in product(range(repeats + 1), led.caches.items()):
                 cache.every = 0  # the text stands still, and is chosen from all the same
                 led.session.target.followers = [cache]
-                times[variant].append(1e3 * verification(led, count))
+                session = led.session
+                times[variant].append(1e3 * pass_seconds(engine.models.target, session.target, session.prompt[:count]))
             base_ms = statistics.median(times[static][1:])
             for variant, found in times.items():
                 ms = statistics.median(found[1:])  # the first one warms up

@@ -7,8 +7,6 @@ chunk, which nothing hides, and the compute on the last.
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,21 +14,11 @@ from typing import Annotated
 import torch
 import typer
 
+from bench.passes import pass_ms
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
 from decoding.session import Session
-
-
-def verification(session: Session, rows: int, repeats: int) -> float:
-    """Median seconds of one verification pass of `rows` tokens; the cache stays where it was."""
-    tokens = session.prompt[:rows]
-    times = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        session.models.target(tokens, session.target, rows)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])  # the first one warms up
 
 
 def main(
@@ -56,8 +44,8 @@ def main(
         session = Session(models, prompt, rows + 1)
         session.prefill()
         before = session.target.traffic.link_in
-        compute = verification(view, rows, repeats)
-        wall = verification(session, rows, repeats)
+        compute = pass_ms(models.target, view.target, view.prompt[:rows], repeats) / 1e3
+        wall = pass_ms(models.target, session.target, session.prompt[:rows], repeats) / 1e3
         moved = (session.target.traffic.link_in - before) // (repeats + 1)
         link = moved / (rate * 1e9)
         table.append(

@@ -4,7 +4,7 @@ from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.config import ConfigError, ModelConfig, token_ids
 from parallel.group import Group, RankLost
 from parallel.llama import Llama
-from parallel.loading import load_model, parameter_bytes, resolve
+from parallel.loading import load_model, parameter_bytes, random_model, resolve
 from parallel.passes import PassLeader, Sharded, follow_passes
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "follow_passes",
     "load_model",
     "parameter_bytes",
+    "random_model",
     "resolve",
     "token_ids",
 ]

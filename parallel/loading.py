@@ -71,6 +71,19 @@ def load_model(folder: Path, group: Group, dtype: str = "auto", config: ModelCon
     return model.eval()
 
 
+def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+    """A model of these dimensions with weights that were drawn: it costs what a real one costs, and says nothing."""
+    with init_empty_weights():
+        model = Llama(config, group)
+    _materialise(model, dtype, group.device)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=0.02)
+    return model.eval()
+
+
 def _materialise(model: Llama, dtype: torch.dtype, device: torch.device) -> None:
     """Replace meta parameters by empty ones, each once: tied modules stay tied."""
     for module in model.modules():

@@ -1,0 +1,62 @@
+"""The engine on a GPU writes what it writes on a CPU: wherever the KV lives, whatever the mode, and over two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import DEMO
+from test_greedy import prompt
+from torch import Tensor
+
+from bench.ranks import run_ranks
+from decoding import Engine, Settings
+from parallel import Group
+
+pytestmark = pytest.mark.cuda
+NEW = 48
+MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+
+
+class SharedGpu(Group):
+    """Ranks that share the first GPU, over gloo, which gathers in host memory only."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x.cpu()).to(x.device)
+
+
+def text(group: Group, mode: str, **choices: Any) -> list[int]:
+    """Greedy, in float32: the demo pair behind a text that outgrows the retrieval budget."""
+    settings = Settings(mode=mode, dtype="float32", budget=256, **choices)
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    engine.stop_tokens = frozenset()
+    if group.rank:
+        engine.follow()
+        return []
+    found = list(engine.generate(prompt("argparse"), NEW))
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[int]:
+    return text(Group(), "plain")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("resident", [0, 2, 6])
+def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int]) -> None:
+    assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_on_one_gpu(mode: str, wanted: list[int]) -> None:
+    assert run_ranks(2, on_shared_gpu, mode)[0] == wanted
+
+
+def on_shared_gpu(mode: str) -> list[int]:
+    dist.init_process_group("gloo")
+    group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
+    return text(group, mode, resident_layers=1)

@@ -1,0 +1,45 @@
+"""`python -m bench.gpu` runs whole, here on a CPU with tiny dimensions; on a GPU nothing but the dimensions differs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.gpu import main, room
+from parallel import ModelConfig
+
+app = typer.Typer()
+app.command()(main)
+
+
+def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    arguments = ["--pair", "tiny", "--context", "1024", "--budget", "256", "--device", "cpu", "--no-tests"]
+    done = CliRunner().invoke(app, [*arguments, "--link", "emulated:1", "--resident-layers", "1", "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
+    assert {part for part, _ in rows} == {"link", "prefill", "passes", "rounds"}
+    assert rows["prefill", "resident layers"] == 1
+    assert 0 < rows["link", "pinned host to device"] <= 1.1
+    for name in ("target 1", "target 17", "target 33", "33 and refresh"):
+        assert 0 < rows["passes", f"{name}: share of the copy rate"] <= 1.1
+    assert rows["rounds", "tokens per verification (drawn weights: says nothing)"] >= 1
+
+
+def test_an_unknown_pair_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["--pair", "70b", "--no-tests", "--device", "cpu"])
+    assert done.exit_code == 2
+    assert "70b is not one of 7b, tiny" in re.sub(r"[│\s]+", " ", done.output)
+
+
+def test_the_text_is_cut_to_the_host_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_pretrained(Path(__file__).parents[1] / "demo" / "target")
+    layout = config.kv_layout(1, config.dtype)
+    monkeypatch.setattr("bench.gpu.host_available", lambda: 10 * 1024 * layout.bytes(1))
+    assert room(config, config.dtype, 100_000) == 9 * 1024
+    assert room(config, config.dtype, 2_000) == 2_000
