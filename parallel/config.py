@@ -23,7 +23,7 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen2": {"qkv_bias": True, "o_bias": False},
 }
 # what transformers would fill in if it were missing
-_NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _PATIENCE = 10.0  # seconds for the hub to answer
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -98,8 +98,9 @@ class ModelConfig:
     @classmethod
     def _read(cls, path: Path) -> ModelConfig:
         try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-            missing = [name for name in _NEEDED if name not in given]
+            given = dict(json.loads(path.read_text(encoding="utf-8")))
+            known = given.get("model_type") in FAMILIES
+            missing = [name for name in _NEEDED if name not in given] if known else []
             hf = None if missing else AutoConfig.from_pretrained(path, local_files_only=True)
         except Exception as error:  # transformers raises whatever the broken field happens to break
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error

@@ -128,13 +128,22 @@ def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
         found[:]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "llama", "num_hidden_layers": "many"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"model_type": "lama"}', "layers"])
 def test_a_broken_config(copy: Copy, text: str) -> None:
     folder = copy()
+    if text == "layers":
+        text = json.dumps({**json.loads((folder / "config.json").read_text()), "num_hidden_layers": "many"})
     (folder / "config.json").write_text(text)
     refuse(folder, ConfigError, "config.json cannot be read")
     (folder / "config.json").unlink()
     refuse(folder, ConfigError, f"{folder} has no config.json")
+
+
+def test_a_config_with_gaps(copy: Copy) -> None:
+    """transformers would put Llama-2-7B's numbers in their place."""
+    folder = copy()
+    (folder / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 99}')
+    refuse(folder, ConfigError, "config.json lacks hidden_size, num_attention_heads, intermediate_size: it does not say")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
