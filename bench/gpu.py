@@ -28,7 +28,7 @@ from decoding import Sampling, Settings
 from decoding.forecast import prefill_flops
 from decoding.lengths import Fixed
 from decoding.models import Models
-from decoding.rates import copy_rate, matmul_rate
+from decoding.rates import Copies, matmul_rate
 from decoding.session import Session
 from offload import FitError, Link, host_available
 from parallel import Group, ModelConfig, random_model
@@ -87,9 +87,11 @@ def cuda_tests(report: Report) -> None:
 
 def link_rates(report: Report, link: Link) -> float:
     """Reports both directions; returns bytes a second towards the device."""
-    rate = copy_rate(link, out=False)
+    copies = Copies(link)
+    rate = copies.rate(out=False)
     report.add("link", "pinned host to device", rate / 1e9, "GB/s")
-    report.add("link", "device to pinned host", copy_rate(link, out=True) / 1e9, "GB/s")
+    report.add("link", "device to pinned host", copies.rate(out=True) / 1e9, "GB/s")
+    copies.close()
     return rate
 
 

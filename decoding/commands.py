@@ -1,4 +1,4 @@
-"""What the command line can do: `summarize` and `generate`, alone, through --gpus, or under torchrun; and `plan`."""
+"""What the command line can do: `summarize` and `generate`, alone, through --gpus, or under torchrun; `plan` and `probe`."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from decoding import probing
 from decoding.documents import Document, find_documents
 from decoding.engine import Engine
 from decoding.interrupts import Interrupts
@@ -97,6 +98,27 @@ def generate(
         interrupts.last_words = last_words
         stream(engine, text, common.max_new_tokens, sampling, display)
     engine.close()
+
+
+@app.command()
+def probe(
+    gpus: Annotated[int, typer.Option(min=1, help="Ranks to measure with; CPU ranks where there is no GPU.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    output: Annotated[Path, typer.Option(help="Hardware file to write, for `tierforce plan --hardware`.")] = Path("probe.json"),
+) -> None:
+    """Measure what this machine can do, warn of what costs most, and write a hardware file for `tierforce plan`."""
+    _spread(gpus)
+    group = Group.from_environment(device)
+    found = probing.profile(group)
+    with group.together():
+        if group.rank == 0:
+            probing.write(found, output)
+    if group.rank == 0:
+        Console().print(probing.table(found, str(group.device)))
+        say(f"driver: {found['machine']['driver']}")
+        for warning in found["warnings"]:
+            say(f"warning: {warning}")
+        say(f"written to {output}")
 
 
 def say(line: str) -> None:

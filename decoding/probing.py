@@ -1,0 +1,90 @@
+"""`tierforce probe`: what this machine can do, measured, in a file that `tierforce plan` reads."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from decoding import rates
+from decoding.machine import Machine, warnings
+from offload import TierForceError, make_link
+from parallel import Group
+
+SMALL = 8192  # bytes of a small all-reduce: one token's hidden state in a 7B model
+_UNITS = {"link_in": "GB/s", "link_in_alone": "GB/s", "link_out": "GB/s", "memory_rate": "GB/s", "all_reduce_rate": "GB/s"}
+_UNITS |= {
+    "matmul": "TFLOP/s",
+    "device_memory": "GB",
+    "host_memory": "GB",
+    "all_reduce_s": "microseconds",
+    "layer_s": "microseconds",
+}
+_SCALES = {"GB/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
+
+
+def profile(group: Group) -> dict[str, Any]:
+    """A hardware file's content, with what the system tells and warnings beside the numbers. All ranks call it.
+
+    Rates are the slowest rank's while all are at work, `link_in_alone` is rank 0's while the others wait. Without a GPU the device
+    is the host. What goes wrong on one rank is raised on all (TierForceError).
+    """
+    cuda = group.device.type == "cuda"
+    numbers: dict[str, float] = {"gpus": group.size, "host_memory": group.broadcast(Machine.here().host_available)}
+    with group.together():
+        link = make_link("auto", group.device)
+        copies = rates.Copies(link)
+    with group.together():
+        alone = copies.rate(out=False) if group.rank == 0 else 0.0
+    own: dict[str, float] = {}
+    for name, out in (("link_in", False), ("link_out", True)):
+        with group.together():  # which also lets all ranks begin at once
+            pass
+        with group.together():
+            own[name] = copies.rate(out)
+    with group.together():
+        busy = copies.meanwhile(Machine.here)
+        copies.close()
+        own["device_memory"] = link.device_available() // (1 if cuda else group.size)
+        own["memory_rate"] = rates.read_rate(group.device)
+        own["matmul"] = rates.matmul_rate(group.device)
+        layer_s = rates.layer_seconds(group.device)
+        link.close()
+    numbers |= {name: min(each[name] for each in group.gather(own)) for name in own}
+    numbers |= {"layer_s": max(group.gather(layer_s)), "link_in_alone": group.broadcast(alone)}
+    numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # of one rank
+    if group.size > 1:
+        numbers["all_reduce_s"] = max(group.gather(rates.sum_seconds(group, SMALL)))
+        numbers["all_reduce_rate"] = min(group.gather(rates.sum_rate(group)))
+    source = f"measured {date.today().isoformat()} on {torch.cuda.get_device_name(group.device) if cuda else 'a CPU'}"
+    if group.size == 1:
+        source += ", one rank"
+    found: dict[str, Any] = {name: {"value": value, "source": source} for name, value in numbers.items()}
+    said = warnings(busy, group.size if cuda else 0, numbers["link_in"], numbers["link_in_alone"])
+    return {**found, "machine": busy.as_dict(), "warnings": said}
+
+
+def write(found: dict[str, Any], output: Path) -> None:
+    """Raises TierForceError where the file cannot be written."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        raise TierForceError(f"--output {output} cannot be written ({error.strerror}).") from error
+
+
+def table(found: dict[str, Any], device: str) -> Table:
+    """The numbers, for people."""
+    ranks = found["gpus"]["value"]
+    shown = Table(title=f"This machine: {ranks} ranks on {device}", title_justify="left")
+    shown.add_column("")
+    shown.add_column("", justify="right")
+    shown.add_column("")
+    for name, unit in _UNITS.items():
+        if ranks > 1 or not name.startswith("all_reduce"):
+            shown.add_row(name, f"{found[name]['value'] * _SCALES[unit]:,.2f}", unit)
+    return shown
