@@ -81,10 +81,10 @@ def _cpu_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None =
 
 def _split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """The operator shares out heads and blocks of rows over the threads: where those are few, the keys are split as well."""
-    keys, threads = k.shape[2], torch.get_num_threads()
-    units = k.shape[1] * -(-q.shape[2] // _CPU_ROWS)
-    parts = threads // math.gcd(threads, units)
-    if units >= 4 * threads or keys < parts * _CPU_KEYS:  # shared out evenly enough, or too little to share
+    heads, keys, threads = k.shape[1], k.shape[2], torch.get_num_threads()
+    blocks = -(-q.shape[2] // _CPU_ROWS)
+    parts = threads // math.gcd(threads, heads)  # by heads alone: the last block may be a small one
+    if heads * blocks >= 4 * threads or keys < parts * _CPU_KEYS:  # shared out evenly enough, or too little to share
         parts = 1
     size = keys // parts
 
