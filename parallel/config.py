@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from offload import KVLayout, Rotary, TierForceError, one_line
+from parallel.hub import NotThere, from_hub
 
 # model_type: the biases its q/k/v and o projections have where the config does not say
 FAMILIES: dict[str, dict[str, bool]] = {
@@ -24,7 +25,6 @@ FAMILIES: dict[str, dict[str, bool]] = {
 }
 # what transformers would fill in if it were missing
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_PATIENCE = 10.0  # seconds for the hub to answer
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -83,17 +83,10 @@ class ModelConfig:
             return cls.from_pretrained(path)
         if path.is_file():
             return cls._read(path)
-        silence = None
         try:
-            HfApi().model_info(name, timeout=_PATIENCE)  # a download would ask a silent network again and again
-        except Exception as error:  # the hub client's errors share no base class
-            silence = error
-        try:
-            found = hf_hub_download(name, "config.json", local_files_only=silence is not None)
-        except Exception as error:
-            reason = one_line(silence or error)
-            raise ConfigError(f"{name} is neither a folder, a config.json nor a model the hub could give ({reason}).") from error
-        return cls._read(Path(found))
+            return cls._read(from_hub(hf_hub_download, name, filename="config.json"))
+        except NotThere as error:
+            raise ConfigError(f"{name} is neither a folder, a config.json nor a model the hub could give ({error}).") from error
 
     @classmethod
     def _read(cls, path: Path) -> ModelConfig:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
 from torch.nn import Parameter
 
-from offload import TierForceError, one_line
+from offload import TierForceError
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.config import ModelConfig
 from parallel.group import Group
+from parallel.hub import NotThere, from_hub
 from parallel.llama import Llama
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_PATIENCE = 10.0  # seconds for the hub to answer
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
@@ -29,20 +30,12 @@ def resolve(name: str, group: Group) -> Path:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-
     if Path(name).exists():
         raise CheckpointError(f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors weights.")
-    silence = None
     try:
-        HfApi().model_info(name, timeout=_PATIENCE)  # snapshot_download would wait for a silent network for ever
-    except Exception as error:  # the hub client's errors share no base class
-        silence = error
-    try:
-        return Path(snapshot_download(name, allow_patterns=_PATTERNS, local_files_only=silence is not None))
-    except Exception as error:
-        reason = one_line(silence or error)
-        raise CheckpointError(f"{name} is neither a local folder nor a model the hub could give ({reason}).") from error
+        return from_hub(snapshot_download, name, allow_patterns=_PATTERNS)
+    except NotThere as error:
+        raise CheckpointError(f"{name} is neither a local folder nor a model the hub could give ({error}).") from error
 
 
 def pick_dtype(wanted: str, config: ModelConfig, checkpoint: Checkpoint, group: Group) -> torch.dtype:
@@ -63,9 +56,7 @@ def load_model(folder: Path, group: Group, dtype: str = "auto", config: ModelCon
     config.kv_layout(group.size, torch.float32)  # refuses ranks that do not divide the heads, before anything is read
     checkpoint = Checkpoint(folder)
     kind = pick_dtype(dtype, config, checkpoint, group)
-    with init_empty_weights():
-        model = Llama(config, group)
-    _materialise(model, kind, group.device)
+    model = _empty_model(config, group, kind)
     with torch.inference_mode():
         model.load(checkpoint)
     return model.eval()
@@ -73,9 +64,7 @@ def load_model(folder: Path, group: Group, dtype: str = "auto", config: ModelCon
 
 def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
     """A model of these dimensions with weights that were drawn: it costs what a real one costs, and says nothing."""
-    with init_empty_weights():
-        model = Llama(config, group)
-    _materialise(model, dtype, group.device)
+    model = _empty_model(config, group, dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -84,12 +73,16 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
     return model.eval()
 
 
-def _materialise(model: Llama, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace meta parameters by empty ones, each once: tied modules stay tied."""
+def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+    """Built on the meta device, its parameters then replaced by empty ones, each once: tied modules stay tied."""
+    with init_empty_weights():
+        model = Llama(config, group)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                setattr(module, name, Parameter(torch.empty(parameter.shape, dtype=dtype, device=device), requires_grad=False))
+                empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
+                setattr(module, name, Parameter(empty, requires_grad=False))
+    return model
 
 
 def parameter_bytes(model: Llama) -> int:

@@ -13,7 +13,7 @@ import torch
 from commands import MODELS, TARGET, forked, refused, variant
 from safetensors.torch import load_file
 
-import parallel.loading
+import parallel.hub
 from decoding.records import Records
 
 GENERATE = ("generate", "--prompt", "It was")
@@ -132,4 +132,4 @@ class _Hub:
 
         constants.ENDPOINT = f"http://127.0.0.1:{self.port}"
         constants.HF_HUB_CACHE = str(self.cache)
-        parallel.loading._PATIENCE = 0.5
+        parallel.hub._PATIENCE = 0.5
