@@ -109,11 +109,8 @@ def main(
         "ranks": (RANKS, 2, ours, (link,)),
         "transformers": (PEER, 1, peer, ()),
     }
-    config, rate, progress = (
-        ModelConfig.from_pretrained(model),
-        matmul_rate(torch.device("cpu"), getattr(torch, dtype)),
-        Console(stderr=True),
-    )
+    config, progress = ModelConfig.from_pretrained(model), Console(stderr=True)
+    rate = matmul_rate(torch.device("cpu"), getattr(torch, dtype))
     table = []
     for context in map(int, contexts.split(",")):
         found: dict[str, list[list[Prefill]]] = {}

@@ -61,10 +61,11 @@ def forecast(
         sums = 2 * config.layers * all_reduce_s(hardware, ranks, rows * config.hidden * sizes.dtype.itemsize)
         return max(read / hardware.memory_rate, work / hardware.matmul, config.layers * hardware.layer_s) + sums
 
-    def walled(compute: float) -> float:
-        return max(link, compute + first)
+    def walled(compute: float) -> tuple[float, str]:
+        """Seconds, and what they wait for."""
+        return max((link, "link"), (compute + first, "compute"))
 
-    step = passed(target, sizes.ranks, weights + kv, 1, prompt)
+    step_s, step_bound = walled(passed(target, sizes.ranks, weights + kv, 1, prompt))
     budget = min(sizes.settings.budget, prompt)
     retrieval = draft = 0.0
     if sizes.has_retrieval:
@@ -82,10 +83,10 @@ def forecast(
 
     def verification(n: int) -> tuple[float, str]:
         compute = passed(target, sizes.ranks, weights + kv, n + 1, prompt) + refresh(n)
-        return walled(compute), "link" if link > compute + first else "compute"
+        return walled(compute)
 
     each = per_drafted_s(sizes, retrieval, draft, inner_acceptance)
-    length, token_s = 0, walled(step)
+    length, token_s = 0, step_s
     lengths = range(1, MOST + 1) if sizes.settings.draft_length is None else [sizes.settings.draft_length]
     if sizes.mode != "plain":
         rounds = {n: (verification(n)[0] + n * each) / expected_tokens(acceptance, n) for n in lengths}
@@ -96,8 +97,8 @@ def forecast(
     return Forecast(
         prefill_s=prefill,
         prefill_bound=prefill_bound,
-        step_s=walled(step),
-        step_bound="link" if link > step + first else "compute",
+        step_s=step_s,
+        step_bound=step_bound,
         verification_s=verified,
         verification_bound=bound,
         retrieval_s=retrieval,
