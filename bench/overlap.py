@@ -27,6 +27,7 @@ from decoding.lengths import Fixed
 from decoding.models import Models
 from decoding.sampling import draw
 from decoding.session import Session
+from decoding.sizes import COMPUTE_TURNS
 from offload import POLICIES, RetrievalCache, RetrievalShape, TierForceError
 
 
@@ -38,15 +39,17 @@ class Variant:
     budget: int
     chunk: int = 8
     summary: int | None = None  # None: as the engine would; 0: no summaries
+    turns: int = 1  # one in so many of the summaries is made anew at each choice
 
     @property
     def name(self) -> str:
         kind = "" if self.summary == 0 else " + summaries" + (f" of {self.summary}" if self.summary else "")
-        return f"{self.policy}, chunk {self.chunk}{kind}"
+        return f"{self.policy}, chunk {self.chunk}{kind}" + (f", 1/{self.turns} anew" if self.turns > 1 else "")
 
 
 STATIC = Variant("static", 768, 8, 0)  # the published policy
-OURS = Variant("mass", 768)  # the engine's default
+OURS = Variant("mass", 768)  # the engine's default over a link
+COMPUTE = replace(OURS, turns=COMPUTE_TURNS)  # and its default without one
 ALL = [
     STATIC,
     Variant("window", 768, 8, 0),
@@ -56,6 +59,7 @@ ALL = [
     Variant("mean-key", 768),
     Variant("mass", 768, 8, 64),
     OURS,
+    COMPUTE,
     Variant("mass", 768, 1),
 ]
 
@@ -89,7 +93,7 @@ class Led:
             context = len(prompt) + new + rows + 1
             shape = RetrievalShape.of(each.budget, each.chunk, each.summary, context, rows, new + rows)
             shape = replace(shape, window=target.recent, block=target.block)
-            cache = RetrievalCache(layout, shape, POLICIES[each.policy](), target.rotary, self.session.prompt.device)
+            cache = RetrievalCache(layout, shape, POLICIES[each.policy](), target.rotary, self.session.prompt.device, 1, each.turns)
             self.caches[each] = cache
             target.followers.append(cache)
         self.first = self.session.prefill()  # (1, V)

@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.overlap import OURS, STATIC, Led, Variant
+from bench.overlap import COMPUTE, OURS, STATIC, Led, Variant
 from bench.passes import pass_seconds
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
@@ -38,9 +38,9 @@ def main(
     prepare(threads)
     table = []
     for dtype in dtypes.split(","):
-        engine = Engine.from_pretrained(model, settings=Settings(mode="retrieval", dtype=dtype, link="view", resident_layers=0))
-        static, bare, ours = (replace(each, budget=budget) for each in (STATIC, replace(OURS, summary=0), OURS))
-        led = Led(engine.models, prompt_tokens(engine.tokenizer, context, text), 64, (static, bare, ours), 64)
+        engine = Engine.from_pretrained(model, settings=Settings(mode="retrieval", dtype=dtype))
+        variants = [replace(each, budget=budget) for each in (STATIC, replace(OURS, summary=0), OURS, COMPUTE)]
+        led = Led(engine.models, prompt_tokens(engine.tokenizer, context, text), 64, variants, 64)
         for count in map(int, rows.split(",")):
             times: dict[Variant, list[float]] = {variant: [] for variant in led.caches}
             for _, (variant, cache) in product(range(repeats + 1), led.caches.items()):
@@ -48,7 +48,7 @@ def main(
                 led.session.target.followers = [cache]
                 session = led.session
                 times[variant].append(1e3 * pass_seconds(engine.models.target, session.target, session.prompt[:count]))
-            base_ms = statistics.median(times[static][1:])
+            base_ms = statistics.median(times[variants[0]][1:])
             for variant, found in times.items():
                 ms = statistics.median(found[1:])  # the first one warms up
                 row = {"dtype": dtype, "rows": count, "retrieval cache": variant.name, "verification ms": ms, "least": min(found)}

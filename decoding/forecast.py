@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from decoding.hardware import Hardware
-from decoding.sizes import COMPUTE_REFRESH, MOST, Sizes, weight_bytes
+from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS, MOST, Sizes, weight_bytes
 from offload import POLICIES, MemoryPlan
 from parallel import ModelConfig
 
@@ -75,11 +75,13 @@ def forecast(
         draft = passed(sizes.draft, sizes.draft_ranks, drafts, 1, sizes.window)
 
     def refresh(n: int) -> float:
-        """Keys are read for the scores, and both for the summaries; without a link not at every verification."""
+        """Keys are read for the scores, and both for the summaries; without a link less of both."""
         if not sizes.has_retrieval or not POLICIES[sizes.settings.policy].refreshes:
             return 0.0
-        share = 1.0 if far else min(1.0, expected_tokens(acceptance, n) / COMPUTE_REFRESH)
-        return share * 1.5 * kv / hardware.memory_rate
+        if far:
+            return 1.5 * kv / hardware.memory_rate
+        share = min(1.0, expected_tokens(acceptance, n) / COMPUTE_REFRESH)
+        return share * (0.5 + 1 / COMPUTE_TURNS) * kv / hardware.memory_rate
 
     def verification(n: int) -> tuple[float, str]:
         compute = passed(target, sizes.ranks, weights + kv, n + 1, prompt) + refresh(n)

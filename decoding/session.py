@@ -13,7 +13,7 @@ from decoding.lookup import Lookup
 from decoding.models import Models, plan
 from decoding.sampling import Sampling
 from decoding.settings import Settings
-from decoding.sizes import COMPUTE_REFRESH, INNER_MOST, MOST, SLACK
+from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
 from parallel import Llama, PassLeader, Sharded
 
@@ -57,7 +57,8 @@ class Session:
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
             every = settings.refresh or (LINK_REFRESH if self.streams else COMPUTE_REFRESH)
-            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every)
+            turns = 1 if self.streams else COMPUTE_TURNS
+            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every, turns)
             self.target.followers.append(self.retrieval)
             self.sharded.append((models.target, self.retrieval))
         self.draft = None

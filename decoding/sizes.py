@@ -14,6 +14,7 @@ from parallel import Group, Llama, ModelConfig
 
 MOST, INNER_MOST = 64, 16  # the longest draft put before the target, and before the level below, where they adapt
 COMPUTE_REFRESH = 16  # tokens one selection serves where it costs compute
+COMPUTE_TURNS = 8  # selections that share the work of making all summaries anew, where it costs compute
 NGRAM = 3  # tokens that prompt lookup matches
 BLOCK = 256  # tokens of host layers that gather on the device before they are written back, where nobody selects
 PREFILL_BYTES, PREFILL_MOST = 256 << 20, 4096  # activations of one chunk, and its tokens, at most

@@ -30,7 +30,10 @@ class Seen:
 
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor]:
-        scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): faster this way round, on a CPU
+        if self.keys.is_cpu and self.keys.dtype != torch.float32:  # where a batch is slower than one head after another
+            scores = torch.stack([keys @ q.T for q, keys in zip(self.q, self.keys, strict=True)])
+        else:
+            scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): faster this way round, on a CPU
         scores = scores.transpose(1, 2).float().contiguous()
         most = scores.amax(-1, keepdim=True)
         return scores.sub_(most).exp_(), most[..., 0]

@@ -16,7 +16,7 @@ from offload.cache import Cache, put
 from offload.layout import KVLayout
 from offload.policy import Seen, SelectionPolicy
 from offload.rotary import Rotary
-from offload.summaries import tangents
+from offload.summaries import biases, tangents
 
 _SEEN_TOKENS = 1 << 18  # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
 
@@ -81,22 +81,34 @@ class RetrievalShape:
 
 
 class RetrievalCache(Cache):
-    """Follows a TieredCache. One buffer per layer, (2, Hkv, slots, D): selected tokens, then summaries, then the window and
-    whatever
-    is drafted, so that a pass attends to one segment. Keys are rotated at their absolute positions.
+    """Follows a TieredCache. One buffer per layer, (2, Hkv, slots, D): summaries, then selected tokens, then the window and
+    whatever is drafted, so that a pass attends to one segment. Keys are rotated at their absolute positions.
     """
 
-    _state = ("length", "refreshes", "policy", "_base", "_selected", "_summaries", "_chosen_at", "_kv", "_bias")
+    _state = ("length", "refreshes", "policy", "_base", "_selected", "_summaries", "_whole", "_chosen_at", "_kv", "_bias")
 
     def __init__(
-        self, layout: KVLayout, shape: RetrievalShape, policy: SelectionPolicy, rotary: Rotary, device: torch.device, every: int = 1
+        self,
+        layout: KVLayout,
+        shape: RetrievalShape,
+        policy: SelectionPolicy,
+        rotary: Rotary,
+        device: torch.device,
+        every: int = 1,
+        turns: int = 1,
     ):
-        """A choice serves at least `every` tokens before the next, if the policy refreshes; 1 is a choice at every verification."""
+        """A choice serves at least `every` tokens before the next, if the policy refreshes; 1 is a choice at every verification.
+
+        Each choice makes one in `turns` of the summaries anew, in turn, and the biases of all: a summary that is not weighs what
+        it should, only its key and value are of an older choice. It saves most of the second reading of the prefix.
+        """
         super().__init__(layout)
-        self.shape, self.policy, self.rotary, self.every = shape, policy, rotary, every
+        self.shape, self.policy, self.rotary, self.every, self.turns = shape, policy, rotary, every, turns
         self.refreshes = 0
         self._base = 0  # position of the window's first token, which was the boundary
         self._selected = self._summaries = 0  # slots in front of the window
+        self._whole = 0  # summaries of whole stretches that an earlier choice has made
+        self._parts: list[slice] = []  # of the summaries: what the choice under way makes anew
         self._chosen_at: int | None = None  # tokens of text at the last choice
         self._choosing = False  # whether the target's pass under way is one that chooses
         self._kv = torch.empty(layout.shape(layout.layers, shape.slots), dtype=layout.dtype, device=device)
@@ -127,6 +139,7 @@ class RetrievalCache(Cache):
         if self._choosing:
             self._base, self._chosen_at = boundary, text
             self._selected, self._summaries = self.shape.split(boundary, end - boundary)
+            self._parts, self._whole = self._due(self._whole), boundary // self.shape.summary if self._summaries else 0
             self.refreshes += 1
 
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
@@ -152,14 +165,22 @@ class RetrievalCache(Cache):
             return
         seen = Seen(q, prefix[0], self.policy.rows)
         chunks = self.policy.select(seen, layer, head, chunk, self._selected // chunk)  # (Hkv, n / chunk)
+        summaries, selected = kv[:, :, : self._summaries + self._selected].tensor_split([self._summaries], dim=2)
         for part, index in product(range(2), range(len(chunks))):  # a chunk of one head is one row to copy
-            rows, slots = (x[part, index].view(-1, chunk * x.shape[-1]) for x in (prefix, kv[:, :, : self._selected]))
+            rows, slots = (x[part, index].view(-1, chunk * x.shape[-1]) for x in (prefix, selected))
             torch.index_select(rows, 0, chunks[index], out=slots)
         if self._summaries:
             seen.leave_out(chunks, chunk)
-            window = self._selected + self._summaries
+            for due in self._parts:
+                summaries[:, :, due] = tangents(seen, prefix, self.shape.summary, due)
             bias = self._bias[layer, head : head + prefix.shape[1]].zero_()
-            kv[:, :, self._selected : window], bias[:, self._selected : window] = tangents(seen, prefix, self.shape.summary)
+            bias[:, : self._summaries] = biases(seen, summaries[0], self.shape.summary)
+
+    def _due(self, whole: int) -> list[slice]:
+        """Which summaries a choice is to make, the first `whole` of which are there: a share of these, and all others."""
+        turn = self.refreshes % self.turns
+        share = slice(whole * turn // self.turns, whole * (turn + 1) // self.turns)
+        return [part for part in (share, slice(whole, self._summaries)) if part.start < part.stop]
 
     def advanced(self, length: int) -> None:
         self._refuse_inside_selection(length)

@@ -74,11 +74,17 @@ def plain(layout: KVLayout = LAYOUT) -> PlainCache:
 
 
 def pair(
-    link: Link, resident: int, shape: RetrievalShape, policy: str = "mass", every: int = 1, layout: KVLayout = LAYOUT
+    link: Link,
+    resident: int,
+    shape: RetrievalShape,
+    policy: str = "mass",
+    every: int = 1,
+    layout: KVLayout = LAYOUT,
+    turns: int = 1,
 ) -> tuple[TieredCache, RetrievalCache]:
     """A target's cache and the retrieval cache that follows it."""
     target = tiered(link, resident, shape.window, shape.block, shape.rows, layout=layout, capacity=shape.context)
-    retrieval = RetrievalCache(layout, shape, POLICIES[policy](), target.rotary, link.device, every)
+    retrieval = RetrievalCache(layout, shape, POLICIES[policy](), target.rotary, link.device, every, turns)
     target.followers.append(retrieval)
     return target, retrieval
 

@@ -80,13 +80,16 @@ def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
     return [index * chunk + offset for index in sorted([0, *others[: count - 1]]) for offset in range(chunk)]
 
 
-def tangent_by_hand(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """k' and v' (D,) and b, as `tangents` states them, of keys and values (n, D) that are all summarised."""
-    scores = [keys @ query * keys.shape[1] ** -0.5 for query in queries]
-    weights = sum(score.softmax(0) for score in scores) / len(queries)
-    key, value = (sum(weight * row for weight, row in zip(weights, rows, strict=True)) for rows in (keys, values))
-    mass = [score.logsumexp(0) - key @ query * keys.shape[1] ** -0.5 for score, query in zip(scores, queries, strict=True)]
-    return key, value, torch.stack(mass).mean()
+def tangent_by_hand(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """k' and v' (D,), as `tangents` states them, of keys and values (n, D) that are all summarised."""
+    weights = sum((keys @ query * keys.shape[1] ** -0.5).softmax(0) for query in queries) / len(queries)
+    return weights @ keys, weights @ values
+
+
+def bias_by_hand(queries: Tensor, keys: Tensor, key: Tensor) -> Tensor:
+    """b, as `biases` states it, of a summary with this key (D,) that stands for keys (n, D)."""
+    masses = [(keys @ query * keys.shape[1] ** -0.5).logsumexp(0) - key @ query * keys.shape[1] ** -0.5 for query in queries]
+    return torch.stack(masses).mean()
 
 
 class RetrievalByHand:
@@ -95,9 +98,11 @@ class RetrievalByHand:
     A text is [(q, k, v)] by layer, none of them rotated, from position 0 on.
     """
 
-    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary):
-        self.shape, self.policy, self.rotary = shape, policy, rotary
+    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary, turns: int = 1):
+        self.shape, self.policy, self.rotary, self.turns = shape, policy, rotary, turns
         self.base = 0  # every token from here on is kept
+        self._choices = 0
+        self._made: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor]]] = {}  # summaries of whole stretches
         self._kept: dict[tuple[int, int], Kept] = {}  # by layer and KV head
         self._sums: dict[tuple[int, int], Tensor] = {}
 
@@ -112,6 +117,7 @@ class RetrievalByHand:
                 queries = q[:, head * groups : (head + 1) * groups].flatten(0, 1)
                 kept = self._keep(layer, head, queries, k[:boundary, head], v[:boundary, head], len(k))
                 self._kept[layer, head] = kept
+        self._choices += 1
 
     def attend(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
         """Attention of the last `rows` tokens: (L, T, Hq, D)."""
@@ -141,8 +147,20 @@ class RetrievalByHand:
         count = max(1, (self.shape.budget - summaries - (tokens - len(keys))) // chunk)
         chosen = chosen_by_hand(worths, chunk, count)
         kept = [(keys[token], values[token], torch.zeros(())) for token in chosen]
+        old, new = self._made.get((layer, head), {}), {}
+        share = [len(old) * (self._choices % self.turns + more) // self.turns for more in (0, 1)]
         for index in range(summaries):
-            rest = [token for token in range(index * size, min((index + 1) * size, len(keys))) if token not in chosen]
+            stretch = range(index * size, min((index + 1) * size, len(keys)))
+            rest = [token for token in stretch if token not in chosen]
+            if index in old and not share[0] <= index < share[1]:
+                key, value = old[index]
+            elif rest:
+                key, value = tangent_by_hand(queries, keys[rest], values[rest])
+            else:
+                key, value = keys[stretch].mean(0), values[stretch].mean(0)
             if rest:
-                kept.append(tangent_by_hand(queries, keys[rest], values[rest]))
+                kept.append((key, value, bias_by_hand(queries, keys[rest], key)))
+            if len(stretch) == size:
+                new[index] = key, value
+        self._made[layer, head] = new
         return tuple(torch.stack(parts) for parts in zip(*kept, strict=True))

@@ -12,6 +12,8 @@ from models import random_tokens
 
 import decoding.models
 from decoding import Engine, Sampling
+from decoding.session import Session
+from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS
 from offload import POLICIES, MemoryPlan, Needs, TieredCache, plan_memory
 
 PROMPT = random_tokens(90).tolist()
@@ -113,6 +115,14 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
             assert (engine.stats.retrieval.refreshes == 1) == (policy == "static")
     assert by_length == {length: {2 * token_bytes(engine) * boundary(engine, length, 60)} for length in by_length}
     assert len(by_length) > 40
+
+
+@pytest.mark.parametrize(("link", "resident", "often"), [("emulated:50", 0, True), ("emulated:50", 3, False), ("view", 0, False)])
+def test_where_a_choice_costs_compute_it_comes_seldom_and_does_less(link: str, resident: int, often: bool, pair: Pair) -> None:
+    with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
+        cache = Session(engine.models, PROMPT, 60).retrieval
+        assert cache is not None
+        assert (cache.every, cache.turns) == ((1, 1) if often else (COMPUTE_REFRESH, COMPUTE_TURNS))
 
 
 @pytest.mark.parametrize("policy", ["static", "mass"])

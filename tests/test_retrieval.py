@@ -55,6 +55,22 @@ def test_every_pass_is_what_brute_force_gives(policy: str, chunk: int, summary: 
     assert middle.refreshes == (1 if policy == "static" else 1 + len(lengths))
 
 
+@pytest.mark.parametrize("turns", [2, 3, 20])
+@pytest.mark.parametrize(("chunk", "summary"), [(1, 16), (4, 16), (4, 7)])
+@pytest.mark.parametrize("prompt", [40, 70])  # within the budget at first, and not
+def test_summaries_made_in_turn_are_what_brute_force_gives(prompt: int, chunk: int, summary: int, turns: int) -> None:
+    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(turns)
+    target, middle = pair(make_test_link("view"), 2, shape, turns=turns)
+    hand, story = RetrievalByHand(shape, "mass", ROTARY, turns), text(prompt)
+    prefill(target, story, 32)
+    hand.choose(story, prompt % 32, target.boundary)
+    for _ in range(14):
+        length = target.length
+        story, seen = speculate(target, middle, story, DRAFT, rng, lambda known, out: close(out, hand.attend(known, out.shape[1])))
+        hand.choose(seen, len(seen[0][0]) - length, target.boundary)
+    assert middle._summaries > 3
+
+
 @sizes
 @every_policy
 @pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])  # no prefix, all within the budget, hardly more, much more

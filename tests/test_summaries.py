@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import reference_attention, tangent_by_hand
+from reference import bias_by_hand, reference_attention, tangent_by_hand
 from torch import Tensor
 
 from offload.policy import Seen
-from offload.summaries import tangents
+from offload.summaries import biases, tangents
 
 HEADS, GROUPS, DIM = 3, 2, 8
 NONE = torch.empty(HEADS, 0, dtype=torch.int64)
@@ -23,7 +23,8 @@ def draw(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 def summarise(q: Tensor, kv: Tensor, left_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
     seen = Seen(q, kv[0], 8)
     seen.leave_out(left_out, 1)
-    return tangents(seen, kv, size)
+    summary = tangents(seen, kv, size)
+    return summary, biases(seen, summary[0], size)
 
 
 def attention(q: Tensor, kv: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -45,9 +46,10 @@ def test_the_formula_token_by_token(rows: int, tokens: int, size: int, left_out:
             rest = [token for token in chunk.tolist() if token not in out[head].tolist()]
             if not rest:
                 assert bias[head, index] == -torch.inf
-                assert found[:, head, index].isfinite().all()  # a weight of none times no number would be none
+                torch.testing.assert_close(found[:, head, index], kv[:, head, chunk].mean(1))  # for a later choice to weigh
                 continue
-            key, value, wanted = tangent_by_hand(queries, kv[0, head, rest], kv[1, head, rest])
+            key, value = tangent_by_hand(queries, kv[0, head, rest], kv[1, head, rest])
+            wanted = bias_by_hand(queries, kv[0, head, rest], key)
             torch.testing.assert_close(found[0, head, index], key, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(found[1, head, index], value, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(bias[head, index], wanted, atol=1e-4, rtol=1e-5)
@@ -106,6 +108,30 @@ def test_chunks_wholly_left_out_weigh_nothing() -> None:
     assert found.isfinite().all()
     everything = torch.arange(41).expand(HEADS, -1)
     assert torch.equal(summarise(q, kv, everything, 16)[1], torch.full((HEADS, 3), -torch.inf))
+
+
+@sizes
+def test_some_chunks_are_summarised_as_all_are(tokens: int, size: int) -> None:
+    q, kv = draw(3, tokens)
+    seen = Seen(q, kv[0], 8)
+    whole = tangents(seen, kv, size)
+    for part in (slice(0, 1), slice(1, None), slice(1, 2), slice(0, None, 2)):
+        if range(whole.shape[2])[part]:
+            torch.testing.assert_close(tangents(seen, kv, size, part), whole[:, :, part])
+
+
+@sizes
+def test_any_key_gets_the_mass_it_stands_for(tokens: int, size: int) -> None:
+    """A summary of an older choice: at the rows themselves its key weighs, in the mean of logarithms, what the chunk does."""
+    q, kv = draw(5, tokens)
+    q = q[:, ::GROUPS]
+    seen, old = Seen(q, kv[0], 8), torch.randn(HEADS, -(-tokens // size), DIM)
+    bias = biases(seen, old, size)
+    for head in range(HEADS):
+        for index, chunk in enumerate(torch.arange(tokens).split(size)):
+            scores = q[:, head] @ kv[0, head, chunk].T * DIM**-0.5  # (T, S)
+            mine = q[:, head] @ old[head, index] * DIM**-0.5 + bias[head, index]
+            torch.testing.assert_close(mine.mean(), scores.logsumexp(1).mean(), atol=1e-4, rtol=1e-5)
 
 
 def test_chunks_are_left_out_whole() -> None:
