@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from bench.continued import continued
 from bench.record import prepare, save, show
@@ -63,28 +63,35 @@ class Ours:
 
 
 class Transformers:
-    """transformers' generate with its default (dynamic) cache, continuing from a prefilled one."""
+    """transformers' generate with its default (dynamic) cache or its static one, continuing from a prefilled one."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, prompt: list[int], new: int):
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self.prompt, self.new = torch.tensor([prompt]), new
-        self.cache = DynamicCache(config=self.model.config)
+    def __init__(self, model: Any, prompt: list[int], new: int, static: bool):
+        self.model, self.prompt, self.new = model, torch.tensor([prompt]), new
+        self.cache = StaticCache(model.config, len(prompt) + new) if static else DynamicCache(config=model.config)
         with torch.inference_mode():
-            self.model(self.prompt[:, :-1], past_key_values=self.cache, logits_to_keep=1)
+            for part in self.prompt[:, :-1].split(2048, dim=1):  # a static cache's mask is as long as the cache, for every row
+                self.model(part, past_key_values=self.cache, logits_to_keep=1)
 
     def run(self, sampling: Sampling) -> Run:
         torch.manual_seed(sampling.seed)
         warped: dict[str, Any] = {"do_sample": False}
         if sampling.temperature:
             warped = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        if (extra := self.cache.get_seq_length() - self.prompt.shape[1] + 1) > 0:
-            self.cache.crop(-extra)
+        self._rewind()
         started = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
                 self.prompt, past_key_values=self.cache, max_new_tokens=self.new, min_new_tokens=self.new, **warped
             )
         return Run(time.perf_counter() - started, out.shape[1] - self.prompt.shape[1])
+
+    def _rewind(self) -> None:
+        read = self.prompt.shape[1] - 1
+        if isinstance(self.cache, DynamicCache):
+            self.cache.crop(read - self.cache.get_seq_length())
+        else:
+            for layer in self.cache.layers:  # a static cache cannot be cropped, but what lies behind its length is masked
+                layer.cumulative_length.fill_(read)
 
 
 def main(
@@ -124,7 +131,9 @@ def main(
 
     progress = Console(stderr=True)
     progress.print("prefill: transformers")
-    methods["transformers, default cache"] = Transformers(model, engine.models.dtype, prompt, min(new_tokens, 32)).run
+    peer = AutoModelForCausalLM.from_pretrained(model, dtype=engine.models.dtype)
+    for kind in ("default", "static"):
+        methods[f"transformers, {kind} cache"] = Transformers(peer, prompt, min(new_tokens, 32), kind == "static").run
     ours("plain", resident, new_tokens, "1", "")
     ours("retrieval", resident, new_tokens, lengths, "")
     ours("hierarchical", resident, new_tokens, lengths, "")
@@ -171,7 +180,8 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     def best(mode: str, linked: bool) -> float:
         return min(time for name, time in times.items() if name.startswith(mode) and ("link" in name) == linked)
 
-    found = {"plain, times as fast as transformers": times["transformers, default cache"] / times["plain"]}
+    kinds = [name for name in times if name.startswith("transformers")]
+    found = {f"plain, times as fast as {name}": times[name] / times["plain"] for name in kinds}
     for mode in ("hierarchical", "retrieval"):
         found[f"{mode} at its best length, times as fast as plain"] = times["plain"] / best(mode, False)
         found[f"{mode} at its best length, times as fast as plain over the link"] = times[offload] / best(mode, True)
