@@ -90,6 +90,7 @@ class Transformers:
         if isinstance(self.cache, DynamicCache):
             self.cache.crop(read - self.cache.get_seq_length())
         else:
+            layer: Any
             for layer in self.cache.layers:  # a static cache cannot be cropped, but what lies behind its length is masked
                 layer.cumulative_length.fill_(read)
 

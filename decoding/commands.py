@@ -16,6 +16,7 @@ from decoding.planning import plan
 from decoding.progress import Display
 from decoding.prompt import INSTRUCTION, Template
 from decoding.records import Records
+from decoding.settings import dtype_of
 from decoding.stream import stream
 from decoding.summarize import longest_prompt
 from decoding.summarize import summarize as summarize_all
@@ -103,13 +104,18 @@ def generate(
 @app.command()
 def probe(
     gpus: Annotated[int, typer.Option(min=1, help="Ranks to measure with; CPU ranks where there is no GPU.")] = 1,
+    model: Annotated[
+        str | None, typer.Option(help="Whose dimensions kernels are measured with: a folder, a hub name, or a config.json.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     output: Annotated[Path, typer.Option(help="Hardware file to write, for `tierforce plan --hardware`.")] = Path("probe.json"),
 ) -> None:
     """Measure what this machine can do, warn of what costs most, and write a hardware file for `tierforce plan`."""
+    kind = dtype_of(dtype)
     _spread(gpus)
     group = Group.from_environment(device)
-    found = probing.profile(group)
+    found = probing.profile(group, model, kind)
     with group.together():
         if group.rank == 0:
             probing.write(found, output)

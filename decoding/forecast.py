@@ -49,42 +49,37 @@ def forecast(
 ) -> Forecast:
     """For one document of `prompt` + `new` tokens. Acceptance rates are those of the target and of the retrieval level."""
     target, layout = sizes.target, sizes.target.kv_layout(sizes.ranks, sizes.dtype)
-    far, weights = target.layers - plan.resident_layers, read_bytes(target, sizes.ranks, sizes.dtype)
+    far = target.layers - plan.resident_layers
     kv, streamed = layout.bytes(prompt), layout.bytes(prompt, far)
     link = streamed / hardware.link_in
     # nothing hides the first slot's copy where no layer computes before it; where the link is the cost, it is part of that
     first = plan.slot_heads * layout.bytes(prompt, 1) / layout.heads / hardware.link_in if far == target.layers else 0.0
 
-    def passed(config: ModelConfig, ranks: int, read: float, rows: int, attended: int) -> float:
-        """A short pass: reading memory, arithmetic and launches overlap; sums over ranks come on top."""
-        work = rows * (matmul_flops(config) + 4.0 * config.layers * config.heads * config.head_dim * attended) / ranks
-        sums = 2 * config.layers * all_reduce_s(hardware, ranks, rows * config.hidden * sizes.dtype.itemsize)
-        return max(read / hardware.memory_rate, work / hardware.matmul, config.layers * hardware.layer_s) + sums
-
     def walled(compute: float) -> tuple[float, str]:
         """Seconds, and what they wait for."""
         return max((link, "link"), (compute + first, "compute"))
 
-    step_s, step_bound = walled(passed(target, sizes.ranks, weights + kv, 1, prompt))
+    dtype = sizes.dtype
+    step_s, step_bound = walled(pass_s(hardware, target, sizes.ranks, dtype, 1, prompt))
     budget = min(sizes.settings.budget, prompt)
     retrieval = draft = 0.0
     if sizes.has_retrieval:
-        retrieval = passed(target, sizes.ranks, weights + layout.bytes(budget), INNER_LENGTH + 1, budget)
+        inner = sizes.settings.inner_length or INNER_LENGTH
+        rows = inner + 1 if sizes.draft is not None and sizes.has_draft else 1
+        retrieval = pass_s(hardware, target, sizes.ranks, dtype, rows, budget)
     if sizes.draft is not None and sizes.has_draft:
-        drafts = read_bytes(sizes.draft, sizes.draft_ranks, sizes.dtype)
-        draft = passed(sizes.draft, sizes.draft_ranks, drafts, 1, sizes.window)
+        draft = pass_s(hardware, sizes.draft, sizes.draft_ranks, dtype, 1, sizes.window)
 
     def refresh(n: int) -> float:
         """Keys are read for the scores, and both for the summaries; without a link less of both."""
         if not sizes.has_retrieval or not POLICIES[sizes.settings.policy].refreshes:
             return 0.0
         if far:
-            return 1.5 * kv / hardware.memory_rate
-        share = min(1.0, expected_tokens(acceptance, n) / COMPUTE_REFRESH)
-        return share * (0.5 + 1 / COMPUTE_TURNS) * kv / hardware.memory_rate
+            return choice_s(hardware, kv, 1)
+        return min(1.0, expected_tokens(acceptance, n) / COMPUTE_REFRESH) * choice_s(hardware, kv, COMPUTE_TURNS)
 
     def verification(n: int) -> tuple[float, str]:
-        compute = passed(target, sizes.ranks, weights + kv, n + 1, prompt) + refresh(n)
+        compute = pass_s(hardware, target, sizes.ranks, dtype, n + 1, prompt) + refresh(n)
         return walled(compute)
 
     each = per_drafted_s(sizes, retrieval, draft, inner_acceptance)
@@ -113,6 +108,26 @@ def forecast(
     )
 
 
+def pass_s(hardware: Hardware, config: ModelConfig, ranks: int, dtype: torch.dtype, rows: int, attended: int) -> float:
+    """A short pass of `rows` tokens that attend to so many each, on each of the ranks, and drawing from what it says."""
+    kv_rate, attention = hardware.kv_rate or hardware.memory_rate, hardware.attention or hardware.matmul
+    memory = read_bytes(config, ranks, dtype) / hardware.memory_rate + config.kv_layout(ranks, dtype).bytes(attended) / kv_rate
+    products = rows * matmul_flops(config) / ranks / hardware.matmul
+    scores = rows * attention_flops(config) * attended / ranks / attention
+    launches = config.layers * hardware.layer_s + hardware.pass_s
+    drawn = rows * hardware.sample_s + hardware.draw_s
+    sums = 2 * config.layers * all_reduce_s(hardware, ranks, rows * config.hidden * dtype.itemsize)
+    if hardware.runs_ahead:
+        return max(memory, products + scores, launches) + sums + drawn
+    return memory + products + scores * (rows - 1) / rows + launches + sums + drawn  # kv_rate was measured with a row's arithmetic
+
+
+def choice_s(hardware: Hardware, kv: float, turns: int) -> float:
+    """A refresh over `kv` bytes of one rank, which makes one in `turns` of the summaries anew."""
+    scores = hardware.score_rate or 2 * hardware.memory_rate
+    return kv / scores + kv / turns / (hardware.summary_rate or hardware.memory_rate)
+
+
 def expected_tokens(acceptance: float, length: int) -> float:
     """Tokens of one verification of `length` drafted ones (Leviathan et al. 2023, arXiv 2211.17192, equation 1)."""
     return length + 1 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
@@ -136,8 +151,10 @@ def prefill_s(sizes: Sizes, hardware: Hardware, tokens: int, written: int) -> tu
     """Seconds of a layer-major prefill, and what bounds it: the three overlap. `written`: bytes of a rank's KV for the host."""
     config = sizes.target
     sums = 2 * config.layers * all_reduce_s(hardware, sizes.ranks, tokens * config.hidden * sizes.dtype.itemsize)
+    scores = prefill_flops(config, tokens) - matmul_flops(config) * tokens
+    arithmetic = matmul_flops(config) * tokens / hardware.matmul + scores / (hardware.prefill_attention or hardware.matmul)
     times = {
-        "arithmetic": prefill_flops(config, tokens) / sizes.ranks / hardware.matmul,
+        "arithmetic": arithmetic / sizes.ranks,
         "sums over ranks": sums,
         "write-back": written / hardware.link_out,
     }
@@ -157,7 +174,11 @@ def matmul_flops(config: ModelConfig) -> float:
     return 2.0 * config.layers * (attention + 3 * config.hidden * config.intermediate)
 
 
+def attention_flops(config: ModelConfig) -> float:
+    """Operations of a row's attention a token that it sees, in all layers: two for QK^T and two for PV a dimension."""
+    return 4.0 * config.layers * config.heads * config.head_dim
+
+
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Operations of a prefill: the products, and two for QK^T and two for PV a pair of tokens, head and dimension."""
-    pairs = tokens * (tokens + 1) / 2
-    return matmul_flops(config) * tokens + 4.0 * config.layers * config.heads * config.head_dim * pairs
+    """Operations of a prefill: the products, and attention of each pair of tokens."""
+    return matmul_flops(config) * tokens + attention_flops(config) * tokens * (tokens + 1) / 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,27 @@ class Hardware:
     all_reduce_s: float  # a small all-reduce
     all_reduce_rate: float  # a large one, bytes of the tensor a second
     layer_s: float  # what a layer of a short pass takes on top of reading memory: launches
+    # what a profile may lack, None for what stands behind it
+    kv_rate: float | None = None  # reading KV in attention of one row; memory_rate
+    attention: float | None = None  # operations of a further row of a short pass; matmul
+    prefill_attention: float | None = None  # operations of many rows; matmul
+    score_rate: float | None = None  # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
+    summary_rate: float | None = None  # bytes of KV a second that are summarised; memory_rate
+    pass_s: float = 0.0  # what a short pass takes beside its layers
+    sample_s: float = 0.0  # the law of one row of logits
+    draw_s: float = 0.0  # drawing a token from a law, and having it on the host
+    runs_ahead: bool = True  # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "name":
+            if field.name == "name" or (value is None and field.default is None):
                 continue
-            zero = field.name in ("all_reduce_s", "layer_s")
+            if field.name == "runs_ahead":
+                if not isinstance(value, bool):
+                    raise TierForceError(f"hardware {self.name}: runs_ahead must be true or false, found {value!r}.")
+                continue
+            zero = field.name in ("all_reduce_s", "layer_s", "pass_s", "sample_s", "draw_s")
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
                 raise TierForceError(f"hardware {self.name}: {field.name} must be a number, found {value!r}.")
             if not value and not zero:
@@ -57,9 +71,14 @@ class Hardware:
 
     @classmethod
     def _of(cls, name: str, found: Any) -> Hardware:
-        wanted = [field.name for field in fields(cls) if field.name != "name"]
+        known = [field.name for field in fields(cls) if field.name != "name"]
+        wanted = [field.name for field in fields(cls) if field.name != "name" and field.default is MISSING]
         if not isinstance(found, dict) or (missing := [field for field in wanted if field not in found]):
             lacks = f"lacks {', '.join(missing)}" if isinstance(found, dict) else "is not a JSON object"
             raise TierForceError(f"hardware {name} {lacks}: it needs {', '.join(wanted)}.")
-        values = {field: found[field].get("value") if isinstance(found[field], dict) else found[field] for field in wanted}
+        values = {
+            field: found[field].get("value") if isinstance(found[field], dict) else found[field]
+            for field in known
+            if field in found
+        }
         return cls(name, **values)

@@ -61,7 +61,7 @@ def warnings(machine: Machine, gpus: int, link_in: float, link_in_alone: float) 
     """
     found, used = [], machine.gpus[:gpus]
     if not gpus:
-        found.append("no GPU is used: device memory is host memory, links are copies within it, and a plan for this says little.")
+        found.append("no GPU is used: device memory is host memory, and links are copies within it.")
     for index, gpu in enumerate(used):
         if 0 < gpu.pcie_width < 16:
             found.append(

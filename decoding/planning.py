@@ -5,14 +5,13 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from decoding.forecast import ACCEPTANCE, INNER_ACCEPTANCE, INNER_LENGTH, Forecast, forecast
 from decoding.hardware import Hardware
-from decoding.settings import Settings
+from decoding.settings import Settings, dtype_of
 from decoding.sizes import USED, Sizes, draft_ranks, weight_bytes
 from offload import FitError, MemoryPlan, TierForceError, device_tiers, plan_memory
 from parallel import ModelConfig
@@ -74,8 +73,6 @@ def plan(
     for name, rate in (("acceptance", acceptance), ("inner-acceptance", inner_acceptance)):
         if not 0 <= rate <= 1:
             raise TierForceError(f"--{name} must be between 0 and 1, found {rate}.")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise TierForceError(f"--dtype {dtype} is not known: use bfloat16, float16 or float32.")
     target = ModelConfig.find(model)
     small = ModelConfig.find(draft) if draft is not None else None
     settings = Settings(mode=mode, budget=budget, resident_layers=resident_layers, draft_length=draft_length, context=context)
@@ -85,7 +82,7 @@ def plan(
     prompt = tokens - max_new_tokens
     if prompt < 1:
         raise TierForceError(f"--context {tokens} leaves no room for a prompt before {max_new_tokens} new tokens.")
-    kind, ranks = getattr(torch, dtype), int(machine.gpus)
+    kind, ranks = dtype_of(dtype), int(machine.gpus)
     target.kv_layout(ranks, kind)
     if resident_layers is not None and resident_layers > target.layers:
         raise TierForceError(f"--resident-layers {resident_layers}: the model has {target.layers} layers.")

@@ -11,14 +11,17 @@ import torch
 from rich.table import Table
 
 from decoding import rates
+from decoding.calibration import pass_rates, usual
 from decoding.machine import Machine, warnings
 from offload import TierForceError, make_link
-from parallel import Group
+from parallel import Group, ModelConfig
 
 SMALL = 8192  # bytes of a small all-reduce: one token's hidden state in a 7B model
 _UNITS = {"link_in": "GB/s", "link_in_alone": "GB/s", "link_out": "GB/s", "memory_rate": "GB/s", "all_reduce_rate": "GB/s"}
+_UNITS |= {"kv_rate": "GB/s", "score_rate": "GB/s", "summary_rate": "GB/s"}
+_UNITS |= dict.fromkeys(("matmul_alone", "matmul", "attention", "prefill_attention"), "TFLOP/s")
+_UNITS |= dict.fromkeys(("pass_s", "sample_s", "draw_s"), "microseconds")
 _UNITS |= {
-    "matmul": "TFLOP/s",
     "device_memory": "GB",
     "host_memory": "GB",
     "all_reduce_s": "microseconds",
@@ -27,13 +30,18 @@ _UNITS |= {
 _SCALES = {"GB/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
 
 
-def profile(group: Group) -> dict[str, Any]:
+def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """A hardware file's content, with what the system tells and warnings beside the numbers. All ranks call it.
 
-    Rates are the slowest rank's while all are at work, `link_in_alone` is rank 0's while the others wait. Without a GPU the device
-    is the host. What goes wrong on one rank is raised on all (TierForceError).
+    Rates are the slowest rank's while all are at work, `link_in_alone` is rank 0's while the others wait; those of kernels are
+    for layers of the named model's dimensions. Without a GPU the device is the host. What goes wrong on one rank is raised on
+    all (TierForceError).
     """
     cuda = group.device.type == "cuda"
+    with group.together():
+        if not cuda and dtype == torch.float16:
+            raise TierForceError("float16 is not supported on a CPU: use --dtype float32, or bfloat16.")
+        config = ModelConfig.find(model) if model is not None else usual(group.device)
     numbers: dict[str, float] = {"gpus": group.size, "host_memory": group.broadcast(Machine.here().host_available)}
     with group.together():
         link = make_link("auto", group.device)
@@ -50,21 +58,24 @@ def profile(group: Group) -> dict[str, Any]:
         busy = copies.meanwhile(Machine.here)
         copies.close()
         own["device_memory"] = link.device_available() // (1 if cuda else group.size)
-        own["memory_rate"] = rates.read_rate(group.device)
-        own["matmul"] = rates.matmul_rate(group.device)
-        layer_s = rates.layer_seconds(group.device)
+        own["matmul_alone"] = rates.matmul_rate(group.device, dtype)
+        with torch.inference_mode():
+            own |= pass_rates(config, group.device, dtype)
         link.close()
-    numbers |= {name: min(each[name] for each in group.gather(own)) for name in own}
-    numbers |= {"layer_s": max(group.gather(layer_s)), "link_in_alone": group.broadcast(alone)}
+    every = group.gather(own)
+    numbers |= {name: (max if name.endswith("_s") else min)(each[name] for each in every) for name in own}
+    numbers |= {"link_in_alone": group.broadcast(alone)}
     numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # of one rank
     if group.size > 1:
         numbers["all_reduce_s"] = max(group.gather(rates.sum_seconds(group, SMALL)))
         numbers["all_reduce_rate"] = min(group.gather(rates.sum_rate(group)))
-    source = f"measured {date.today().isoformat()} on {torch.cuda.get_device_name(group.device) if cuda else 'a CPU'}"
+    of = f"with layers of {model or 'usual dimensions'} in {str(dtype).removeprefix('torch.')}"
+    source = f"measured {date.today().isoformat()} on {torch.cuda.get_device_name(group.device) if cuda else 'a CPU'}, {of}"
     if group.size == 1:
         source += ", one rank"
     found: dict[str, Any] = {name: {"value": value, "source": source} for name, value in numbers.items()}
     said = warnings(busy, group.size if cuda else 0, numbers["link_in"], numbers["link_in_alone"])
+    found["runs_ahead"] = {"value": cuda, "source": "a GPU's host runs ahead of it, a CPU does all by itself"}
     return {**found, "machine": busy.as_dict(), "warnings": said}
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from transformers import LlamaConfig
 
-from offload import KVLayout, Link, Rotary, StreamingCache
-from parallel import Group, ModelConfig, random_model
+from offload import Link
+from parallel import Group
 
 T = TypeVar("T")
 _COPY, _SUM = 128 << 20, 16 << 20  # bytes
 _REPEATS = 5
-_CUDA_READ, _CPU_READ = 1 << 30, 256 << 20  # bytes: far more than any cache holds
 
 
 class Copies:
@@ -54,35 +52,11 @@ class Copies:
         self.link.copy([(self._host, self._device) if out else (self._device, self._host)])
 
 
-def read_rate(device: torch.device) -> float:
-    """Bytes a second of reading device memory."""
-    size = _CUDA_READ if device.type == "cuda" else _CPU_READ
-    numbers = torch.ones(size // 4, device=device)
-    return size / _seconds(lambda: numbers.sum())
-
-
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
     """Operations a second of one large matrix product: what arithmetic could reach here at most."""
     size = 2048 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b)
-
-
-def layer_seconds(device: torch.device, layers: int = 16) -> float:
-    """What a layer of a one-token pass takes when its weights and cache are next to nothing: launches and dispatch."""
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_attention_heads": 1,
-        "num_hidden_layers": layers,
-        "vocab_size": 64,
-    }
-    config = ModelConfig.from_hf(LlamaConfig(**sizes, rope_parameters=rope))
-    model, layout = random_model(config, Group(device=device), torch.bfloat16), KVLayout(layers, 1, 64, torch.bfloat16)
-    cache = StreamingCache(layout, 1, 8, 8, Rotary(*config.inverse_frequencies(17), 17, torch.bfloat16, device), device)
-    token = torch.zeros(1, dtype=torch.int64, device=device)
-    return _seconds(lambda: model(token, cache, 1)) / layers
 
 
 def sum_seconds(group: Group, size: int) -> float:

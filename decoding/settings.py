@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from offload import POLICIES, TierForceError
 
 LONGEST = 512  # tokens of a draft: all caches have room for one
 MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises TierForceError for what no model is run in."""
+    if name not in ("bfloat16", "float16", "float32"):
+        raise TierForceError(f"--dtype {name} is not known: use bfloat16, float16 or float32.")
+    return getattr(torch, name)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The target's cache: the first layers resident on the device, the KV of the others in host memory, streamed to verify."""
+"""The target's cache: some layers resident on the device, the KV of the others in host memory, streamed to verify."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class TieredCache(Cache):
     ):
         """`capacity`: tokens of the whole text; `rows`: tokens of the largest pass when decoding."""
         super().__init__(layout)
-        self.capacity, self.resident_layers, self.link, self.rotary = capacity, resident_layers, link, rotary
+        self.capacity, self.link, self.rotary = capacity, link, rotary
+        self._places = places(layout.layers, resident_layers)
         self.recent, self.block = recent, block
         self.followers: list[Follower] = []
         self.boundary = 0
@@ -82,12 +83,13 @@ class TieredCache(Cache):
         if self._prompt:
             return self._attend_prompt(layer, q, k, v, start)
         end = start + len(q)
-        if layer < self.resident_layers:
-            kv = self._near[layer]
+        near, index = self._places[layer]
+        if near:
+            kv = self._near[index]
             put(kv, k, v, start)
             self._show(layer, 0, q, kv[:, :, : self.boundary], kv[:, :, self.boundary : end])
             return self._attend(q, kv, end)[0]
-        tail = self._tail[layer - self.resident_layers]
+        tail = self._tail[index]
         put(tail, k, v, start - self.boundary)
         parts = [self._attend(q, tail, end - self.boundary)]
         tail = tail[:, :, : end - self.boundary]
@@ -176,13 +178,13 @@ class TieredCache(Cache):
         self.advance(tokens)
 
     def _attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        end, far = start + len(q), layer - self.resident_layers
+        end, (near, index) = start + len(q), self._places[layer]
         kept = slice(start, max(start, min(end, self.boundary)))  # of these tokens, those that go to the host
-        if far < 0:
-            kv = self._near[layer]
+        if near:
+            kv = self._near[index]
             put(kv, k, v, start)
         elif self._stage is None:  # host memory is device memory: the store is the layer's buffer
-            kv = self._store.kv[far]
+            kv = self._store.kv[index]
             put(kv, k, v, start)
             self.traffic.link_out += kv[:, :, kept].nbytes
         else:
@@ -191,14 +193,22 @@ class TieredCache(Cache):
                 self.link.wait(self._writes[start])
             put(kv, k, v, start)
             if kept.stop > start:
-                self._writes[start] = self._write(far, kv[:, :, kept], start)
+                self._writes[start] = self._write(index, kv[:, :, kept], start)
         out, _ = self._attend(q, kv, end)
         if end == self._prompt:
             recent = kv[:, :, self.boundary : end]
-            if far >= 0:
-                self._tail[far, :, :, : end - self.boundary] = recent
+            if not near:
+                self._tail[index, :, :, : end - self.boundary] = recent
             self._show(layer, 0, q[-_LAST_ROWS:], kv[:, :, : self.boundary], recent)
         return out
+
+
+def places(layers: int, resident: int) -> list[tuple[bool, int]]:
+    """Whether each layer is resident, and its index among its kind: spread evenly, so that the link is busy while they compute,
+    and the first layer is one of them, so that the first copy hides behind it.
+    """
+    near = [layer * resident % layers < resident for layer in range(layers)]
+    return [(here, near[:layer].count(here)) for layer, here in enumerate(near)]
 
 
 def tail_tokens(recent: int, block: int, rows: int) -> int:

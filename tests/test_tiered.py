@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from links import DelayingLink, make_test_link
 
 from offload import HostArena, KVLayout, Link, TieredCache
 from offload.link import Copy
+from offload.tiered import places
 
 LAYERS = LAYOUT.layers
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
@@ -156,6 +157,19 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(link: Link,
     torch.testing.assert_close(torch.cat((stored, tail), dim=3).transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 6, 32, 40])
+def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> None:
+    for resident in range(layers + 1):
+        found = places(layers, resident)
+        near = [layer for layer, (here, _) in enumerate(found) if here]
+        assert len(near) == resident
+        assert not resident or near[0] == 0
+        gaps = [after - before for before, after in pairwise([*near, layers])]
+        assert max(gaps, default=0) - min(gaps, default=0) <= 1
+        for kind in (True, False):
+            assert [index for here, index in found if here == kind] == list(range(sum(here == kind for here, _ in found)))
+
+
 @every_link
 @pytest.mark.parametrize(("recent", "block"), [(0, 1), (0, 12), (7, 1), (5, 12), (30, 4)])
 def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(link: Link, recent: int, block: int) -> None:
@@ -170,7 +184,7 @@ def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(link: Link, rece
         assert cache.boundary == max(0, (cache.length - stand - recent) // block * block)  # until the next pass begins
         link.drain()
         both = torch.cat((cache._store.kv[:, :, :, : cache.boundary], cache._tail[:, :, :, : cache.length - cache.boundary]), dim=3)
-        torch.testing.assert_close(both.transpose(2, 3), want.kv[2:], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(both.transpose(2, 3), want.kv[1::2], atol=1e-5, rtol=1e-5)
     assert cache.boundary >= 48
 
 
