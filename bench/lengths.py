@@ -27,28 +27,11 @@ from bench.overlap import OURS, STATIC, Variant, prompts
 from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.lengths import DraftLength, Fixed, Round
+from decoding.lengths import Fixed, Noted, Round
 from decoding.session import Session, draft_lengths
 from decoding.sizes import MOST
 
 Pair = tuple[int, int] | None  # draft length and inner length; None: adaptive
-
-
-class Noted(DraftLength):
-    """Keeps the rounds of another."""
-
-    def __init__(self, length: DraftLength, rounds: list[Round]):
-        self.length, self.rounds = length, rounds
-
-    def begin(self, start: int) -> None:
-        self.length.begin(start)
-
-    def next(self) -> int:
-        return self.length.next()
-
-    def record(self, past: Round) -> None:
-        self.rounds.append(past)
-        self.length.record(past)
 
 
 @dataclass

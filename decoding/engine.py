@@ -11,16 +11,20 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig
 
 from decoding.decoders import Decoder
-from decoding.models import Models, plan
+from decoding.lengths import Noted
+from decoding.models import Models
+from decoding.rates import Copies
 from decoding.sampling import Sampling, draw
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
-from decoding.sizes import LARGE_DRAFT
+from decoding.sizes import BUDGETS, LARGE_DRAFT
 from decoding.stats import Stats
+from decoding.tuning import Choice, Split, affordable
 from decoding.verify import finite
-from offload import DocumentError, TierForceError, one_line
+from offload import DocumentError, FitError, TierForceError, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
+_PROBED, _PROBED_S = 32 << 20, 0.1  # bytes and seconds of the copies that tell the link's rate
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
 
@@ -35,6 +39,8 @@ class Engine:
         self.group: Group = models.target.group
         self.stats = Stats()
         self.lengths = draft_lengths(models.settings)
+        self.split = Split()
+        self._link_rate: float | None = None  # bytes a second, once a text has asked
         self._busy = False  # a text is being generated, and the arena is its own
         limit = models.target.config.context_limit
         wanted = models.settings.context
@@ -75,7 +81,7 @@ class Engine:
     def check(self, prompt: int, new: int) -> None:
         """Raises FitError, on all ranks, when a text of that many tokens would not fit. All ranks call it."""
         with self.group.together():
-            plan(self.models, prompt, new)
+            affordable(self.models, prompt, new)
 
     def generate(
         self,
@@ -97,8 +103,10 @@ class Engine:
         self._refuse(tokens, max_new_tokens)
         self._busy = True
         try:
-            self.group.broadcast((tokens, max_new_tokens))
-            session = self._open(tokens, max_new_tokens)
+            choice = self._spend(len(tokens), max_new_tokens)
+            self.group.broadcast((tokens, max_new_tokens, choice.budget))
+            session = self._open(tokens, max_new_tokens, choice.budget)
+            self.stats = Stats(prompt_tokens=len(tokens), plan=session.plan, mode=self.models.mode, choice=choice)
             leader = PassLeader(session.sharded, session.most)
             try:
                 yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
@@ -122,10 +130,10 @@ class Engine:
         self, session: Session, leader: PassLeader, sampling: Sampling, progress: Progress | None, started: float
     ) -> Iterator[int]:
         generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
-        stats = self.stats = Stats(prompt_tokens=len(session.prompt), plan=session.plan, mode=self.models.mode)
+        stats = self.stats
         law = finite(sampling.law(session.prefill(progress)))
         text = [*session.prompt.tolist(), int(draw(law[0], generator))]
-        decoder = session.decoder(leader, sampling, generator, self.lengths)
+        decoder = session.decoder(leader, sampling, generator, (Noted(self.lengths[0], stats.rounds), self.lengths[1]))
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
         stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
@@ -133,18 +141,32 @@ class Engine:
         stats.prefill_link_out = session.target.traffic.link_out
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]
-        while True:
+        while stats.finish_reason is None:
             for token in new:
                 if token in self.stop_tokens:
                     stats.finish_reason = "stop"
-                    return
+                    break
                 stats.new_tokens += 1
                 stats.decode_s = time.perf_counter() - started - stats.first_token_s
                 yield token
-            if stats.new_tokens >= session.new:
-                stats.finish_reason = "length"
-                return
-            new = decoder.round(session.new - stats.new_tokens)
+            else:
+                if stats.new_tokens >= session.new:
+                    stats.finish_reason = "length"
+                else:
+                    new = decoder.round(session.new - stats.new_tokens)
+        self.split.record(session.models, session.plan, len(session.prompt), self._link_rate, stats.rounds)
+
+    def _spend(self, prompt: int, new: int) -> Choice:
+        """What this text's memory goes to. Raises FitError where it does not fit, which `_open` then tells all ranks."""
+        try:
+            plans = affordable(self.models, prompt, new)
+        except FitError:
+            return Choice(self.models.settings.budget or BUDGETS[0], "nothing fits")
+        if self._link_rate is None and self.models.link.copies and len(plans) > 1:
+            copies = Copies(self.models.link, _PROBED)
+            self._link_rate = copies.rate(out=False, seconds=_PROBED_S)
+            copies.close()
+        return self.split.choose(self.models, plans, prompt, self._link_rate)
 
     def _refuse(self, tokens: list[int], new: int) -> None:
         if self._busy:
@@ -160,10 +182,10 @@ class Engine:
             if not 0 <= token < vocab:
                 raise DocumentError(f"the prompt has token {token}, outside the model's vocabulary of {vocab}.")
 
-    def _open(self, tokens: list[int], new: int) -> Session:
+    def _open(self, tokens: list[int], new: int, budget: int) -> Session:
         """On all ranks, or on none."""
         with self.group.together():
-            return Session(self.models, tokens, new)
+            return Session(self.models.spending(budget), tokens, new)
 
     def _follow_one(self) -> bool:
         request = self.group.broadcast(None)

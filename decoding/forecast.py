@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from decoding.hardware import Hardware
+from decoding.settings import BUDGET
 from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS, MOST, Sizes, weight_bytes
 from offload import POLICIES, MemoryPlan
 from parallel import ModelConfig
 
+EXPONENT = 0.45  # rejections fall with the budget to this power: 512 to 3072 tokens of bench.acceptance
 ACCEPTANCE = 0.9  # what the published 108 ms/token of Llama-2-7B imply, see docs/design.md
 INNER_ACCEPTANCE, INNER_LENGTH = 0.7, 2  # assumed
 
@@ -32,6 +34,8 @@ class Forecast:
     step_bound: str  # link or compute
     verification_s: float
     verification_bound: str
+    link_s: float  # of a verification
+    compute_s: float  # of a verification, beside the link
     retrieval_s: float  # a pass over the retrieval cache
     draft_s: float  # a pass of the draft model
     drafting_s: float  # all of a round's draft
@@ -61,7 +65,7 @@ def forecast(
 
     dtype = sizes.dtype
     step_s, step_bound = walled(pass_s(hardware, target, sizes.ranks, dtype, 1, prompt))
-    budget = min(sizes.settings.budget, prompt)
+    budget = min(sizes.budget, prompt)
     retrieval = draft = 0.0
     if sizes.has_retrieval:
         inner = sizes.settings.inner_length or INNER_LENGTH
@@ -90,6 +94,7 @@ def forecast(
         length = min(rounds, key=rounds.__getitem__)
         token_s = rounds[length]
     verified, bound = verification(length)
+    compute = pass_s(hardware, target, sizes.ranks, dtype, length + 1, prompt) + refresh(length)
     prefill, prefill_bound = prefill_s(sizes, hardware, prompt, streamed)
     return Forecast(
         prefill_s=prefill,
@@ -98,6 +103,8 @@ def forecast(
         step_bound=step_bound,
         verification_s=verified,
         verification_bound=bound,
+        link_s=link,
+        compute_s=compute,
         retrieval_s=retrieval,
         draft_s=draft,
         drafting_s=length * each,
@@ -126,6 +133,11 @@ def choice_s(hardware: Hardware, kv: float, turns: int) -> float:
     """A refresh over `kv` bytes of one rank, which makes one in `turns` of the summaries anew."""
     scores = hardware.score_rate or 2 * hardware.memory_rate
     return kv / scores + kv / turns / (hardware.summary_rate or hardware.memory_rate)
+
+
+def accepted_with(acceptance: float, budget: int) -> float:
+    """An acceptance rate with another budget than BUDGET: rejections fall with a power of it (docs/design.md)."""
+    return 1 - min(1.0, (1 - acceptance) * (budget / BUDGET) ** -EXPONENT)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:

@@ -34,6 +34,23 @@ class DraftLength(ABC):
         """A round is over."""
 
 
+class Noted(DraftLength):
+    """Keeps the rounds of another."""
+
+    def __init__(self, length: DraftLength, rounds: list[Round]):
+        self.length, self.rounds = length, rounds
+
+    def begin(self, start: int) -> None:
+        self.length.begin(start)
+
+    def next(self) -> int:
+        return self.length.next()
+
+    def record(self, past: Round) -> None:
+        self.rounds.append(past)
+        self.length.record(past)
+
+
 class Fixed(DraftLength):
     """Always the same."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,10 @@ class Models:
     def over(self, settings: Settings) -> Models:
         """The same models under other settings, on rank 0."""
         return Models.make(self.target, self.draft, settings.resolved_mode(self.draft is not None), settings)
+
+    def spending(self, budget: int) -> Models:
+        """These with another retrieval budget, on the same link and arena."""
+        return replace(self, settings=replace(self.settings, budget=budget))
 
     @property
     def sizes(self) -> Sizes:

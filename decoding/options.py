@@ -26,7 +26,9 @@ class Common:
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6
     top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
     top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens that together reach this mass.")] = 0.9
-    seed: Annotated[int, typer.Option(help="The same seed and settings give the same text, if draft lengths are set too.")] = 0
+    seed: Annotated[
+        int, typer.Option(help="The same seed and settings give the same text, if draft lengths, budget and refresh are set too.")
+    ] = 0
     mode: Annotated[
         str, typer.Option(help="auto, hierarchical, retrieval (no draft model), speculative (no retrieval cache) or plain.")
     ] = "auto"
@@ -34,8 +36,12 @@ class Common:
         int | None, typer.Option(help="Most tokens of prompt and output together; by default the model's limit.")
     ] = None
     budget: Annotated[
-        int, typer.Option(help="Retrieval budget, tokens a head: those selected, summaries of the others, and the recent window.")
-    ] = Settings.budget
+        int | None,
+        typer.Option(
+            help="Retrieval budget, tokens a head: those selected, summaries of the others, and the recent window. By default what "
+            "pays: 4096 for the first text, then what past texts showed."
+        ),
+    ] = None
     chunk_size: Annotated[int, typer.Option(help="Tokens that are selected together.")] = Settings.chunk_size
     policy: Annotated[
         str, typer.Option(help=f"What selects them: {', '.join(POLICIES)}. static, with --summary-size 0, is the paper's.")

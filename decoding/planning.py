@@ -3,16 +3,18 @@
 # no `from __future__ import annotations`: typer reads these annotations as objects
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from decoding.forecast import ACCEPTANCE, INNER_ACCEPTANCE, INNER_LENGTH, Forecast, forecast
+from decoding.forecast import ACCEPTANCE, INNER_ACCEPTANCE, INNER_LENGTH, Forecast, accepted_with, forecast
 from decoding.hardware import Hardware
-from decoding.settings import Settings, dtype_of
-from decoding.sizes import USED, Sizes, draft_ranks, weight_bytes
+from decoding.pictures import plan_picture
+from decoding.settings import BUDGET, Settings, dtype_of
+from decoding.sizes import BUDGETS, USED, Sizes, draft_ranks, weight_bytes
 from offload import FitError, MemoryPlan, TierForceError, device_tiers, plan_memory
 from parallel import ModelConfig
 
@@ -31,6 +33,25 @@ def outlook(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> tuple[Me
     free, host = int(USED * (hardware.device_memory - weights)), int(hardware.host_memory) // sizes.ranks
     plan = plan_memory(needs, free, host, sizes.settings.resident_layers)
     return plan, {"weights": weights, **device_tiers(needs, plan.resident_layers)}
+
+
+def spending(sizes: Sizes, hardware: Hardware, prompt: int, new: int, acceptance: float, inner_acceptance: float) -> Sizes:
+    """With the budget that is predicted to pay best beside the layers it leaves room for, where none is set. Raises FitError."""
+    if sizes.settings.budget is not None or not sizes.has_retrieval:
+        return sizes
+    times: dict[int, float] = {}
+    for budget in BUDGETS:
+        if not sizes.offers(budget, prompt + new):
+            continue
+        spent = replace(sizes, settings=replace(sizes.settings, budget=budget))
+        try:
+            placed, _ = outlook(spent, hardware, prompt, new)
+        except FitError:
+            continue
+        accepted = accepted_with(acceptance, budget)
+        times[budget] = forecast(spent, placed, hardware, prompt, new, accepted, inner_acceptance).token_s
+    best = min(times, key=times.__getitem__, default=BUDGETS[0])
+    return replace(sizes, settings=replace(sizes.settings, budget=best))
 
 
 def longest(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> int:
@@ -54,16 +75,19 @@ def plan(
     hardware: Annotated[str, typer.Option(help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file.")] = "2x4090",
     host_memory: Annotated[float | None, typer.Option(help="Host memory for KV, in GB, in place of the profile's.")] = None,
     mode: Annotated[str, typer.Option(help="auto, hierarchical, retrieval, speculative or plain.")] = "auto",
-    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = Settings.budget,
+    budget: Annotated[
+        int | None, typer.Option(help="Retrieval budget, tokens a head; by default what is predicted to pay.")
+    ] = None,
     resident_layers: Annotated[int | None, typer.Option(help="Target layers on the device; by default as many as fit.")] = None,
     draft_length: Annotated[int | None, typer.Option(help="Tokens put before the target at once; by default what pays.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     acceptance: Annotated[
-        float, typer.Option(help="The target's acceptance rate, assumed; finished records tell it.")
+        float, typer.Option(help=f"The target's acceptance rate with a budget of {BUDGET}, assumed; finished records tell it.")
     ] = ACCEPTANCE,
     inner_acceptance: Annotated[
         float, typer.Option(help=f"The retrieval level's, for drafts of {INNER_LENGTH}; prompt lookup is not counted.")
     ] = INNER_ACCEPTANCE,
+    plot: Annotated[Path | None, typer.Option(help="Picture to draw: memory by tier, and one round of decoding.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
 ) -> None:
     """Say what lives where, whether it fits, and how long it would take: predictions, from configs and hardware numbers alone."""
@@ -89,15 +113,21 @@ def plan(
     split = draft_ranks(small, ranks, kind) if small is not None else 1
     sizes = Sizes(target, small, settings.resolved_mode(small is not None), settings, kind, ranks, split, True)
     try:
+        sizes = spending(sizes, machine, prompt, max_new_tokens, acceptance, inner_acceptance)
         placed, tiers = outlook(sizes, machine, prompt, max_new_tokens)
     except FitError as error:
         fits = longest(sizes, machine, prompt, max_new_tokens)
         hint = f"{fits + max_new_tokens} tokens of context would fit." if fits else "No shorter context would fit either."
         raise FitError(f"it does not fit {machine.name}: {error} {hint}") from error
-    seen = forecast(sizes, placed, machine, prompt, max_new_tokens, acceptance, inner_acceptance)
+    accepted = accepted_with(acceptance, sizes.budget) if sizes.has_retrieval else acceptance
+    seen = forecast(sizes, placed, machine, prompt, max_new_tokens, accepted, inner_acceptance)
+    if plot is not None:
+        title = f"{model}, {prompt:,} + {max_new_tokens} tokens on {machine.name}, {sizes.mode}"
+        host = machine.host_memory / ranks
+        plan_picture(plot, title, tiers, machine.device_memory, placed.host_bytes, host, seen)
     job: dict[str, Any] = {"model": model, "draft": draft, "hardware": machine.name, "ranks": ranks, "mode": sizes.mode}
-    job |= {"prompt": prompt, "new": max_new_tokens, "dtype": dtype, "budget": budget}
-    job |= {"acceptance": acceptance, "inner_acceptance": inner_acceptance}
+    job |= {"prompt": prompt, "new": max_new_tokens, "dtype": dtype, "budget": sizes.budget}
+    job |= {"acceptance": accepted, "inner_acceptance": inner_acceptance}
     if as_json:
         document = {"job": job, "memory": {"device": tiers, "host": placed.host_bytes}}
         document |= {"plan": vars(placed), "forecast": seen.as_dict()}
@@ -132,6 +162,8 @@ def _times(seen: Forecast, sizes: Sizes, placed: MemoryPlan, prompt: int, new: i
         table.add_column(heading, justify="right" if table.columns else "left")
     far = sizes.target.layers - placed.resident_layers
     table.add_row("layers on the device, on the host", f"{placed.resident_layers}, {far}", "")
+    if sizes.has_retrieval:
+        table.add_row("retrieval budget", f"{sizes.budget:,} tokens", "")
     table.add_row("ring", f"{placed.slots} slots of {placed.slot_heads} heads" if far else "none", "")
     table.add_row(f"time to first token, {prompt:,} tokens", f"{seen.prefill_s:.1f} s", seen.prefill_bound)
     table.add_row("plain decoding", f"{1e3 * seen.step_s:.0f} ms/token", seen.step_bound)

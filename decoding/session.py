@@ -57,7 +57,7 @@ class Session:
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
             every = settings.refresh or (LINK_REFRESH if self.streams else COMPUTE_REFRESH)
-            turns = 1 if self.streams else COMPUTE_TURNS
+            turns = 1 if self.streams or settings.refresh else COMPUTE_TURNS  # what is set is the same with any memory
             self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every, turns)
             self.target.followers.append(self.retrieval)
             self.sharded.append((models.target, self.retrieval))

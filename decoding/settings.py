@@ -8,6 +8,7 @@ import torch
 
 from offload import POLICIES, TierForceError
 
+BUDGET = 4096  # retrieval budget where nothing is known
 LONGEST = 512  # tokens of a draft: all caches have room for one
 MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
 
@@ -30,7 +31,7 @@ class Settings:
 
     mode: str = "auto"
     context: int | None = None  # longest prompt and output together; the model's own limit by default
-    budget: int = 4096  # retrieval budget, tokens a head
+    budget: int | None = None  # retrieval budget, tokens a head; by default what pays, by past texts, BUDGET at first
     chunk_size: int = 8  # tokens that are selected together
     policy: str = "mass"  # what selects them
     summary_size: int | None = None  # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
@@ -69,7 +70,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise TierForceError(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
-        if self.chunk_size > self.budget:
+        if self.budget is not None and self.chunk_size > self.budget:
             raise TierForceError(f"--chunk-size {self.chunk_size} is larger than --budget {self.budget}: no chunk would fit.")
         for name in ("draft_length", "inner_length"):
             if (getattr(self, name) or 0) > LONGEST:

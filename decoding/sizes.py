@@ -8,15 +8,17 @@ import torch
 from accelerate import init_empty_weights
 
 from decoding.decoders import CATCH_UP
-from decoding.settings import Settings
+from decoding.settings import BUDGET, Settings
 from offload import POLICIES, FitError, Needs, RetrievalShape, tail_tokens
 from parallel import Group, Llama, ModelConfig
 
 MOST, INNER_MOST = 64, 16  # the longest draft put before the target, and before the level below, where they adapt
 COMPUTE_REFRESH = 16  # tokens one selection serves where it costs compute
 COMPUTE_TURNS = 8  # selections that share the work of making all summaries anew, where it costs compute
+BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of which one is chosen where none is set
 NGRAM = 3  # tokens that prompt lookup matches
 BLOCK = 256  # tokens of host layers that gather on the device before they are written back, where nobody selects
+HELD = 2  # times the activations that live at once: what an allocator holds for them (python -m bench.limits)
 PREFILL_BYTES, PREFILL_MOST = 256 << 20, 4096  # activations of one chunk, and its tokens, at most
 LARGE_DRAFT = 3 << 30  # bytes of weights from which reading them takes longer than the collectives of a split model
 USED = 0.9  # of the device memory that is free, where nothing else is said
@@ -35,6 +37,15 @@ class Sizes:
     ranks: int
     draft_ranks: int  # over which the draft is split
     copies: bool  # whether the link copies
+
+    @property
+    def budget(self) -> int:
+        """Of retrieval."""
+        return self.settings.budget or BUDGET
+
+    def offers(self, budget: int, context: int) -> bool:
+        """Whether one of BUDGETS is worth a thought for a text of `context` tokens: the first that holds it whole is the last."""
+        return self.settings.chunk_size <= budget < 2 * max(BUDGETS[0], context)
 
     @property
     def has_retrieval(self) -> bool:
@@ -77,14 +88,14 @@ class Sizes:
     def shape(self, prompt: int, new: int) -> RetrievalShape:
         """How the retrieval cache of such a text is laid out. Raises FitError for summaries that leave room for nothing else."""
         settings, context = self.settings, prompt + new
-        summaries = -(-context // settings.summary_size) if settings.summary_size and context > settings.budget else 0
-        if summaries + settings.chunk_size > settings.budget:
+        summaries = -(-context // settings.summary_size) if settings.summary_size and context > self.budget else 0
+        if summaries + settings.chunk_size > self.budget:
             raise FitError(
                 f"--summary-size {settings.summary_size}: {context} tokens need {summaries} summaries, which leave no room for a "
-                f"chunk in --budget {settings.budget}. Use larger summaries, or leave --summary-size out."
+                f"chunk in --budget {self.budget}. Use larger summaries, or leave --summary-size out."
             )
         since = (settings.refresh or COMPUTE_REFRESH) + 2 * self.most if POLICIES[settings.policy].refreshes else new
-        budget = max(settings.chunk_size, min(settings.budget, context))
+        budget = max(settings.chunk_size, min(self.budget, context))
         return RetrievalShape.of(budget, settings.chunk_size, settings.summary_size, context, self.most, min(since, new))
 
     def recent(self, prompt: int, new: int) -> tuple[int, int]:
@@ -113,7 +124,7 @@ class Sizes:
             retrieval=retrieval,
             draft=draft,
             tables=2 * (prompt + new) * target.head_dim * item,
-            hidden=(prompt * target.hidden + min(prompt, self.prefill_chunk) * self.activations) * item,
+            hidden=(prompt * target.hidden + HELD * min(prompt, self.prefill_chunk) * self.activations) * item,
             copies=self.copies,
         )
 

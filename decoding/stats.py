@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decoding.decoders import Proposer, Speculative
+from decoding.lengths import Round
+from decoding.tuning import Choice
 from offload import MemoryPlan, RetrievalCache, Traffic
 
 
@@ -20,10 +22,12 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
+    choice: Choice | None = None
     levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
+    rounds: list[Round] = field(default_factory=list, repr=False)  # of the target
 
     @property
     def ms_per_token(self) -> float | None:
@@ -74,4 +78,6 @@ class Stats:
             "draft_lengths": self.draft_lengths,
             "retrieval_refreshes": self.refreshes,
             "resident_layers": self.plan.resident_layers if self.plan else None,
+            "budget": self.choice.budget if self.choice and self.retrieval else None,
+            "budget_because": self.choice.why if self.choice and self.retrieval else None,
         }

@@ -16,14 +16,14 @@ from decoding import Settings
 from decoding.hardware import Hardware
 from decoding.planning import outlook
 from decoding.session import Session
-from decoding.sizes import Sizes, weight_bytes
+from decoding.sizes import BUDGETS, Sizes, weight_bytes
 from offload import FitError, TierForceError
 from parallel import parameter_bytes
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 NUMBERS: dict[str, Any] = {
     "gpus": 1,
-    "device_memory": 160e6,
+    "device_memory": 210e6,
     "host_memory": 1e9,
     "link_in": {"value": 1e9, "source": "none"},
     "link_out": 1e9,
@@ -89,6 +89,26 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
     assert found["forecast"]["token_s"] < found["forecast"]["step_s"]
 
 
+def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
+    """And no other would be predicted to be faster."""
+    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    options = ["--draft", str(DEMO / "draft"), "--context", "16384", "--hardware", str(tmp_path / "mine.json"), "--json"]
+    best, times = json.loads(plan(tmp_path, *options).out), {}
+    for budget in BUDGETS:
+        done = plan(tmp_path, *options, "--budget", str(budget))
+        if done.code == 0:
+            times[budget] = json.loads(done.out)["forecast"]["token_s"]
+    assert len(times) > 3
+    assert best["job"]["budget"] == min(times, key=times.__getitem__)
+    assert best["forecast"]["token_s"] == min(times.values())
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    done = plan(tmp_path, "--hardware", "1x4090", "--context", "100000", "--plot", str(tmp_path / "plan.png"))
+    assert done.code == 0, done.err
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_tables_for_people(tmp_path: Path) -> None:
     done = plan(tmp_path, "--hardware", "1x4090", "--context", "100000")
     assert done.code == 0, done.err
@@ -108,6 +128,7 @@ def test_tables_for_people(tmp_path: Path) -> None:
         (["--host-memory", "0.01", "--context", "131072", "--resident-layers", "0"], "tokens of context would fit"),
         (["--resident-layers", "99"], "--resident-layers 99: the model has 6 layers"),
         (["--dtype", "int4"], "--dtype int4 is not known"),
+        (["--hardware", "1x4090", "--plot", "no/such/folder/plan.png"], "--plot no/such/folder/plan.png cannot be written"),
         (["--model", "no/such-model-anywhere"], "neither a folder, a config.json nor a model the hub could give"),
     ],
 )

@@ -30,7 +30,9 @@ def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     found = json.loads(path.read_text())
     assert found["machine"]["usable_cores"] >= 1
-    assert all("measured" in number["source"] for name, number in found.items() if name not in ("machine", "warnings", "runs_ahead"))
+    assert all(
+        "measured" in number["source"] for name, number in found.items() if name not in ("machine", "warnings", "runs_ahead")
+    )
     assert found["runs_ahead"]["value"] is False
     machine = Hardware.find(str(path))
     assert machine.gpus == 1

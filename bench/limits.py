@@ -1,0 +1,107 @@
+"""A plan that says that a text fits is held to it: the text is decoded under an imposed limit of just the memory planned for.
+
+On a CPU device memory is the process's own. Each setting runs in a process of its own: when the models are loaded its data segment
+may grow by what the plan says, device and host together, over the share of free memory that a plan uses (0.9), and no further.
+For contrast each is also run with half of that, which must fail, or the limit would show nothing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench.record import prepare, save, show
+from bench.text import DEMO, prompt_tokens
+from decoding import Engine, Sampling, Settings
+from decoding.models import plan
+from decoding.sizes import USED
+from offload import TierForceError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One text. `resident` None: as many layers as there are."""
+
+    context: int
+    mode: str
+    link: str = "view"
+    resident: int | None = None
+    budget: int = 4096
+    dtype: str = "bfloat16"
+
+
+SETTINGS = [
+    Setting(32_768, "plain"),
+    Setting(65_536, "hierarchical", "emulated:8", 3),
+    Setting(49_152, "hierarchical", "emulated:8", 0, 1024, "float32"),
+    Setting(65_536, "retrieval", "emulated:8", 1, 16_384),
+    Setting(32_768, "speculative", "emulated:8", 5, dtype="float32"),
+]
+
+
+def data_bytes() -> int:
+    """Of this process: private and writable memory, what RLIMIT_DATA bounds."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmData:")[1].split()[0]) << 10
+
+
+def limited(setting: Setting, share: float, new: int, answers: Any) -> None:
+    """In a process of its own: decode under `share` of the memory that the plan asks for."""
+    prepare(0)
+    settings = Settings(
+        mode=setting.mode, dtype=setting.dtype, link=setting.link, resident_layers=setting.resident, budget=setting.budget
+    )
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
+    list(engine.generate([1] * 300, 20))  # threads and their memory
+    prompt = prompt_tokens(engine.tokenizer, setting.context)
+    place = plan(engine.models, len(prompt), new)
+    before, wanted = data_bytes(), place.device_bytes + place.host_bytes
+    limit = before + int(share * wanted / USED)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    row = {
+        "planned MB": wanted / 1e6,
+        "device MB": place.device_bytes / 1e6,
+        "layers": place.resident_layers,
+        "limit MB": (limit - before) / 1e6,
+    }
+    try:
+        made = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
+        answers.put({**row, "tokens": made, "ended": engine.stats.finish_reason})
+    except (MemoryError, RuntimeError, TierForceError) as error:
+        answers.put({**row, "tokens": 0, "ended": type(error).__name__})
+
+
+def run(setting: Setting, share: float, new: int) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    child = context.Process(target=limited, args=(setting, share, new, answers))
+    child.start()
+    child.join()
+    row: dict[str, Any] = vars(setting) | {"share": share}
+    return row | (answers.get() if not answers.empty() else {"ended": f"exit {child.exitcode}"})
+
+
+def main(
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 48,
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/limits.json"),
+) -> None:
+    """Decode every setting within what its plan asks for, and within half of it."""
+    progress, rows = Console(stderr=True), []
+    for setting in SETTINGS:
+        for share in (1.0, 0.5):
+            rows.append(run(setting, share, new_tokens))
+            progress.print(rows[-1])
+    show("Decoding within the memory planned for (1.0), and within half", rows)
+    held = all((row["ended"] in ("length", "stop")) == (row["share"] == 1) for row in rows)
+    print("every plan held, and every half failed" if held else "a plan did not hold, or a limit did not bind")
+    save(output, {"rows": rows, "held": held})
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,53 @@
+"""A plan as a picture: where memory goes, and how one round of decoding passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from decoding.forecast import Forecast
+from offload import TierForceError
+
+
+def plan_picture(path: Path, title: str, tiers: dict[str, int], room: float, host: int, host_room: float, seen: Forecast) -> None:
+    """Left: bytes by tier as stacked bars, of a device in prefill and in decoding, and of the host (a rank's share).
+
+    Right: seconds of one round, on the link and on the device. Raises TierForceError where it cannot be drawn or written.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise TierForceError("--plot needs matplotlib: pip install 'tierforce[bench]'.") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), width_ratios=(2, 3))
+    bottoms = [0.0, 0.0]
+    for number, (name, size) in enumerate((name, size / 1e9) for name, size in tiers.items() if size):
+        heights = [size, 0.0 if name == "hidden states" else size]
+        left.bar(["device, prefill", "device, decode"], heights, bottom=bottoms, color=f"C{number}", label=name, width=0.6)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    left.bar(["host"], [host / 1e9], color="0.6", label="KV of the other layers", width=0.6)
+    for start, end, there in ((-0.4, 1.4, room), (1.6, 2.4, host_room)):
+        left.hlines(there / 1e9, start, end, color="black", linestyle="--", linewidth=1)
+        left.annotate(f"there is: {there / 1e9:.3g}", (start, there / 1e9), xytext=(0, 3), textcoords="offset points", fontsize=8)
+    left.set(ylabel="GB of one rank", title="memory")
+    left.legend(fontsize=8, frameon=False)
+
+    drafting, unit = 1e3 * seen.drafting_s, 1e3
+    spans = [("device", 0.0, drafting, "C2", f"{seen.draft_length} drafted" if seen.draft_length else "")]
+    spans.append(("device", drafting, unit * seen.compute_s, "C0", "verification, compute"))
+    spans.append(("link", drafting, unit * seen.link_s, "C1", "verification, link"))
+    for lane, start, length, color, label in spans:
+        if length:
+            right.barh(lane, length, left=start, color=color, height=0.5, label=f"{label}: {length:,.4g} ms")
+    tokens = f"{seen.tokens_per_verification:.1f} tokens, {1e3 * seen.token_s:,.4g} ms each"
+    right.set(xlabel="ms", title=f"one round, predicted: {tokens}; it waits for {seen.verification_bound}")
+    right.legend(fontsize=9, frameon=False, loc="upper right")
+    right.set_ylim(-0.6, 2.2)
+    figure.suptitle(title)
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise TierForceError(f"--plot {path} cannot be written ({error}).") from error
+    pyplot.close(figure)
