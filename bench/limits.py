@@ -1,4 +1,4 @@
-"""A plan that says that a text fits is held to it: the text is decoded under an imposed limit of just the memory planned for.
+"""A plan that says that a text fits is held to it: the text is decoded under an imposed limit of the memory it would need free.
 
 On a CPU device memory is the process's own. Each setting runs in a process of its own: when the models are loaded its data segment
 may grow by what the plan says, device and host together, over the share of free memory that a plan uses (0.9), and no further.

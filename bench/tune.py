@@ -62,6 +62,7 @@ def tuned(engine: Engine, prompt: list[int], new: int, sampling: Sampling, found
         pass
     stats = engine.stats
     assert stats.choice is not None
+    assert stats.choice.budget is not None
     assert stats.plan is not None
     runs = found.setdefault(stats.choice.budget, Runs())
     runs.add(stats.plan.resident_layers, stats.decode_s, stats.new_tokens - 1, stats.rounds)

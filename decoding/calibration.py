@@ -63,7 +63,7 @@ def _reading(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """A pass of one token behind a few: all that is not attention over a long text."""
+    """A pass of one token with nothing before it: all that is not attention over a text."""
     layout, rotary = config.kv_layout(1, dtype), config.rotary(1, 2 * _ROWS, dtype, device)
     cache = StreamingCache(layout, 1, _ROWS // 2, _ROWS // 2, rotary, device)
     model, token = random_model(config, Group(device=device), dtype), torch.zeros(1, dtype=torch.int64, device=device)
@@ -83,11 +83,10 @@ def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     keys = min(tokens, 4 * _MANY)
     many, pairs = seconds(_MANY, keys, causal=True), _MANY * (keys - _MANY / 2)
     flops = attention_flops(config)
-    return {
-        "kv_rate": layout.bytes(tokens) / one,
-        "attention": (_ROWS - 1) * tokens * flops / max(several - one, 1e-9),
-        "prefill_attention": pairs * flops / many,
-    }
+    found = {"kv_rate": layout.bytes(tokens) / one, "prefill_attention": pairs * flops / many}
+    if several > one:  # else a device does so many rows in the shadow of reading, and no number says how fast
+        found["attention"] = (_ROWS - 1) * tokens * flops / (several - one)
+    return found
 
 
 def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: float) -> float:
@@ -96,8 +95,10 @@ def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, att
     models = Models.make(random_model(config, Group(device=device), dtype), None, "plain", settings)
     tokens = models.sizes.prefill_chunk
     prompt = [0] * tokens
-    seconds = typical(lambda: Session(models, prompt, 1).prefill())
-    models.link.close()
+    try:
+        seconds = typical(lambda: Session(models, prompt, 1).prefill())
+    finally:
+        models.link.close()
     scores = attention_flops(config) * tokens * (tokens + 1) / 2 / attention
     return matmul_flops(config) * tokens / max(seconds - scores, 0.1 * seconds)
 
@@ -105,10 +106,10 @@ def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, att
 def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     layout = config.kv_layout(1, dtype)
     plain, summarised = (_choice_seconds(config, layout, summary, device) for summary in (0, None))
-    return {
-        "score_rate": layout.bytes(_CHOSEN) / plain,
-        "summary_rate": layout.bytes(_CHOSEN) / max(summarised - plain, 1e-9),
-    }
+    found = {"score_rate": layout.bytes(_CHOSEN) / plain}
+    if summarised > plain:
+        found["summary_rate"] = layout.bytes(_CHOSEN) / (summarised - plain)
+    return found
 
 
 def _choice_seconds(config: ModelConfig, layout: KVLayout, summary: int | None, device: torch.device) -> float:

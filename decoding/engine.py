@@ -17,7 +17,7 @@ from decoding.rates import Copies
 from decoding.sampling import Sampling, draw
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
-from decoding.sizes import BUDGETS, LARGE_DRAFT
+from decoding.sizes import BUDGETS, draft_ranks
 from decoding.stats import Stats
 from decoding.tuning import Choice, Split, affordable
 from decoding.verify import finite
@@ -40,7 +40,7 @@ class Engine:
         self.stats = Stats()
         self.lengths = draft_lengths(models.settings)
         self.split = Split()
-        self._link_rate: float | None = None  # bytes a second, once a text has asked
+        self._link_rate = self._measured_rate()  # bytes a second; None where no budget is to be chosen
         self._busy = False  # a text is being generated, and the arena is its own
         limit = models.target.config.context_limit
         wanted = models.settings.context
@@ -81,7 +81,9 @@ class Engine:
     def check(self, prompt: int, new: int) -> None:
         """Raises FitError, on all ranks, when a text of that many tokens would not fit. All ranks call it."""
         with self.group.together():
-            affordable(self.models, prompt, new)
+            plans = affordable(self.models, prompt, new)
+        if self._tunes and not set.intersection(*self.group.gather(set(plans))):
+            raise FitError("no one retrieval budget fits all ranks: set --budget, or free memory on the fullest GPU.")
 
     def generate(
         self,
@@ -103,9 +105,10 @@ class Engine:
         self._refuse(tokens, max_new_tokens)
         self._busy = True
         try:
+            self.stats = Stats()  # the caches of the text before go before memory is planned
+            self.group.broadcast((tokens, max_new_tokens))
             choice = self._spend(len(tokens), max_new_tokens)
-            self.group.broadcast((tokens, max_new_tokens, choice.budget))
-            session = self._open(tokens, max_new_tokens, choice.budget)
+            session = self._open(tokens, max_new_tokens, choice)
             self.stats = Stats(prompt_tokens=len(tokens), plan=session.plan, mode=self.models.mode, choice=choice)
             leader = PassLeader(session.sharded, session.most)
             try:
@@ -156,17 +159,34 @@ class Engine:
                     new = decoder.round(session.new - stats.new_tokens)
         self.split.record(session.models, session.plan, len(session.prompt), self._link_rate, stats.rounds)
 
+    @property
+    def _tunes(self) -> bool:
+        """Whether budgets are to be chosen."""
+        return self.models.sizes.has_retrieval and self.models.settings.budget is None
+
+    def _measured_rate(self) -> float | None:
+        """Bytes a second of the slowest rank's link while all copy: GPUs may share lanes."""
+        if not (self._tunes and self.models.link.copies):
+            return None
+        with self.group.together():
+            copies = Copies(self.models.link, _PROBED)
+        rate = min(self.group.gather(copies.rate(out=False, seconds=_PROBED_S)))
+        copies.close()
+        return rate
+
     def _spend(self, prompt: int, new: int) -> Choice:
-        """What this text's memory goes to. Raises FitError where it does not fit, which `_open` then tells all ranks."""
+        """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to refuse."""
+        settings = self.models.settings
+        if not self._tunes:
+            return Choice(settings.budget, "set")
         try:
             plans = affordable(self.models, prompt, new)
         except FitError:
-            return Choice(self.models.settings.budget or BUDGETS[0], "nothing fits")
-        if self._link_rate is None and self.models.link.copies and len(plans) > 1:
-            copies = Copies(self.models.link, _PROBED)
-            self._link_rate = copies.rate(out=False, seconds=_PROBED_S)
-            copies.close()
-        return self.split.choose(self.models, plans, prompt, self._link_rate)
+            plans = {}
+        common = sorted(set.intersection(*self.group.gather(set(plans))))
+        if not common:
+            return Choice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
+        return self.group.broadcast(self.split.choose(self.models, {each: plans[each] for each in common}, prompt, self._link_rate))
 
     def _refuse(self, tokens: list[int], new: int) -> None:
         if self._busy:
@@ -182,17 +202,17 @@ class Engine:
             if not 0 <= token < vocab:
                 raise DocumentError(f"the prompt has token {token}, outside the model's vocabulary of {vocab}.")
 
-    def _open(self, tokens: list[int], new: int, budget: int) -> Session:
+    def _open(self, tokens: list[int], new: int, choice: Choice) -> Session:
         """On all ranks, or on none."""
         with self.group.together():
-            return Session(self.models.spending(budget), tokens, new)
+            return Session(self.models.spending(choice.budget), tokens, new)
 
     def _follow_one(self) -> bool:
         request = self.group.broadcast(None)
         if request is None:
             return False
         try:
-            session = self._open(*request)
+            session = self._open(*request, self._spend(len(request[0]), request[1]))
         except TierForceError:
             return True  # raised on rank 0 too, which tells
         session.prefill()
@@ -217,8 +237,7 @@ def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None)
             "a draft must share the target's tokenizer."
         )
     if shard is None:
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        shard = size >= LARGE_DRAFT and config.kv_heads % group.size == 0
+        shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads % group.size:
         raise TierForceError(
             f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over {group.size} GPUs: use --no-shard-draft."

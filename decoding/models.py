@@ -33,8 +33,10 @@ class Models:
         """The same models under other settings, on rank 0."""
         return Models.make(self.target, self.draft, settings.resolved_mode(self.draft is not None), settings)
 
-    def spending(self, budget: int) -> Models:
-        """These with another retrieval budget, on the same link and arena."""
+    def spending(self, budget: int | None) -> Models:
+        """These with another retrieval budget, on the same link and arena. None: as the settings have it."""
+        if budget is None:
+            return self
         return replace(self, settings=replace(self.settings, budget=budget))
 
     @property

@@ -36,7 +36,7 @@ def outlook(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> tuple[Me
 
 
 def spending(sizes: Sizes, hardware: Hardware, prompt: int, new: int, acceptance: float, inner_acceptance: float) -> Sizes:
-    """With the budget that is predicted to pay best beside the layers it leaves room for, where none is set. Raises FitError."""
+    """With the budget that is predicted to pay best, layers taking the rest, where none is set; the smallest if none fits."""
     if sizes.settings.budget is not None or not sizes.has_retrieval:
         return sizes
     times: dict[int, float] = {}

@@ -13,7 +13,7 @@ from rich.table import Table
 from decoding import rates
 from decoding.calibration import pass_rates, usual
 from decoding.machine import Machine, warnings
-from offload import TierForceError, make_link
+from offload import TierForceError, make_link, one_line
 from parallel import Group, ModelConfig
 
 SMALL = 8192  # bytes of a small all-reduce: one token's hidden state in a 7B model
@@ -59,11 +59,18 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
         copies.close()
         own["device_memory"] = link.device_available() // (1 if cuda else group.size)
         own["matmul_alone"] = rates.matmul_rate(group.device, dtype)
-        with torch.inference_mode():
-            own |= pass_rates(config, group.device, dtype)
+        try:
+            with torch.inference_mode():
+                own |= pass_rates(config, group.device, dtype)
+        except (RuntimeError, MemoryError) as error:  # torch raises the first for want of memory
+            raise TierForceError(f"layers of these dimensions cannot be measured here ({one_line(error)}).") from error
         link.close()
     every = group.gather(own)
-    numbers |= {name: (max if name.endswith("_s") else min)(each[name] for each in every) for name in own}
+    numbers |= {
+        name: (max if name.endswith("_s") else min)(each[name] for each in every)
+        for name in own
+        if all(name in each for each in every)
+    }
     numbers |= {"link_in_alone": group.broadcast(alone)}
     numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # of one rank
     if group.size > 1:

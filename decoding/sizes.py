@@ -45,7 +45,7 @@ class Sizes:
 
     def offers(self, budget: int, context: int) -> bool:
         """Whether one of BUDGETS is worth a thought for a text of `context` tokens: the first that holds it whole is the last."""
-        return self.settings.chunk_size <= budget < 2 * max(BUDGETS[0], context)
+        return self.settings.chunk_size <= budget < 2 * max(BUDGETS[0], self.settings.chunk_size, context)
 
     @property
     def has_retrieval(self) -> bool:

@@ -22,7 +22,7 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    choice: Choice | None = None
+    choice: Choice | None = None  # of the retrieval budget
     levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_out: int = 0

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from decoding.forecast import EXPONENT, accepted_with, expected_tokens, read_bytes
+from decoding.forecast import EXPONENT, accepted_with, expected_tokens
 from decoding.lengths import Round
 from decoding.models import Models, plan
 from decoding.settings import BUDGET
 from decoding.sizes import BUDGETS, MOST
 from offload import FitError, MemoryPlan
+from parallel import parameter_bytes
 
 _RATE, _PRIOR = 0.07, 24.0  # rejected with BUDGET, on so many tokens, before anything was seen
 _OWN = 200.0  # tokens seen with a budget from which its own rejections count for more than what others say of it
@@ -36,17 +37,16 @@ class Past:
 
 @dataclass(frozen=True)
 class Choice:
-    """Of one text."""
+    """Of one text. A budget of None is none: nothing was to be chosen."""
 
-    budget: int
+    budget: int | None
     why: str
 
 
 def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
     """Where a text's KV would go, by the budgets that fit, of those that differ for it. Raises FitError where none does."""
     if models.settings.budget is not None or not models.sizes.has_retrieval:
-        budget = models.settings.budget or BUDGET
-        return {budget: plan(models, prompt, new)}
+        return {models.sizes.budget: plan(models, prompt, new)}
     found, refusal = {}, None
     for budget in BUDGETS:
         if not models.sizes.offers(budget, prompt + new):
@@ -72,10 +72,12 @@ class Split:
         """One of the budgets planned for. `link_rate`: bytes a second; None where nothing is copied."""
         if len(plans) == 1:
             (budget,) = plans
-            return Choice(budget, "set" if models.settings.budget is not None else "the only one that fits or differs")
+            return Choice(budget, "the only one that fits or differs")
         usual = max((budget for budget in plans if budget <= self._budget), default=min(plans))
         if not self._past:
-            return Choice(usual, "nothing is known of these models yet" + ("" if usual == BUDGET else f"; {BUDGET} does not fit"))
+            larger = next((each for each in BUDGETS if usual < each <= BUDGET), None)
+            refused = larger is not None and models.sizes.offers(larger, prompt)
+            return Choice(usual, "nothing is known of these models yet" + (f"; {larger} does not fit" if refused else ""))
         times = {budget: self._token_s(models, budget, place, prompt, link_rate) for budget, place in plans.items()}
         best = min(times, key=times.__getitem__)
         if times[best] > _WORTH * times[usual]:
@@ -86,11 +88,12 @@ class Split:
         return Choice(best, said)
 
     def record(self, models: Models, place: MemoryPlan, prompt: int, link_rate: float | None, rounds: list[Round]) -> None:
-        """A text is over."""
-        budget = self._budget = models.sizes.budget
+        """A text is over. One that its budget held whole says nothing of longer ones: its proposals are the target's own."""
+        budget = models.sizes.budget
         whole = [past for past in rounds if past.drafted]
-        if len(whole) < _ROUNDS:
+        if len(whole) < _ROUNDS or prompt <= budget:
             return
+        self._budget = budget
         past = self._past.setdefault(budget, Past())
         past.tested = _FORGET * past.tested + sum(each.accepted + (each.accepted < each.drafted) for each in whole)
         past.rejected = _FORGET * past.rejected + sum(each.accepted < each.drafted for each in whole)
@@ -119,8 +122,8 @@ class Split:
     def _drafted_s(self, models: Models, budget: int) -> float:
         """Seconds a drafted token; of a budget not seen, from the nearest that was, by what a retrieval pass reads."""
         near = min(self._past, key=lambda seen: (max(seen, budget) / min(seen, budget), seen))
-        config, ranks = models.target.config, models.target.group.size
-        weights, layout = read_bytes(config, ranks, models.dtype), config.kv_layout(ranks, models.dtype)
+        layout = models.target.config.kv_layout(models.target.group.size, models.dtype)
+        weights = parameter_bytes(models.target)
         return self._past[near].drafted_s * (weights + layout.bytes(budget)) / (weights + layout.bytes(near))
 
 

@@ -10,7 +10,7 @@ import pytest
 from engines import DEMO, Pair
 from test_greedy import prompt
 
-import decoding.engine
+import decoding.sizes
 from bench.ranks import run_ranks
 from decoding import Engine, Settings
 from offload import POLICIES
@@ -65,7 +65,7 @@ def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
 
 def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple[list[int], int]:
     """The text, and over how many ranks the draft model is split; 0 where there is none."""
-    decoding.engine.LARGE_DRAFT = large
+    decoding.sizes.LARGE_DRAFT = large
     group = Group.from_environment("cpu")
     settings = Settings(dtype="float32", **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)

@@ -67,7 +67,7 @@ def test_the_rate_of_a_link_is_measured() -> None:
     link = EmulatedLink(torch.device("cpu"), 2e8)
     copies = Copies(link, size=4 << 20)
     for out in (False, True):
-        assert 2e7 < copies.rate(out, seconds=0.1) < 2.2e8  # never faster than the link, and slower when the machine is busy
+        assert 6e7 < copies.rate(out, seconds=0.1) < 2.2e8  # never faster than the link, and slower when the machine is busy
     assert copies.meanwhile(lambda: 7) == 7
     copies.close()
     link.close()

@@ -71,6 +71,30 @@ def test_summaries_made_in_turn_are_what_brute_force_gives(prompt: int, chunk: i
     assert middle._summaries > 3
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+@every_policy
+def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, turns: int) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, turns=turns)
+    prefill(target, text(70), 32)
+    passes = [text(7) for _ in range(8)]
+
+    def go() -> list[Tensor]:
+        outs = []
+        for tokens in passes:
+            forward(target, tokens)
+            target.advance(5)
+            outs.append(forward(middle, first(tokens, 2)))
+        return outs
+
+    forward(target, passes[0])
+    target.advance(7)
+    start = [cache.snapshot() for cache in (target, middle)]
+    once = go()
+    for cache, state in zip((target, middle), start, strict=True):
+        cache.restore(state)
+    assert all(torch.equal(*pair) for pair in zip(once, go(), strict=True))
+
+
 @sizes
 @every_policy
 @pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])  # no prefix, all within the budget, hardly more, much more

@@ -1,0 +1,151 @@
+"""Side by side: on this machine, with this model, on this text, what does each alternative do?
+
+Every run is a process of its own: models loaded afresh, its memory watched from outside, and whatever happens to it is a row
+with the reason. Prefill and decoding are timed apart, repeats go round all peers, and medians count. What is finished is on
+disk after every run; Ctrl-C ends with the rows that there are.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import torch
+import typer
+from rich.console import Console
+
+from bench.peers import PEERS, Job, Result, Unavailable
+from bench.record import prepare, save, show
+from bench.text import DEMO, prompt_tokens
+from decoding import Sampling
+from offload import one_line
+
+_POLL_S = 0.05
+Outcome = Result | str  # or why there is none
+
+
+def in_child(name: str, job: Job, threads: int, answers: Any) -> None:
+    """One run, in a process of its own."""
+    prepare(threads)
+    try:
+        answers.send(PEERS[name](job).run())
+    except Unavailable as reason:
+        answers.send(f"skipped: {reason}")
+    except Exception as error:  # a peer may fail in any way; that is what the row then says
+        answers.send(f"failed: {type(error).__name__}: {one_line(error)}")
+
+
+def run(name: str, job: Job, threads: int, limit_s: float) -> tuple[Outcome, float]:
+    """What came of it, and the most memory it held, in GB."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=in_child, args=(name, job, threads, theirs))
+    child.start()
+    theirs.close()  # so that a child that dies ends the pipe
+    started, peak = time.monotonic(), 0.0
+    try:
+        while child.is_alive() and not ours.poll(_POLL_S):
+            peak = max(peak, _memory_gb(child.pid))
+            if time.monotonic() - started > limit_s:
+                return f"failed: took more than {limit_s:.0f} s", peak
+        return (ours.recv() if ours.poll() else _ending(child)), peak
+    except EOFError:
+        return _ending(child), peak
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _ending(child: Any) -> str:
+    child.join()
+    return "failed: killed, most likely for memory" if child.exitcode == -9 else f"failed: ended with exit code {child.exitcode}"
+
+
+def _memory_gb(pid: int | None) -> float:
+    try:
+        process = psutil.Process(pid)
+        return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)]) / 1e9
+    except psutil.Error:
+        return 0.0
+
+
+def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list[int] | None) -> dict[str, Any]:
+    """Medians of what was finished; `wanted` is our own plain greedy text, None where tokens are drawn."""
+    done = [outcome for outcome, _ in runs if isinstance(outcome, Result)]
+    found: dict[str, Any] = {"context": context, "peer": name, "prefill s": None, "ms/token": None, "least": None, "most": None}
+    found |= {"tokens per verification": None, "acceptance": None, "link MB/token": None, "peak GB": None, "same text": None}
+    if not done:
+        return {**found, "note": runs[-1][0]}
+    times = sorted(1e3 * each.decode_s / max(1, len(each.tokens) - 1) for each in done)
+    last = done[-1]
+    found |= {"prefill s": statistics.median(each.first_s for each in done), "ms/token": statistics.median(times)}
+    found |= {"least": times[0], "most": times[-1], "peak GB": max(peak for _, peak in runs)}
+    found |= {"tokens per verification": last.tokens_per_verification, "acceptance": last.acceptance.get("target")}
+    if last.link_bytes_per_token:
+        found["link MB/token"] = last.link_bytes_per_token / 1e6
+    if wanted is not None:
+        same = next((index for index, pair in enumerate(zip(last.tokens, wanted, strict=False)) if pair[0] != pair[1]), None)
+        found["same text"] = "yes" if same is None and len(last.tokens) == len(wanted) else f"to token {same}"
+    failed = [outcome for outcome, _ in runs if isinstance(outcome, str)]
+    return {**found, "note": failed[0] if failed else None}
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
+    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
+    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    context: Annotated[str, typer.Option(help="Prompt tokens.")] = "8192,32768,65536",
+    new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 128,
+    peers: Annotated[str, typer.Option(help="Parts of the names of peers to run; all by default.")] = "",
+    link: Annotated[str, typer.Option(help="Of our offloaded modes: emulated:GB/s on a CPU, auto on a GPU.")] = "emulated:0.5",
+    budget: Annotated[int | None, typer.Option(help="Retrieval budget; by default the engine's own.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 1.0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Runs of each peer, interleaved.")] = 1,
+    limit_s: Annotated[float, typer.Option(help="Seconds a run may take.")] = 900,
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/compare.json"),
+) -> None:
+    """Run every peer at every context, and compare."""
+    from transformers import AutoTokenizer
+
+    prepare(threads)
+    tokenizer, progress = AutoTokenizer.from_pretrained(model), Console(stderr=True)
+    names = [name for name in PEERS if not peers or any(part.strip() in name for part in peers.split(","))]
+    if not names:
+        raise typer.BadParameter(f"no peer is named like that: {', '.join(PEERS)}", param_hint="--peers")
+    settings = {"new_tokens": new_tokens, "dtype": dtype, "temperature": temperature, "top_p": top_p, "link": link}
+    settings |= {"repeats": repeats, "budget": budget, "text": str(text or "pydoc_data.topics")}
+    rows: list[dict[str, Any]] = []
+    try:
+        for tokens in map(int, context.split(",")):
+            prompt, runs = prompt_tokens(tokenizer, tokens, text), dict[str, list[tuple[Outcome, float]]]()
+            before = list(rows)
+            for repeat in range(repeats):
+                for name in names:
+                    law = Sampling(temperature, top_p=top_p, seed=repeat)
+                    job = Job(model, draft, prompt, new_tokens, law, dtype, budget, link)
+                    outcome = run(name, job, threads, limit_s)
+                    runs.setdefault(name, []).append(outcome)
+                    plain = next((each for each, _ in runs.get("ours: plain", []) if isinstance(each, Result)), None)
+                    wanted = plain.tokens if plain and temperature == 0 else None
+                    rows = before + [row(tokens, each, found, wanted) for each, found in runs.items()]
+                    save(output, {"settings": settings, "rows": rows}, quiet=True)
+                    last = rows[-1 if repeat == 0 else len(before) + names.index(name)]
+                    said = last["note"] or f"{last['ms/token']:.1f} ms/token, prefill {last['prefill s']:.1f} s"
+                    progress.print(f"{tokens} tokens, {name}: {said}", highlight=False)
+    except KeyboardInterrupt:
+        progress.print("interrupted: what is finished is kept")
+    if rows:
+        title = f"{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p},"
+        show(f"{title} {torch.get_num_threads()} threads, link {link}", rows)
+        save(output, {"settings": settings, "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(main)

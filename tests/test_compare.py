@@ -1,0 +1,81 @@
+"""Peers side by side: the same text where arithmetic is the same, a row with the reason where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engines import DEMO
+from models import random_tokens
+
+from bench.compare import _ending, main, row, run
+from bench.peers import PEERS, Job, Result
+from decoding import Sampling
+
+
+def job(**changes: object) -> Job:
+    found = Job(DEMO / "target", DEMO / "draft", random_tokens(300).tolist(), 6, Sampling(), "float32", None, "emulated:50")
+    return Job(**{**vars(found), **changes})
+
+
+def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
+    """And those that cannot are rows that say why."""
+    output = tmp_path / "compare.json"
+    names = [
+        "ours: plain",
+        "ours: plain offloaded",
+        "ours: hierarchical offloaded",
+        "transformers: static cache",
+        "transformers: offloaded cache",
+        "llama.cpp",
+    ]
+    main(
+        DEMO / "target", DEMO / "draft", None, "600", 8, ",".join(names), "emulated:50", 256, "float32", 0.0, 1.0, 1, 1, 300, output
+    )
+    found = json.loads(output.read_text())
+    rows = {each["peer"]: each for each in found["rows"]}
+    assert list(rows) == names
+    for name, each in rows.items():
+        if each["note"] is None:
+            assert each["same text"] == "yes", name
+            assert each["ms/token"] > 0
+            assert each["prefill s"] > 0
+            assert each["peak GB"] > 0.1
+        else:
+            assert each["note"].startswith("skipped: "), name
+            assert each["ms/token"] is None
+    assert set(names) <= set(PEERS)
+    run_here = {name for name, each in rows.items() if each["note"] is None}
+    assert set(names[:4]) <= run_here
+    assert rows["ours: hierarchical offloaded"]["link MB/token"] > 0
+    assert rows["ours: plain"]["link MB/token"] is None
+
+
+def test_whatever_fails_is_a_reason() -> None:
+    outcome, _ = run("nobody", job(), 1, 60)
+    assert outcome == "failed: KeyError: 'nobody'"
+    outcome, _ = run("ours: plain", job(prompt=[]), 1, 60)
+    assert isinstance(outcome, str)
+    assert outcome.startswith("failed: DocumentError: the prompt is empty")
+    outcome, _ = run("ours: plain", job(), 1, 0.0)
+    assert outcome == "failed: took more than 0 s"
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "killed, most likely for memory"), (3, "ended with exit code 3")])
+def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
+    assert words in _ending(SimpleNamespace(exitcode=code, join=lambda: None))
+
+
+def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
+    runs = [
+        (Result(first, decode, [1, 2, 3, 4, 5]), peak)
+        for first, decode, peak in ((1.0, 0.4, 2.0), (3.0, 0.8, 1.0), (2.0, 2.0, 1.5))
+    ]
+    found = row(600, "somebody", [*runs, ("failed: once", 0.0)], [1, 2, 9, 4, 5])
+    assert (found["prefill s"], found["ms/token"], found["least"], found["most"]) == (2.0, 200.0, 100.0, 500.0)
+    assert (found["peak GB"], found["same text"], found["note"]) == (2.0, "to token 2", "failed: once")
+    assert row(600, "somebody", runs, None)["same text"] is None
+    assert row(600, "somebody", runs, [1, 2, 3, 4, 5])["same text"] == "yes"
+    assert row(600, "nobody", [("skipped: not here", 0.0)], [1])["note"] == "skipped: not here"
