@@ -103,6 +103,6 @@ def table(found: dict[str, Any], device: str) -> Table:
     shown.add_column("", justify="right")
     shown.add_column("")
     for name, unit in _UNITS.items():
-        if ranks > 1 or not name.startswith("all_reduce"):
+        if name in found and (ranks > 1 or not name.startswith("all_reduce")):
             shown.add_row(name, f"{found[name]['value'] * _SCALES[unit]:,.2f}", unit)
     return shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pynvml
 import pytest
 import torch
 from commands import TARGET, forked, refused
+from rich.console import Console
 
 from bench.ranks import run_ranks
 from decoding.hardware import Hardware
 from decoding.machine import Gpu, Machine, warnings
-from decoding.probing import profile
+from decoding.probing import profile, table
 from decoding.rates import Copies
 from offload import EmulatedLink
 from parallel import Group
@@ -41,6 +43,14 @@ def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
     planned = forked(tmp_path, "plan", "--model", str(TARGET), "--hardware", str(path), "--context", "4096", "--json")
     assert planned.code == 0, planned.err
     assert json.loads(planned.out)["job"]["hardware"] == "probe"
+
+
+def test_a_number_that_noise_left_out_is_left_out_of_the_table() -> None:
+    source = {"value": 1.0, "source": "measured"}
+    written = StringIO()
+    Console(width=100, file=written).print(table({"gpus": source, "link_in": source}, "cpu"))
+    assert "link_in" in written.getvalue()
+    assert "attention" not in written.getvalue()
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
