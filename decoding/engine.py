@@ -13,18 +13,16 @@ from transformers import AutoTokenizer, GenerationConfig
 from decoding.decoders import Decoder
 from decoding.lengths import Noted
 from decoding.models import Models
-from decoding.rates import Copies
 from decoding.sampling import Sampling, draw
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
 from decoding.sizes import BUDGETS, draft_ranks
 from decoding.stats import Stats
-from decoding.tuning import Choice, Split, affordable
+from decoding.tuning import Choice, Split, affordable, link_rate
 from decoding.verify import finite
 from offload import DocumentError, FitError, TierForceError, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
-_PROBED, _PROBED_S = 32 << 20, 0.1  # bytes and seconds of the copies that tell the link's rate
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
 
@@ -40,7 +38,7 @@ class Engine:
         self.stats = Stats()
         self.lengths = draft_lengths(models.settings)
         self.split = Split()
-        self._link_rate = self._measured_rate()  # bytes a second; None where no budget is to be chosen
+        self._link_rate = link_rate(models) if self._tunes and models.link.copies else None  # bytes a second
         self._busy = False  # a text is being generated, and the arena is its own
         limit = models.target.config.context_limit
         wanted = models.settings.context
@@ -163,16 +161,6 @@ class Engine:
     def _tunes(self) -> bool:
         """Whether budgets are to be chosen."""
         return self.models.sizes.has_retrieval and self.models.settings.budget is None
-
-    def _measured_rate(self) -> float | None:
-        """Bytes a second of the slowest rank's link while all copy: GPUs may share lanes."""
-        if not (self._tunes and self.models.link.copies):
-            return None
-        with self.group.together():
-            copies = Copies(self.models.link, _PROBED)
-        rate = min(self.group.gather(copies.rate(out=False, seconds=_PROBED_S)))
-        copies.close()
-        return rate
 
     def _spend(self, prompt: int, new: int) -> Choice:
         """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to refuse."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from decoding.forecast import EXPONENT, accepted_with, expected_tokens
 from decoding.lengths import Round
 from decoding.models import Models, plan
+from decoding.rates import Copies
 from decoding.settings import BUDGET
 from decoding.sizes import BUDGETS, MOST
 from offload import FitError, MemoryPlan
@@ -23,6 +24,7 @@ _OWN = 200.0  # tokens seen with a budget from which its own rejections count fo
 _FORGET = 0.5  # what a text still counts after the next with its budget
 _WORTH = 0.95  # of the predicted time with the budget in use: a change must promise as little
 _ROUNDS = 4  # a text of fewer says nothing
+_PROBED, _PROBED_S = 4 << 20, 0.1  # bytes and seconds of the copies that tell the link's rate
 _LATE = 1.2  # verifications that take so many times the link's time wait for compute
 
 
@@ -58,6 +60,16 @@ def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
     if not found:
         raise refusal or FitError(f"--chunk-size {models.settings.chunk_size} is larger than any budget: give --budget.")
     return found
+
+
+def link_rate(models: Models) -> float:
+    """Bytes a second of the slowest rank's link while all copy: GPUs may share lanes. All ranks call it. Raises FitError."""
+    group = models.target.group
+    with group.together():
+        copies = Copies(models.link, _PROBED)
+    rate = min(group.gather(copies.rate(out=False, seconds=_PROBED_S)))
+    copies.close()
+    return rate
 
 
 class Split:

@@ -12,7 +12,16 @@ import pytest
 from commands import BIN, MODELS, STEADY, TORCHRUN, Job, forked, lines, records
 
 SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
-SLOW = ("--resident-layers", "0", "--link", "emulated:0.01", "--max-new-tokens", "48")  # a second or two for a document
+SLOW = (
+    "--resident-layers",
+    "0",
+    "--link",
+    "emulated:0.01",
+    "--max-new-tokens",
+    "48",
+    "--budget",
+    "4096",
+)  # a second or two for a document
 TWO = ("--gpus", "2")
 COMMAND = (str(BIN / "tierforce"),)
 

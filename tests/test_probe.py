@@ -55,7 +55,7 @@ def test_a_number_that_noise_left_out_is_left_out_of_the_table() -> None:
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = forked(tmp_path, "probe", "--device", "cpu", "--output", str(tmp_path / "file" / "probe.json"))
+    done = forked(tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(tmp_path / "file" / "probe.json"))
     assert "cannot be written" in refused(done)
 
 
@@ -70,7 +70,7 @@ def test_two_ranks_agree_on_the_numbers() -> None:
 
 
 def on_a_rank() -> dict[str, Any]:
-    return profile(Group.from_environment("cpu"))
+    return profile(Group.from_environment("cpu"), str(TARGET))
 
 
 def test_the_rate_of_a_link_is_measured() -> None:
