@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from bench.needle import needles
+from bench.options import Target, Temperature, Text, Threads, TopP
 from bench.overlap import ALL, OURS, STATIC, Chain, Led, Variant, prompts
 from bench.plots import acceptance_plot
 from bench.record import prepare, save, show
@@ -133,8 +134,8 @@ def _rows(labels: dict[str, Any], found: Chains) -> list[dict[str, Any]]:
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    target: Target = DEMO / "target",
+    text: Text = None,
     parts: Annotated[str, typer.Option(help="Of policies,budgets,chunks,temperatures,counts,needle.")] = (
         "policies,budgets,chunks,temperatures,counts,needle"
     ),
@@ -147,9 +148,9 @@ def main(
     texts: Annotated[int, typer.Option(help="Texts per context.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens drawn from the target behind each; a multiple of 64.")] = 256,
     draft_length: Annotated[int, typer.Option(help="Draft length of the counted runs.")] = 32,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 0.9,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
     output: Annotated[Path, typer.Option(help="JSON document; the plot goes beside it.")] = Path("results/acceptance.json"),
 ) -> None:
     """Measure the parts asked for, in float32, print tables, and write one JSON document and a plot."""

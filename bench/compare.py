@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
+from bench.options import Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
 from bench.peers import PEERS, Job, Result, Unavailable
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
@@ -95,21 +96,21 @@ def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
     context: Annotated[str, typer.Option(help="Prompt tokens.")] = "8192,32768,65536",
     new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 128,
     peers: Annotated[str, typer.Option(help="Parts of the names of peers to run; all by default.")] = "",
     link: Annotated[str, typer.Option(help="Of our offloaded modes: emulated:GB/s on a CPU, auto on a GPU.")] = "emulated:0.5",
     budget: Annotated[int | None, typer.Option(help="Retrieval budget; by default the engine's own.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 1.0,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    dtype: Dtype = "bfloat16",
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Runs of each peer, interleaved.")] = 1,
     limit_s: Annotated[float, typer.Option(help="Seconds a run may take.")] = 900,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/compare.json"),
+    output: Output = Path("results/compare.json"),
 ) -> None:
     """Run every peer at every context, and compare."""
     from transformers import AutoTokenizer

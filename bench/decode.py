@@ -23,6 +23,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from bench.continued import continued
+from bench.options import Context, Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
@@ -96,22 +97,22 @@ class Transformers:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 32_768,
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
+    context: Context = 32_768,
     new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
     link_tokens: Annotated[int, typer.Option(help="Tokens per run of plain decoding over the link, which is slow.")] = 12,
     rate: Annotated[float, typer.Option(help="Emulated link, GB/s.")] = 0.25,
     budget: Annotated[int, typer.Option(help="Retrieval budget, tokens.")] = 4096,
     lengths: Annotated[str, typer.Option(help="Draft lengths without a link.")] = "4,6",
     link_lengths: Annotated[str, typer.Option(help="Draft lengths over the link.")] = "16,24",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 0.9,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/decode.json"),
+    dtype: Dtype = "bfloat16",
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
+    output: Output = Path("results/decode.json"),
 ) -> None:
     """Decode the same text in every way, interleaved, and compare ms/token."""
     prepare(threads)

@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 
 from bench.continued import continued
+from bench.options import Context, Draft, Dtype, Output, Rates, Target, Temperature, Text, Threads, TopP
 from bench.overlap import OURS, STATIC, Variant, prompts
 from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
@@ -92,22 +93,22 @@ def expected_yields(rounds: Sequence[Round]) -> list[float]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 16_384,
-    rates: Annotated[str, typer.Option(help="Emulated links, GB/s.")] = "0.5,2",
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
+    context: Context = 16_384,
+    rates: Rates = "0.5,2",
     lengths: Annotated[str, typer.Option(help="Draft lengths of the grid.")] = "8,16,32,48",
     inner: Annotated[str, typer.Option(help="Inner draft lengths of the grid.")] = "1,2",
     budget: Annotated[int, typer.Option(help="Retrieval budget of both policies, tokens a head.")] = 768,
     published: Annotated[bool, typer.Option(help="Also the published policy, beside the engine's own.")] = True,
     texts: Annotated[int, typer.Option(help="Prompts.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens a run.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "float32",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 0.9,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/lengths.json"),
+    dtype: Dtype = "float32",
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
+    output: Output = Path("results/lengths.json"),
 ) -> None:
     """Time a grid of fixed lengths and the adaptive ones, on each link, for the published policy and the engine's own."""
     prepare(threads)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from bench.options import Output
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
@@ -89,7 +90,7 @@ def run(setting: Setting, share: float, new: int) -> dict[str, Any]:
 
 def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 48,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/limits.json"),
+    output: Output = Path("results/limits.json"),
 ) -> None:
     """Decode every setting within what its plan asks for, and within half of it."""
     progress, rows = Console(stderr=True), []

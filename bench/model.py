@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from bench.continued import continued
+from bench.options import Draft, Dtype, Output, Target, Text, Threads
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
@@ -103,14 +104,14 @@ def predicted(setting: Setting, session: Session, machine: Hardware, decoder: De
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
     plain_tokens: Annotated[int, typer.Option(help="Tokens per run of plain decoding over a link, which is slow.")] = 12,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/model.json"),
+    dtype: Dtype = "bfloat16",
+    threads: Threads = 0,
+    output: Output = Path("results/model.json"),
 ) -> None:
     """Predict every setting's time to first token and ms/token, run it, and compare."""
     prepare(threads)

@@ -16,6 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
+from bench.options import Draft, Dtype, Output, Target, Text, Threads
 from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Settings
@@ -56,15 +57,15 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
     contexts: Annotated[str, typer.Option(help="Prompt tokens.")] = "8192,16384,32768,65536",
     budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    dtype: Dtype = "bfloat16",
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Passes of each kind; the median counts.")] = 9,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/passes.json"),
+    output: Output = Path("results/passes.json"),
 ) -> None:
     """Read prompts of growing length, and time every kind of pass behind each."""
     prepare(threads)

@@ -23,6 +23,7 @@ import torch
 import typer
 from rich.console import Console
 
+from bench.options import Dtype, Output, Target, Text
 from bench.ranks import run_ranks
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
@@ -92,15 +93,15 @@ def _peak() -> int:
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
+    model: Target = DEMO / "target",
+    text: Text = None,
     contexts: Annotated[str, typer.Option(help="Prompt tokens.")] = "16384,32768",
     methods: Annotated[str, typer.Option(help="Of ours, ranks and transformers.")] = "ours,ranks,transformers",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     threads: Annotated[int, typer.Option(help="CPU threads of all ranks together.")] = torch.get_num_threads(),
     link: Annotated[str, typer.Option(help="Ours: view, or emulated:RATE.")] = "emulated:1000",
     repeats: Annotated[int, typer.Option(help="Prefills of each kind, interleaved; the median counts.")] = 3,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/prefill.json"),
+    output: Output = Path("results/prefill.json"),
 ) -> None:
     """Time prefills on this machine's CPU, and take their peak memory."""
     prepare(threads)

@@ -16,6 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
+from bench.options import Context, Output, Target, Text, Threads
 from bench.overlap import COMPUTE, OURS, STATIC, Led, Variant
 from bench.passes import pass_seconds
 from bench.record import prepare, save, show
@@ -24,15 +25,15 @@ from decoding import Engine, Settings
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 32_768,
+    model: Target = DEMO / "target",
+    text: Text = None,
+    context: Context = 32_768,
     rows: Annotated[str, typer.Option(help="Tokens per verification pass.")] = "17,33",
     dtypes: Annotated[str, typer.Option(help="Of bfloat16 and float32.")] = "bfloat16,float32",
     budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Passes of each kind, interleaved.")] = 15,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/refresh.json"),
+    output: Output = Path("results/refresh.json"),
 ) -> None:
     """Time verification passes with and without a refresh."""
     prepare(threads)

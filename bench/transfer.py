@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
+from bench.options import Context, Output, Rates, Target, Text, Threads
 from bench.passes import pass_ms
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
@@ -22,14 +23,14 @@ from decoding.session import Session
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 32_768,
-    rates: Annotated[str, typer.Option(help="Emulated links, GB/s.")] = "0.25,0.5,1,2,4",
+    model: Target = DEMO / "target",
+    text: Text = None,
+    context: Context = 32_768,
+    rates: Rates = "0.25,0.5,1,2,4",
     rows: Annotated[int, typer.Option(help="Tokens per verification pass.")] = 17,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    threads: Threads = 0,
     repeats: Annotated[int, typer.Option(help="Passes per rate.")] = 5,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/transfer.json"),
+    output: Output = Path("results/transfer.json"),
 ) -> None:
     """Time verification passes over emulated links and report wall / max(link, compute)."""
     prepare(threads)

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from bench.continued import continued
 from bench.lengths import expected_yields
+from bench.options import Context, Draft, Dtype, Output, Rates, Target, Temperature, Text, Threads, TopP
 from bench.overlap import prompts
 from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
@@ -70,21 +71,21 @@ def tuned(engine: Engine, prompt: list[int], new: int, sampling: Sampling, found
 
 
 def main(
-    model: Annotated[Path, typer.Option(help="Target model folder.")] = DEMO / "target",
-    draft: Annotated[Path, typer.Option(help="Draft model folder.")] = DEMO / "draft",
-    text: Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")] = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens.")] = 16_384,
-    rates: Annotated[str, typer.Option(help="Emulated links, GB/s.")] = "0.5,2",
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
+    context: Context = 16_384,
+    rates: Rates = "0.5,2",
     budgets: Annotated[str, typer.Option(help="Budgets of the grid.")] = "512,1024,2048,4096,8192",
     lengths: Annotated[str, typer.Option(help="Draft lengths of the grid.")] = "6,12,20,32,48,64",
     learn: Annotated[int, typer.Option(help="Texts the engine learns from.")] = 4,
     texts: Annotated[int, typer.Option(help="Texts that are timed.")] = 3,
     new_tokens: Annotated[int, typer.Option(help="Tokens a run.")] = 96,
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus.")] = 0.9,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/tune.json"),
+    dtype: Dtype = "bfloat16",
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
+    output: Output = Path("results/tune.json"),
 ) -> None:
     """Time a grid of budgets and draft lengths, and what the engine chooses by itself, on each link."""
     prepare(threads)
