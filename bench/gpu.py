@@ -110,7 +110,7 @@ def read(report: Report, models: Models, context: int) -> Session:
     seconds = time.perf_counter() - started
     report.add("prefill", f"{context:,} tokens", seconds, "s")
     report.add("prefill", "speed", context / seconds, "tokens/s")
-    report.add("prefill", "share of the matrix product's rate (MFU)", prefill_flops(config, context) / seconds / arithmetic)
+    report.add("prefill", "share of the matrix product's rate (MFU)", sum(prefill_flops(config, context)) / seconds / arithmetic)
     report.add("prefill", "peak device memory", peak_gb(device) or "not a GPU", "GB")
     report.add("prefill", "resident layers", session.plan.resident_layers)
     report.add("prefill", "slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")

@@ -125,7 +125,7 @@ def main(
         for name, runs in found.items():
             seconds = statistics.median(max(rank.seconds for rank in run) for run in runs)
             row: dict[str, Any] = {"tokens": context, "method": name, "seconds": seconds, "tokens/s": context / seconds}
-            row["share of the matmul rate"] = prefill_flops(config, context) / seconds / rate
+            row["share of the matmul rate"] = sum(prefill_flops(config, context)) / seconds / rate
             row["peak MB a rank"] = max(rank.peak for run in runs for rank in run) / 1e6
             table.append({**row, "hidden states + a layer's KV, MB": needed / 1e6})
     show(f"Prefill, {dtype}, {threads} threads, matmul rate {rate / 1e9:.0f} GFLOP/s", table)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from decoding.forecast import attention_flops, matmul_flops
+from decoding.forecast import attention_flops, matmul_flops, prefill_flops
 from decoding.models import Models
 from decoding.sampling import Sampling
 from decoding.session import Session
@@ -90,8 +90,9 @@ def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: float) -> float:
-    """Operations a second of all that a layer's prefill does beside attention."""
-    settings = Settings(mode="plain", resident_layers=1, link="view" if device.type == "cpu" else "auto")
+    """Operations a second of all that a prefill does beside attention; of two layers, since of the last one little is made."""
+    config = replace(config, layers=2)
+    settings = Settings(mode="plain", resident_layers=2, link="view" if device.type == "cpu" else "auto")
     models = Models.make(random_model(config, Group(device=device), dtype), None, "plain", settings)
     tokens = models.sizes.prefill_chunk
     prompt = [0] * tokens
@@ -99,8 +100,8 @@ def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, att
         seconds = typical(lambda: Session(models, prompt, 1).prefill())
     finally:
         models.link.close()
-    scores = attention_flops(config) * tokens * (tokens + 1) / 2 / attention
-    return matmul_flops(config) * tokens / max(seconds - scores, 0.1 * seconds)
+    products, scores = prefill_flops(config, tokens)
+    return products / max(seconds - scores / attention, 0.1 * seconds)
 
 
 def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:

@@ -169,9 +169,9 @@ def all_reduce_s(hardware: Hardware, ranks: int, nbytes: int) -> float:
 def prefill_s(sizes: Sizes, hardware: Hardware, tokens: int, written: int) -> tuple[float, str]:
     """Seconds of a layer-major prefill, and what bounds it: the three overlap. `written`: bytes of a rank's KV for the host."""
     config = sizes.target
-    sums = 2 * config.layers * all_reduce_s(hardware, sizes.ranks, tokens * config.hidden * sizes.dtype.itemsize)
-    scores = prefill_flops(config, tokens) - matmul_flops(config) * tokens
-    arithmetic = matmul_flops(config) * tokens / hardware.matmul + scores / (hardware.prefill_attention or hardware.matmul)
+    sums = 2 * (config.layers - 1) * all_reduce_s(hardware, sizes.ranks, tokens * config.hidden * sizes.dtype.itemsize)
+    products, scores = prefill_flops(config, tokens)
+    arithmetic = products / hardware.matmul + scores / (hardware.prefill_attention or hardware.matmul)
     times = {
         "arithmetic": arithmetic / sizes.ranks,
         "sums over ranks": sums,
@@ -198,6 +198,7 @@ def attention_flops(config: ModelConfig) -> float:
     return 4.0 * config.layers * config.heads * config.head_dim
 
 
-def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Operations of a prefill: the products, and attention of each pair of tokens."""
-    return matmul_flops(config) * tokens + attention_flops(config) * tokens * (tokens + 1) / 2
+def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
+    """Operations of a prefill: products, and attention of each pair of tokens. Of the last layer only keys and values are made."""
+    whole, last = (config.layers - 1) / config.layers, 4.0 * config.hidden * config.kv_heads * config.head_dim
+    return (whole * matmul_flops(config) + last) * tokens, whole * attention_flops(config) * tokens * (tokens + 1) / 2

@@ -11,10 +11,11 @@ from offload.retrieval import RetrievalCache, RetrievalShape
 from offload.rotary import Rotary
 from offload.store import HostArena
 from offload.streaming import StreamingCache
-from offload.tiered import TieredCache, tail_tokens
+from offload.tiered import LAST_ROWS, TieredCache, tail_tokens
 from offload.traffic import Traffic
 
 __all__ = [
+    "LAST_ROWS",
     "POLICIES",
     "Cache",
     "DocumentError",

@@ -17,7 +17,7 @@ from offload.ring import TransferRing
 from offload.rotary import Rotary
 from offload.store import HostArena, HostStore
 
-_LAST_ROWS = 32  # rows of the prompt that followers see
+LAST_ROWS = 32  # rows of the prompt that followers see: a prefill attends with these in every layer
 
 
 class TieredCache(Cache):
@@ -81,7 +81,7 @@ class TieredCache(Cache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         q, k = self.rotary(q, start), self.rotary(k, start)
         if self._prompt:
-            return self._attend_prompt(layer, q, k, v, start)
+            return self._attend_prompt(layer, q, self._keep(layer, k, v, start), start)
         end = start + len(q)
         near, index = self._places[layer]
         if near:
@@ -153,7 +153,8 @@ class TieredCache(Cache):
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
-        """Layer-major prefill: inside, `attend` is called for all chunks of a layer before any of the next layer.
+        """Layer-major prefill: inside, `attend` or `keep` is called for all chunks of a layer before any of the next layer, and
+        `attend` for the last one.
 
         A far layer's KV is built in one device buffer, and its prefix written to the host block by block as it is computed; nothing
         is read back. On leaving, the cache stands at `tokens` tokens.
@@ -177,8 +178,13 @@ class TieredCache(Cache):
             self._writes.clear()
         self.advance(tokens)
 
-    def _attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        end, (near, index) = start + len(q), self._places[layer]
+    def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
+        """KV of prompt tokens that nothing is asked of but that later ones attend to them."""
+        self._keep(layer, self.rotary(k, start), v, start)
+
+    def _keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Into the layer's buffer (2, Hkv, N, D), and from there to the host what goes there."""
+        end, (near, index) = start + len(k), self._places[layer]
         kept = slice(start, max(start, min(end, self.boundary)))  # of these tokens, those that go to the host
         if near:
             kv = self._near[index]
@@ -194,12 +200,16 @@ class TieredCache(Cache):
             put(kv, k, v, start)
             if kept.stop > start:
                 self._writes[start] = self._write(index, kv[:, :, kept], start)
+        return kv
+
+    def _attend_prompt(self, layer: int, q: Tensor, kv: Tensor, start: int) -> Tensor:
+        end, (near, index) = start + len(q), self._places[layer]
         out, _ = self._attend(q, kv, end)
         if end == self._prompt:
             recent = kv[:, :, self.boundary : end]
             if not near:
                 self._tail[index, :, :, : end - self.boundary] = recent
-            self._show(layer, 0, q[-_LAST_ROWS:], kv[:, :, : self.boundary], recent)
+            self._show(layer, 0, q[-LAST_ROWS:], kv[:, :, : self.boundary], recent)
         return out
 
 

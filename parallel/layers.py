@@ -47,8 +47,10 @@ class ColumnParallelLinear(Module):
             for rows, share, bias in zip(self.bias.split(self.sizes), self.shares, biases, strict=True):
                 rows.copy_(bias[share])
 
-    def forward(self, x: Tensor) -> list[Tensor]:  # (T, Din) -> one (T, Dout / ranks) per matrix
-        return list(F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1))
+    def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:  # (T, Din) -> one (T, Dout / ranks) per matrix, from `first` on
+        skipped = sum(self.sizes[:first])
+        bias = None if self.bias is None else self.bias[skipped:]
+        return list(F.linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
 
 
 class RowParallelLinear(Module):

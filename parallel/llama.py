@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from offload import LAST_ROWS
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
 from parallel.group import Group
@@ -26,6 +27,12 @@ class AttendingCache(Protocol):
 
     def begin(self, rows: int) -> None: ...
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
+
+
+class PrefillingCache(AttendingCache, Protocol):
+    """What a layer-major prefill asks beside."""
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
 
 
 class Layer(Module):
@@ -59,6 +66,11 @@ class Layer(Module):
         del gate, up
         yield ()
         yield (x + grown(),)
+
+    def keep(self, x: Tensor, cache: PrefillingCache, start: int) -> None:
+        """What later tokens attend to, and no output; rows (T, hidden) of a prompt of which nobody asks more."""
+        k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(self.input_norm(x), first=1))
+        cache.keep(self.index, k, v, start)
 
     def load(self, checkpoint: Checkpoint) -> None:
         config, prefix = self.config, f"model.layers.{self.index}."
@@ -105,27 +117,35 @@ class Llama(Module):
         return self.head.logits(self.norm(x[-rows:]))
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, cache: AttendingCache, chunk: int, progress: Progress | None = None) -> Tensor:
+    def prefill(self, tokens: Tensor, cache: PrefillingCache, chunk: int, progress: Progress | None = None) -> Tensor:
         """Layer-major: all chunks of one layer before the next layer. tokens (T,); logits (1, V) that follow the last one.
 
         Holds the hidden states of the whole prompt; the cache holds one layer's KV at a time. To be called inside the cache's
-        own `prefill` context. While the sums of one chunk are under way between the ranks, the next chunks compute.
+        own `prefill` context. While the sums of one chunk are under way between the ranks, the next chunks compute. Of the last
+        layer only the KV is made, and the output of the last few rows.
         """
         chunk = -(-len(tokens) // -(-len(tokens) // chunk))  # even chunks: the last rows are what followers of the cache see
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for start in range(0, len(x), chunk):
             x[start : start + chunk] = self.embed(tokens[start : start + chunk])
-        for index, layer in enumerate(self.layers):
+        *others, last = (cast(Layer, layer) for layer in self.layers)
+        for index, layer in enumerate(others):
             begun: deque[tuple[int, Iterator[tuple[Tensor, ...]]]] = deque()
             for start in range(0, len(x) + 2 * chunk, chunk):  # two rounds more, for the last chunks' sums
                 if start < len(x):
-                    begun.append((start, cast(Layer, layer).steps(x[start : start + chunk], cache, start)))
+                    begun.append((start, layer.steps(x[start : start + chunk], cache, start)))
                 for at, steps in reversed(list(begun)):  # the newest first: what the others wait for is under way
                     for out in next(steps):
                         x[at : at + chunk] = out
                         begun.popleft()
                         if progress:
                             progress(index * len(x) + min(at + chunk, len(x)), len(x) * len(self.layers))
+        rest = max((len(x) - 1) // chunk * chunk, len(x) - LAST_ROWS)  # behind the last chunk's start, which copies go by
+        for start in range(0, rest, chunk):
+            last.keep(x[start : min(start + chunk, rest)], cache, start)
+        x = last(x[rest:], cache, rest)
+        if progress:
+            progress(len(tokens) * len(self.layers), len(tokens) * len(self.layers))
         return self.head.logits(self.norm(x[-1:]))
 
     def load(self, checkpoint: Checkpoint) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,13 +109,14 @@ def test_layer_major_prefill_is_token_major_prefill(checkpoint: Checkpoints, nam
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 @pytest.mark.parametrize("layers", [0, 1, 3])
-def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers: int) -> None:
+@pytest.mark.parametrize("chunk", [25, 60])
+def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers: int, chunk: int) -> None:
     folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
     model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
     cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1)
     with cache.prefill(60):
-        close(model.prefill(tokens[:60], cache, 25), wanted[59:60])
+        close(model.prefill(tokens[:60], cache, chunk), wanted[59:60])
     close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
     cache.crop(55)
     close(in_passes(model, tokens[55:75], cache, [3, 17]), wanted[55:75])
@@ -196,11 +199,26 @@ class NotingGroup(Group):
 
 def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoints) -> None:
     group = NotingGroup()
-    model = load_model(checkpoint(num_hidden_layers=1), group, "float32")
+    model = load_model(checkpoint(num_hidden_layers=2), group, "float32")
     cache = resident(model, TOKENS)
     with cache.prefill(TOKENS):
         model.prefill(random_tokens(TOKENS), cache, TOKENS // 5)
     events, chunks = group.events, 5
-    assert group.sums == 2 * chunks
-    busy = [number for number in range(group.sums) if events.index(("wait", number)) > events.index(("start", number)) + 1]
-    assert len(busy) >= group.sums - 2  # all but those of the last chunk
+    assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
+    busy = [number for number in range(2 * chunks) if events.index(("wait", number)) > events.index(("start", number)) + 1]
+    assert len(busy) >= 2 * chunks - 2  # all but those of the last chunk
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 6)])
+def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(checkpoint: Checkpoints, chunk: int, rows: int) -> None:
+    model = load_model(checkpoint(), Group(), "float32")
+    cache, attended = resident(model, TOKENS), Counter()
+    attend = cache.attend
+
+    def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        attended[layer] += len(q)
+        return attend(layer, q, k, v, start)
+
+    with cache.prefill(TOKENS), patch.object(cache, "attend", noted):
+        model.prefill(random_tokens(TOKENS), cache, chunk)
+    assert attended == {0: TOKENS, 1: TOKENS, 2: rows}
