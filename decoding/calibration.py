@@ -19,7 +19,7 @@ from decoding.forecast import attention_flops, matmul_flops, prefill_flops
 from decoding.models import Models
 from decoding.sampling import Sampling
 from decoding.session import Session
-from decoding.settings import Settings
+from decoding.settings import BUDGET, Settings
 from decoding.verify import Draft, verify
 from offload import POLICIES, KVLayout, RetrievalCache, RetrievalShape, StreamingCache, partial_attention
 from parallel import Group, ModelConfig, random_model
@@ -27,7 +27,6 @@ from parallel import Group, ModelConfig, random_model
 _FEW, _ROWS, _MANY = 3, 33, 2048  # tokens of a pass over the retrieval cache, of a verification, of a chunk of prefill
 _KV = {"cpu": 128 << 20, "cuda": 1 << 30}  # bytes: far more than any cache holds
 _CHOSEN = 32_768  # tokens that a choice looks through, at most
-_BUDGET = 4096
 _WARPED = Sampling(0.6, top_p=0.9)
 _REPEATS = 9
 
@@ -116,8 +115,9 @@ def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> d
 def _choice_seconds(config: ModelConfig, layout: KVLayout, summary: int | None, device: torch.device) -> float:
     """One choice over a prefix of random keys and values."""
     rotary = config.rotary(1, 2, layout.dtype, device)
-    shape = RetrievalShape.of(_BUDGET, 8, summary, _CHOSEN + _ROWS, _ROWS, _ROWS)
-    cache = RetrievalCache(layout, shape, POLICIES["mass"](), rotary, device, every=0)
+    usual = Settings()
+    shape = RetrievalShape.of(BUDGET, usual.chunk_size, summary, _CHOSEN + _ROWS, _ROWS, _ROWS)
+    cache = RetrievalCache(layout, shape, POLICIES[usual.policy](), rotary, device, every=0)
     prefix, recent = (torch.randn(layout.shape(1, n), device=device, dtype=layout.dtype)[0] for n in (_CHOSEN, _ROWS))
     q = torch.randn(_ROWS, config.heads, config.head_dim, device=device, dtype=layout.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from decoding.sizes import BUDGETS, draft_ranks
 from decoding.stats import Stats
 from decoding.tuning import Choice, Split, affordable, link_rate
 from decoding.verify import finite
-from offload import DocumentError, FitError, TierForceError, one_line
+from offload import DocumentError, FitError, MemoryPlan, TierForceError, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
@@ -80,7 +80,7 @@ class Engine:
         """Raises FitError, on all ranks, when a text of that many tokens would not fit. All ranks call it."""
         with self.group.together():
             plans = affordable(self.models, prompt, new)
-        if self._tunes and not set.intersection(*self.group.gather(set(plans))):
+        if self._tunes and not self._common(plans):
             raise FitError("no one retrieval budget fits all ranks: set --budget, or free memory on the fullest GPU.")
 
     def generate(
@@ -111,6 +111,7 @@ class Engine:
             leader = PassLeader(session.sharded, session.most)
             try:
                 yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
+                self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
             finally:
                 leader.end()
         finally:
@@ -139,23 +140,21 @@ class Engine:
         stats.levels = decoder.levels()
         stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
         stats.retrieval = session.retrieval
-        stats.prefill_link_out = session.target.traffic.link_out
+        stats.prefill_link_in, stats.prefill_link_out = session.target.traffic.link_in, session.target.traffic.link_out
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]
-        while stats.finish_reason is None:
+        while True:
             for token in new:
                 if token in self.stop_tokens:
                     stats.finish_reason = "stop"
-                    break
+                    return
                 stats.new_tokens += 1
                 stats.decode_s = time.perf_counter() - started - stats.first_token_s
                 yield token
-            else:
-                if stats.new_tokens >= session.new:
-                    stats.finish_reason = "length"
-                else:
-                    new = decoder.round(session.new - stats.new_tokens)
-        self.split.record(session.models, session.plan, len(session.prompt), self._link_rate, stats.rounds)
+            if stats.new_tokens >= session.new:
+                stats.finish_reason = "length"
+                return
+            new = decoder.round(session.new - stats.new_tokens)
 
     @property
     def _tunes(self) -> bool:
@@ -171,10 +170,13 @@ class Engine:
             plans = affordable(self.models, prompt, new)
         except FitError:
             plans = {}
-        common = sorted(set.intersection(*self.group.gather(set(plans))))
-        if not common:
+        if not (common := self._common(plans)):
             return Choice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
-        return self.group.broadcast(self.split.choose(self.models, {each: plans[each] for each in common}, prompt, self._link_rate))
+        return self.group.broadcast(self.split.choose(self.models, common, prompt, self._link_rate))
+
+    def _common(self, plans: Mapping[int, MemoryPlan]) -> dict[int, MemoryPlan]:
+        """Of the plans of this rank, by budget, those whose budgets fit all ranks. All ranks call it."""
+        return {budget: plans[budget] for budget in sorted(set.intersection(*self.group.gather(set(plans))))}
 
     def _refuse(self, tokens: list[int], new: int) -> None:
         if self._busy:

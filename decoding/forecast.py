@@ -54,7 +54,6 @@ def forecast(
     """For one document of `prompt` + `new` tokens. Acceptance rates are those of the target and of the retrieval level."""
     target, layout = sizes.target, sizes.target.kv_layout(sizes.ranks, sizes.dtype)
     far = target.layers - plan.resident_layers if sizes.copies else 0
-    weights = read_bytes(target, sizes.ranks, sizes.dtype)
     kv, streamed = layout.bytes(prompt), layout.bytes(prompt, far)
     link = streamed / hardware.link_in
     # nothing hides the first slot's copy where no layer computes before it; where the link is the cost, it is part of that
@@ -65,13 +64,13 @@ def forecast(
         return max((link, "link"), (compute + first, "compute"))
 
     dtype = sizes.dtype
-    step_s, step_bound = walled(pass_s(hardware, target, sizes.ranks, dtype, 1, prompt, weights))
+    step_s, step_bound = walled(pass_s(hardware, target, sizes.ranks, dtype, 1, prompt))
     budget = min(sizes.budget, prompt)
     retrieval = draft = 0.0
     if sizes.has_retrieval:
         inner = sizes.settings.inner_length or INNER_LENGTH
         rows = inner + 1 if sizes.draft is not None and sizes.has_draft else 1
-        retrieval = pass_s(hardware, target, sizes.ranks, dtype, rows, budget, weights)
+        retrieval = pass_s(hardware, target, sizes.ranks, dtype, rows, budget)
     if sizes.draft is not None and sizes.has_draft:
         draft = pass_s(hardware, sizes.draft, sizes.draft_ranks, dtype, 1, sizes.window)
 
@@ -83,20 +82,21 @@ def forecast(
         turns = 1 if far or sizes.settings.refresh else COMPUTE_TURNS
         return min(1.0, expected_tokens(acceptance, n) / every) * choice_s(hardware, kv, turns)
 
-    def verification(n: int) -> tuple[float, str]:
-        compute = pass_s(hardware, target, sizes.ranks, dtype, n + 1, prompt, weights) + refresh(n)
-        return walled(compute)
+    def computed(n: int) -> float:
+        """Seconds of a verification of n drafted tokens, beside the link."""
+        return pass_s(hardware, target, sizes.ranks, dtype, n + 1, prompt) + refresh(n)
 
     each = per_drafted_s(sizes, retrieval, draft, inner_acceptance)
     length, token_s = 0, step_s
     lengths = range(1, MOST + 1) if sizes.settings.draft_length is None else [sizes.settings.draft_length]
     if sizes.mode != "plain":
-        rounds = {n: (verification(n)[0] + n * each) / expected_tokens(acceptance, n) for n in lengths}
+        rounds = {n: (walled(computed(n))[0] + n * each) / expected_tokens(acceptance, n) for n in lengths}
         length = min(rounds, key=rounds.__getitem__)
         token_s = rounds[length]
-    verified, bound = verification(length)
-    compute = pass_s(hardware, target, sizes.ranks, dtype, length + 1, prompt, weights) + refresh(length)
-    prefill, prefill_bound = prefill_s(sizes, hardware, prompt, streamed)
+    verified, bound = walled(computed(length))
+    late = layout.bytes(prompt, plan.late_layers)
+    prefill, prefill_bound = prefill_s(sizes, hardware, prompt, streamed + late)
+    prefill += late / hardware.link_in  # back to the device, behind all else
     return Forecast(
         prefill_s=prefill,
         prefill_bound=prefill_bound,
@@ -105,7 +105,7 @@ def forecast(
         verification_s=verified,
         verification_bound=bound,
         link_s=link,
-        compute_s=compute,
+        compute_s=computed(length),
         retrieval_s=retrieval,
         draft_s=draft,
         drafting_s=length * each,
@@ -116,16 +116,10 @@ def forecast(
     )
 
 
-def pass_s(
-    hardware: Hardware, config: ModelConfig, ranks: int, dtype: torch.dtype, rows: int, attended: int, weights: int | None = None
-) -> float:
-    """A short pass of `rows` tokens that attend to so many each, on each of the ranks, and drawing from what it says.
-
-    `weights`: read_bytes(config, ranks, dtype), which takes its time.
-    """
-    weights = read_bytes(config, ranks, dtype) if weights is None else weights
+def pass_s(hardware: Hardware, config: ModelConfig, ranks: int, dtype: torch.dtype, rows: int, attended: int) -> float:
+    """A short pass of `rows` tokens that attend to so many each, on each of the ranks, and drawing from what it says."""
     kv_rate, attention = hardware.kv_rate or hardware.memory_rate, hardware.attention or hardware.matmul
-    memory = weights / hardware.memory_rate + config.kv_layout(ranks, dtype).bytes(attended) / kv_rate
+    memory = read_bytes(config, ranks, dtype) / hardware.memory_rate + config.kv_layout(ranks, dtype).bytes(attended) / kv_rate
     products = rows * matmul_flops(config) / ranks / hardware.matmul
     scores = rows * attention_flops(config) * attended / ranks / attention
     launches = config.layers * hardware.layer_s + hardware.pass_s

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from decoding.forecast import Forecast
 from offload import TierForceError
 
 
-def plan_picture(path: Path, title: str, tiers: dict[str, int], room: float, host: int, host_room: float, seen: Forecast) -> None:
-    """Left: bytes by tier as stacked bars, of a device in prefill and in decoding, and of the host (a rank's share).
+def plan_picture(
+    path: Path, title: str, tiers: Sequence[dict[str, int]], room: float, host: int, host_room: float, seen: Forecast
+) -> None:
+    """Left: bytes by tier as stacked bars, of a device in prefill and in decoding (`tiers`), and of the host (a rank's share).
 
     Right: seconds of one round, on the link and on the device. Raises TierForceError where it cannot be drawn or written.
     """
@@ -22,8 +25,8 @@ def plan_picture(path: Path, title: str, tiers: dict[str, int], room: float, hos
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), width_ratios=(2, 3))
     bottoms = [0.0, 0.0]
-    for number, (name, size) in enumerate((name, size / 1e9) for name, size in tiers.items() if size):
-        heights = [size, 0.0 if name == "hidden states" else size]
+    for number, name in enumerate(name for name, size in tiers[0].items() if size or tiers[1][name]):
+        heights = [phase[name] / 1e9 for phase in tiers]
         left.bar(["device, prefill", "device, decode"], heights, bottom=bottoms, color=f"C{number}", label=name, width=0.6)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     left.bar(["host"], [host / 1e9], color="0.6", label="KV of the other layers", width=0.6)

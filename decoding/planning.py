@@ -18,9 +18,11 @@ from decoding.sizes import BUDGETS, USED, Sizes, draft_ranks, weight_bytes
 from offload import FitError, MemoryPlan, TierForceError, device_tiers, plan_memory
 from parallel import ModelConfig
 
+Tiers = dict[str, int]  # device bytes by what they are for
 
-def outlook(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> tuple[MemoryPlan, dict[str, int]]:
-    """The plan of one rank, and its device bytes by what they are for, weights first. Raises FitError."""
+
+def outlook(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> tuple[MemoryPlan, tuple[Tiers, Tiers]]:
+    """The plan of one rank, and its tiers in prefill and when decoding, weights first. Raises FitError."""
     weights = weight_bytes(sizes.target, sizes.ranks, sizes.dtype)
     if sizes.draft is not None and sizes.has_draft:
         weights += weight_bytes(sizes.draft, sizes.draft_ranks, sizes.dtype)
@@ -32,7 +34,8 @@ def outlook(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> tuple[Me
     needs = sizes.needs(prompt, new)
     free, host = int(USED * (hardware.device_memory - weights)), int(hardware.host_memory) // sizes.ranks
     plan = plan_memory(needs, free, host, sizes.settings.resident_layers)
-    return plan, {"weights": weights, **device_tiers(needs, plan.resident_layers)}
+    prefill, decode = device_tiers(needs, plan.resident_layers, plan.late_layers)
+    return plan, ({"weights": weights, **prefill}, {"weights": weights, **decode})
 
 
 def spending(sizes: Sizes, hardware: Hardware, prompt: int, new: int, acceptance: float, inner_acceptance: float) -> Sizes:
@@ -40,18 +43,15 @@ def spending(sizes: Sizes, hardware: Hardware, prompt: int, new: int, acceptance
     if sizes.settings.budget is not None or not sizes.has_retrieval:
         return sizes
     times: dict[int, float] = {}
-    for budget in BUDGETS:
-        if not sizes.offers(budget, prompt + new):
-            continue
-        spent = replace(sizes, settings=replace(sizes.settings, budget=budget))
+    for budget in sizes.budgets(prompt + new):
+        spent = sizes.spending(budget)
         try:
             placed, _ = outlook(spent, hardware, prompt, new)
         except FitError:
             continue
         accepted = accepted_with(acceptance, budget)
         times[budget] = forecast(spent, placed, hardware, prompt, new, accepted, inner_acceptance).token_s
-    best = min(times, key=times.__getitem__, default=BUDGETS[0])
-    return replace(sizes, settings=replace(sizes.settings, budget=best))
+    return sizes.spending(min(times, key=times.__getitem__, default=BUDGETS[0]))
 
 
 def longest(sizes: Sizes, hardware: Hardware, prompt: int, new: int) -> int:
@@ -129,7 +129,8 @@ def plan(
     job |= {"prompt": prompt, "new": max_new_tokens, "dtype": dtype, "budget": sizes.budget}
     job |= {"acceptance": accepted, "inner_acceptance": inner_acceptance}
     if as_json:
-        document = {"job": job, "memory": {"device": tiers, "host": placed.host_bytes}}
+        memory = {"device in prefill": tiers[0], "device when decoding": tiers[1], "host": placed.host_bytes}
+        document = {"job": job, "memory": memory}
         document |= {"plan": vars(placed), "forecast": seen.as_dict()}
         typer.echo(json.dumps(document, indent=2))
         return
@@ -138,17 +139,15 @@ def plan(
     console.print(_times(seen, sizes, placed, prompt, max_new_tokens))
 
 
-def _memory(tiers: dict[str, int], placed: MemoryPlan, machine: Hardware, ranks: int) -> Table:
+def _memory(tiers: tuple[Tiers, Tiers], placed: MemoryPlan, machine: Hardware, ranks: int) -> Table:
     each = "each GPU" if ranks > 1 else "the GPU"
     table = Table(title=f"Fits {machine.name}: GB of {each}, by phase", title_justify="left")
     for heading in ("", "prefill", "decode"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, size in tiers.items():
-        decode = 0 if name == "hidden states" else size
-        table.add_row(name, f"{size / 1e9:.3f}", f"{decode / 1e9:.3f}")
-    total = sum(tiers.values())
+    for name in tiers[0]:
+        table.add_row(name, *(f"{phase[name] / 1e9:.3f}" for phase in tiers))
     table.add_section()
-    table.add_row("in all", f"{total / 1e9:.3f}", f"{(total - tiers['hidden states']) / 1e9:.3f}")
+    table.add_row("in all", *(f"{sum(phase.values()) / 1e9:.3f}" for phase in tiers))
     table.add_row("there is", *[f"{machine.device_memory / 1e9:.3f}"] * 2)
     table.add_section()
     host = f"{placed.host_bytes * ranks / 1e9:.3f}"
@@ -162,6 +161,8 @@ def _times(seen: Forecast, sizes: Sizes, placed: MemoryPlan, prompt: int, new: i
         table.add_column(heading, justify="right" if table.columns else "left")
     far = sizes.target.layers - placed.resident_layers
     table.add_row("layers on the device, on the host", f"{placed.resident_layers}, {far}", "")
+    if placed.late_layers:
+        table.add_row("  of the first, those that come behind prefill", f"{placed.late_layers}", "")
     if sizes.has_retrieval:
         table.add_row("retrieval budget", f"{sizes.budget:,} tokens", "")
     table.add_row("ring", f"{placed.slots} slots of {placed.slot_heads} heads" if far else "none", "")

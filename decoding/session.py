@@ -51,6 +51,7 @@ class Session:
             sizes.most,
             self.plan.slot_heads,
             self.plan.slots,
+            self.plan.late_layers,
         )
         self.sharded: list[Sharded] = [(models.target, self.target)]
         self.retrieval = None

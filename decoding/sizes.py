@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from accelerate import init_empty_weights
@@ -43,9 +44,15 @@ class Sizes:
         """Of retrieval."""
         return self.settings.budget or BUDGET
 
-    def offers(self, budget: int, context: int) -> bool:
-        """Whether one of BUDGETS is worth a thought for a text of `context` tokens: the first that holds it whole is the last."""
-        return self.settings.chunk_size <= budget < 2 * max(BUDGETS[0], self.settings.chunk_size, context)
+    def budgets(self, context: int) -> list[int]:
+        """Those of BUDGETS worth a thought for a text of `context` tokens: the first that holds it whole is the last."""
+        return [
+            each for each in BUDGETS if self.settings.chunk_size <= each < 2 * max(BUDGETS[0], self.settings.chunk_size, context)
+        ]
+
+    def spending(self, budget: int) -> Sizes:
+        """With another retrieval budget."""
+        return replace(self, settings=replace(self.settings, budget=budget))
 
     @property
     def has_retrieval(self) -> bool:
@@ -129,6 +136,7 @@ class Sizes:
         )
 
 
+@cache
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
     """Of the last rank, which has no fewer than any other."""
     with init_empty_weights():

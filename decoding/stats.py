@@ -25,6 +25,7 @@ class Stats:
     choice: Choice | None = None  # of the retrieval budget
     levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
+    prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
     rounds: list[Round] = field(default_factory=list, repr=False)  # of the target
@@ -58,7 +59,7 @@ class Stats:
         """Bytes streamed to the device per generated token, the first one apart: it needed none."""
         if self.new_tokens < 2 or "target" not in self.traffic:
             return None
-        return self.traffic["target"].link_in / (self.new_tokens - 1)
+        return (self.traffic["target"].link_in - self.prefill_link_in) / (self.new_tokens - 1)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -72,12 +73,13 @@ class Stats:
             "acceptance": self.acceptance,
             "passes": {level.name: level.stats.passes for level in self.levels},
             "link_bytes_per_token": self.link_bytes_per_token,
-            "link_bytes_prefill": self.prefill_link_out,
+            "link_bytes_prefill": self.prefill_link_in + self.prefill_link_out,
             "traffic": {name: traffic.snapshot() for name, traffic in self.traffic.items()},
             "mode": self.mode,
             "draft_lengths": self.draft_lengths,
             "retrieval_refreshes": self.refreshes,
             "resident_layers": self.plan.resident_layers if self.plan else None,
+            "late_layers": self.plan.late_layers if self.plan else None,
             "budget": self.choice.budget if self.choice and self.retrieval else None,
             "budget_because": self.choice.why if self.choice and self.retrieval else None,
         }

@@ -8,6 +8,7 @@ texts before it alone, and its law is what it would be with any.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 from decoding.forecast import EXPONENT, accepted_with, expected_tokens
@@ -15,7 +16,7 @@ from decoding.lengths import Round
 from decoding.models import Models, plan
 from decoding.rates import Copies
 from decoding.settings import BUDGET
-from decoding.sizes import BUDGETS, MOST
+from decoding.sizes import MOST
 from offload import FitError, MemoryPlan
 from parallel import parameter_bytes
 
@@ -50,9 +51,7 @@ def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
     if models.settings.budget is not None or not models.sizes.has_retrieval:
         return {models.sizes.budget: plan(models, prompt, new)}
     found, refusal = {}, None
-    for budget in BUDGETS:
-        if not models.sizes.offers(budget, prompt + new):
-            continue
+    for budget in models.sizes.budgets(prompt + new):
         try:
             found[budget] = plan(models.spending(budget), prompt, new)
         except FitError as error:
@@ -67,9 +66,8 @@ def link_rate(models: Models) -> float:
     group = models.target.group
     with group.together():
         copies = Copies(models.link, _PROBED)
-    rate = min(group.gather(copies.rate(out=False, seconds=_PROBED_S)))
-    copies.close()
-    return rate
+    with closing(copies):
+        return min(group.gather(copies.rate(out=False, seconds=_PROBED_S)))
 
 
 class Split:
@@ -87,9 +85,8 @@ class Split:
             return Choice(budget, "the only one that fits or differs")
         usual = max((budget for budget in plans if budget <= self._budget), default=min(plans))
         if not self._past:
-            larger = next((each for each in BUDGETS if usual < each <= BUDGET), None)
-            refused = larger is not None and models.sizes.offers(larger, prompt)
-            return Choice(usual, "nothing is known of these models yet" + (f"; {larger} does not fit" if refused else ""))
+            refused = next((each for each in models.sizes.budgets(prompt) if usual < each <= BUDGET), None)
+            return Choice(usual, "nothing is known of these models yet" + (f"; {refused} does not fit" if refused else ""))
         times = {budget: self._token_s(models, budget, place, prompt, link_rate) for budget, place in plans.items()}
         best = min(times, key=times.__getitem__)
         if times[best] > _WORTH * times[usual]:

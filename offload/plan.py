@@ -32,8 +32,9 @@ class MemoryPlan:
     resident_layers: int
     slot_heads: int
     slots: int
-    device_bytes: int
+    device_bytes: int  # in the larger phase
     host_bytes: int
+    late_layers: int = 0  # of the resident ones, those whose KV waits on the host until the hidden states have made room
 
 
 def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
@@ -44,37 +45,45 @@ def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
     return heads, slots, slots * heads * head
 
 
-def device_tiers(needs: Needs, resident: int) -> dict[str, int]:
-    """Device bytes by what they are for, with `resident` layers; hidden states are live in prefill only, all else throughout."""
+def device_tiers(needs: Needs, resident: int, late: int = 0) -> tuple[dict[str, int], dict[str, int]]:
+    """Device bytes by what they are for, in prefill and when decoding: hidden states are live in the one, `late` of the resident
+    layers in the other.
+    """
     layout, far = needs.layout, needs.layout.layers - resident
     stage = layout.bytes(needs.context, 1)  # prefill works on one far layer at a time; the ring is idle then
-    return {
+    decode = {
         "resident layers": layout.bytes(needs.context, resident),
         "ring, in prefill one layer": max(ring_shape(layout, needs.context)[2], stage) if far and needs.copies else 0,
         "recent tokens": layout.bytes(needs.tail, far),
         "retrieval cache": needs.retrieval,
         "draft cache": needs.draft,
         "rotary tables": needs.tables,
-        "hidden states": needs.hidden,
+        "hidden states": 0,
     }
+    return {**decode, "resident layers": layout.bytes(needs.context, resident - late), "hidden states": needs.hidden}, decode
 
 
 def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | None = None) -> MemoryPlan:
     """Keep as many layers on the device as fit in `device` bytes; the KV of the others goes to the host, in `host` bytes.
 
-    `resident_layers` overrides the count. Raises FitError with what is needed and available.
+    As few of them come late as can be. `resident_layers` overrides the count. Raises FitError with what is needed and available.
     """
     layout = needs.layout
 
-    def on_device(resident: int) -> int:
-        return sum(device_tiers(needs, resident).values())
+    def on_device(resident: int, late: int) -> int:
+        return max(sum(tiers.values()) for tiers in device_tiers(needs, resident, late))
+
+    def late(resident: int) -> range:
+        """How many may come late. They go through the memory of the ring, which is there for far layers alone."""
+        return range(resident + 1 if needs.copies and resident < layout.layers else 1)
 
     if resident_layers is not None and not 0 <= resident_layers <= layout.layers:
         raise FitError(f"--resident-layers {resident_layers} is not between 0 and the model's {layout.layers} layers.")
     choices = range(layout.layers, -1, -1) if resident_layers is None else [resident_layers]
-    fitting = next((count for count in choices if on_device(count) <= device), None)
+    pairs = ((count, wait) for count in choices for wait in late(count))
+    fitting, waiting = next((pair for pair in pairs if on_device(*pair) <= device), (None, 0))
     if fitting is None:
-        least = on_device(choices[-1])
+        least = on_device(choices[-1], late(choices[-1])[-1])
         hint = "a shorter --context, a smaller --budget or more GPUs"
         if resident_layers is not None:
             hint = "fewer --resident-layers, " + hint
@@ -82,11 +91,11 @@ def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | Non
             f"this job needs {least / 1e9:.3f} GB of device memory beside the weights ({needs.retrieval / 1e9:.3f} GB of it for "
             f"the retrieval cache) and {max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
         )
-    on_host = layout.bytes(needs.context, layout.layers - fitting)
+    on_host = layout.bytes(needs.context, layout.layers - fitting + waiting)
     if on_host > host:
         raise FitError(
             f"the KV cache of {needs.context} tokens needs {on_host / 1e9:.2f} GB of host memory per rank and {host / 1e9:.2f} GB "
             "are available. It would take a shorter --context, more host memory or more device memory."
         )
     heads, slots, _ = ring_shape(layout, needs.context)
-    return MemoryPlan(fitting, heads, slots, on_device(fitting), on_host)
+    return MemoryPlan(fitting, heads, slots, on_device(fitting, waiting), on_host, waiting)

@@ -41,9 +41,9 @@ class HostStore:
     def __init__(self, layout: KVLayout, layers: int, capacity: int, arena: HostArena):
         self.kv = arena.take(layout.shape(layers, capacity))
 
-    def chunks(self, tokens: int, heads: int) -> list[Tensor]:
+    def chunks(self, layers: int, tokens: int, heads: int) -> list[Tensor]:
         """What one pass streams: per layer and group of `heads` heads, a (2, heads, tokens, D) view of the first tokens."""
-        return [group for layer in self.kv for group in layer[:, :, :tokens].split(heads, dim=1)]
+        return [group for layer in self.kv[:layers] for group in layer[:, :, :tokens].split(heads, dim=1)]
 
     def write(self, link: Link, layer: int, kv: Tensor, at: int) -> object:
         """Start writing kv (2, Hkv, T, D), contiguous per head, behind slot `at`; returns the link's ticket."""

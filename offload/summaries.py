@@ -14,7 +14,9 @@ _TINY = torch.finfo(torch.float32).tiny
 def _chunks(seen: Seen, size: int) -> Tensor:
     """What the rows give each key, by chunks of `size` tokens, the last one filled up with nothing: (Hkv, R, M, S)."""
     weights = seen.weights
-    return F.pad(weights, (0, -weights.shape[-1] % size)).unflatten(-1, (-1, size))
+    if missing := -weights.shape[-1] % size:  # a pad of nothing would copy them
+        weights = F.pad(weights, (0, missing))
+    return weights.unflatten(-1, (-1, size))
 
 
 def tangents(seen: Seen, kv: Tensor, size: int, part: slice = slice(None)) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,8 +45,11 @@ class TieredCache(Cache):
         rows: int = 256,
         slot_heads: int = 1,
         slots: int = 3,
+        late_layers: int = 0,
     ):
-        """`capacity`: tokens of the whole text; `rows`: tokens of the largest pass when decoding."""
+        """`capacity`: tokens of the whole text; `rows`: tokens of the largest pass when decoding. `late_layers`: of the resident
+        ones, those that prefill writes to the host, and that come to the device behind it.
+        """
         super().__init__(layout)
         self.capacity, self.link, self.rotary = capacity, link, rotary
         self._places = places(layout.layers, resident_layers)
@@ -53,9 +57,10 @@ class TieredCache(Cache):
         self.followers: list[Follower] = []
         self.boundary = 0
         far = layout.layers - resident_layers
-        self._near = torch.empty(layout.shape(resident_layers, capacity), dtype=layout.dtype, device=link.device)
+        self._resident, self._near = resident_layers, list[Tensor]()  # (2, Hkv, capacity, D) each
+        self._make_room(resident_layers - late_layers)
         self._tail = torch.empty(layout.shape(far, tail_tokens(recent, block, rows)), dtype=layout.dtype, device=link.device)
-        self._store = HostStore(layout, far, capacity, arena)
+        self._store = HostStore(layout, far + late_layers, capacity, arena)  # the late ones last
         self._slot_heads = slot_heads
         slot, room = (2, slot_heads, capacity, layout.head_dim), torch.Size(layout.shape(1, capacity)).numel()
         self._ring = TransferRing(link, slots, slot, layout.dtype, room) if far else None
@@ -65,16 +70,17 @@ class TieredCache(Cache):
 
     @property
     def device_bytes(self) -> int:
-        return self._near.nbytes + self._tail.nbytes + (self._ring.nbytes if self._ring else 0)
+        return sum(kv.nbytes for kv in self._near) + self._tail.nbytes + (self._ring.nbytes if self._ring else 0)
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def begin(self, rows: int) -> None:
         if self.length + rows > self.capacity:
             raise ValueError(f"{self.length} tokens and {rows} more do not fit a cache of {self.capacity}")
+        self._make_room(self._resident)
         self._move_boundary()
         if self._ring is not None and self.boundary:
-            self._ring.start(self._store.chunks(self.boundary, self._slot_heads))
+            self._ring.start(self._store.chunks(len(self._tail), self.boundary, self._slot_heads))
         for follower in self.followers:
             follower.follow(self.boundary, self.length, self.length + rows)
 
@@ -172,11 +178,33 @@ class TieredCache(Cache):
             self._stage = self._ring.memory[: torch.Size(shape).numel()].view(shape)
         try:
             yield
+            self._bring_in(tokens)
             self.link.drain()
         finally:
             self._prompt, self._stage = 0, None
             self._writes.clear()
         self.advance(tokens)
+
+    def _make_room(self, layers: int) -> None:
+        """Device buffers of so many resident layers, those that there are among them."""
+        for _ in range(layers - len(self._near)):
+            shape = self.layout.shape(1, self.capacity)[1:]
+            self._near.append(torch.empty(shape, dtype=self.layout.dtype, device=self.link.device))
+
+    def _bring_in(self, tokens: int) -> None:
+        """The late layers, whole, into memory that prefill has left."""
+        came, far = len(self._near), len(self._tail)
+        self._make_room(self._resident)
+        for near, kv in zip(self._near[came:], self._store.kv[far:], strict=True):
+            heads = product(range(2), range(kv.shape[1]))
+            self.link.copy([(near[part, head, :tokens], kv[part, head, :tokens]) for part, head in heads])
+            self.traffic.link_in += kv[:, :, :tokens].nbytes
+
+    def _place(self, layer: int) -> tuple[bool, int]:
+        """In prefill: whether the layer is on the device, and its index there, or in the host store."""
+        near, index = self._places[layer]
+        late = index - len(self._near)
+        return (False, len(self._tail) + late) if near and late >= 0 else (near, index)
 
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """KV of prompt tokens that nothing is asked of but that later ones attend to them."""
@@ -184,8 +212,9 @@ class TieredCache(Cache):
 
     def _keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Into the layer's buffer (2, Hkv, N, D), and from there to the host what goes there."""
-        end, (near, index) = start + len(k), self._places[layer]
-        kept = slice(start, max(start, min(end, self.boundary)))  # of these tokens, those that go to the host
+        end, (near, index) = start + len(k), self._place(layer)
+        whole = index >= len(self._tail)  # a late layer has no tail
+        kept = slice(start, end if whole else max(start, min(end, self.boundary)))  # of these tokens, those that go to the host
         if near:
             kv = self._near[index]
             put(kv, k, v, start)
@@ -203,11 +232,11 @@ class TieredCache(Cache):
         return kv
 
     def _attend_prompt(self, layer: int, q: Tensor, kv: Tensor, start: int) -> Tensor:
-        end, (near, index) = start + len(q), self._places[layer]
+        end, (near, index) = start + len(q), self._place(layer)
         out, _ = self._attend(q, kv, end)
         if end == self._prompt:
             recent = kv[:, :, self.boundary : end]
-            if not near:
+            if not near and index < len(self._tail):
                 self._tail[index, :, :, : end - self.boundary] = recent
             self._show(layer, 0, q[-LAST_ROWS:], kv[:, :, : self.boundary], recent)
         return out

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 class Traffic:
     """Bytes since the counter was made. One counter per level of the hierarchy."""
 
-    link_in: int = 0  # host to device: KV streamed for verification
+    link_in: int = 0  # host to device: KV streamed for verification, and late layers behind prefill
     link_out: int = 0  # device to host: KV written back
     attended: int = 0  # KV bytes that attention read, from whichever tier
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: torch.dtype | None  # None: the config does not say; the checkpoint's tensors do
     stop_tokens: frozenset[int]  # end-of-sequence ids
-    rope: Any  # the transformers config, for its RoPE functions
+    rope: Any = field(hash=False)  # the transformers config, for its RoPE functions
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions"):

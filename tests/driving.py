@@ -63,10 +63,11 @@ def tiered(
     slot_heads: int = 2,
     layout: KVLayout = LAYOUT,
     capacity: int = CAPACITY,
+    late: int = 0,
 ) -> TieredCache:
     """A cache whose sizes divide nothing evenly."""
     arena, rotary = HostArena(link, layout.dtype), random_rotary(layout, capacity)
-    return TieredCache(layout, capacity, resident, link, rotary, arena, recent, block, rows, slot_heads)
+    return TieredCache(layout, capacity, resident, link, rotary, arena, recent, block, rows, slot_heads, late_layers=late)
 
 
 def plain(layout: KVLayout = LAYOUT) -> PlainCache:
@@ -81,9 +82,10 @@ def pair(
     every: int = 1,
     layout: KVLayout = LAYOUT,
     turns: int = 1,
+    late: int = 0,
 ) -> tuple[TieredCache, RetrievalCache]:
     """A target's cache and the retrieval cache that follows it."""
-    target = tiered(link, resident, shape.window, shape.block, shape.rows, layout=layout, capacity=shape.context)
+    target = tiered(link, resident, shape.window, shape.block, shape.rows, layout=layout, capacity=shape.context, late=late)
     retrieval = RetrievalCache(layout, shape, POLICIES[policy](), target.rotary, link.device, every, turns)
     target.followers.append(retrieval)
     return target, retrieval

@@ -10,7 +10,7 @@ from links import CPU
 from reference import random_rotary
 
 from offload import EmulatedLink, FitError, HostArena, KVLayout, MemoryPlan, Needs, TieredCache, plan_memory, tail_tokens
-from offload.plan import ring_shape
+from offload.plan import device_tiers, ring_shape
 
 GB = 10**9
 SIZES = 5, 12, 7  # recent tokens, a block, the rows of a pass
@@ -48,18 +48,55 @@ def test_where_the_bytes_go() -> None:
 
 @pytest.mark.parametrize("resident", range(5))
 @pytest.mark.parametrize("heads", [3, 80])  # of 3 heads the ring is larger than a layer, of 80 smaller
-def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int) -> None:
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, late: int) -> None:
     link, layout = EmulatedLink(CPU, 1e12), replace(SMALL.layout, heads=heads)
-    needs = replace(SMALL, layout=layout, retrieval=0, draft=0, tables=0, hidden=0)
-    plan = plan_memory(needs, 10**9, 10**9, resident)
+    late = min(late, resident) if resident < layout.layers else 0
+    needs = replace(SMALL, layout=layout, retrieval=0, draft=0, tables=0, hidden=late * layout.bytes(3000, 1))
+    room = sum(device_tiers(needs, resident, late)[0].values())
+    plan = plan_memory(needs, room, 10**9, resident)
+    assert plan.late_layers == late
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
-    cache = TieredCache(layout, 3000, resident, link, rotary, arena, *SIZES, plan.slot_heads, plan.slots)
-    with cache.prefill(3000):  # the most there ever is: the ring and the layer that prefill works on
-        assert cache.device_bytes == plan.device_bytes
-    assert cache.device_bytes <= plan.device_bytes
+    cache = TieredCache(layout, 3000, resident, link, rotary, arena, *SIZES, plan.slot_heads, plan.slots, plan.late_layers)
+    with cache.prefill(3000):  # the hidden states, the ring and the layer that prefill works on
+        assert cache.device_bytes + needs.hidden == room
+    assert cache.device_bytes == sum(device_tiers(needs, resident, late)[1].values()) <= plan.device_bytes
     assert arena.nbytes == plan.host_bytes
     link.close()
+
+
+@pytest.mark.parametrize("needs", [NEEDS, replace(SMALL, hidden=3 * SMALL.layout.bytes(3000, 1))])
+def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
+    """No device memory is left that one more layer would fit in when decoding; and no host memory is asked for beyond what it takes
+    to keep all but the layers that fit beside the hidden states."""
+    layers, seen = needs.layout.layers, set()
+    fixed = plan_memory(needs, 10**15, 10**15, 0).device_bytes
+    for share in range(1, 50):
+        room = fixed + share * needs.layout.bytes(needs.context) // 50
+        plan = plan_memory(needs, room, 10**15)
+        seen.add(plan.late_layers)
+        in_prefill, decoding = (sum(tiers.values()) for tiers in device_tiers(needs, plan.resident_layers, plan.late_layers))
+        assert max(in_prefill, decoding) == plan.device_bytes <= room
+        early = plan_memory(replace(needs, hidden=0), room - needs.hidden, 10**15)  # hidden states as if they stayed
+        assert early.resident_layers <= plan.resident_layers
+        assert plan.host_bytes == needs.layout.bytes(needs.context, layers - plan.resident_layers + plan.late_layers)
+        if plan.resident_layers < layers - 1:
+            assert sum(device_tiers(needs, plan.resident_layers + 1)[1].values()) > room
+        if plan.late_layers:
+            assert sum(device_tiers(needs, plan.resident_layers, plan.late_layers - 1)[0].values()) > room
+    assert min(seen) == 0 < max(seen)
+
+
+def test_without_far_layers_or_a_link_that_copies_none_comes_late() -> None:
+    roomy = replace(SMALL, hidden=2 * SMALL.layout.bytes(3000, 1), copies=False)
+    for share in range(1, 20):
+        try:
+            assert plan_memory(roomy, share * 50_000, 10**15).late_layers == 0
+        except FitError:
+            continue
+    with pytest.raises(FitError, match="fewer --resident-layers"):  # all layers at once have no ring to come through
+        plan_memory(replace(roomy, copies=True), roomy.layout.bytes(3000) + 5000, 10**15, resident_layers=4)
 
 
 def test_resident_layers_can_be_set() -> None:
