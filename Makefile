@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python -m demo.run
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -13,7 +13,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["offload", "parallel", "decoding", "bench"]),
-    package_data={"decoding": ["py.typed", "hardware.json"], "parallel": ["py.typed"], "offload": ["py.typed"]},
+    package_data={
+        "bench": ["page.html"],
+        "decoding": ["py.typed", "hardware.json"],
+        "parallel": ["py.typed"],
+        "offload": ["py.typed"],
+    },
     install_requires=[
         "torch>=2.11,<2.14",
         "transformers>=5.0,<6",
@@ -29,8 +34,9 @@ setup(
     ],
     extras_require={
         "flash": ["flash-attn>=2.6"],
-        "bench": ["matplotlib>=3.8"],
-        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "ruff>=0.12", "mypy>=1.14"],
+        "bench": ["matplotlib>=3.8", "gguf>=0.17"],
+        "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
+        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.12", "mypy>=1.14"],
     },
     entry_points={"console_scripts": ["tierforce=decoding.cli:main"]},
 )

@@ -183,6 +183,7 @@ def main(
     save(output, {"settings": {**settings, "temperature": temperature, "top_p": top_p}, **results})
     if "policies" in results:
         acceptance_plot(results["policies"], output.with_suffix(".png"))
+        print(f"drawn to {output.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

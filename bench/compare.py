@@ -7,78 +7,50 @@ disk after every run; Ctrl-C ends with the rows that there are.
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import torch
 import typer
 from rich.console import Console
+from transformers import AutoTokenizer
 
+from bench.apart import Died, apart
 from bench.options import Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
-from bench.peers import PEERS, Job, Result, Unavailable
+from bench.peer import Job, Result, Unavailable
+from bench.peers import PEERS
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Sampling
 from offload import one_line
 
-_POLL_S = 0.05
 Outcome = Result | str  # or why there is none
 
 
-def in_child(name: str, job: Job, threads: int, answers: Any) -> None:
-    """One run, in a process of its own."""
+def attempt(name: str, job: Job, threads: int) -> Outcome:
+    """One run."""
     prepare(threads)
     try:
-        answers.send(PEERS[name](job).run())
+        return PEERS[name](job).run()
     except Unavailable as reason:
-        answers.send(f"skipped: {reason}")
+        return f"skipped: {reason}"
     except Exception as error:  # a peer may fail in any way; that is what the row then says
-        answers.send(f"failed: {type(error).__name__}: {one_line(error)}")
+        return f"failed: {type(error).__name__}: {one_line(error)}"
 
 
 def run(name: str, job: Job, threads: int, limit_s: float) -> tuple[Outcome, float]:
     """What came of it, and the most memory it held, in GB."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=in_child, args=(name, job, threads, theirs))
-    child.start()
-    theirs.close()  # so that a child that dies ends the pipe
-    started, peak = time.monotonic(), 0.0
-    try:
-        while child.is_alive() and not ours.poll(_POLL_S):
-            peak = max(peak, _memory_gb(child.pid))
-            if time.monotonic() - started > limit_s:
-                return f"failed: took more than {limit_s:.0f} s", peak
-        return (ours.recv() if ours.poll() else _ending(child)), peak
-    except EOFError:
-        return _ending(child), peak
-    finally:
-        child.terminate()
-        child.join()
-
-
-def _ending(child: Any) -> str:
-    child.join()
-    return "failed: killed, most likely for memory" if child.exitcode == -9 else f"failed: ended with exit code {child.exitcode}"
-
-
-def _memory_gb(pid: int | None) -> float:
-    try:
-        process = psutil.Process(pid)
-        return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)]) / 1e9
-    except psutil.Error:
-        return 0.0
+    outcome, peak = apart(attempt, name, job, threads, limit_s=limit_s)
+    return (f"failed: {outcome}" if isinstance(outcome, Died) else outcome), peak
 
 
 def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list[int] | None) -> dict[str, Any]:
     """Medians of what was finished; `wanted` is our own plain greedy text, None where tokens are drawn."""
     done = [outcome for outcome, _ in runs if isinstance(outcome, Result)]
     found: dict[str, Any] = {"context": context, "peer": name, "prefill s": None, "ms/token": None, "least": None, "most": None}
-    found |= {"tokens per verification": None, "acceptance": None, "link MB/token": None, "peak GB": None, "same text": None}
+    found |= {"tokens per verification": None, "acceptance": None, "inner acceptance": None}
+    found |= {"link MB/token": None, "peak GB": None, "same text": None}
     if not done:
         return {**found, "note": runs[-1][0]}
     times = sorted(1e3 * each.decode_s / max(1, len(each.tokens) - 1) for each in done)
@@ -86,6 +58,7 @@ def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list
     found |= {"prefill s": statistics.median(each.first_s for each in done), "ms/token": statistics.median(times)}
     found |= {"least": times[0], "most": times[-1], "peak GB": max(peak for _, peak in runs)}
     found |= {"tokens per verification": last.tokens_per_verification, "acceptance": last.acceptance.get("target")}
+    found["inner acceptance"] = last.acceptance.get("retrieval")
     if last.link_bytes_per_token:
         found["link MB/token"] = last.link_bytes_per_token / 1e6
     if wanted is not None:
@@ -113,8 +86,6 @@ def main(
     output: Output = Path("results/compare.json"),
 ) -> None:
     """Run every peer at every context, and compare."""
-    from transformers import AutoTokenizer
-
     prepare(threads)
     tokenizer, progress = AutoTokenizer.from_pretrained(model), Console(stderr=True)
     names = [name for name in PEERS if not peers or any(part.strip() in name for part in peers.split(","))]
@@ -123,6 +94,12 @@ def main(
     settings = {"new_tokens": new_tokens, "dtype": dtype, "temperature": temperature, "top_p": top_p, "link": link}
     settings |= {"repeats": repeats, "budget": budget, "text": str(text or "pydoc_data.topics")}
     rows: list[dict[str, Any]] = []
+    rounds: dict[tuple[int, str], dict[str, float]] = {}
+
+    def keep(quiet: bool = False) -> None:
+        timelines = [{"context": tokens, "peer": name, **found} for (tokens, name), found in rounds.items()]
+        save(output, {"settings": settings, "rows": rows, "rounds": timelines}, quiet)
+
     try:
         for tokens in map(int, context.split(",")):
             prompt, runs = prompt_tokens(tokenizer, tokens, text), dict[str, list[tuple[Outcome, float]]]()
@@ -130,13 +107,15 @@ def main(
             for repeat in range(repeats):
                 for name in names:
                     law = Sampling(temperature, top_p=top_p, seed=repeat)
-                    job = Job(model, draft, prompt, new_tokens, law, dtype, budget, link)
+                    job = Job(model, draft, prompt, new_tokens, law, dtype, budget, link, output.parent / "converted")
                     outcome = run(name, job, threads, limit_s)
                     runs.setdefault(name, []).append(outcome)
+                    if isinstance(outcome[0], Result) and outcome[0].rounds:
+                        rounds[tokens, name] = outcome[0].rounds
                     plain = next((each for each, _ in runs.get("ours: plain", []) if isinstance(each, Result)), None)
                     wanted = plain.tokens if plain and temperature == 0 else None
                     rows = before + [row(tokens, each, found, wanted) for each, found in runs.items()]
-                    save(output, {"settings": settings, "rows": rows}, quiet=True)
+                    keep(quiet=True)
                     last = rows[-1 if repeat == 0 else len(before) + names.index(name)]
                     said = last["note"] or f"{last['ms/token']:.1f} ms/token, prefill {last['prefill s']:.1f} s"
                     progress.print(f"{tokens} tokens, {name}: {said}", highlight=False)
@@ -145,7 +124,7 @@ def main(
     if rows:
         title = f"{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p},"
         show(f"{title} {torch.get_num_threads()} threads, link {link}", rows)
-        save(output, {"settings": settings, "rows": rows})
+        keep()
 
 
 if __name__ == "__main__":

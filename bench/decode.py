@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from bench.continued import continued
 from bench.options import Context, Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
+from bench.peers import warped
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
@@ -75,15 +76,11 @@ class Transformers:
 
     def run(self, sampling: Sampling) -> Run:
         torch.manual_seed(sampling.seed)
-        warped: dict[str, Any] = {"do_sample": False}
-        if sampling.temperature:
-            warped = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         self._rewind()
         started = time.perf_counter()
         with torch.inference_mode():
-            out = self.model.generate(
-                self.prompt, past_key_values=self.cache, max_new_tokens=self.new, min_new_tokens=self.new, **warped
-            )
+            tokens = {"max_new_tokens": self.new, "min_new_tokens": self.new}
+            out = self.model.generate(self.prompt, past_key_values=self.cache, **tokens, **warped(sampling))
         return Run(time.perf_counter() - started, out.shape[1] - self.prompt.shape[1])
 
     def _rewind(self) -> None:

@@ -13,15 +13,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from transformers import LlamaConfig
 
 from bench.continued import continued
+from bench.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
 from bench.passes import DRAFTED, passes
 from bench.record import prepare, save, show
 from decoding import Sampling, Settings
@@ -34,14 +35,7 @@ from offload import FitError, Link, host_available
 from parallel import Group, ModelConfig, random_model
 
 CONTEXT = 130_048
-_POSITIONS: dict[str, Any] = {"max_position_embeddings": 1 << 17, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-_TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
-_68M = {"vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3_072, "num_attention_heads": 12, "num_hidden_layers": 2}
-_7B = {"vocab_size": 32_000, "hidden_size": 4_096, "intermediate_size": 11_008, "num_attention_heads": 32, "num_hidden_layers": 32}
-PAIRS = {  # target and draft
-    "7b": (_7B | _POSITIONS, _68M | _POSITIONS),
-    "tiny": (_TINY | _POSITIONS, _TINY | _POSITIONS | {"num_hidden_layers": 1}),
-}
+PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}  # target and draft
 
 
 class Report:
@@ -87,11 +81,10 @@ def cuda_tests(report: Report) -> None:
 
 def link_rates(report: Report, link: Link) -> float:
     """Reports both directions; returns bytes a second towards the device."""
-    copies = Copies(link)
-    rate = copies.rate(out=False)
-    report.add("link", "pinned host to device", rate / 1e9, "GB/s")
-    report.add("link", "device to pinned host", copies.rate(out=True) / 1e9, "GB/s")
-    copies.close()
+    with closing(Copies(link)) as copies:
+        rate = copies.rate(out=False)
+        report.add("link", "pinned host to device", rate / 1e9, "GB/s")
+        report.add("link", "device to pinned host", copies.rate(out=True) / 1e9, "GB/s")
     return rate
 
 
@@ -166,7 +159,7 @@ def main(
         mode="hierarchical", budget=budget, link=link, resident_layers=resident_layers, device_memory=int(0.9 * cap)
     )
     with torch.inference_mode():
-        target, draft = (random_model(ModelConfig.from_hf(LlamaConfig(**sizes)), group, torch.bfloat16) for sizes in PAIRS[pair])
+        target, draft = (random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair])
         models = Models.make(target, draft, settings.mode, settings)
         rate = link_rates(report, models.link)
         session = read(report, models, room(target.config, models.dtype, context))

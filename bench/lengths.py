@@ -55,6 +55,10 @@ class Total:
     def rounds(self) -> list[Round]:
         return list(chain(*self.texts))
 
+    def expected(self, yields: list[float]) -> float:
+        """Tokens that its drafts yield on average."""
+        return sum(yields[past.drafted] for past in self.rounds)
+
     @property
     def behind_whole_drafts(self) -> float:
         """The share of time in drafts behind one that stood whole: all that drafting ahead of the verdict could save."""
@@ -70,7 +74,7 @@ class Total:
             "least": min(self.by_text),
             "most": max(self.by_text),
             "tokens per verification": self.tokens / len(self.rounds),
-            "ms/token, expected": 1e3 * self.seconds / sum(yields[past.drafted] for past in self.rounds),
+            "ms/token, expected": 1e3 * self.seconds / self.expected(yields),
             "mean draft": statistics.fmean(past.drafted for past in self.rounds),
             "drafted behind whole drafts": self.behind_whole_drafts,
             "mean inner draft": statistics.fmean(past.drafted for past in self.inner_rounds),

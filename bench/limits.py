@@ -7,7 +7,6 @@ For contrast each is also run with half of that, which must fail, or the limit w
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from bench.apart import Died, apart
 from bench.options import Output
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
@@ -52,8 +52,8 @@ def data_bytes() -> int:
     return int(status.split("VmData:")[1].split()[0]) << 10
 
 
-def limited(setting: Setting, share: float, new: int, answers: Any) -> None:
-    """In a process of its own: decode under `share` of the memory that the plan asks for."""
+def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
+    """Decode under `share` of the memory that the plan asks for; in a process of its own, for the limit stays."""
     prepare(0)
     settings = Settings(
         mode=setting.mode, dtype=setting.dtype, link=setting.link, resident_layers=setting.resident, budget=setting.budget
@@ -73,19 +73,14 @@ def limited(setting: Setting, share: float, new: int, answers: Any) -> None:
     }
     try:
         made = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
-        answers.put({**row, "tokens": made, "ended": engine.stats.finish_reason})
+        return {**row, "tokens": made, "ended": engine.stats.finish_reason}
     except (MemoryError, RuntimeError, TierForceError) as error:
-        answers.put({**row, "tokens": 0, "ended": type(error).__name__})
+        return {**row, "tokens": 0, "ended": type(error).__name__}
 
 
 def run(setting: Setting, share: float, new: int) -> dict[str, Any]:
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    child = context.Process(target=limited, args=(setting, share, new, answers))
-    child.start()
-    child.join()
-    row: dict[str, Any] = vars(setting) | {"share": share}
-    return row | (answers.get() if not answers.empty() else {"ended": f"exit {child.exitcode}"})
+    answer, _ = apart(limited, setting, share, new)
+    return vars(setting) | {"share": share} | ({"ended": str(answer)} if isinstance(answer, Died) else answer)
 
 
 def main(

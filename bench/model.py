@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,9 +122,8 @@ def main(
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
         models = engine.models.over(setting.settings(dtype))
         if setting.rate:
-            copies = Copies(models.link, 4 << 20)
-            machine = replace(machine, link_in=copies.rate(out=False), link_out=copies.rate(out=True))
-            copies.close()
+            with closing(Copies(models.link, 4 << 20)) as copies:
+                machine = replace(machine, link_in=copies.rate(out=False), link_out=copies.rate(out=True))
         session = Session(models, prompt_tokens(engine.tokenizer, setting.context, text), new + 1)
         first_s, token_s, decoder = measured(session, new)
         seen, acceptance = predicted(setting, session, machine, decoder)

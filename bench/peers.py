@@ -2,97 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from decoding import Engine, Sampling, Settings
-
-
-class Unavailable(Exception):
-    """This peer cannot run here; the message is the reason."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all peers are given."""
-
-    target: Path
-    draft: Path
-    prompt: list[int]
-    new: int
-    sampling: Sampling
-    dtype: str
-    budget: int | None
-    link: str
-
-
-@dataclass
-class Result:
-    """Seconds and counts of one run. `tokens` are the new ones; None where a peer does not know."""
-
-    first_s: float  # until the first new token: prefill
-    decode_s: float  # from there to the last
-    tokens: list[int]
-    tokens_per_verification: float | None = None
-    acceptance: dict[str, float | None] = field(default_factory=dict)
-    link_bytes_per_token: float | None = None
-
-
-class Peer(ABC):
-    """One way to continue a text. Made and run in a process of its own."""
-
-    def __init__(self, job: Job):
-        """Loads the models. Raises Unavailable."""
-        self.job = job
-
-    @abstractmethod
-    def run(self) -> Result:
-        """Read the prompt and decode."""
-
-
-class Ours(Peer):
-    """TierForce in one mode."""
-
-    choices: Mapping[str, Any] = MappingProxyType({})
-
-    def __init__(self, job: Job):
-        super().__init__(job)
-        base: dict[str, Any] = {
-            "dtype": job.dtype,
-            "budget": job.budget,
-            "link": "view" if not torch.cuda.is_available() else "auto",
-        }
-        settings = Settings(**{**base, **self._chosen()})
-        self.engine = Engine.from_pretrained(job.target, job.draft, settings)
-        self.engine.stop_tokens = frozenset()
-
-    def _chosen(self) -> dict[str, Any]:
-        """Settings of this mode; what is offloaded goes over the job's link."""
-        chosen = dict(self.choices)
-        if "resident_layers" in chosen:
-            chosen["link"] = self.job.link
-        return chosen
-
-    def run(self) -> Result:
-        tokens = list(self.engine.generate(self.job.prompt, self.job.new, self.job.sampling))
-        stats = self.engine.stats
-        result = Result(stats.first_token_s, stats.decode_s, tokens, stats.tokens_per_verification, stats.acceptance)
-        result.link_bytes_per_token = stats.link_bytes_per_token
-        return result
-
-
-def ours(**choices: Any) -> type[Ours]:
-    return type("Ours", (Ours,), {"choices": choices})
+from bench.ours import ours
+from bench.peer import Job, Peer, Result, Unavailable
+from bench.ranks import free_port
+from bench.to_gguf import to_gguf
+from decoding import Sampling
 
 
 class Clock(BaseStreamer):
@@ -106,6 +31,13 @@ class Clock(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+def warped(law: Sampling) -> dict[str, Any]:
+    """The keyword arguments by which `generate` draws from that law."""
+    if law.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": law.temperature, "top_p": law.top_p, "top_k": law.top_k}
 
 
 class Transformers(Peer):
@@ -127,9 +59,6 @@ class Transformers(Peer):
     def run(self) -> Result:
         job, clock, law = self.job, Clock(), self.job.sampling
         torch.manual_seed(law.seed)
-        warped: dict[str, Any] = {"do_sample": False}
-        if law.temperature:
-            warped = {"do_sample": True, "temperature": law.temperature, "top_p": law.top_p, "top_k": law.top_k}
         prompt = torch.tensor([job.prompt], device=self.device)
         started = time.perf_counter()
         with torch.inference_mode():
@@ -138,7 +67,7 @@ class Transformers(Peer):
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=job.new,
                 streamer=clock,
-                **warped,
+                **warped(law),
                 **type(self).extra(self),
             )
         first = clock.times[1]  # the first call hands over the prompt
@@ -167,6 +96,14 @@ class ZeroInference(Transformers):
     def _load(self, folder: Path) -> Any:
         if find_spec("deepspeed") is None:
             raise Unavailable("deepspeed is not installed: pip install deepspeed")
+        # one rank, without an MPI to ask
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
         import deepspeed  # pyright: ignore
 
         config = {
@@ -180,22 +117,29 @@ class ZeroInference(Transformers):
 
 
 class LlamaCpp(Peer):
-    """llama.cpp through llama-cpp-python, with the target as GGUF beside its folder."""
+    """llama.cpp through llama-cpp-python, with the target converted to GGUF once; its KV cache is in float16, as it likes it."""
 
     def __init__(self, job: Job):
         super().__init__(job)
         if find_spec("llama_cpp") is None:
             raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
-        path = job.target / "model.gguf"
+        if find_spec("gguf") is None:
+            raise Unavailable("gguf, which converts the model, is not installed: pip install gguf")
+        path = job.scratch / f"{job.target.resolve().name}-{job.dtype}.gguf"
         if not path.is_file():
-            raise Unavailable(f"{path} is missing: convert the target with llama.cpp's convert_hf_to_gguf.py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            to_gguf(job.target, path, getattr(torch, job.dtype))
         from llama_cpp import Llama  # pyright: ignore
 
-        self.model = Llama(str(path), n_ctx=len(job.prompt) + job.new, n_threads=torch.get_num_threads(), verbose=False)
+        threads, tokens = torch.get_num_threads(), len(job.prompt) + job.new
+        gpu = -1 if torch.cuda.is_available() else 0
+        self.model = Llama(
+            str(path), n_ctx=tokens, n_threads=threads, n_threads_batch=threads, n_gpu_layers=gpu, flash_attn=True, verbose=False
+        )
 
     def run(self) -> Result:
         law, tokens, first, started = self.job.sampling, [], 0.0, time.perf_counter()
-        for token in self.model.generate(self.job.prompt, temp=law.temperature, top_p=law.top_p, top_k=law.top_k):
+        for token in self.model.generate(self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature):
             first = first or time.perf_counter()
             tokens.append(token)
             if len(tokens) == self.job.new:
@@ -222,7 +166,7 @@ PEERS: dict[str, type[Peer]] = {
     "ours: plain offloaded": ours(mode="plain", resident_layers=0),
     "ours: hierarchical offloaded": ours(mode="hierarchical", resident_layers=0),
     "transformers: dynamic cache": transformers(lambda peer: {}),
-    "transformers: static cache": transformers(lambda peer: {"cache_implementation": "static"}),
+    "transformers: static cache": transformers(lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}),
     "transformers: offloaded cache": transformers(offloaded),
     "transformers: assisted": transformers(assisted),
     "transformers: prompt lookup": transformers(lambda peer: {"prompt_lookup_num_tokens": 10}),

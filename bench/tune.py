@@ -10,8 +10,8 @@ out the luck of how much of a draft stood.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from bench.continued import continued
-from bench.lengths import expected_yields
+from bench.lengths import Total, expected_yields
 from bench.options import Context, Draft, Dtype, Output, Rates, Target, Temperature, Text, Threads, TopP
 from bench.overlap import prompts
 from bench.record import prepare, save, show
@@ -32,20 +32,8 @@ from parallel import parameter_bytes
 
 SMALLEST, MOST_LAYERS = 512, 4  # the memory is what this budget and so many layers take
 INNER = 2
-
-
-@dataclass
-class Runs:
-    """All texts of one setting."""
-
-    layers: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    rounds: list[Round] = field(default_factory=list)
-
-    def add(self, layers: int, seconds: float, tokens: int, rounds: list[Round]) -> None:
-        self.layers, self.seconds, self.tokens = layers, self.seconds + seconds, self.tokens + tokens
-        self.rounds += rounds
+Found = dict[int, tuple[int, Total]]  # by budget: resident layers, and all texts
+Grid = dict[tuple[int, int], tuple[int, Total]]  # by budget and draft length
 
 
 def memory_for(models: Models, prompt: int, new: int) -> int:
@@ -56,18 +44,55 @@ def memory_for(models: Models, prompt: int, new: int) -> int:
     return weights + place.device_bytes + (1 << 20)
 
 
-def tuned(engine: Engine, prompt: list[int], new: int, sampling: Sampling, found: dict[int, Runs]) -> str:
+def tuned(engine: Engine, prompt: list[int], new: int, sampling: Sampling, found: Found) -> str:
     """One text through the engine as it is; why it chose what it did."""
-    engine.stop_tokens = frozenset()
     for _ in engine.generate(prompt, new, sampling):
         pass
     stats = engine.stats
     assert stats.choice is not None
     assert stats.choice.budget is not None
     assert stats.plan is not None
-    runs = found.setdefault(stats.choice.budget, Runs())
-    runs.add(stats.plan.resident_layers, stats.decode_s, stats.new_tokens - 1, stats.rounds)
+    _, total = found.setdefault(stats.choice.budget, (stats.plan.resident_layers, Total()))
+    total.add(stats.new_tokens - 1, stats.decode_s, stats.rounds)
     return f"budget {stats.choice.budget}, {stats.plan.resident_layers} layers: {stats.choice.why}"
+
+
+def fixed(models: Models, prompt: list[int], new: int, sampling: Sampling, grid: Grid) -> None:
+    """The same text with every setting of the grid."""
+    for budget in dict.fromkeys(budget for budget, _ in grid):
+        session = Session(models.spending(budget), prompt, new)
+        first = int(session.prefill().argmax())
+        start = session.snapshot()
+        for length in (length for each, length in grid if each == budget):
+            session.rewind(start)
+            rounds: list[Round] = []
+            decoder, seconds = continued(session, first, sampling, (Noted(Fixed(length), rounds), Fixed(INNER)))
+            grid[budget, length] = (session.plan.resident_layers, grid[budget, length][1])
+            grid[budget, length][1].add(decoder.stats.produced, seconds, rounds)
+
+
+def table(rate: float, found: Found, grid: Grid) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The grid's rows and, last, that of what was chosen; and the latter against the best of the others."""
+    rounds: dict[int, list[Round]] = {}
+    for budget, total in chain(((b, total) for (b, _), (_, total) in grid.items()), ((b, each) for b, (_, each) in found.items())):
+        rounds.setdefault(budget, []).extend(total.rounds)
+    yields = {budget: expected_yields(each) for budget, each in rounds.items()}
+
+    def row(budget: str, layers: str, length: str, parts: list[tuple[int, Total]]) -> dict[str, Any]:
+        seconds = sum(total.seconds for _, total in parts)
+        labels = {"link GB/s": rate, "budget": budget, "resident": layers, "draft length": length}
+        times = {"ms/token": 1e3 * seconds / sum(total.tokens for _, total in parts)}
+        return labels | times | {"ms/token, expected": 1e3 * seconds / sum(total.expected(yields[each]) for each, total in parts)}
+
+    rows = [row(str(b), str(layers), str(length), [(b, total)]) for (b, length), (layers, total) in grid.items()]
+    layers = " ".join(str(layers) for layers, _ in found.values())
+    chosen = row(" ".join(map(str, found)), layers, "tuned", [(budget, total) for budget, (_, total) in found.items()])
+    ratios = {}
+    for time_of in ("ms/token", "ms/token, expected"):
+        best = min(rows, key=lambda row: row[time_of])
+        name = f"{rate:g} GB/s, {time_of}: tuned / best of {len(rows)} (budget {best['budget']}, draft {best['draft length']})"
+        ratios[name] = chosen[time_of] / best[time_of]
+    return [*rows, chosen], ratios
 
 
 def main(
@@ -93,70 +118,32 @@ def main(
     stretches = prompts(text_tokens(base.tokenizer, text), context, learn + texts, new_tokens + 1)
     timed = stretches[:: (learn + texts) // texts][:texts]
     learnt = [stretch for stretch in stretches if stretch not in timed][:learn]
-    grid = list(product(map(int, budgets.split(",")), map(int, lengths.split(","))))
-    progress, rows, ratios, said = Console(stderr=True), [], {}, {}
+    settings_of = list(product(map(int, budgets.split(",")), map(int, lengths.split(","))))
+    progress, rows, ratios, said = Console(stderr=True), list[dict[str, Any]](), dict[str, float](), dict[str, list[str]]()
     for rate in map(float, rates.split(",")):
         settings = Settings(mode="hierarchical", dtype=dtype, link=f"emulated:{rate}")
         memory = memory_for(base.models.over(settings), context, new_tokens + 1)
         models = base.models.over(replace(settings, device_memory=memory))
-        engine, found, reasons = Engine(models, base.tokenizer, frozenset()), dict[int, Runs](), list[str]()
+        engine, found, reasons = Engine(models, base.tokenizer, frozenset()), Found(), list[str]()
         law = Sampling(temperature, top_p=top_p)
         for number, prompt in enumerate(learnt):
             reasons.append(tuned(engine, prompt, new_tokens + 1, replace(law, seed=100 + number), {}))
             progress.print(f"{rate} GB/s, learning: {reasons[-1]}")
-        fixed: dict[tuple[int, int], Runs] = {setting: Runs() for setting in grid}
+        grid: Grid = {setting: (0, Total()) for setting in settings_of}
         for number, prompt in enumerate(timed):
-            sampling = replace(law, seed=number)
-            reasons.append(tuned(engine, prompt, new_tokens + 1, sampling, found))
+            reasons.append(tuned(engine, prompt, new_tokens + 1, replace(law, seed=number), found))
             progress.print(f"{rate} GB/s, text {number + 1}: {reasons[-1]}")
-            for budget in dict.fromkeys(budget for budget, _ in grid):
-                session = Session(models.spending(budget), prompt, new_tokens + 1)
-                first = int(session.prefill().argmax())
-                start = session.snapshot()
-                for length in (length for each, length in grid if each == budget):
-                    session.rewind(start)
-                    rounds: list[Round] = []
-                    decoder, seconds = continued(session, first, sampling, (Noted(Fixed(length), rounds), Fixed(INNER)))
-                    fixed[budget, length].add(session.plan.resident_layers, seconds, decoder.stats.produced, rounds)
-                progress.print(f"{rate} GB/s, text {number + 1}: budget {budget}, {session.plan.resident_layers} layers")
+            fixed(models, prompt, new_tokens + 1, replace(law, seed=number), grid)
         models.link.close()
-        all_rounds: dict[int, list[Round]] = {}
-        for budget, runs in [*((budget, runs) for (budget, _), runs in fixed.items()), *found.items()]:
-            all_rounds.setdefault(budget, []).extend(runs.rounds)
-        yields = {budget: expected_yields(rounds) for budget, rounds in all_rounds.items()}
-        here = [_row(rate, budget, str(length), runs, yields[budget]) for (budget, length), runs in fixed.items()]
-        seconds, plain, expected = (
-            sum(each) for each in zip(*(_counts(yields[b], runs) for b, runs in found.items()), strict=True)
-        )
-        chosen = {
-            "link GB/s": rate,
-            "budget": " ".join(map(str, found)),
-            "resident": " ".join(str(runs.layers) for runs in found.values()),
-        }
-        chosen |= {"draft length": "tuned", "ms/token": 1e3 * seconds / plain, "ms/token, expected": 1e3 * seconds / expected}
-        for time_of in ("ms/token", "ms/token, expected"):
-            best = min(here, key=lambda row: row[time_of])
-            name = f"{rate:g} GB/s, {time_of}: tuned / best of {len(here)} (budget {best['budget']}, draft {best['draft length']})"
-            ratios[name] = chosen[time_of] / best[time_of]
-        rows += [*here, chosen]
-        said[f"{rate:g} GB/s"] = reasons
-        said[f"{rate:g} GB/s"].append(f"device memory {memory / 1e6:.1f} MB")
+        here, against = table(rate, found, grid)
+        rows += here
+        ratios |= against
+        said[f"{rate:g} GB/s"] = [*reasons, f"device memory {memory / 1e6:.1f} MB"]
     show(f"{context:,} tokens, {dtype}, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens}", rows)
     for claim, value in ratios.items():
         print(f"{claim}: {value:.2f}")
     used = {"context": context, "dtype": dtype, "temperature": temperature, "top_p": top_p, "learn": learn, "texts": texts}
     save(output, {"settings": {**used, "new_tokens": new_tokens}, "rows": rows, "ratios": ratios, "choices": said})
-
-
-def _counts(yields: list[float], runs: Runs) -> tuple[float, float, float]:
-    """Seconds, tokens, and tokens that its drafts yield on average."""
-    return runs.seconds, runs.tokens, sum(yields[past.drafted] for past in runs.rounds)
-
-
-def _row(rate: float, budget: int, length: str, runs: Runs, yields: list[float]) -> dict[str, Any]:
-    seconds, plain, expected = _counts(yields, runs)
-    row = {"link GB/s": rate, "budget": str(budget), "resident": str(runs.layers), "draft length": length}
-    return {**row, "ms/token": 1e3 * seconds / plain, "ms/token, expected": 1e3 * seconds / expected}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ model's law, and one needs a fraction of the link's bytes and time. What the tin
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.jobs import summarized
 from bench.text import long_text
+from offload import TierForceError
 
 HERE = Path(__file__).parent
 OUT = HERE / "out"
@@ -27,10 +26,11 @@ COMMON = ["--gpus", "2", "--device", "cpu", "--resident-layers", "0", "--link", 
 def main() -> None:
     started = time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    documents = OUT / "documents"
-    documents.mkdir(parents=True, exist_ok=True)
     text = long_text()
-    (documents / "python-language-reference.txt").write_text(text, encoding="utf-8")
+
+    def say(line: str) -> None:
+        console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
+
     console.print(
         f"The document: Python's language reference, {len(text):,} characters, cut to a context of {CONTEXT:,} tokens.\n"
         "The machine: two CPU ranks; no KV stays on the 'device', and a thread a rank plays the link at 0.25 GB/s.\n"
@@ -38,7 +38,13 @@ def main() -> None:
     )
     records = {}
     for mode in ("hierarchical", "plain"):
-        records[mode] = _summarize(console, documents, mode)
+        models = ["--model", str(HERE / "target"), "--draft", str(HERE / "draft"), "--mode", mode]
+        options = [*models, "--max-new-tokens", "64", *COMMON]
+        try:
+            (records[mode],) = summarized(OUT, mode, {"python-language-reference": text}, options, say)
+        except TierForceError as error:
+            sys.exit(str(error))
+        console.print(f"\n{records[mode]['summary']}\n", style="italic", highlight=False, markup=False)
     table = Table(title="The same document, model and sampling law", title_justify="left")
     for heading in ("", "time to first token, s", "ms/token", "tokens per verification", "link MB/token, per rank"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -55,22 +61,6 @@ def main() -> None:
     rates = ", ".join(f"{level} {rate:.2f}" for level, rate in records["hierarchical"]["acceptance"].items())
     console.print(f"Hierarchical decoding was {ratio:.1f} times as fast; acceptance rates: {rates}.")
     console.print(f"Records: {OUT}/*.jsonl. The demo took {time.perf_counter() - started:.0f} s.")
-
-
-def _summarize(console: Console, documents: Path, mode: str) -> dict:
-    """Run the real command and return the record it wrote."""
-    output = OUT / f"{mode}.jsonl"
-    output.unlink(missing_ok=True)
-    models = ["--model", str(HERE / "target"), "--draft", str(HERE / "draft"), "--mode", mode]
-    files = ["--input", str(documents), "--output", str(output), "--max-new-tokens", "64"]
-    command = [sys.executable, "-m", "decoding.cli", "summarize", *models, *files, *COMMON]
-    console.print("$ " + shlex.join(["tierforce", *command[3:]]), style="bold", highlight=False, soft_wrap=True)
-    code = subprocess.run(command).returncode
-    if code:
-        sys.exit(code)
-    record = json.loads(output.read_text().splitlines()[0])
-    console.print(f"\n{record['summary']}\n", style="italic", highlight=False, markup=False)
-    return record
 
 
 if __name__ == "__main__":

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +15,18 @@ import pytest
 from engines import DEMO
 from models import random_tokens
 
-from bench.compare import _ending, main, row, run
-from bench.peers import PEERS, Job, Result
+from bench.apart import ending
+from bench.compare import main, row, run
+from bench.peer import Job, Result
+from bench.peers import PEERS
 from decoding import Sampling
 
 
 def job(**changes: object) -> Job:
-    found = Job(DEMO / "target", DEMO / "draft", random_tokens(300).tolist(), 6, Sampling(), "float32", None, "emulated:50")
+    places = {"target": DEMO / "target", "draft": DEMO / "draft", "scratch": Path("nowhere")}
+    found = Job(
+        **places, prompt=random_tokens(300).tolist(), new=6, sampling=Sampling(), dtype="float32", budget=None, link="emulated:50"
+    )
     return Job(**{**vars(found), **changes})
 
 
@@ -65,7 +75,7 @@ def test_whatever_fails_is_a_reason() -> None:
 
 @pytest.mark.parametrize(("code", "words"), [(-9, "killed, most likely for memory"), (3, "ended with exit code 3")])
 def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
-    assert words in _ending(SimpleNamespace(exitcode=code, join=lambda: None))
+    assert words in str(ending(SimpleNamespace(exitcode=code, join=lambda: None)))
 
 
 def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
@@ -79,3 +89,21 @@ def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
     assert row(600, "somebody", runs, None)["same text"] is None
     assert row(600, "somebody", runs, [1, 2, 3, 4, 5])["same text"] == "yes"
     assert row(600, "nobody", [("skipped: not here", 0.0)], [1])["note"] == "skipped: not here"
+
+
+def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
+    output = tmp_path / "compare.json"
+    options = ["--context", "600,900", "--new-tokens", "4", "--peers", "ours: plain", "--output", str(output)]
+    command = [sys.executable, "-m", "bench.compare", *options, "--link", "emulated:5", "--budget", "128"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+        while not output.exists() and job.poll() is None:
+            time.sleep(0.05)
+        os.killpg(job.pid, signal.SIGINT)
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "interrupted: what is finished is kept" in err
+    assert "Traceback" not in err
+    assert "ours: plain" in out  # as a table
+    rows = json.loads(output.read_text())["rows"]
+    assert 1 <= len(rows) < 4
+    assert rows[0]["ms/token"] > 0

@@ -1,0 +1,61 @@
+"""A function in a process of its own: what it holds goes with it, and whatever happens to it is an answer."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+
+_POLL_S = 0.05
+
+
+class Died(Exception):
+    """There is no answer; the message is the reason."""
+
+
+def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -> tuple[Any, float]:
+    """What the function returns, a module's own as its arguments are pickled, and the most memory its process held, in GB.
+
+    A `Died` takes the answer's place where the process ends without one, or takes longer than `limit_s` seconds.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_answer, args=(theirs, function, args))
+    child.start()
+    theirs.close()  # so that a child that dies ends the pipe
+    started, peak = time.monotonic(), 0.0
+    try:
+        while child.is_alive() and not ours.poll(_POLL_S):
+            peak = max(peak, _memory_gb(child.pid))
+            if time.monotonic() - started > limit_s:
+                return Died(f"took more than {limit_s:.0f} s"), peak
+        return (ours.recv() if ours.poll() else ending(child)), peak
+    except EOFError:
+        return ending(child), peak
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, who ends this process
+    pipe.send(function(*args))
+
+
+def ending(child: Any) -> Died:
+    """Why a process that has ended, or is about to, gave no answer."""
+    child.join()
+    return Died("killed, most likely for memory" if child.exitcode == -9 else f"ended with exit code {child.exitcode}")
+
+
+def _memory_gb(pid: int | None) -> float:
+    try:
+        process = psutil.Process(pid)
+        return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)]) / 1e9
+    except psutil.Error:
+        return 0.0

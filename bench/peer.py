@@ -1,0 +1,53 @@
+"""What all peers of a comparison are given, and what they answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decoding import Sampling
+
+
+class Unavailable(Exception):
+    """This peer cannot run here; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all peers are given."""
+
+    target: Path
+    draft: Path
+    prompt: list[int]
+    new: int
+    sampling: Sampling
+    dtype: str
+    budget: int | None
+    link: str
+    scratch: Path  # a folder for what a peer makes once and keeps
+
+
+@dataclass
+class Result:
+    """Seconds and counts of one run. `tokens` are the new ones; None where a peer does not know."""
+
+    first_s: float  # until the first new token: prefill
+    decode_s: float  # from there to the last
+    tokens: list[int]
+    tokens_per_verification: float | None = None
+    acceptance: dict[str, float | None] = field(default_factory=dict)
+    link_bytes_per_token: float | None = None
+    rounds: dict[str, float] = field(default_factory=dict)  # medians of a round that drafts: tokens and ms
+
+
+class Peer(ABC):
+    """One way to continue a text. Made and run in a process of its own."""
+
+    def __init__(self, job: Job):
+        """Loads the models. Raises Unavailable."""
+        self.job = job
+
+    @abstractmethod
+    def run(self) -> Result:
+        """Read the prompt and decode."""
