@@ -26,7 +26,9 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, function, args))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is ours, and ends the child too
     child.start()
+    signal.signal(signal.SIGINT, before)
     theirs.close()  # so that a child that dies ends the pipe
     started, peak = time.monotonic(), 0.0
     try:
@@ -43,7 +45,6 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
 
 
 def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, who ends this process
     pipe.send(function(*args))
 
 

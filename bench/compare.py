@@ -23,7 +23,7 @@ from bench.peers import PEERS
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Sampling
-from offload import one_line
+from offload import TierForceError, one_line
 
 Outcome = Result | str  # or why there is none
 
@@ -46,7 +46,9 @@ def run(name: str, job: Job, threads: int, limit_s: float) -> tuple[Outcome, flo
 
 
 def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list[int] | None) -> dict[str, Any]:
-    """Medians of what was finished; `wanted` is our own plain greedy text, None where tokens are drawn."""
+    """Medians of the times of what was finished, counts of the last of it; `wanted`: our own plain greedy text, None where tokens
+    are drawn.
+    """
     done = [outcome for outcome, _ in runs if isinstance(outcome, Result)]
     found: dict[str, Any] = {"context": context, "peer": name, "prefill s": None, "ms/token": None, "least": None, "most": None}
     found |= {"tokens per verification": None, "acceptance": None, "inner acceptance": None}
@@ -63,7 +65,8 @@ def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list
         found["link MB/token"] = last.link_bytes_per_token / 1e6
     if wanted is not None:
         same = next((index for index, pair in enumerate(zip(last.tokens, wanted, strict=False)) if pair[0] != pair[1]), None)
-        found["same text"] = "yes" if same is None and len(last.tokens) == len(wanted) else f"to token {same}"
+        alike = min(len(last.tokens), len(wanted)) if same is None else same
+        found["same text"] = "yes" if last.tokens == wanted else f"to token {alike}"
     failed = [outcome for outcome, _ in runs if isinstance(outcome, str)]
     return {**found, "note": failed[0] if failed else None}
 
@@ -93,16 +96,20 @@ def main(
         raise typer.BadParameter(f"no peer is named like that: {', '.join(PEERS)}", param_hint="--peers")
     settings = {"new_tokens": new_tokens, "dtype": dtype, "temperature": temperature, "top_p": top_p, "link": link}
     settings |= {"repeats": repeats, "budget": budget, "text": str(text or "pydoc_data.topics")}
+    try:
+        prompts = {tokens: prompt_tokens(tokenizer, tokens, text) for tokens in map(int, context.split(","))}
+    except TierForceError as error:
+        raise typer.BadParameter(str(error), param_hint="--context") from None
     rows: list[dict[str, Any]] = []
-    rounds: dict[tuple[int, str], dict[str, float]] = {}
+    rounds: dict[tuple[int, str], dict[str, float | None]] = {}
 
     def keep(quiet: bool = False) -> None:
         timelines = [{"context": tokens, "peer": name, **found} for (tokens, name), found in rounds.items()]
         save(output, {"settings": settings, "rows": rows, "rounds": timelines}, quiet)
 
     try:
-        for tokens in map(int, context.split(",")):
-            prompt, runs = prompt_tokens(tokenizer, tokens, text), dict[str, list[tuple[Outcome, float]]]()
+        for tokens, prompt in prompts.items():
+            runs: dict[str, list[tuple[Outcome, float]]] = {}
             before = list(rows)
             for repeat in range(repeats):
                 for name in names:

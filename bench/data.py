@@ -22,9 +22,11 @@ def documents(source: str | None, count: int, shortest: int) -> dict[str, str]:
     language reference, begun at as many places, where none is named. Raises TierForceError.
     """
     if source is None:
-        whole = long_text()
-        starts = [number * max(0, len(whole) - shortest) // max(1, count - 1) for number in range(count)]
-        return {f"python-language-reference-{number + 1}": whole[start:] + whole[:start] for number, start in enumerate(starts)}
+        whole, name = long_text(), "python-language-reference"
+        if len(whole) < shortest:
+            raise TierForceError(f"{name} has {len(whole):,} characters, fewer than {shortest:,}: name a folder with --data.")
+        starts = [number * len(whole) // count for number in range(count)]
+        return {f"{name}-{number + 1}": whole[start:] + whole[:start] for number, start in enumerate(starts)}
     found = _from_hub(source, count, shortest) if source in HUB else _from_disk(Path(source), count, shortest)
     if not found:
         raise TierForceError(f"--data {source}: no text there has {shortest:,} characters.")

@@ -22,7 +22,7 @@ def summarized(
     for stale in texts.glob("*.txt"):
         stale.unlink()
     for number, (title, text) in enumerate(documents.items()):
-        (texts / f"{number:03}-{title}.txt").write_text(text, encoding="utf-8")
+        (texts / f"{number:03}-{title.replace('/', '-')}.txt").write_text(text, encoding="utf-8")
     output.unlink(missing_ok=True)
     arguments = ["summarize", *options, "--input", str(texts), "--output", str(output)]
     say("$ " + shlex.join(["tierforce", *arguments]))

@@ -8,7 +8,7 @@ For contrast each is also run with half of that, which must fail, or the limit w
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,8 @@ from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.models import plan
 from decoding.sizes import USED
-from offload import TierForceError
+from offload import TierForceError, device_tiers
+from parallel import parameter_bytes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Setting:
     resident: int | None = None
     budget: int = 4096
     dtype: str = "bfloat16"
+    late: int = 0  # of the resident layers, in the least memory that has room for them behind prefill
 
 
 SETTINGS = [
@@ -43,6 +45,7 @@ SETTINGS = [
     Setting(49_152, "hierarchical", "emulated:8", 0, 1024, "float32"),
     Setting(65_536, "retrieval", "emulated:8", 1, 16_384),
     Setting(32_768, "speculative", "emulated:8", 5, dtype="float32"),
+    Setting(65_536, "hierarchical", "emulated:8", 4, 2048, late=1),
 ]
 
 
@@ -59,6 +62,14 @@ def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
         mode=setting.mode, dtype=setting.dtype, link=setting.link, resident_layers=setting.resident, budget=setting.budget
     )
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
+    if setting.late:
+        needs = engine.models.sizes.needs(setting.context, new)
+        tiers = device_tiers(
+            needs, engine.models.target.config.layers if setting.resident is None else setting.resident, setting.late
+        )
+        weights = sum(parameter_bytes(each) for each in (engine.models.target, engine.models.draft) if each is not None)
+        memory = weights + max(sum(phase.values()) for phase in tiers)
+        engine = Engine(engine.models.over(replace(settings, device_memory=memory)), engine.tokenizer, engine.stop_tokens)
     list(engine.generate([1] * 300, 20))  # threads and their memory
     prompt = prompt_tokens(engine.tokenizer, setting.context)
     place = plan(engine.models, len(prompt), new)
@@ -69,6 +80,7 @@ def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
         "planned MB": wanted / 1e6,
         "device MB": place.device_bytes / 1e6,
         "layers": place.resident_layers,
+        "late layers": place.late_layers,
         "limit MB": (limit - before) / 1e6,
     }
     try:

@@ -48,7 +48,7 @@ class Ours(Peer):
                 "drafted": statistics.median(each.drafted for each in rounds),
                 "draft ms": 1e3 * statistics.median(each.draft_s for each in rounds),
                 "verification ms": 1e3 * statistics.median(each.verify_s for each in rounds),
-                "link ms": 1e3 * link / passes / rate if rate else 0.0,
+                "link ms": 1e3 * link / passes / rate if rate else None,
             }
         return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -125,9 +126,10 @@ class LlamaCpp(Peer):
             raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
         if find_spec("gguf") is None:
             raise Unavailable("gguf, which converts the model, is not installed: pip install gguf")
-        path = job.scratch / f"{job.target.resolve().name}-{job.dtype}.gguf"
+        config = job.target.resolve() / "config.json"
+        identity = zlib.crc32(f"{config} {config.stat().st_mtime}".encode())
+        path = job.scratch / f"{config.parent.name}-{job.dtype}-{identity:08x}.gguf"
         if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
             to_gguf(job.target, path, getattr(torch, job.dtype))
         from llama_cpp import Llama  # pyright: ignore
 
@@ -138,6 +140,7 @@ class LlamaCpp(Peer):
         )
 
     def run(self) -> Result:
+        self.model.set_seed(self.job.sampling.seed)
         law, tokens, first, started = self.job.sampling, [], 0.0, time.perf_counter()
         for token in self.model.generate(self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature):
             first = first or time.perf_counter()

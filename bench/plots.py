@@ -45,7 +45,7 @@ def _keep(figure: Any, path: Path) -> None:
 
 
 def speed_plot(rows: Rows, path: Path) -> None:
-    """A panel a context, a bar a peer, fastest first; ours in colour, and those that did not run named with the reason."""
+    """A panel a context, a bar a peer, fastest first; ours in colour. Those that did not run are in the table."""
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     figure, panels = _pyplot().subplots(1, len(contexts), figsize=(6.2 * len(contexts), 6), squeeze=False)
     for axes, context in zip(panels[0], contexts, strict=True):
@@ -84,7 +84,7 @@ def round_plot(rounds: Rows, path: Path) -> None:
     places = range(len(rounds))
     axes.barh(places, drafts, height=0.5, color="C2", label="drafting")
     axes.barh(places, [each["verification ms"] for each in rounds], left=drafts, height=0.5, color="C0", label="verification")
-    link = [each["link ms"] for each in rounds]
+    link = [each["link ms"] or 0.0 for each in rounds]
     if any(link):
         axes.barh(places, link, left=drafts, height=0.16, color="C1", label="of it, the link at its rate")
     for place, each in zip(places, rounds, strict=True):

@@ -28,7 +28,7 @@ from bench.ranks import run_ranks
 from bench.record import prepare, save, show
 from bench.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
-from decoding.forecast import prefill_flops
+from decoding.forecast import attention_flops, matmul_flops, prefill_flops
 from decoding.rates import matmul_rate
 from decoding.session import Session
 from parallel import Group, ModelConfig
@@ -125,7 +125,10 @@ def main(
         for name, runs in found.items():
             seconds = statistics.median(max(rank.seconds for rank in run) for run in runs)
             row: dict[str, Any] = {"tokens": context, "method": name, "seconds": seconds, "tokens/s": context / seconds}
-            row["share of the matmul rate"] = sum(prefill_flops(config, context)) / seconds / rate
+            flops = sum(prefill_flops(config, context))
+            if name == PEER:  # which computes its last layer whole
+                flops = matmul_flops(config) * context + attention_flops(config) * context * (context + 1) / 2
+            row["share of the matmul rate"] = flops / seconds / rate
             row["peak MB a rank"] = max(rank.peak for run in runs for rank in run) / 1e6
             table.append({**row, "hidden states + a layer's KV, MB": needed / 1e6})
     show(f"Prefill, {dtype}, {threads} threads, matmul rate {rate / 1e9:.0f} GFLOP/s", table)

@@ -67,7 +67,11 @@ def main(
     output.write_text(page, encoding="utf-8")
     print(f"written to {output}")
     if readme is not None:
-        readme.write_text(filled(readme.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        try:
+            readme.write_text(filled(readme.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
+        except (OSError, KeyError) as error:
+            typer.echo(f"--readme {readme}: a table cannot be filled in ({error}).", err=True)
+            raise typer.Exit(1) from None
         print(f"tables of {readme} filled in")
 
 

@@ -37,7 +37,9 @@ def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
     rope = config.rope.rope_parameters
     if rope.get("rope_type", "default") != "default" or config.qkv_bias or config.o_bias or config.mlp_bias:
         raise ConfigError(f"{folder}: only models with plain RoPE and without biases are converted for llama.cpp.")
-    writer = GGUFWriter(path, "llama")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    writer = GGUFWriter(unfinished, "llama")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden)
     writer.add_block_count(config.layers)
@@ -68,6 +70,7 @@ def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    unfinished.replace(path)  # a file that was begun and not finished is none
 
 
 def _name(name: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,8 @@ class Engine:
             session = self._open(*request, self._spend(len(request[0]), request[1]))
         except TierForceError:
             return True  # raised on rank 0 too, which tells
-        session.prefill()
+        with suppress(TierForceError):  # raised on rank 0 too, which ends the passes before there is one
+            session.prefill()
         follow_passes(session.sharded, session.most)
         return True
 

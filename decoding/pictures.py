@@ -29,7 +29,7 @@ def plan_picture(
         heights = [phase[name] / 1e9 for phase in tiers]
         left.bar(["device, prefill", "device, decode"], heights, bottom=bottoms, color=f"C{number}", label=name, width=0.6)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    left.bar(["host"], [host / 1e9], color="0.6", label="KV of the other layers", width=0.6)
+    left.bar(["host"], [host / 1e9], color="0.6", label="KV on the host", width=0.6)
     for start, end, there in ((-0.4, 1.4, room), (1.6, 2.4, host_room)):
         left.hlines(there / 1e9, start, end, color="black", linestyle="--", linewidth=1)
         left.annotate(f"there is: {there / 1e9:.3g}", (start, there / 1e9), xytext=(0, 3), textcoords="offset points", fontsize=8)

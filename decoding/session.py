@@ -74,9 +74,11 @@ class Session:
         return [cache for model, cache in self.sharded if model is self.models.target]
 
     def prefill(self, progress=None) -> Tensor:
-        """Read the prompt on all ranks; logits (1, V) of the first new token."""
+        """Read the prompt on all ranks; logits (1, V) of the first new token. Raises FitError, on all ranks."""
         with self.target.prefill(len(self.prompt)):
             logits = self.models.target.prefill(self.prompt, self.target, self.models.sizes.prefill_chunk, progress)
+        with self.models.target.group.together():
+            self.target.bring_in()
         if self.models.draft is not None and self.draft is not None:
             _read(self.models.draft, self.draft, self.prompt)
         return logits

@@ -20,6 +20,7 @@ BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of which one is chose
 NGRAM = 3  # tokens that prompt lookup matches
 BLOCK = 256  # tokens of host layers that gather on the device before they are written back, where nobody selects
 HELD = 2  # times the activations that live at once: what an allocator holds for them (python -m bench.limits)
+LAW_BYTES = 48  # of an entry of a row of logits: itself, its place in their order (int64), and what laws are made of and compared
 PREFILL_BYTES, PREFILL_MOST = 256 << 20, 4096  # activations of one chunk, and its tokens, at most
 LARGE_DRAFT = 3 << 30  # bytes of weights from which reading them takes longer than the collectives of a split model
 USED = 0.9  # of the device memory that is free, where nothing else is said
@@ -132,6 +133,7 @@ class Sizes:
             draft=draft,
             tables=2 * (prompt + new) * target.head_dim * item,
             hidden=(prompt * target.hidden + HELD * min(prompt, self.prefill_chunk) * self.activations) * item,
+            passes=self.most * (HELD * self.activations * item + LAW_BYTES * target.vocab),
             copies=self.copies,
         )
 

@@ -5,13 +5,13 @@ from offload.cache import Cache
 from offload.errors import DocumentError, FitError, TierForceError, one_line
 from offload.layout import KVLayout
 from offload.link import EmulatedLink, Link, ViewLink, host_available, make_link
-from offload.plan import MemoryPlan, Needs, device_tiers, plan_memory
+from offload.plan import MemoryPlan, Needs, device_tiers, plan_memory, tail_tokens
 from offload.policy import POLICIES, SelectionPolicy
 from offload.retrieval import RetrievalCache, RetrievalShape
 from offload.rotary import Rotary
 from offload.store import HostArena
 from offload.streaming import StreamingCache
-from offload.tiered import LAST_ROWS, TieredCache, tail_tokens
+from offload.tiered import LAST_ROWS, TieredCache
 from offload.traffic import Traffic
 
 __all__ = [

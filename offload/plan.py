@@ -22,6 +22,7 @@ class Needs:
     draft: int  # device bytes of the draft's cache
     tables: int  # device bytes of rotary tables
     hidden: int  # device bytes of the prompt's hidden states, live in prefill
+    passes: int = 0  # device bytes of a pass when decoding
     copies: bool = True  # whether the link copies; if not, ring and prefill stage take nothing
 
 
@@ -59,8 +60,10 @@ def device_tiers(needs: Needs, resident: int, late: int = 0) -> tuple[dict[str, 
         "draft cache": needs.draft,
         "rotary tables": needs.tables,
         "hidden states": 0,
+        "a pass": needs.passes,
     }
-    return {**decode, "resident layers": layout.bytes(needs.context, resident - late), "hidden states": needs.hidden}, decode
+    early = layout.bytes(needs.context, resident - late)
+    return {**decode, "resident layers": early, "hidden states": needs.hidden, "a pass": 0}, decode
 
 
 def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | None = None) -> MemoryPlan:
@@ -99,3 +102,16 @@ def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | Non
         )
     heads, slots, _ = ring_shape(layout, needs.context)
     return MemoryPlan(fitting, heads, slots, on_device(fitting, waiting), on_host, waiting)
+
+
+def places(layers: int, resident: int) -> list[tuple[bool, int]]:
+    """Whether each layer is resident, and its index among its kind: spread evenly, so that the link is busy while they compute,
+    and the first layer is one of them, so that the first copy hides behind it.
+    """
+    near = [layer * resident % layers < resident for layer in range(layers)]
+    return [(here, near[:layer].count(here)) for layer, here in enumerate(near)]
+
+
+def tail_tokens(recent: int, block: int, rows: int) -> int:
+    """Tokens a far layer keeps on the device: the recent ones, a block that is filling, and the rows of a pass."""
+    return recent + block + rows

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from offload.attention import Partial, merge, partial_attention
 from offload.cache import Cache, Follower, put
+from offload.errors import FitError
 from offload.layout import KVLayout
 from offload.link import Link
+from offload.plan import places, tail_tokens
 from offload.ring import TransferRing
 from offload.rotary import Rotary
 from offload.store import HostArena, HostStore
@@ -51,14 +53,16 @@ class TieredCache(Cache):
         ones, those that prefill writes to the host, and that come to the device behind it.
         """
         super().__init__(layout)
+        if late_layers and not (link.copies and late_layers <= resident_layers < layout.layers):
+            raise ValueError(f"{late_layers} of {resident_layers} layers come late: that takes far layers, and a link")
         self.capacity, self.link, self.rotary = capacity, link, rotary
         self._places = places(layout.layers, resident_layers)
         self.recent, self.block = recent, block
         self.followers: list[Follower] = []
         self.boundary = 0
         far = layout.layers - resident_layers
-        self._resident, self._near = resident_layers, list[Tensor]()  # (2, Hkv, capacity, D) each
-        self._make_room(resident_layers - late_layers)
+        self._resident = resident_layers
+        self._near = [self._layer() for _ in range(resident_layers - late_layers)]
         self._tail = torch.empty(layout.shape(far, tail_tokens(recent, block, rows)), dtype=layout.dtype, device=link.device)
         self._store = HostStore(layout, far + late_layers, capacity, arena)  # the late ones last
         self._slot_heads = slot_heads
@@ -77,7 +81,7 @@ class TieredCache(Cache):
     def begin(self, rows: int) -> None:
         if self.length + rows > self.capacity:
             raise ValueError(f"{self.length} tokens and {rows} more do not fit a cache of {self.capacity}")
-        self._make_room(self._resident)
+        self.bring_in()
         self._move_boundary()
         if self._ring is not None and self.boundary:
             self._ring.start(self._store.chunks(len(self._tail), self.boundary, self._slot_heads))
@@ -163,7 +167,7 @@ class TieredCache(Cache):
         `attend` for the last one.
 
         A far layer's KV is built in one device buffer, and its prefix written to the host block by block as it is computed; nothing
-        is read back. On leaving, the cache stands at `tokens` tokens.
+        is read back. On leaving, the cache stands at `tokens` tokens; `bring_in` is to follow.
         """
         if self.length:
             raise ValueError(f"prefill starts an empty cache; this one holds {self.length} tokens")
@@ -178,27 +182,30 @@ class TieredCache(Cache):
             self._stage = self._ring.memory[: torch.Size(shape).numel()].view(shape)
         try:
             yield
-            self._bring_in(tokens)
             self.link.drain()
         finally:
             self._prompt, self._stage = 0, None
             self._writes.clear()
         self.advance(tokens)
 
-    def _make_room(self, layers: int) -> None:
-        """Device buffers of so many resident layers, those that there are among them."""
-        for _ in range(layers - len(self._near)):
-            shape = self.layout.shape(1, self.capacity)[1:]
-            self._near.append(torch.empty(shape, dtype=self.layout.dtype, device=self.link.device))
-
-    def _bring_in(self, tokens: int) -> None:
-        """The late layers, whole, into memory that prefill has left."""
-        came, far = len(self._near), len(self._tail)
-        self._make_room(self._resident)
-        for near, kv in zip(self._near[came:], self._store.kv[far:], strict=True):
+    def bring_in(self) -> None:
+        """The late layers, into memory that prefill has left. Raises FitError where others have taken it meanwhile."""
+        if not (missing := self._resident - len(self._near)):
+            return
+        for kv in self._store.kv[-missing:]:
+            try:
+                near = self._layer()
+            except torch.OutOfMemoryError as error:
+                raise FitError(f"others took device memory meant for {missing} layers: use fewer --resident-layers.") from error
             heads = product(range(2), range(kv.shape[1]))
-            self.link.copy([(near[part, head, :tokens], kv[part, head, :tokens]) for part, head in heads])
-            self.traffic.link_in += kv[:, :, :tokens].nbytes
+            self.link.copy([(near[part, head, : self.length], kv[part, head, : self.length]) for part, head in heads])
+            self.traffic.link_in += kv[:, :, : self.length].nbytes
+            self._near.append(near)
+        self.link.drain()
+
+    def _layer(self) -> Tensor:
+        """Room for a resident layer (2, Hkv, capacity, D)."""
+        return torch.empty(self.layout.shape(1, self.capacity)[1:], dtype=self.layout.dtype, device=self.link.device)
 
     def _place(self, layer: int) -> tuple[bool, int]:
         """In prefill: whether the layer is on the device, and its index there, or in the host store."""
@@ -240,16 +247,3 @@ class TieredCache(Cache):
                 self._tail[index, :, :, : end - self.boundary] = recent
             self._show(layer, 0, q[-LAST_ROWS:], kv[:, :, : self.boundary], recent)
         return out
-
-
-def places(layers: int, resident: int) -> list[tuple[bool, int]]:
-    """Whether each layer is resident, and its index among its kind: spread evenly, so that the link is busy while they compute,
-    and the first layer is one of them, so that the first copy hides behind it.
-    """
-    near = [layer * resident % layers < resident for layer in range(layers)]
-    return [(here, near[:layer].count(here)) for layer, here in enumerate(near)]
-
-
-def tail_tokens(recent: int, block: int, rows: int) -> int:
-    """Tokens a far layer keeps on the device: the recent ones, a block that is filling, and the rows of a pass."""
-    return recent + block + rows

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from engines import Pair
 from models import random_tokens
+from torch import Tensor
 
 import decoding.models
+import decoding.session
 from bench.ranks import run_ranks
 from decoding import Engine, Sampling
 from decoding.models import plan
-from offload import DocumentError, FitError
+from offload import DocumentError, FitError, TieredCache
 from parallel import Group, parameter_bytes
 from parallel.layers import VocabParallelEmbedding
 
@@ -74,7 +78,8 @@ def on_a_rank(folders: Folders, deep: Folders) -> Report:
         report["given up"] = lead(engine, given_up) if not group.rank else engine.follow()
     report["plans"] = plans_differ(Pair(*deep, group))
     report["fit"] = one_rank_too_small(pair)
-    report["nan"] = nan_in_one_text(pair)
+    report["late"] = late_layers(pair)
+    report["nan"] = nan_in_one_text(pair)  # the last, for it spoils the weights
     return report
 
 
@@ -127,6 +132,27 @@ def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
     return found
 
 
+def late_layers(pair: Pair) -> list[str | list[int]]:
+    """A text whose resident layer comes late, one where rank 1 has no memory for it any more, and the first again."""
+    planned, found = decoding.session.plan, list[str | list[int]]()
+    layer = TieredCache._layer
+
+    def lost(cache: TieredCache) -> Tensor:
+        raise torch.OutOfMemoryError("gone")
+
+    with (
+        patch.object(decoding.session, "plan", lambda *text: replace(planned(*text), late_layers=1)),
+        pair.engine("hierarchical", **SMALL) as engine,
+    ):
+        for without in (False, True, False):
+            with patch.object(TieredCache, "_layer", lost if without and pair.group.rank else layer):
+                try:
+                    found.append(list(engine.generate(PROMPT, NEW, FULL)))
+                except FitError as error:
+                    found.append(str(error))
+    return found
+
+
 def nan_in_one_text(pair: Pair) -> list[str | list[int]]:
     """A text, one with a token whose embedding becomes NaN, and the first again."""
     found: list[str | list[int]] = []
@@ -175,3 +201,9 @@ def test_a_nan_fails_its_text_alone(reports: list[Report]) -> None:
     first, failed, again = reports[0]["nan"]
     assert "not numbers" in failed
     assert first == again
+
+
+def test_a_layer_that_finds_its_memory_gone_fails_its_text_alone(reports: list[Report], alone: dict[str, list[int]]) -> None:
+    first, failed, again = reports[0]["late"]
+    assert first == again == alone["hierarchical"]
+    assert "others took device memory meant for 1 layers" in failed

@@ -46,6 +46,7 @@ def test_a_late_layer_goes_out_and_comes_back_once(link: Link, resident: int, la
         assert cache.device_bytes == LAYOUT.bytes(CAPACITY, early) + there
         for layer, qkv in enumerate(text(50)):
             cache.attend(layer, *qkv, 0)
+    cache.bring_in()
     assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + there
     assert cache.traffic.link_in == LAYOUT.bytes(50, late)
     assert cache.traffic.link_out == LAYOUT.bytes(50, late) + LAYOUT.bytes(cache.boundary, LAYERS - resident)
@@ -62,6 +63,27 @@ def test_a_cache_with_late_layers_need_not_be_prefilled(link: Link) -> None:
         torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
         cache.advance(rows)
         want.advance(rows)
+
+
+@pytest.mark.parametrize(("resident", "late"), [(LAYERS, 1), (1, 2)])
+def test_late_layers_take_far_ones_to_come_by(resident: int, late: int) -> None:
+    link = make_test_link("emulated")
+    with pytest.raises(ValueError, match="that takes far layers, and a link"):
+        tiered(link, resident, late=late)
+    with pytest.raises(ValueError, match="that takes far layers, and a link"):
+        tiered(make_test_link("view"), 2, late=1)
+    link.close()
+
+
+@COPYING
+def test_a_cache_that_starts_over_has_all_its_layers(link: Link) -> None:
+    cache = tiered(link, 2, late=1)
+    for length in (50, 30):
+        want, prompt, tokens = plain(), text(length), text(3)
+        torch.testing.assert_close(prefill(cache, prompt, 16), forward(want, prompt), atol=1e-5, rtol=1e-5)
+        want.advance(length)
+        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        cache.crop(0)
 
 
 @pytest.mark.parametrize("policy", ["mass", "static"])

@@ -108,13 +108,14 @@ def test_layer_major_prefill_is_token_major_prefill(checkpoint: Checkpoints, nam
 
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
-@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize(("layers", "late"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])  # of 2, the second is the last layer
 @pytest.mark.parametrize("chunk", [25, 60])
-def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers: int, chunk: int) -> None:
+def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers: int, late: int, chunk: int) -> None:
+    late = late if link.copies else 0
     folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
     model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
-    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1)
+    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, late_layers=late)
     with cache.prefill(60):
         close(model.prefill(tokens[:60], cache, chunk), wanted[59:60])
     close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])

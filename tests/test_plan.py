@@ -61,6 +61,7 @@ def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, lat
     cache = TieredCache(layout, 3000, resident, link, rotary, arena, *SIZES, plan.slot_heads, plan.slots, plan.late_layers)
     with cache.prefill(3000):  # the hidden states, the ring and the layer that prefill works on
         assert cache.device_bytes + needs.hidden == room
+    cache.bring_in()
     assert cache.device_bytes == sum(device_tiers(needs, resident, late)[1].values()) <= plan.device_bytes
     assert arena.nbytes == plan.host_bytes
     link.close()
@@ -80,6 +81,7 @@ def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
         assert max(in_prefill, decoding) == plan.device_bytes <= room
         early = plan_memory(replace(needs, hidden=0), room - needs.hidden, 10**15)  # hidden states as if they stayed
         assert early.resident_layers <= plan.resident_layers
+        assert early.host_bytes >= plan.host_bytes
         assert plan.host_bytes == needs.layout.bytes(needs.context, layers - plan.resident_layers + plan.late_layers)
         if plan.resident_layers < layers - 1:
             assert sum(device_tiers(needs, plan.resident_layers + 1)[1].values()) > room
@@ -90,11 +92,10 @@ def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
 
 def test_without_far_layers_or_a_link_that_copies_none_comes_late() -> None:
     roomy = replace(SMALL, hidden=2 * SMALL.layout.bytes(3000, 1), copies=False)
-    for share in range(1, 20):
-        try:
-            assert plan_memory(roomy, share * 50_000, 10**15).late_layers == 0
-        except FitError:
-            continue
+    least = plan_memory(roomy, 10**9, 10**15, 0).device_bytes
+    found = [plan_memory(roomy, least + share * SMALL.layout.bytes(3000) // 20, 10**15) for share in range(21)]
+    assert {plan.late_layers for plan in found} == {0}
+    assert {plan.resident_layers for plan in found} == {0, 1, 2, 3, 4}
     with pytest.raises(FitError, match="fewer --resident-layers"):  # all layers at once have no ring to come through
         plan_memory(replace(roomy, copies=True), roomy.layout.bytes(3000) + 5000, 10**15, resident_layers=4)
 

@@ -13,7 +13,7 @@ from links import DelayingLink, make_test_link
 
 from offload import HostArena, KVLayout, Link, TieredCache
 from offload.link import Copy
-from offload.tiered import places
+from offload.plan import places
 
 LAYERS = LAYOUT.layers
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
