@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def environment() -> dict[str, Any]:
     """The machine, the versions, the command and the commit of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "commit": COMMIT,
         "cpu": _cpu(),
         "cores": os.cpu_count(),

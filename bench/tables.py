@@ -159,8 +159,12 @@ VIEWS: dict[str, View] = {
             "ended": "ended",
         },
     ),
-    "compare": View("compare-cpu.json", _COMPARED | {"note": "note"}),
-    "greedy": View("compare-greedy-cpu.json", {"context": "context", "": "peer", "same text as ours": "same text", "note": "note"}),
+    "compare": View("compare-cpu.json", _COMPARED | {"note": "note"}, keep=lambda row: row["context"] == 65_536),
+    "longest": View("compare-64k-cpu.json", _COMPARED),
+    "greedy": View(
+        "compare-greedy-cpu.json",
+        {"context": "context", "": "peer", "ms/token": "ms/token", "same text as ours": "same text", "note": "note"},
+    ),
     "offload": View(
         "recipe-offload-cpu.json",
         {
@@ -168,6 +172,7 @@ VIEWS: dict[str, View] = {
             "published": "published ms",
             "plain": "plain",
             "times": "times",
+            "plain is of": "plain is of",
             "predicted": "predicted ms",
             "plain ": "plain ",
             "times ": "times ",

@@ -32,6 +32,7 @@ from parallel import parameter_bytes
 
 SMALLEST, MOST_LAYERS = 512, 4  # the memory is what this budget and so many layers take
 INNER = 2
+CHUNK = 256  # of prefill: with larger ones this small a model's prefill needs more memory than decoding has to share out
 Found = dict[int, tuple[int, Total]]  # by budget: resident layers, and all texts
 Grid = dict[tuple[int, int], tuple[int, Total]]  # by budget and draft length
 
@@ -121,7 +122,7 @@ def main(
     settings_of = list(product(map(int, budgets.split(",")), map(int, lengths.split(","))))
     progress, rows, ratios, said = Console(stderr=True), list[dict[str, Any]](), dict[str, float](), dict[str, list[str]]()
     for rate in map(float, rates.split(",")):
-        settings = Settings(mode="hierarchical", dtype=dtype, link=f"emulated:{rate}")
+        settings = Settings(mode="hierarchical", dtype=dtype, link=f"emulated:{rate}", prefill_chunk=CHUNK)
         memory = memory_for(base.models.over(settings), context, new_tokens + 1)
         models = base.models.over(replace(settings, device_memory=memory))
         engine, found, reasons = Engine(models, base.tokenizer, frozenset()), Found(), list[str]()
