@@ -36,7 +36,7 @@ setup(
         "flash": ["flash-attn>=2.6"],
         "bench": ["matplotlib>=3.8", "gguf>=0.17"],
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
-        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.12", "mypy>=1.14"],
+        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "ruff>=0.12", "mypy>=1.14"],
     },
     entry_points={"console_scripts": ["tierforce=decoding.cli:main"]},
 )

@@ -55,6 +55,7 @@ def speed_plot(rows: Rows, path: Path) -> None:
         bars = axes.barh([row["peer"] for row in ran], [row["ms/token"] for row in ran], color=colors)
         axes.bar_label(bars, [f"{row['ms/token']:,.3g}" for row in ran], padding=3, fontsize=8)
         axes.set(xscale="log", xlabel="ms/token, logarithmic", title=f"{context:,} tokens")
+        axes.minorticks_off()
         axes.margins(x=0.15)
     figure.tight_layout()
     _keep(figure, path)

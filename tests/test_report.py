@@ -28,7 +28,7 @@ ENVIRONMENT = {
 def compared() -> dict:
     rows = [
         {"context": context, "peer": peer, "ms/token": ms, "link MB/token": link, "note": note}
-        for context in (8192, 32_768)
+        for context in (8192, 65_536)
         for peer, ms, link, note in (
             ("ours: plain", 20.0, None, None),
             ("ours: hierarchical offloaded", 12.5, 18.25, None),
@@ -80,7 +80,7 @@ def test_a_table_has_the_columns_asked_for_and_says_where_it_is_from(tmp_path: P
     (tmp_path / VIEWS["compare"].file).write_text(json.dumps(compared()))
     lines = markdown(VIEWS["compare"], tmp_path).splitlines()
     assert lines[0].startswith("| context |  | ms/token |")
-    assert any(line.startswith("| 8,192 | ours: plain | 20 |") for line in lines)
+    assert any(line.startswith("| 65,536 | ours: plain | 20 |") for line in lines)
     assert "`python -m bench.compare` on a <fast> one, 2 threads, 2026-11-20, commit 0123456" in lines[-1]
     before = "a\n<!-- compare -->\nold\n<!-- end -->\nb"
     assert filled(before, tmp_path) == "a\n<!-- compare -->\n" + "\n".join(lines) + "\n<!-- end -->\nb"
