@@ -205,7 +205,8 @@ class TieredCache(Cache):
 
     def _layer(self) -> Tensor:
         """Room for a resident layer (2, Hkv, capacity, D)."""
-        return torch.empty(self.layout.shape(1, self.capacity)[1:], dtype=self.layout.dtype, device=self.link.device)
+        with torch.inference_mode(False):  # a link writes to it from outside
+            return torch.empty(self.layout.shape(1, self.capacity)[1:], dtype=self.layout.dtype, device=self.link.device)
 
     def _place(self, layer: int) -> tuple[bool, int]:
         """In prefill: whether the layer is on the device, and its index there, or in the host store."""
