@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
+from bench.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
 from decoding.forecast import ACCEPTANCE, INNER_ACCEPTANCE, Forecast, expected_tokens, forecast, prefill_flops
 from decoding.hardware import Hardware
@@ -18,16 +18,7 @@ from decoding.sizes import Sizes
 from parallel import ModelConfig
 
 PROMPT, NEW = 130_048, 512
-POSITIONS = {"max_position_embeddings": 1 << 17, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-
-
-def llama(**sizes: int) -> ModelConfig:
-    return ModelConfig.from_hf(LlamaConfig(**POSITIONS, **sizes))
-
-
-SEVEN = llama(hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32_000)
-THIRTEEN = llama(hidden_size=5120, intermediate_size=13_824, num_hidden_layers=40, num_attention_heads=40, vocab_size=32_000)
-SMALL = llama(hidden_size=768, intermediate_size=3072, num_hidden_layers=2, num_attention_heads=12, vocab_size=32_000)
+SEVEN, THIRTEEN, SMALL = (config_of(each) for each in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
 
 
 def predicted(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> tuple[Forecast, int]:
