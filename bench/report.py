@@ -14,7 +14,7 @@ import jinja2
 import typer
 
 from bench.plots import plots_of
-from bench.tables import cell, filled
+from bench.tables import cell, commit_of, filled, machine_of
 from offload import TierForceError
 
 RESULTS, PAGE = Path(__file__).parents[1] / "docs" / "results", Path(__file__).with_name("page.html")
@@ -37,7 +37,7 @@ def part(path: Path, folder: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         environment = document["environment"]
-        machine = ", ".join([*environment["gpus"], f"{environment['cpu']}, {environment['threads']} threads"])
+        machine, commit = machine_of(environment), commit_of(environment)
         versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise TierForceError(f"{path} is not a document that a benchmark wrote ({type(error).__name__}: {error}).") from error
@@ -46,8 +46,8 @@ def part(path: Path, folder: Path) -> dict[str, Any]:
         images.append((title, base64.b64encode(picture.read_bytes()).decode()))
     settings = ", ".join(f"{name} {value}" for name, value in document.get("settings", {}).items() if value is not None)
     ratios = [(claim, cell(value)) for claim, value in document.get("ratios", {}).items()]
-    found = {"name": path.stem, "environment": environment, "machine": machine, "versions": versions, "settings": settings}
-    return {**found, "ratios": ratios, "images": images, "tables": tables_of(document)}
+    found = {"name": path.stem, "environment": environment, "machine": machine, "commit": commit, "settings": settings}
+    return {**found, "versions": versions, "ratios": ratios, "images": images, "tables": tables_of(document)}
 
 
 def main(

@@ -23,7 +23,6 @@ class View:
     columns: Mapping[str, str]  # heading: key
     rows: str = "rows"
     keep: Kept = field(default=lambda row: True)
-    ratios: bool = True
 
 
 _COMPARED = {
@@ -200,16 +199,25 @@ def markdown(view: View, folder: Path) -> str:
         rows = [row for row in found[view.rows] if view.keep(row)]
         cells = [[cell(row.get(key)) for key in view.columns.values()] for row in rows]
         lines += ["| " + " | ".join(each) + " |" for each in ([*view.columns], ["---"] * len(view.columns), *cells)]
-    if view.ratios and found.get("ratios"):
+    if found.get("ratios"):
         lines += ["", *(f"- {claim}: **{value:.2f}**" for claim, value in found["ratios"].items())]
     return "\n".join([*lines, "", provenance(found["environment"], view.file), ""])
 
 
 def provenance(environment: Mapping[str, Any], file: str) -> str:
     """One line: the command, the machine, the day and the commit."""
-    machine = ", ".join([*environment["gpus"], f"{environment['cpu']}, {environment['threads']} threads"])
-    when = f"{environment['date'][:10]}, commit {environment['commit'][:7]}"
-    return f"`{environment['command']}` on {machine}, {when} ([{file}](docs/results/{file}))"
+    when = f"{environment['date'][:10]}, commit {commit_of(environment)}"
+    return f"`{environment['command']}` on {machine_of(environment)}, {when} ([{file}](docs/results/{file}))"
+
+
+def machine_of(environment: Mapping[str, Any]) -> str:
+    return ", ".join([*environment["gpus"], f"{environment['cpu']}, {environment['threads']} threads"])
+
+
+def commit_of(environment: Mapping[str, Any]) -> str:
+    """Short, and whether there were changes on top of it."""
+    commit, changes, _ = environment["commit"].partition("+changes")
+    return commit[:7] + changes
 
 
 def cell(value: Any) -> str:
