@@ -128,6 +128,8 @@ def verified(report: Report, session: Session, rate: float) -> None:
     report.add("rounds", "a round", 1e3 * seconds / decoder.stats.passes, "ms")
     report.add("rounds", "tokens drafted in it", decoder.stats.proposed_per_pass or 0.0)
     report.add("rounds", "tokens per verification (drawn weights: says nothing)", decoder.stats.tokens_per_pass or 0.0)
+    for state, kinds in session.run.counts.items():
+        report.add("rounds", f"kinds of short passes {state}", kinds)
     report.add("rounds", "peak device memory", peak_gb(session.prompt.device) or "not a GPU", "GB")
 
 
@@ -156,8 +158,14 @@ def main(
     if tests:
         cuda_tests(report)
     settings = Settings(
-        mode="hierarchical", budget=budget, link=link, resident_layers=resident_layers, device_memory=int(0.9 * cap)
+        mode="hierarchical",
+        budget=budget,
+        link=link,
+        resident_layers=resident_layers,
+        device_memory=int(0.9 * cap),
+        graphs=group.records(),
     )
+    report.add("device", "short passes can be recorded as CUDA graphs", "yes" if settings.graphs else "no")
     with torch.inference_mode():
         target, draft = (random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair])
         models = Models.make(target, draft, settings.mode, settings)

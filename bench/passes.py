@@ -23,21 +23,24 @@ from decoding import Engine, Settings
 from decoding.session import Session
 from offload import Cache
 from parallel import Llama
+from parallel.passes import Run
 
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
+RECORDED = 4  # short passes of one kind until the next one is a recording, where they are recorded
 
 
-def pass_seconds(model: Llama, cache: Cache, tokens: torch.Tensor) -> float:
+def pass_seconds(model: Llama, cache: Cache, tokens: torch.Tensor, run: Run = Llama.__call__) -> float:
     """One pass over these tokens, until its logits are there; the cache stays where it is."""
     started = time.perf_counter()
-    model(tokens, cache, len(tokens))[-1, 0].item()
+    run(model, tokens, cache, len(tokens))[-1, 0].item()
     return time.perf_counter() - started
 
 
-def pass_ms(model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int) -> float:
+def pass_ms(model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: Run = Llama.__call__, warm_ups: int = 1) -> float:
     """Median milliseconds of such passes."""
-    pass_seconds(model, cache, tokens)  # warms up
-    return 1e3 * statistics.median(pass_seconds(model, cache, tokens) for _ in range(repeats))
+    for _ in range(warm_ups):
+        pass_seconds(model, cache, tokens, run)
+    return 1e3 * statistics.median(pass_seconds(model, cache, tokens, run) for _ in range(repeats))
 
 
 def passes(session: Session, repeats: int) -> dict[str, float]:
@@ -50,9 +53,17 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
         session.retrieval.every = 0  # the text stands still, and is chosen from all the same
         found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
-            found[f"retrieval {rows}"] = pass_ms(model, session.retrieval, tokens[:rows], 5 * repeats)
+            found |= short_passes(session, f"retrieval {rows}", model, session.retrieval, tokens[:rows], 5 * repeats)
     if session.draft is not None and session.models.draft is not None:
-        found["draft 1"] = pass_ms(session.models.draft, session.draft, tokens[:1], 5 * repeats)
+        found |= short_passes(session, "draft 1", session.models.draft, session.draft, tokens[:1], 5 * repeats)
+    return found
+
+
+def short_passes(session: Session, name: str, model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+    """As the session makes them, and where these are recorded, as they would be otherwise."""
+    found = {name: pass_ms(model, cache, tokens, repeats, session.run, RECORDED)}
+    if session.run.fixed:
+        found[f"{name}, not recorded"] = pass_ms(model, cache, tokens, repeats)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class Engine:
         """
         group = group or Group.from_environment(device)
         settings = settings or Settings()
+        if settings.graphs is None:
+            settings = replace(settings, graphs=group.records())
         with group.together():
             mode = settings.resolved_mode(draft is not None)
         folder = resolve(str(model), group)
@@ -71,9 +74,7 @@ class Engine:
             if settings.resident_layers is not None and settings.resident_layers > target.config.layers:
                 raise TierForceError(f"--resident-layers {settings.resident_layers}: the model has {target.config.layers} layers.")
             tokenizer = _tokenizer(folder)
-            small = None
-            if drafts is not None:
-                small = _load_draft(drafts, target, tokenizer, settings.shard_draft)
+            small = _load_draft(drafts, target, tokenizer, settings.shard_draft) if drafts is not None else None
             models = Models.make(target, small, mode, settings)
             return cls(models, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
 
@@ -109,7 +110,7 @@ class Engine:
             choice = self._spend(len(tokens), max_new_tokens)
             session = self._open(tokens, max_new_tokens, choice)
             self.stats = Stats(prompt_tokens=len(tokens), plan=session.plan, mode=self.models.mode, choice=choice)
-            leader = PassLeader(session.sharded, session.most)
+            leader = PassLeader(session.sharded, session.most, session.run)
             try:
                 yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
                 self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
@@ -140,7 +141,7 @@ class Engine:
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
         stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
-        stats.retrieval = session.retrieval
+        stats.retrieval, stats.replay = session.retrieval, session.run
         stats.prefill_link_in, stats.prefill_link_out = session.target.traffic.link_in, session.target.traffic.link_out
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]
@@ -208,7 +209,7 @@ class Engine:
             return True  # raised on rank 0 too, which tells
         with suppress(TierForceError):  # raised on rank 0 too, which ends the passes before there is one
             session.prefill()
-        follow_passes(session.sharded, session.most)
+        follow_passes(session.sharded, session.most, session.run)
         return True
 
 

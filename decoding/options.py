@@ -74,6 +74,10 @@ class Common:
     device_memory: Annotated[
         float | None, typer.Option(help="Device memory to use per rank, in GB, weights included; by default what is free.")
     ] = None
+    graphs: Annotated[
+        bool | None,
+        typer.Option(help="Record short passes as CUDA graphs; by default where it works. On a CPU they only take fixed shapes."),
+    ] = None
     link: Annotated[str, typer.Option(help="auto; on a CPU also view (nothing is copied) or emulated:RATE (GB/s).")] = "auto"
 
     @property

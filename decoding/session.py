@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from decoding.sampling import Sampling
 from decoding.settings import Settings
 from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
-from parallel import Llama, PassLeader, Sharded
+from parallel import Llama, PassLeader, Replay, Sharded
 
 LINK_REFRESH = 1  # tokens one selection serves where keys come over a link anyway
 LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
@@ -54,6 +55,7 @@ class Session:
             self.plan.late_layers,
         )
         self.sharded: list[Sharded] = [(models.target, self.target)]
+        self.run = Replay(group, bool(settings.graphs))
         self.retrieval = None
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
@@ -88,7 +90,7 @@ class Session:
         models, prompt = self.models, self.prompt.tolist()
         inner: Proposer | None = None
         if models.draft is not None and self.draft is not None:
-            forward: Forward = leader if models.draft.group.size > 1 else models.draft
+            forward: Forward = leader if models.draft.group.size > 1 else partial(self.run, models.draft)
             inner = Autoregressive("draft", forward, self.draft, prompt, sampling, generator)
         if ngram := models.sizes.ngram:
             inner = Lookup(prompt, ngram, models.target.config.vocab, self.prompt.device, inner)

@@ -47,6 +47,7 @@ class Settings:
     resident_layers: int | None = None  # target layers whose KV stays on the device; planned by default
     device_memory: int | None = None  # bytes the engine may use per rank, weights included; what is free by default
     link: str = "auto"
+    graphs: bool | None = None  # whether short passes are recorded as CUDA graphs; by default where trying it shows that it works
     dtype: str = "auto"
     prefill_chunk: int | None = None  # tokens that prefill computes at once; by default as many as a bounded memory allows
 

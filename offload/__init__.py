@@ -9,6 +9,7 @@ from offload.plan import MemoryPlan, Needs, device_tiers, plan_memory, tail_toke
 from offload.policy import POLICIES, SelectionPolicy
 from offload.retrieval import RetrievalCache, RetrievalShape
 from offload.rotary import Rotary
+from offload.slots import FixedPass, SlotCache
 from offload.store import HostArena
 from offload.streaming import StreamingCache
 from offload.tiered import LAST_ROWS, TieredCache
@@ -21,6 +22,7 @@ __all__ = [
     "DocumentError",
     "EmulatedLink",
     "FitError",
+    "FixedPass",
     "HostArena",
     "KVLayout",
     "Link",
@@ -30,6 +32,7 @@ __all__ = [
     "RetrievalShape",
     "Rotary",
     "SelectionPolicy",
+    "SlotCache",
     "StreamingCache",
     "TierForceError",
     "TieredCache",

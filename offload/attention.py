@@ -53,6 +53,12 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tenso
     return _kernel(q.device.type, q.dtype)(q, k, v, causal)
 
 
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
+    """`partial_attention` of few rows, with what is added to their scores given whole: mask (Hkv or 1, T, N) float32."""
+    op = _cpu_op if q.device.type == "cpu" else _matmul_op
+    return _with_mask(op, q, k, v, mask.repeat_interleave(q.shape[1] // k.shape[1], 1))
+
+
 @cache
 def _kernel(device: str, dtype: torch.dtype) -> Kernel:
     if device == "cpu":
@@ -158,7 +164,12 @@ def _masked(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: T
     if causal:
         later = torch.full((rows, rows), -torch.inf, device=q.device).triu_(1).repeat_interleave(groups, 0)
         mask = torch.cat((mask[..., :-rows].expand(-1, rows * groups, -1), mask[..., -rows:] + later), dim=-1)
-    return _fold(q, groups, lambda folded: op(folded, k.transpose(0, 1)[None], v.transpose(0, 1)[None], False, mask[None]))
+    return _with_mask(op, q, k, v, mask)
+
+
+def _with_mask(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:  # mask (Hkv or 1, T * G or 1, N)
+    keys, values = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return _fold(q, q.shape[1] // k.shape[1], lambda folded: op(folded, keys, values, False, mask[None]))
 
 
 def _folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:

@@ -50,11 +50,15 @@ class Cache(ABC):
 
     def snapshot(self) -> dict[str, Any]:
         """What it takes to come back to here with `restore`, as long as no other text has been read in between."""
-        return {name: _copy(getattr(self, name)) for name in self._state}
+        values = {name: getattr(self, name) for name in self._state}
+        return {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in values.items()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         for name, value in snapshot.items():
-            setattr(self, name, _copy(value))
+            if isinstance(value, Tensor):
+                getattr(self, name).copy_(value)  # in place: a recorded pass knows the address
+            else:
+                setattr(self, name, deepcopy(value))
 
     @property
     @abstractmethod
@@ -90,10 +94,6 @@ class Follower(Protocol):
 
     def advanced(self, length: int) -> None:
         """The target stands at `length` tokens."""
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else deepcopy(value)
 
 
 def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:

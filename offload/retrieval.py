@@ -12,10 +12,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from offload.cache import Cache, put
+from offload.cache import put
 from offload.layout import KVLayout
 from offload.policy import Seen, SelectionPolicy
 from offload.rotary import Rotary
+from offload.slots import SlotCache
 from offload.summaries import biases, tangents
 
 _SEEN_TOKENS = 1 << 18  # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
@@ -80,7 +81,7 @@ class RetrievalShape:
         return 4 * keys * (4 * rows + layout.head_dim // self.chunk + layout.head_dim)
 
 
-class RetrievalCache(Cache):
+class RetrievalCache(SlotCache):
     """Follows a TieredCache. One buffer per layer, (2, Hkv, slots, D): summaries, then selected tokens, then the window and
     whatever is drafted, so that a pass attends to one segment. Keys are rotated at their absolute positions.
     """
@@ -104,6 +105,7 @@ class RetrievalCache(Cache):
         """
         super().__init__(layout)
         self.shape, self.policy, self.rotary, self.every, self.turns = shape, policy, rotary, every, turns
+        self.slots = shape.slots
         self.refreshes = 0
         self._base = 0  # position of the window's first token, which was the boundary
         self._selected = self._summaries = 0  # slots in front of the window
@@ -111,7 +113,7 @@ class RetrievalCache(Cache):
         self._parts: list[slice] = []  # of the summaries: what the choice under way makes anew
         self._chosen_at: int | None = None  # tokens of text at the last choice
         self._choosing = False  # whether the target's pass under way is one that chooses
-        self._kv = torch.empty(layout.shape(layout.layers, shape.slots), dtype=layout.dtype, device=device)
+        self._kv = torch.zeros(layout.shape(layout.layers, shape.slots), dtype=layout.dtype, device=device)
         summarised = (layout.layers, layout.heads, shape.slots if shape.summary else 0)
         self._bias = torch.zeros(summarised, dtype=torch.float32, device=device)
 
@@ -124,6 +126,12 @@ class RetrievalCache(Cache):
         put(self._kv[layer], self.rotary(k, start), v, slot)
         bias = self._bias[layer] if self._summaries else None
         return self._attend(self.rotary(q, start), self._kv[layer], slot + len(q), bias)[0]
+
+    def place(self, start: int) -> tuple[int, int]:
+        return self._slot(start), start
+
+    def buffers(self, layer: int) -> tuple[Tensor, None, Tensor | None]:
+        return self._kv[layer], None, self._bias[layer] if self.shape.summary else None
 
     def crop(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -162,6 +170,7 @@ class RetrievalCache(Cache):
         kv, chunk = self._kv[layer, :, head : head + prefix.shape[1]], self.shape.chunk
         if self._selected == prefix.shape[2]:
             kv[:, :, : self._selected] = prefix
+            self._bias[layer, head : head + prefix.shape[1]] = 0
             return
         seen = Seen(q, prefix[0], self.policy.rows)
         chunks = self.policy.select(seen, layer, head, chunk, self._selected // chunk)  # (Hkv, n / chunk)

@@ -20,7 +20,6 @@ class Rotary:
         sin = (angles.sin() * scale).to(dtype)
         half = inv_freq.numel()
         self.sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)  # the sign of rotate_half, applied once
-        self.half = half
 
     @property
     def length(self) -> int:
@@ -31,5 +30,15 @@ class Rotary:
         end = start + len(x)
         if end > self.length:
             raise ValueError(f"position {end - 1} is past the rotary table of {self.length} positions")
-        swapped = torch.cat((x[..., self.half :], x[..., : self.half]), dim=-1)
-        return torch.addcmul(x * self.cos[start:end], swapped, self.sin[start:end])
+        return rotate(x, self.cos[start:end], self.sin[start:end])
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin (T, 1, D) for `rotate`, for rows at positions (T,), none past the table."""
+        return self.cos[positions], self.sin[positions]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (T, H, D) by tables (T, 1, D) of a Rotary."""
+    half = x.shape[-1] // 2
+    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    return torch.addcmul(x * cos, swapped, sin)

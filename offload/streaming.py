@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.cache import Cache, put
+from offload.cache import put
 from offload.layout import KVLayout
 from offload.rotary import Rotary
+from offload.slots import SlotCache
 
 
-class StreamingCache(Cache):
+class StreamingCache(SlotCache):
     """`sinks` first tokens, at least `window` recent ones, and `slack` slots that fill before the window slides.
 
     Sliding moves the last `window` tokens down and rotates them anew, once every `slack` tokens: in between, slots and with them
@@ -31,8 +32,8 @@ class StreamingCache(Cache):
         self.slots = sinks + window + slack
         self._dropped = 0  # tokens between the sinks and the window that are gone
         shape = layout.shape(layout.layers, self.slots)
-        self._kv = torch.empty(shape, dtype=layout.dtype, device=device)  # keys rotated by slot
-        self._raw = torch.empty_like(self._kv[:, 0])  # (L, Hkv, slots, D) keys as computed
+        self._kv = torch.zeros(shape, dtype=layout.dtype, device=device)  # keys rotated by slot
+        self._raw = torch.zeros_like(self._kv[:, 0])  # (L, Hkv, slots, D) keys as computed
 
     @property
     def device_bytes(self) -> int:
@@ -45,8 +46,14 @@ class StreamingCache(Cache):
             if self.length - self._dropped + rows > self.slots:
                 raise ValueError(f"{rows} tokens do not fit the {self.slots - self.sinks - self.window} slots of slack")
 
+    def place(self, start: int) -> tuple[int, int]:
+        return start - self._dropped, start - self._dropped
+
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor, None]:
+        return self._kv[layer], self._raw[layer], None
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        slot = start - self._dropped
+        slot, _ = self.place(start)
         self._raw[layer, :, slot : slot + len(k)] = k.transpose(0, 1)
         put(self._kv[layer], self.rotary(k, slot), v, slot)
         return self._attend(self.rotary(q, slot), self._kv[layer], slot + len(q))[0]

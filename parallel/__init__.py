@@ -6,6 +6,7 @@ from parallel.group import Group, RankLost
 from parallel.llama import Llama
 from parallel.loading import load_model, parameter_bytes, random_model, resolve
 from parallel.passes import PassLeader, Sharded, follow_passes
+from parallel.replay import Replay
 
 __all__ = [
     "Checkpoint",
@@ -16,6 +17,7 @@ __all__ = [
     "ModelConfig",
     "PassLeader",
     "RankLost",
+    "Replay",
     "Sharded",
     "follow_passes",
     "load_model",

@@ -26,6 +26,7 @@ class Group:
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None):
         self.rank, self.size, self.device = rank, size, device or torch.device("cpu")
+        self._pool: Any = None  # memory that recordings share
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Group:
@@ -126,6 +127,43 @@ class Group:
                 found = first[0](first[1])
         if found:
             raise found
+
+    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """`function`, to be called again and again: on a GPU as one CUDA graph, collectives included, which writes its result to
+        the same place each time; elsewhere as it is. It must have run before. Raises RuntimeError for what cannot be captured.
+        """
+        if self.device.type != "cuda":
+            return function
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: others, NCCL's watchdog for one, may go on calling what a capture must not
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            out = function()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+    def records(self) -> bool:
+        """Whether `record` works here on all ranks, by trying. All ranks call it."""
+        works = self.device.type == "cuda" and (self.size == 1 or "cuda:nccl" in str(dist.get_backend_config()))
+        if all(self.gather(works)):
+            x = torch.ones(8, device=self.device)
+
+            def doubled() -> Tensor:
+                return self.all_reduce(x * 2)
+
+            try:
+                doubled()
+                again = self.record(doubled)
+                x.fill_(3.0)
+                works = bool((again() == 6 * self.size).all())
+            except (RuntimeError, TierForceError):
+                works = False
+        return all(self.gather(works))
 
     def close(self) -> None:
         if self.size > 1 and dist.is_initialized():

@@ -7,7 +7,7 @@ rank 0 may give up a text at any point between two passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from parallel.group import Group
 from parallel.llama import Llama
 
 Sharded = tuple[Llama, Cache]  # a model split over the ranks, and one of the caches it runs on
+Run = Callable[[Llama, Tensor, Cache, int], Tensor]  # how a pass is made of model, tokens, cache and rows: a Replay, say
 _END = -1  # in place of a cache
 _HEAD = 4  # numbers in front of the tokens: which cache, its length, rows, tokens
 
@@ -24,9 +25,9 @@ _HEAD = 4  # numbers in front of the tokens: which cache, its length, rows, toke
 class PassLeader:
     """Rank 0's side: calls a model, after telling the other ranks to do the same."""
 
-    def __init__(self, sharded: Sequence[Sharded], most: int):
+    def __init__(self, sharded: Sequence[Sharded], most: int, run: Run = Llama.__call__):
         """`sharded` in one order on all ranks; `most` is the most tokens of one pass."""
-        self.sharded, self.most = list(sharded), most
+        self.sharded, self.most, self.run = list(sharded), most, run
         self.group: Group = sharded[0][0].group
 
     def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
@@ -34,7 +35,7 @@ class PassLeader:
         which = next(index for index, (_, known) in enumerate(self.sharded) if known is cache)
         if self.group.size > 1:
             self._announce([which, cache.length, rows, len(tokens), *tokens.tolist()])
-        return self.sharded[which][0](tokens, cache, rows)
+        return self.run(self.sharded[which][0], tokens, cache, rows)
 
     def end(self) -> None:
         """The text is done: the other ranks leave `follow_passes`."""
@@ -45,7 +46,7 @@ class PassLeader:
         self.group.broadcast_numbers(numbers + [0] * (size - len(numbers)), size)
 
 
-def follow_passes(sharded: Sequence[Sharded], most: int) -> None:
+def follow_passes(sharded: Sequence[Sharded], most: int, run: Run = Llama.__call__) -> None:
     """The other ranks' side: run what rank 0 announces until the text is done."""
     group: Group = sharded[0][0].group
     while True:
@@ -54,4 +55,4 @@ def follow_passes(sharded: Sequence[Sharded], most: int) -> None:
             return
         model, cache = sharded[which]
         cache.settle(length)
-        model(torch.tensor(tokens[:count], device=group.device), cache, rows)
+        run(model, torch.tensor(tokens[:count], device=group.device), cache, rows)

@@ -66,7 +66,7 @@ def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
 COMMON = {
     *("--model", "--draft", "--gpus", "--device", "--dtype", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed"),
     *("--mode", "--context", "--budget", "--chunk-size", "--draft-length", "--inner-length", "--resident-layers"),
-    *("--device-memory", "--link", "--policy", "--summary-size", "--refresh", "--lookup", "--shard-draft"),
+    *("--device-memory", "--link", "--policy", "--summary-size", "--refresh", "--lookup", "--shard-draft", "--graphs"),
 }
 
 

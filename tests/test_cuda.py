@@ -51,6 +51,23 @@ def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int
     assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_recorded_passes_write_the_same(mode: str, wanted: list[int]) -> None:
+    group = Group(device=torch.device("cuda", 0))
+    assert group.records()
+    assert text(group, mode, resident_layers=2, graphs=True) == wanted
+    assert text(group, mode, resident_layers=2, graphs=False) == wanted
+
+
+def test_a_recording_sees_what_its_inputs_hold_now() -> None:
+    group = Group(device=torch.device("cuda", 0))
+    x = torch.zeros(4, device=group.device)
+    again = group.record(lambda: x + 1)
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        assert again().tolist() == [value + 1] * 4
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_two_ranks_on_one_gpu(mode: str, wanted: list[int]) -> None:
     assert run_ranks(2, on_shared_gpu, mode)[0] == wanted
