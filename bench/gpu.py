@@ -128,8 +128,8 @@ def verified(report: Report, session: Session, rate: float) -> None:
     report.add("rounds", "a round", 1e3 * seconds / decoder.stats.passes, "ms")
     report.add("rounds", "tokens drafted in it", decoder.stats.proposed_per_pass or 0.0)
     report.add("rounds", "tokens per verification (drawn weights: says nothing)", decoder.stats.tokens_per_pass or 0.0)
-    for state, kinds in session.run.counts.items():
-        report.add("rounds", f"kinds of short passes {state}", kinds)
+    for name, value in session.run.counts.items():
+        report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
     report.add("rounds", "peak device memory", peak_gb(session.prompt.device) or "not a GPU", "GB")
 
 

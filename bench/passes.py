@@ -26,7 +26,6 @@ from parallel import Llama
 from parallel.passes import Run
 
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
-RECORDED = 4  # short passes of one kind until the next one is a recording, where they are recorded
 
 
 def pass_seconds(model: Llama, cache: Cache, tokens: torch.Tensor, run: Run = Llama.__call__) -> float:
@@ -61,7 +60,7 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
 
 def short_passes(session: Session, name: str, model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
     """As the session makes them, and where these are recorded, as they would be otherwise."""
-    found = {name: pass_ms(model, cache, tokens, repeats, session.run, RECORDED)}
+    found = {name: pass_ms(model, cache, tokens, repeats, session.run, session.run.uses + 1)}
     if session.run.fixed:
         found[f"{name}, not recorded"] = pass_ms(model, cache, tokens, repeats)
     return found

@@ -141,7 +141,7 @@ class Engine:
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
         stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
-        stats.retrieval, stats.replay = session.retrieval, session.run
+        stats.retrieval, stats.fixed_shapes = session.retrieval, session.run.counts if session.run.fixed else None
         stats.prefill_link_in, stats.prefill_link_out = session.target.traffic.link_in, session.target.traffic.link_out
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]

@@ -31,7 +31,8 @@ class Models:
 
     def over(self, settings: Settings) -> Models:
         """The same models under other settings, on rank 0."""
-        settings = replace(settings, graphs=self.settings.graphs)
+        if settings.graphs is None:
+            settings = replace(settings, graphs=self.settings.graphs)
         return Models.make(self.target, self.draft, settings.resolved_mode(self.draft is not None), settings)
 
     def spending(self, budget: int | None) -> Models:

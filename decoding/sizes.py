@@ -11,7 +11,7 @@ from accelerate import init_empty_weights
 from decoding.decoders import CATCH_UP
 from decoding.settings import BUDGET, Settings
 from offload import POLICIES, FitError, Needs, RetrievalShape, tail_tokens
-from parallel import Group, Llama, ModelConfig
+from parallel import MOST_ROWS, Group, Llama, ModelConfig
 
 MOST, INNER_MOST = 64, 16  # the longest draft put before the target, and before the level below, where they adapt
 COMPUTE_REFRESH = 16  # tokens one selection serves where it costs compute
@@ -20,6 +20,7 @@ BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of which one is chose
 NGRAM = 3  # tokens that prompt lookup matches
 BLOCK = 256  # tokens of host layers that gather on the device before they are written back, where nobody selects
 HELD = 2  # times the activations that live at once: what an allocator holds for them (python -m bench.limits)
+SCORES = 3  # float32 values that a masked pass holds for each row of a head and slot
 LAW_BYTES = 48  # of an entry of a row of logits: itself, its place in their order (int64), and what laws are made of and compared
 PREFILL_BYTES, PREFILL_MOST = 256 << 20, 4096  # activations of one chunk, and its tokens, at most
 LARGE_DRAFT = 3 << 30  # bytes of weights from which reading them takes longer than the collectives of a split model
@@ -117,11 +118,12 @@ class Sizes:
         """Device memory beside the weights, by what it is for. Raises FitError, ConfigError."""
         settings, target, item = self.settings, self.target, self.dtype.itemsize
         layout = target.kv_layout(self.ranks, self.dtype)
-        retrieval = draft = 0
+        retrieval = draft = masked = 0
         if self.has_retrieval:
             shape, policy = self.shape(prompt, new), POLICIES[settings.policy]()
             retrieval = shape.device_bytes(layout) + shape.scratch_bytes(layout, policy.rows * target.heads // target.kv_heads)
             retrieval += policy.state_bytes(layout, shape.context, shape.chunk)
+            masked = SCORES * 4 * min(self.most, MOST_ROWS) * target.heads // self.ranks * shape.slots
         if self.has_draft and self.draft is not None:
             slots = settings.sinks + self.window + SLACK
             draft = self.draft.kv_layout(self.draft_ranks, self.dtype).bytes(slots) * 3 // 2  # keys twice: raw and rotated
@@ -133,7 +135,7 @@ class Sizes:
             draft=draft,
             tables=2 * (prompt + new) * target.head_dim * item,
             hidden=(prompt * target.hidden + HELD * min(prompt, self.prefill_chunk) * self.activations) * item,
-            passes=self.most * (HELD * self.activations * item + LAW_BYTES * target.vocab),
+            passes=self.most * (HELD * self.activations * item + LAW_BYTES * target.vocab) + masked,
             copies=self.copies,
         )
 

@@ -9,7 +9,6 @@ from decoding.decoders import Proposer, Speculative
 from decoding.lengths import Round
 from decoding.tuning import Choice
 from offload import MemoryPlan, RetrievalCache, Traffic
-from parallel import Replay
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Stats:
     prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
-    replay: Replay | None = field(default=None, repr=False)
+    fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
     rounds: list[Round] = field(default_factory=list, repr=False)  # of the target
 
     @property
@@ -82,7 +81,7 @@ class Stats:
             "retrieval_refreshes": self.refreshes,
             "resident_layers": self.plan.resident_layers if self.plan else None,
             "late_layers": self.plan.late_layers if self.plan else None,
-            "fixed_shapes": self.replay.counts if self.replay and self.replay.fixed else None,
+            "fixed_shapes": self.fixed_shapes,
             "budget": self.choice.budget if self.choice and self.retrieval else None,
             "budget_because": self.choice.why if self.choice and self.retrieval else None,
         }

@@ -151,7 +151,10 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 def _matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
     """Few rows with a bias, where no fused kernel takes one: matmul, softmax in float32, matmul."""
-    scores = (q @ k.transpose(2, 3)).float() * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
+    keys = k[0].transpose(1, 2)  # (H, D, N)
+    wide = q.dtype != torch.float32 and q.device.type == "cuda"  # other devices know no such product
+    products = torch.bmm(q[0], keys, torch.float32) if wide else torch.bmm(q[0], keys).float()
+    scores = products[None] * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
 

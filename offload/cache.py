@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from copy import deepcopy
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
@@ -53,6 +54,7 @@ class Cache(ABC):
         values = {name: getattr(self, name) for name in self._state}
         return {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in values.items()}
 
+    @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
         for name, value in snapshot.items():
             if isinstance(value, Tensor):

@@ -2,13 +2,14 @@
 
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.config import ConfigError, ModelConfig, token_ids
-from parallel.group import Group, RankLost
+from parallel.group import Group, RankLost, Recorder
 from parallel.llama import Llama
 from parallel.loading import load_model, parameter_bytes, random_model, resolve
 from parallel.passes import PassLeader, Sharded, follow_passes
-from parallel.replay import Replay
+from parallel.replay import MOST_ROWS, Replay
 
 __all__ = [
+    "MOST_ROWS",
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
@@ -17,6 +18,7 @@ __all__ = [
     "ModelConfig",
     "PassLeader",
     "RankLost",
+    "Recorder",
     "Replay",
     "Sharded",
     "follow_passes",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ class Group:
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None):
         self.rank, self.size, self.device = rank, size, device or torch.device("cpu")
-        self._pool: Any = None  # memory that recordings share
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Group:
@@ -128,6 +127,38 @@ class Group:
         if found:
             raise found
 
+    def records(self) -> bool:
+        """Whether sums over the ranks can be recorded and replayed here, by trying. All ranks call it."""
+        works = self.device.type == "cuda" and (self.size == 1 or "cuda:nccl" in str(dist.get_backend_config()))
+        if not all(self.gather(works)):
+            return False
+        x, again = torch.ones(8, device=self.device), None
+
+        def doubled() -> Tensor:
+            return self.all_reduce(x * 2)
+
+        with suppress(RuntimeError, TierForceError):
+            doubled()
+            again = Recorder(self.device).record(doubled)
+        if not all(self.gather(again is not None)) or again is None:  # a collective is replayed by all or by none
+            return False
+        x.fill_(3.0)
+        return all(self.gather(bool((again() == 6 * self.size).all())))
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Recorder:
+    """Records what is launched on a GPU, for as long as one text; on a CPU there is nothing to record."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.broken: str | None = None  # why nothing more can be recorded: a capture that fails leaves torch's state in doubt
+        self._pool: Any = None  # memory that recordings share
+        self._stream: Any = None
+
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """`function`, to be called again and again: on a GPU as one CUDA graph, collectives included, which writes its result to
         the same place each time; elsewhere as it is. It must have run before. Raises RuntimeError for what cannot be captured.
@@ -135,39 +166,22 @@ class Group:
         if self.device.type != "cuda":
             return function
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: others, NCCL's watchdog for one, may go on calling what a capture must not
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = function()
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        try:
+            # thread_local: others, NCCL's watchdog for one, may go on calling what a capture must not
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = function()
+        except BaseException as error:
+            torch.cuda.set_stream(before)  # which a capture that fails to end does not do
+            self.broken = repr(error.__cause__ or error)
+            raise
 
         def replay() -> Tensor:
             graph.replay()
             return out
 
         return replay
-
-    def records(self) -> bool:
-        """Whether `record` works here on all ranks, by trying. All ranks call it."""
-        works = self.device.type == "cuda" and (self.size == 1 or "cuda:nccl" in str(dist.get_backend_config()))
-        if all(self.gather(works)):
-            x = torch.ones(8, device=self.device)
-
-            def doubled() -> Tensor:
-                return self.all_reduce(x * 2)
-
-            try:
-                doubled()
-                again = self.record(doubled)
-                x.fill_(3.0)
-                works = bool((again() == 6 * self.size).all())
-            except (RuntimeError, TierForceError):
-                works = False
-        return all(self.gather(works))
-
-    def close(self) -> None:
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from engines import DEMO
 from test_greedy import prompt
 from torch import Tensor
 
+import parallel.replay
 from bench.ranks import run_ranks
 from decoding import Engine, Settings
-from parallel import Group
+from parallel import Group, Recorder
 
 pytestmark = pytest.mark.cuda
 NEW = 48
@@ -27,11 +28,16 @@ class SharedGpu(Group):
         return super().all_gather(x.cpu()).to(x.device)
 
 
-def text(group: Group, mode: str, **choices: Any) -> list[int]:
-    """Greedy, in float32: the demo pair behind a text that outgrows the retrieval budget."""
+def opened(group: Group, mode: str, **choices: Any) -> Engine:
     settings = Settings(mode=mode, dtype="float32", budget=256, **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
+    return engine
+
+
+def text(group: Group, mode: str, **choices: Any) -> list[int]:
+    """Greedy, in float32: the demo pair behind a text that outgrows the retrieval budget."""
+    engine = opened(group, mode, **choices)
     if group.rank:
         engine.follow()
         return []
@@ -52,17 +58,40 @@ def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_recorded_passes_write_the_same(mode: str, wanted: list[int]) -> None:
+def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(device=torch.device("cuda", 0))
     assert group.records()
-    assert text(group, mode, resident_layers=2, graphs=True) == wanted
-    assert text(group, mode, resident_layers=2, graphs=False) == wanted
+    monkeypatch.setattr(parallel.replay, "USES", 2)
+    choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
+    seen = []
+    for graphs in (True, False):
+        engine = opened(group, mode, graphs=graphs, **choices)
+        for _ in range(2):  # the second text records anew
+            assert list(engine.generate(prompt("argparse"), NEW)) == wanted
+            if graphs:
+                assert engine.stats.fixed_shapes is not None
+                assert engine.stats.fixed_shapes["in fixed shapes"] > 0
+                assert (engine.stats.fixed_shapes["refused"], engine.stats.fixed_shapes["why"]) == (0, None)
+            seen.append([(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels])
+        engine.close()
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
+    group = Group(device=torch.device("cuda", 0))
+    recorder, before = Recorder(group.device), torch.cuda.current_stream()
+    x = torch.ones(4, device=group.device)
+    with pytest.raises(RuntimeError):
+        recorder.record(lambda: x * x.sum().item())  # which waits for the device
+    assert recorder.broken
+    assert torch.cuda.current_stream() == before
+    assert (x + 1).sum().item() == 8
 
 
 def test_a_recording_sees_what_its_inputs_hold_now() -> None:
     group = Group(device=torch.device("cuda", 0))
     x = torch.zeros(4, device=group.device)
-    again = group.record(lambda: x + 1)
+    again = Recorder(group.device).record(lambda: x + 1)
     for value in (1.0, 5.0):
         x.fill_(value)
         assert again().tolist() == [value + 1] * 4

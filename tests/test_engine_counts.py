@@ -148,7 +148,8 @@ def test_the_plan_asks_for_what_the_session_allocates(
         assert [needs.draft] == fixed
         rows = (1 if policy == "static" else 4) * 2  # of 4 query heads to 2 KV heads
         assert needs.retrieval == middle.device_bytes + middle.shape.scratch_bytes(layout, rows)
-        assert engine.stats.plan.device_bytes == target.device_bytes + needs.retrieval + needs.draft + needs.tables + needs.hidden
+        held = target.device_bytes + needs.retrieval + needs.draft + needs.tables
+        assert engine.stats.plan.device_bytes == held + max(needs.hidden, needs.passes)  # in the larger phase
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,26 +1,18 @@
-"""Short passes in fixed shapes give what others give, wherever the text stands; and no recording is trusted blindly."""
+"""Short passes in fixed shapes give what others give, wherever the text stands."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from driving import BLOCK, CAPACITY, LAYOUT, QKV, RECENT, first, forward, joined, pair, prefill, speculate, text
-from engines import DEMO, Pair
 from links import CPU, make_test_link
-from models import random_tokens
 from reference import random_rotary
-from test_greedy import prompt
 from torch import Tensor
 
-from bench.ranks import run_ranks
-from decoding import Engine, Settings
 from offload import POLICIES, FixedPass, RetrievalShape, SlotCache, StreamingCache
-from parallel import Group, Llama, Replay, load_model
 
 DRAFT = 6
 SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
@@ -43,11 +35,19 @@ class Fixed:
 
 def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> None:
     """Right after a pass as it is: the fixed pass gives the same, and leaves the same behind."""
-    left = [[None if x is None else x.clone() for x in cache.buffers(layer)] for layer in range(LAYOUT.layers)]
+    slot, _ = cache.place(cache.length)
+    rows, left = slice(slot, slot + len(tokens[0][0])), []
+    for layer in range(LAYOUT.layers):
+        kv, raw, _ = cache.buffers(layer)
+        left.append((kv.clone(), None if raw is None else raw.clone()))
+        kv[:, :, rows] = 7.0  # what is not written shows
+        if raw is not None:
+            raw[:, rows] = 7.0
     torch.testing.assert_close(fixed.forward(tokens), wanted, atol=1e-5, rtol=1e-5)
     for layer, kept in enumerate(left):
-        for found, was in zip(cache.buffers(layer), kept, strict=True):
-            if found is not None:
+        for found, was in zip(cache.buffers(layer), kept, strict=False):
+            assert (found is None) == (was is None)
+            if found is not None and was is not None:
                 torch.testing.assert_close(found, was, atol=1e-6, rtol=1e-6)
 
 
@@ -107,119 +107,10 @@ def test_a_pass_past_the_buffer_is_refused() -> None:
 def test_a_rewound_cache_keeps_its_addresses() -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE)
     prefill(target, text(70), 32)
+    places = [x.data_ptr() for x in middle.buffers(1) if x is not None]
     fixed, tokens, state = Fixed(middle), text(2), middle.snapshot()
     wanted = fixed.forward(tokens)
     fixed.forward(joined(text(1), first(tokens, 1)))
     middle.restore(state)
+    assert places == [x.data_ptr() for x in middle.buffers(1) if x is not None]
     assert torch.equal(fixed.forward(tokens), wanted)
-
-
-class Recorder(Group):
-    """A group whose recordings do what a test says."""
-
-    def __init__(self, again: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]):
-        super().__init__()
-        self.again = again
-
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return self.again(function)
-
-
-def wrong(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return lambda: function() * 1.5
-
-
-def impossible(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def not_a_number(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return lambda: function() * torch.nan
-
-
-@pytest.fixture(scope="module")
-def draft() -> Llama:
-    return load_model(DEMO / "draft", Group(), "float32")
-
-
-def streaming(model: Llama) -> StreamingCache:
-    layout = model.config.kv_layout(1, torch.float32)
-    return StreamingCache(layout, 4, 64, 64, model.config.rotary(132, 132, torch.float32, CPU), CPU)
-
-
-@pytest.mark.parametrize(
-    ("record", "state"), [(lambda run: run, "recorded"), (wrong, "refused"), (impossible, "refused"), (not_a_number, "refused")]
-)
-def test_what_is_recorded_is_compared_first(record: Any, state: str, draft: Llama) -> None:
-    replay, cache, plain = Replay(Recorder(record), True), streaming(draft), streaming(draft)
-    for seed in range(12):
-        tokens = random_tokens(1 + seed % 2, seed=seed)
-        found, wanted = replay(draft, tokens, cache, 1), draft(tokens, plain, 1)
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-        cache.advance(len(tokens))
-        plain.advance(len(tokens))
-    counts = {"recorded": 0, "refused": 0, state: 2}  # passes of one token, and of two
-    assert replay.counts == counts
-
-
-def test_logits_outlive_the_next_pass(draft: Llama) -> None:
-    replay, cache = Replay(Group(), True), streaming(draft)
-    outs = [replay(draft, random_tokens(1, seed=seed), cache, 1) for seed in range(6)]
-    kept = [out.clone() for out in outs]
-    replay(draft, random_tokens(1, seed=9), cache, 1)
-    assert all(torch.equal(*pair) for pair in zip(outs, kept, strict=True))
-    assert not torch.equal(outs[-1], outs[-2])
-
-
-def test_long_passes_and_targets_go_as_they_are(draft: Llama) -> None:
-    replay, cache = Replay(Recorder(impossible), True), streaming(draft)
-    for _ in range(4):
-        replay(draft, random_tokens(19), cache, 1)
-    assert replay.counts == {"recorded": 0, "refused": 0}
-
-
-@pytest.fixture(scope="module")
-def demo() -> Pair:
-    return Pair(DEMO / "target", DEMO / "draft")
-
-
-@pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
-@pytest.mark.parametrize("budget", [300, 4096])
-def test_greedy_text_is_the_same(mode: str, budget: int, demo: Pair) -> None:
-    wanted = demo.text("plain", prompt("typing"), 64)
-    choices: dict[str, Any] = {"budget": budget, "link": "emulated:4", "resident_layers": 1, "device_memory": 1 << 30}
-    with demo.engine(mode, graphs=True, **choices) as engine:
-        assert list(engine.generate(prompt("typing"), 64)) == wanted
-        kinds = engine.stats.as_dict()["fixed_shapes"]
-        assert kinds["recorded"] > 0
-        assert kinds["refused"] == 0
-    with demo.engine(mode, graphs=False, **choices) as engine:
-        assert list(engine.generate(prompt("typing"), 64)) == wanted
-        assert engine.stats.as_dict()["fixed_shapes"] is None
-
-
-def on_a_rank(tokens: list[int]) -> tuple[list[int], bool, bool | None]:
-    group = Group.from_environment("cpu")
-    settings = Settings(dtype="float32", budget=300, graphs=True)
-    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
-    engine.stop_tokens = frozenset()
-    if group.rank:
-        engine.follow()
-        return [], group.records(), None
-    found = list(engine.generate(tokens, 64))
-    engine.close()
-    assert engine.stats.replay is not None
-    return found, group.records(), engine.stats.replay.counts["recorded"] > 0
-
-
-def test_over_two_ranks(demo: Pair) -> None:
-    wanted = demo.text("plain", prompt("typing"), 64)
-    (found, possible, recorded), (nothing, too, _) = run_ranks(2, on_a_rank, prompt("typing"))
-    assert (found, nothing, recorded) == (wanted, [], True)
-    assert possible is too is False  # a CPU records nothing
-
-
-def test_by_default_a_cpu_does_without() -> None:
-    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", Settings(budget=300))
-    assert engine.models.settings.graphs is False
-    engine.close()

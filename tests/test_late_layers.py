@@ -105,7 +105,7 @@ def test_followers_see_what_they_would_have_seen(policy: str) -> None:
 def test_the_engine_spends_on_layers_what_hidden_states_took(mode: str, checkpoint: Callable[..., Path]) -> None:
     models = Pair(checkpoint(max_position_embeddings=4096, num_hidden_layers=5), checkpoint(seed=1, num_hidden_layers=1))
     assert models.draft is not None
-    prompt, new, sampling = [5, 9, 3, 7] * 200, 30, Sampling(1.0)
+    prompt, new, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0)
     more = {"budget": 64, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2}
     more |= {"prefill_chunk": 64, "link": "emulated:50"}
     wanted = models.text(mode, prompt, new, sampling, resident_layers=2, **more)
