@@ -20,9 +20,10 @@ from decoding.models import Models
 from decoding.sampling import Sampling
 from decoding.session import Session
 from decoding.settings import BUDGET, Settings
+from decoding.sizes import COMPUTE_TURNS
 from decoding.verify import Draft, verify
 from offload import POLICIES, KVLayout, RetrievalCache, RetrievalShape, StreamingCache, partial_attention
-from parallel import Group, ModelConfig, random_model
+from parallel import Group, ModelConfig, Recorder, Replay, random_model
 
 _FEW, _ROWS, _MANY = 3, 33, 2048  # tokens of a pass over the retrieval cache, of a verification, of a chunk of prefill
 _KV = {"cpu": 128 << 20, "cuda": 1 << 30}  # bytes: far more than any cache holds
@@ -65,8 +66,12 @@ def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> flo
     """A pass of one token with nothing before it: all that is not attention over a text."""
     layout, rotary = config.kv_layout(1, dtype), config.rotary(1, 2 * _ROWS, dtype, device)
     cache = StreamingCache(layout, 1, _ROWS // 2, _ROWS // 2, rotary, device)
-    model, token = random_model(config, Group(device=device), dtype), torch.zeros(1, dtype=torch.int64, device=device)
-    return typical(lambda: model(token, cache, 1), 20)
+    group = Group(device=device)
+    model, token = random_model(config, group, dtype), torch.zeros(1, dtype=torch.int64, device=device)
+    run = Replay(group.records(), Recorder(device))
+    for _ in range(run.uses + 1 if run.fixed else 0):  # recorded meanwhile
+        run(model, token, cache, 1)
+    return typical(lambda: run(model, token, cache, 1), 20)
 
 
 def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -105,19 +110,19 @@ def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, att
 
 def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     layout = config.kv_layout(1, dtype)
-    plain, summarised = (_choice_seconds(config, layout, summary, device) for summary in (0, None))
-    found = {"score_rate": layout.bytes(_CHOSEN) / plain}
-    if summarised > plain:
-        found["summary_rate"] = layout.bytes(_CHOSEN) / (summarised - plain)
-    return found
+    plain = _choice_seconds(config, layout, 0, 1, device)
+    whole, turned = (_choice_seconds(config, layout, None, turns, device) for turns in (1, COMPUTE_TURNS))
+    summaries = (whole - turned) * COMPUTE_TURNS / (COMPUTE_TURNS - 1)
+    costs = {"score_rate": plain, "summary_rate": summaries, "weigh_rate": whole - plain - summaries}
+    return {name: layout.bytes(_CHOSEN) / seconds for name, seconds in costs.items() if seconds > 0}  # noise may leave nothing
 
 
-def _choice_seconds(config: ModelConfig, layout: KVLayout, summary: int | None, device: torch.device) -> float:
-    """One choice over a prefix of random keys and values."""
+def _choice_seconds(config: ModelConfig, layout: KVLayout, summary: int | None, turns: int, device: torch.device) -> float:
+    """One choice over a prefix of random keys and values, which makes one in `turns` of the summaries anew."""
     rotary = config.rotary(1, 2, layout.dtype, device)
     usual = Settings()
     shape = RetrievalShape.of(BUDGET, usual.chunk_size, summary, _CHOSEN + _ROWS, _ROWS, _ROWS)
-    cache = RetrievalCache(layout, shape, POLICIES[usual.policy](), rotary, device, every=0)
+    cache = RetrievalCache(layout, shape, POLICIES[usual.policy](), rotary, device, every=0, turns=turns)
     prefix, recent = (torch.randn(layout.shape(1, n), device=device, dtype=layout.dtype)[0] for n in (_CHOSEN, _ROWS))
     q = torch.randn(_ROWS, config.heads, config.head_dim, device=device, dtype=layout.dtype)
 

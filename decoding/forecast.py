@@ -131,9 +131,10 @@ def pass_s(hardware: Hardware, config: ModelConfig, ranks: int, dtype: torch.dty
 
 
 def choice_s(hardware: Hardware, kv: float, turns: int) -> float:
-    """A refresh over `kv` bytes of one rank, which makes one in `turns` of the summaries anew."""
+    """A refresh over `kv` bytes of one rank, which makes one in `turns` of the summaries anew, and the weights of all."""
     scores = hardware.score_rate or 2 * hardware.memory_rate
-    return kv / scores + kv / turns / (hardware.summary_rate or hardware.memory_rate)
+    weights = kv / hardware.weigh_rate if hardware.weigh_rate else 0.0
+    return kv / scores + weights + kv / turns / (hardware.summary_rate or hardware.memory_rate)
 
 
 def accepted_with(acceptance: float, budget: int) -> float:

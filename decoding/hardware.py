@@ -33,6 +33,7 @@ class Hardware:
     prefill_attention: float | None = None  # operations of many rows; matmul
     score_rate: float | None = None  # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
     summary_rate: float | None = None  # bytes of KV a second that are summarised; memory_rate
+    weigh_rate: float | None = None  # bytes of KV a second whose summaries get new weights; a choice's scores leave none to pay
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host

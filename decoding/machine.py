@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 
 from offload import host_available
-from offload.numa import node_of
+from offload.numa import SYSFS, cpus_of, node_of
 
 _BOOK = 68e9  # bytes of KV of 130,048 tokens of a 7B model
 
@@ -27,6 +27,10 @@ class Gpu:
     pcie_width: int
     pcie_width_most: int
     numa_node: int | None
+    address: str = ""  # on the PCI bus, as sysfs writes it
+    near: bool = True  # whether this process may run on CPUs of its NUMA node
+    iommu: str | None = None  # how the kernel maps its copies: identity, or translated in some way; None where it does not say
+    peers: tuple[int, ...] = ()  # of NVML's GPUs, those whose memory it reads without the host
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,20 @@ class Machine:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def at(self, addresses: list[str]) -> list[Gpu]:
+        """Its GPUs at these PCI addresses, in their order: NVML counts others, and in another order, than this process sees."""
+        known = {gpu.address: gpu for gpu in self.gpus}
+        return [known.get(address, Gpu("of which NVML does not know", 0, 0, 0, 0, 0, None, address)) for address in addresses]
 
-def warnings(machine: Machine, gpus: int, link_in: float, link_in_alone: float) -> list[str]:
+
+def warnings(machine: Machine, used: list[Gpu], link_in: float, alone: list[float]) -> list[str]:
     """What costs users most, each with what was found and what to do.
 
-    `machine` as it is while its links are busy; `gpus` of its GPUs are used, 0 for a CPU; rates in bytes a second.
+    `machine` as it is while its links are busy; `used`: of its GPUs those of the ranks, by rank, none on a CPU. Rates in bytes a
+    second: of the slowest link while all are busy, and of each `alone`.
     """
-    found, used = [], machine.gpus[:gpus]
-    if not gpus:
+    found = []
+    if not used:
         found.append("no GPU is used: device memory is host memory, and links are copies within it.")
     for index, gpu in enumerate(used):
         if 0 < gpu.pcie_width < 16:
@@ -75,16 +85,32 @@ def warnings(machine: Machine, gpus: int, link_in: float, link_in_alone: float) 
             )
         elif 0 < gpu.pcie_generation_most < 4:
             found.append(f"GPU {index} ({gpu.name}) has PCIe {gpu.pcie_generation_most} at most: half of PCIe 4 or less.")
-    if gpus > 1 and link_in < 0.8 * link_in_alone:
+        if not gpu.near:
+            found.append(
+                f"GPU {index} ({gpu.name}) hangs on NUMA node {gpu.numa_node}, where this process may not run: its host memory "
+                "will lie across the link between the sockets. Start it there (numactl), or let it use all CPUs."
+            )
+        if gpu.iommu not in (None, "identity"):
+            found.append(
+                f"copies of GPU {index} ({gpu.name}) are translated by an IOMMU ({gpu.iommu}), which costs bandwidth and may limit "
+                "what can be pinned: boot with iommu=pt."
+            )
+    if len(used) > 1 and min(alone) < 0.8 * max(alone):
+        slow = alone.index(min(alone))
         found.append(
-            f"all at once the GPUs get {link_in / 1e9:.1f} GB/s each, one alone {link_in_alone / 1e9:.1f}: they share lanes "
+            f"GPU {slow} gets {min(alone) / 1e9:.1f} GB/s alone, another {max(alone) / 1e9:.1f}, and all wait for the slowest: use "
+            "a slot with as many lanes that hangs on the CPU."
+        )
+    if len(used) > 1 and link_in < 0.8 * min(alone):
+        found.append(
+            f"all at once the GPUs get {link_in / 1e9:.1f} GB/s each, one alone {min(alone) / 1e9:.1f}: they share lanes "
             "(a chipset, or a switch). Use slots that hang on the CPU."
         )
     if len({gpu.numa_node for gpu in used}) > 1:
         found.append("the GPUs hang on different NUMA nodes: sums over ranks cross the link between the sockets.")
-    if gpus and machine.wsl:
+    if used and machine.wsl:
         found.append("this is WSL2, which pins only part of the host's memory: use Linux itself for texts that exceed it.")
-    if gpus and machine.memlock is not None and machine.memlock < min(_BOOK, machine.host_available):
+    if used and machine.memlock is not None and machine.memlock < min(_BOOK, machine.host_available):
         found.append(f"only {machine.memlock / 1e9:.1f} GB may be locked, and some drivers heed that: raise it (ulimit -l).")
     if machine.host_available < _BOOK:
         found.append(
@@ -103,8 +129,9 @@ def _gpus() -> tuple[list[Gpu], str]:
     found, said = [], ""
     try:
         said = _text(pynvml.nvmlSystemGetDriverVersion())
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            found.append(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index)))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        for handle in handles:
+            found.append(_gpu(handle, handles))
     except pynvml.NVMLError as error:
         said += f", GPU {len(found)} does not answer: {error}"
     finally:
@@ -112,9 +139,19 @@ def _gpus() -> tuple[list[Gpu], str]:
     return found, said
 
 
-def _gpu(handle: Any) -> Gpu:
-    address = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()
-    domain, _, rest = address.partition(":")
+def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:
+    """How the kernel maps what a device at this PCI address copies; None where there is no IOMMU, or it is not told."""
+    try:
+        return (sysfs / "bus/pci/devices" / address / "iommu_group/type").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _gpu(handle: Any, handles: list[Any]) -> Gpu:
+    domain, _, rest = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    address = f"{domain[-4:]}:{rest}"  # NVML writes the domain with eight digits, sysfs with four
+    node = node_of(address)
+    cpus = cpus_of(node) if node is not None else set()
     return Gpu(
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
@@ -122,8 +159,20 @@ def _gpu(handle: Any) -> Gpu:
         pcie_generation_most=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
         pcie_width_most=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        numa_node=node_of(f"{domain[-4:]}:{rest}"),  # NVML writes the domain with eight digits, sysfs with four
+        numa_node=node,
+        address=address,
+        near=not cpus or bool(cpus & os.sched_getaffinity(0)),
+        iommu=iommu_of(address),
+        peers=tuple(index for index, other in enumerate(handles) if other is not handle and _reads(handle, other)),
     )
+
+
+def _reads(handle: Any, other: Any) -> bool:
+    """Whether one GPU reads the other's memory without the host, by what the driver says."""
+    try:
+        return pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_READ) == pynvml.NVML_P2P_STATUS_OK
+    except pynvml.NVMLError:
+        return False
 
 
 def _or_zero(ask: Any, handle: Any) -> int:

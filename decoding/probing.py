@@ -14,11 +14,12 @@ from decoding import rates
 from decoding.calibration import pass_rates, usual
 from decoding.machine import Machine, warnings
 from offload import TierForceError, make_link, one_line
+from offload.numa import gpu_address
 from parallel import Group, ModelConfig
 
 SMALL = 8192  # bytes of a small all-reduce: one token's hidden state in a 7B model
 _UNITS = {"link_in": "GB/s", "link_in_alone": "GB/s", "link_out": "GB/s", "memory_rate": "GB/s", "all_reduce_rate": "GB/s"}
-_UNITS |= {"kv_rate": "GB/s", "score_rate": "GB/s", "summary_rate": "GB/s"}
+_UNITS |= {"kv_rate": "GB/s", "score_rate": "GB/s", "summary_rate": "GB/s", "weigh_rate": "GB/s"}
 _UNITS |= dict.fromkeys(("matmul_alone", "matmul", "attention", "prefill_attention"), "TFLOP/s")
 _UNITS |= dict.fromkeys(("pass_s", "sample_s", "draw_s"), "microseconds")
 _UNITS |= {
@@ -33,7 +34,7 @@ _SCALES = {"GB/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
 def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """A hardware file's content, with what the system tells and warnings beside the numbers. All ranks call it.
 
-    Rates are the slowest rank's while all are at work, `link_in_alone` is rank 0's while the others wait; those of kernels are
+    Rates are the slowest rank's while all are at work, `link_in_alone` those of each while the others wait; those of kernels are
     for layers of the named model's dimensions. Without a GPU the device is the host. What goes wrong on one rank is raised on
     all (TierForceError).
     """
@@ -46,8 +47,11 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
     with group.together():
         link = make_link("auto", group.device)
         copies = rates.Copies(link)
-    with group.together():
-        alone = copies.rate(out=False) if group.rank == 0 else 0.0
+    mine = 0.0
+    for rank in range(group.size):
+        with group.together():
+            mine = copies.rate(out=False) if rank == group.rank else mine
+    alone, addresses = group.gather(mine), group.gather(gpu_address(group.device) if cuda else "")
     own: dict[str, float] = {}
     for name, out in (("link_in", False), ("link_out", True)):
         with group.together():  # which also lets all ranks begin at once
@@ -71,7 +75,6 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
         for name in own
         if all(name in each for each in every)
     }
-    numbers |= {"link_in_alone": group.broadcast(alone)}
     numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # of one rank
     if group.size > 1:
         numbers["all_reduce_s"] = max(group.gather(rates.sum_seconds(group, SMALL)))
@@ -81,7 +84,8 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
     if group.size == 1:
         source += ", one rank"
     found: dict[str, Any] = {name: {"value": value, "source": source} for name, value in numbers.items()}
-    said = warnings(busy, group.size if cuda else 0, numbers["link_in"], numbers["link_in_alone"])
+    found["link_in_alone"] = {"value": min(alone), "of each": alone, "source": source}
+    said = warnings(busy, busy.at(addresses) if cuda else [], numbers["link_in"], alone)
     found["runs_ahead"] = {"value": cuda, "source": "a GPU's host runs ahead of it, a CPU does all by itself"}
     return {**found, "machine": busy.as_dict(), "warnings": said}
 

@@ -13,10 +13,15 @@ import torch
 SYSFS = Path("/sys")
 
 
+def gpu_address(device: torch.device) -> str:
+    """The PCI address of a GPU, as sysfs writes it."""
+    at: Any = torch.cuda.get_device_properties(device)
+    return f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+
+
 def gpu_node(device: torch.device, sysfs: Path = SYSFS) -> int | None:
     """The NUMA node that a GPU hangs on; None where the system does not say, or has one only."""
-    at: Any = torch.cuda.get_device_properties(device)
-    return node_of(f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0", sysfs)
+    return node_of(gpu_address(device), sysfs)
 
 
 def node_of(address: str, sysfs: Path = SYSFS) -> int | None:

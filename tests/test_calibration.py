@@ -58,6 +58,7 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
     kv = 1e9
     assert choice_s(SERIAL, kv, 1) == pytest.approx(0.05 + 0.1)  # keys once, and both
     assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8), kv, 4) == pytest.approx(1 + 0.5)
+    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8, weigh_rate=4e9), kv, 4) == pytest.approx(1 + 0.25 + 0.5)
 
 
 def test_a_device_that_the_host_runs_ahead_of_waits_for_the_slowest_alone() -> None:

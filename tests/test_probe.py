@@ -16,14 +16,15 @@ from rich.console import Console
 
 from bench.ranks import run_ranks
 from decoding.hardware import Hardware
-from decoding.machine import Gpu, Machine, warnings
+from decoding.machine import Gpu, Machine, iommu_of, warnings
 from decoding.probing import profile, table
 from decoding.rates import Copies
 from offload import EmulatedLink
 from parallel import Group
 
-FINE = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0)
-HOST = Machine([FINE, FINE], "580.00", 16, 16, 120_000_000_000, None, False)
+FINE = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0, "0000:41:00.0", iommu="identity")
+OTHER = replace(FINE, address="0000:01:00.0")
+HOST = Machine([FINE, OTHER], "580.00", 16, 16, 120_000_000_000, None, False)
 
 
 def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
@@ -67,6 +68,8 @@ def test_two_ranks_agree_on_the_numbers() -> None:
     assert first["gpus"]["value"] == 2
     assert 0 < first["all_reduce_s"]["value"] < 1
     assert 1e6 < first["all_reduce_rate"]["value"] < 1e14
+    assert first["link_in_alone"]["value"] == min(first["link_in_alone"]["of each"])
+    assert len(first["link_in_alone"]["of each"]) == 2
 
 
 def on_a_rank() -> dict[str, Any]:
@@ -84,7 +87,16 @@ def test_the_rate_of_a_link_is_measured() -> None:
 
 
 def test_a_good_machine_needs_no_warning() -> None:
-    assert warnings(HOST, 2, 24e9, 25e9) == []
+    assert warnings(HOST, HOST.gpus, 24e9, [25e9, 25e9]) == []
+
+
+def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
+    fast, _, gone = HOST.at([OTHER.address, FINE.address, "0000:99:00.0"])
+    assert fast is OTHER
+    assert (gone.address, gone.pcie_width) == ("0000:99:00.0", 0)
+    machine = replace(HOST, gpus=[replace(FINE, pcie_width=1), OTHER])
+    assert warnings(machine, machine.at([OTHER.address]), 24e9, [25e9]) == []  # CUDA_VISIBLE_DEVICES=1
+    assert "GPU 0 (RTX 4090) runs on 1 PCIe lanes" in warnings(machine, machine.at([FINE.address]), 24e9, [25e9])[0]
 
 
 @pytest.mark.parametrize(
@@ -95,6 +107,12 @@ def test_a_good_machine_needs_no_warning() -> None:
         (replace(HOST, gpus=[replace(FINE, pcie_generation=1)]), 1, "runs on PCIe 1 under load, and could on 4"),
         (replace(HOST, gpus=[replace(FINE, pcie_generation=3, pcie_generation_most=3)]), 1, "has PCIe 3 at most"),
         (replace(HOST, gpus=[FINE, replace(FINE, numa_node=1)]), 2, "different NUMA nodes"),
+        (
+            replace(HOST, gpus=[FINE, replace(FINE, near=False)]),
+            2,
+            "GPU 1 (RTX 4090) hangs on NUMA node 0, where this process may not",
+        ),
+        (replace(HOST, gpus=[replace(FINE, iommu="DMA-FQ")]), 1, "GPU 0 (RTX 4090) are translated by an IOMMU (DMA-FQ)"),
         (replace(HOST, wsl=True), 2, "WSL2"),
         (HOST, 0, "no GPU is used"),
         (replace(HOST, memlock=8_000_000_000), 1, "only 8.0 GB may be locked"),
@@ -102,34 +120,40 @@ def test_a_good_machine_needs_no_warning() -> None:
     ],
 )
 def test_what_costs_most_is_warned_of(machine: Machine, gpus: int, words: str) -> None:
-    (warning,) = warnings(machine, gpus, 25e9, 25e9)
+    (warning,) = warnings(machine, machine.gpus[:gpus], 25e9, [25e9] * max(1, gpus))
     assert words in warning
 
 
-def test_gpus_that_are_not_used_are_not_warned_of() -> None:
-    assert warnings(replace(HOST, gpus=[FINE, replace(FINE, pcie_width=1, numa_node=1)]), 1, 25e9, 25e9) == []
-
-
 def test_links_that_share_lanes_are_warned_of() -> None:
-    (warning,) = warnings(HOST, 2, 12e9, 25e9)
+    (warning,) = warnings(HOST, HOST.gpus, 12e9, [25e9, 25e9])
     assert "all at once the GPUs get 12.0 GB/s each, one alone 25.0" in warning
+
+
+def test_a_link_slower_than_the_other_is_warned_of() -> None:
+    (warning,) = warnings(HOST, HOST.gpus, 6e9, [25e9, 6e9])
+    assert "GPU 1 gets 6.0 GB/s alone, another 25.0" in warning
 
 
 class FakeDriver:
     """Of NVML, what the probe asks."""
 
     NVMLError = pynvml.NVMLError
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_STATUS_OK
 
     def __getattr__(self, name: str) -> Any:
-        answers = {"DeviceGetCount": 1, "SystemGetDriverVersion": b"580.00", "DeviceGetName": "RTX 4090"}
+        answers: dict[str, Any] = {"DeviceGetCount": 2, "SystemGetDriverVersion": b"580.00", "DeviceGetName": "RTX 4090"}
         answers |= {"DeviceGetCurrPcieLinkGeneration": 1, "DeviceGetMaxPcieLinkGeneration": 4, "DeviceGetMaxPcieLinkWidth": 16}
         asked = name.removeprefix("nvml")
         if asked == "DeviceGetCurrPcieLinkWidth":
             return self._unknown
         if asked == "DeviceGetMemoryInfo":
             return lambda _: type("Memory", (), {"total": FINE.memory})
+        if asked == "DeviceGetHandleByIndex":
+            return lambda index: index
         if asked == "DeviceGetPciInfo":
-            return lambda _: type("Pci", (), {"busId": b"00000000:41:00.0"})
+            return lambda index: type("Pci", (), {"busId": b"00000000:41:00.0" if index == 0 else b"00000000:C1:00.0"})
+        if asked == "DeviceGetP2PStatus":  # the second reads the first
+            return lambda one, other, _: pynvml.NVML_P2P_STATUS_OK if (one, other) == (1, 0) else 1
         return lambda *_: answers.get(asked)
 
     def _unknown(self, _: Any) -> int:
@@ -138,18 +162,30 @@ class FakeDriver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A driver with one GPU; the PCI addresses whose node was asked for."""
+    """A driver with two GPUs; the PCI addresses whose node was asked for."""
     asked: list[str] = []
     monkeypatch.setattr("decoding.machine.pynvml", FakeDriver())
     monkeypatch.setattr("decoding.machine.node_of", lambda address: asked.append(address) or 1)
+    monkeypatch.setattr("decoding.machine.cpus_of", lambda node: {10_000} if node else set())
+    monkeypatch.setattr("decoding.machine.iommu_of", {"0000:41:00.0": "DMA"}.get)
     return asked
 
 
 def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
     machine = Machine.here()
-    assert machine.gpus == [Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1)]
+    assert machine.gpus == [
+        Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1, "0000:41:00.0", near=False, iommu="DMA", peers=()),
+        Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1, "0000:c1:00.0", near=False, iommu=None, peers=(0,)),
+    ]
     assert machine.driver == "580.00"
-    assert driver == ["0000:41:00.0"]
+    assert driver == ["0000:41:00.0", "0000:c1:00.0"]
+
+
+def test_how_the_kernel_maps_a_devices_copies(tmp_path: Path) -> None:
+    group = tmp_path / "bus/pci/devices/0000:01:00.0/iommu_group"
+    group.mkdir(parents=True)
+    (group / "type").write_text("DMA-FQ\n")
+    assert [iommu_of(address, tmp_path) for address in ("0000:01:00.0", "0000:41:00.0")] == ["DMA-FQ", None]
 
 
 def test_a_gpu_that_does_not_answer_ends_nothing(driver: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
