@@ -26,6 +26,14 @@ from decoding import Sampling
 from offload import TierForceError, one_line
 
 Outcome = Result | str  # or why there is none
+PLAIN, DYNAMIC = "ours: plain", "transformers: dynamic cache"
+AIMS = (  # how many times as fast one is to be as another, at the longest context
+    ("ours: hierarchical", PLAIN, 2.5),
+    ("ours: hierarchical", DYNAMIC, 8.0),
+    ("ours: hierarchical offloaded", "ours: plain offloaded", 8.0),
+    (PLAIN, DYNAMIC, 4.0),
+    (PLAIN, "transformers: static cache", 1.5),
+)
 
 
 def attempt(name: str, job: Job, threads: int) -> Outcome:
@@ -71,6 +79,25 @@ def row(context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list
     return {**found, "note": failed[0] if failed else None}
 
 
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What was aimed at, and what came of it, at every context that has both; and our hierarchical against the fastest other."""
+    found: dict[str, float] = {}
+    longest = max(row["context"] for row in rows)
+    for context in dict.fromkeys(row["context"] for row in rows):
+        times = {row["peer"]: row["ms/token"] for row in rows if row["context"] == context and row["ms/token"]}
+        for fast, slow, aim in AIMS:
+            if fast in times and slow in times:
+                aimed = f" (aim: {aim:g})" if context == longest else ""
+                found[f"{context:,} tokens: {fast}, times as fast as {slow}{aimed}"] = times[slow] / times[fast]
+        others = {peer: value for peer, value in times.items() if not peer.startswith("ours")}
+        if others and AIMS[0][0] in times:
+            best = min(others, key=others.__getitem__)
+            found[f"{context:,} tokens: {AIMS[0][0]}, times as fast as the fastest other, {best}"] = (
+                others[best] / times[AIMS[0][0]]
+            )
+    return found
+
+
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",
@@ -105,7 +132,7 @@ def main(
 
     def keep(quiet: bool = False) -> None:
         timelines = [{"context": tokens, "peer": name, **found} for (tokens, name), found in rounds.items()]
-        save(output, {"settings": settings, "rows": rows, "rounds": timelines}, quiet)
+        save(output, {"settings": settings, "rows": rows, "ratios": ratios(rows), "rounds": timelines}, quiet)
 
     try:
         for tokens, prompt in prompts.items():
@@ -119,7 +146,7 @@ def main(
                     runs.setdefault(name, []).append(outcome)
                     if isinstance(outcome[0], Result) and outcome[0].rounds:
                         rounds[tokens, name] = outcome[0].rounds
-                    plain = next((each for each, _ in runs.get("ours: plain", []) if isinstance(each, Result)), None)
+                    plain = next((each for each, _ in runs.get(PLAIN, []) if isinstance(each, Result)), None)
                     wanted = plain.tokens if plain and temperature == 0 else None
                     rows = before + [row(tokens, each, found, wanted) for each, found in runs.items()]
                     keep(quiet=True)
@@ -131,6 +158,8 @@ def main(
     if rows:
         title = f"{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p},"
         show(f"{title} {torch.get_num_threads()} threads, link {link}", rows)
+        for claim, value in ratios(rows).items():
+            print(f"{claim}: {value:.2f}")
         keep()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import time
 import zlib
 from collections.abc import Callable
@@ -90,9 +92,7 @@ class Accelerate(Transformers):
 
 
 class ZeroInference(Transformers):
-    """DeepSpeed-ZeRO-Inference: stage 3 with parameters in host memory. Its KV cache stays on the device: KV offload exists in its
-    own fork of models alone, for the models that fork has.
-    """
+    """DeepSpeed-ZeRO-Inference as it is released: stage 3 with parameters in host memory, and its KV cache on the device."""
 
     def _load(self, folder: Path) -> Any:
         if find_spec("deepspeed") is None:
@@ -115,6 +115,29 @@ class ZeroInference(Transformers):
         engine = deepspeed.initialize(model=super()._load(folder), config=config)[0]
         engine.module.eval()
         return engine.module
+
+
+class OffloadingZeroInference(Peer):
+    """DeepSpeed-ZeRO-Inference with its KV cache in host memory, by the python that TIERFORCE_ZERO_PYTHON names."""
+
+    script = Path(__file__).with_name("zero_kv.py")
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        self.python = os.environ.get("TIERFORCE_ZERO_PYTHON", "")
+        if not self.python:
+            raise Unavailable("KV offload takes an environment with DeepSpeed's fork: name its python in TIERFORCE_ZERO_PYTHON")
+
+    def run(self) -> Result:
+        job = {"target": str(self.job.target), "prompt": self.job.prompt, "new": self.job.new, "dtype": self.job.dtype}
+        job |= {"seed": self.job.sampling.seed, "law": warped(self.job.sampling), "port": free_port()}
+        done = subprocess.run([self.python, str(self.script)], input=json.dumps(job), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        if "unavailable" in found:
+            raise Unavailable(found["unavailable"])
+        return Result(**found)
 
 
 class LlamaCpp(Peer):
@@ -175,5 +198,6 @@ PEERS: dict[str, type[Peer]] = {
     "transformers: prompt lookup": transformers(lambda peer: {"prompt_lookup_num_tokens": 10}),
     "accelerate: cpu_offload": Accelerate,
     "DeepSpeed ZeRO-Inference": ZeroInference,
+    "DeepSpeed ZeRO-Inference with KV offloaded": OffloadingZeroInference,
     "llama.cpp": LlamaCpp,
 }

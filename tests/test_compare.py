@@ -16,8 +16,8 @@ from engines import DEMO
 from models import random_tokens
 
 from bench.apart import ending
-from bench.compare import main, row, run
-from bench.peer import Job, Result
+from bench.compare import main, ratios, row, run
+from bench.peer import Job, Result, Unavailable
 from bench.peers import PEERS
 from decoding import Sampling
 
@@ -39,6 +39,7 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
         "ours: hierarchical offloaded",
         "transformers: static cache",
         "transformers: offloaded cache",
+        "DeepSpeed ZeRO-Inference with KV offloaded",
         "llama.cpp",
     ]
     main(
@@ -61,6 +62,9 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
     assert set(names[:4]) <= run_here
     assert rows["ours: hierarchical offloaded"]["link MB/token"] > 0
     assert rows["ours: plain"]["link MB/token"] is None
+    claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded (aim: 8)"
+    gain = rows["ours: plain offloaded"]["ms/token"] / rows["ours: hierarchical offloaded"]["ms/token"]
+    assert found["ratios"][claim] == pytest.approx(gain)
 
 
 def test_whatever_fails_is_a_reason() -> None:
@@ -89,6 +93,64 @@ def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
     assert row(600, "somebody", runs, None)["same text"] is None
     assert row(600, "somebody", runs, [1, 2, 3, 4, 5])["same text"] == "yes"
     assert row(600, "nobody", [("skipped: not here", 0.0)], [1])["note"] == "skipped: not here"
+
+
+def test_ratios_are_of_the_rows_that_there_are() -> None:
+    times = {"ours: plain": 40.0, "ours: hierarchical": 10.0, "transformers: static cache": 30.0, "llama.cpp": None}
+    rows = [{"context": context, "peer": peer, "ms/token": ms} for context in (8192, 65_536) for peer, ms in times.items()]
+    rows = [each for each in rows if each != {"context": 8192, "peer": "ours: plain", "ms/token": 40.0}]
+    assert ratios(rows) == {
+        "8,192 tokens: ours: hierarchical, times as fast as the fastest other, transformers: static cache": 3.0,
+        "65,536 tokens: ours: hierarchical, times as fast as ours: plain (aim: 2.5)": 4.0,
+        "65,536 tokens: ours: plain, times as fast as transformers: static cache (aim: 1.5)": 0.75,
+        "65,536 tokens: ours: hierarchical, times as fast as the fastest other, transformers: static cache": 3.0,
+    }
+
+
+FORK = """
+import sys, types
+class Model:
+    config, device = types.SimpleNamespace(), "cpu"
+    @classmethod
+    def from_pretrained(cls, folder, torch_dtype):
+        assert (folder, str(torch_dtype)) == ("a folder", "torch.float32")
+        return cls()
+    def eval(self):
+        return self
+    def set_kv_cache_offload(self, *asked):
+        assert asked == (True, 3, False, False)
+        self.offloaded = True
+    def generate(self, prompt, attention_mask, max_new_tokens, streamer, do_sample):
+        import torch
+        assert self.offloaded and attention_mask.shape == prompt.shape and not do_sample
+        for _ in range(max_new_tokens + 1):
+            streamer.put(None)
+        return torch.cat((prompt, torch.arange(max_new_tokens)[None]), dim=1)
+transformers = types.ModuleType("transformers")
+transformers.AutoModelForCausalLM, transformers.GenerationConfig = Model, dict
+deepspeed = types.ModuleType("deepspeed")
+deepspeed.initialize = lambda model, config: (types.SimpleNamespace(module=model),)
+sys.modules |= {"transformers": transformers, "deepspeed": deepspeed}
+"""
+
+
+def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the fork, which cannot share an environment with ours."""
+    (tmp_path / "fork.py").write_text(FORK)
+    python = tmp_path / "python"
+    start = f'exec {sys.executable} -c \'import sys, runpy, fork; runpy.run_path(sys.argv[1], run_name="__main__")\' "$@"'
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} {start}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", str(python))
+    peer = PEERS["DeepSpeed ZeRO-Inference with KV offloaded"]
+    result = peer(job(target=Path("a folder"), new=3)).run()
+    assert result.tokens == [0, 1, 2]
+    assert result.first_s > 0
+    with pytest.raises(RuntimeError, match="AssertionError"):
+        peer(job(target=Path("another"), new=3)).run()
+    monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", sys.executable)
+    with pytest.raises(Unavailable, match="has no KV offload: it takes DeepSpeed's fork"):
+        peer(job()).run()
 
 
 def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:

@@ -1,0 +1,59 @@
+"""DeepSpeed-ZeRO-Inference with its KV cache in host memory, run by the python of an environment that has it.
+
+KV offload was never merged: it lives in a fork of transformers of 2023 (github.com/tjruwase/transformers, branch
+kvcache-offload-cpu), which cannot share an environment with ours. So this file imports nothing of this project: a job comes as JSON
+on standard input, and what became of it goes as one JSON line to standard output. Not yet run with the fork itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def generate(job: dict[str, Any]) -> dict[str, Any]:
+    """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, port, and generate's `law`."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(job["target"], torch_dtype=getattr(torch, job["dtype"]))
+    if not hasattr(model, "set_kv_cache_offload"):
+        return {"unavailable": f"the transformers of {sys.executable} has no KV offload: it takes DeepSpeed's fork"}
+    import deepspeed  # pyright: ignore
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": job["dtype"] == "bfloat16"},
+        "fp16": {"enabled": job["dtype"] == "float16"},
+    }
+    model = deepspeed.initialize(model=model, config=config)[0].module.eval()
+    cuda = torch.cuda.is_available()
+    model.set_kv_cache_offload(True, job["new"], cuda, cuda)  # pinned, and copied behind compute
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    times: list[float] = []
+
+    class Clock:
+        def put(self, value: Any) -> None:
+            times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    torch.manual_seed(job["seed"])
+    prompt = torch.tensor([job["prompt"]], device="cuda" if cuda else "cpu")
+    started = time.perf_counter()
+    with torch.no_grad():
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=job["new"], streamer=Clock(), **job["law"]
+        )
+    tokens = out[0, len(job["prompt"]) :].tolist()
+    return {"first_s": times[1] - started, "decode_s": time.perf_counter() - times[1], "tokens": tokens}
+
+
+if __name__ == "__main__":
+    print(json.dumps(generate(json.load(sys.stdin))))
