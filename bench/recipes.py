@@ -39,6 +39,7 @@ from offload import TierForceError
 NEEDLE = "needle"
 FEW = 12  # tokens of plain decoding over an emulated link, which is slow
 CHARACTERS = 5  # of a token, at most: what is cut is long enough
+SETTINGS = "settings here"
 MEASURED = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
 
 
@@ -140,7 +141,7 @@ def result(study: Study, row: Row, books: int) -> dict[str, Any]:
         "acceptance": ours.get("acceptance"),
         "tokens per verification": ours.get("tokens_per_verification"),
         "first token s": ours.get("time_to_first_token_s"),
-        "settings here": ", ".join(f"{name} {value}" for name, value in (options_here(row, "hierarchical", books) or {}).items()),
+        SETTINGS: ", ".join(f"{name} {value}" for name, value in (options_here(row, "hierarchical", books) or {}).items()),
     }
 
 
@@ -193,7 +194,11 @@ def main(
             console.print(f"{row.name}: {error}", highlight=False, markup=False)
             raise typer.Exit(1) from None
     if found:
-        show(f"{recipe.about}. Times are ms/token: published, predicted for that hardware, measured on this machine", found)
+        title = f"{recipe.about}. Times are ms/token: published, predicted for that hardware, measured on this machine"
+        show(title, [{name: value for name, value in each.items() if name != SETTINGS} for each in found])
+        for each in found:
+            if each[SETTINGS]:
+                print(f"{each['']}, settings here: {each[SETTINGS]}")
         save(output, {"recipe": name, "about": recipe.about, "rows": found})
     print("At full size:")
     for row in chosen:
