@@ -60,13 +60,8 @@ def room(config: ModelConfig, dtype: torch.dtype, wanted: int) -> int:
     return min(wanted, fits)
 
 
-def peak_gb(device: torch.device) -> float | None:
-    """Device memory that was in use at most since the last call."""
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device) / 1e9
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+def gigabytes(count: int | None) -> float | str:
+    return "unknown" if count is None else count / 1e9
 
 
 def cuda_tests(report: Report) -> None:
@@ -94,7 +89,6 @@ def read(report: Report, models: Models, context: int) -> Session:
     arithmetic = matmul_rate(device, models.dtype)
     report.add("prefill", "one large matrix product", arithmetic / 1e12, "TFLOP/s")
     prompt = torch.randint(config.vocab, (context,), generator=torch.Generator().manual_seed(0)).tolist()
-    peak_gb(device)
     started = time.perf_counter()
     session = Session(models, prompt, DRAFTED)
     report.add("prefill", "memory planned and allocated", time.perf_counter() - started, "s")
@@ -104,7 +98,7 @@ def read(report: Report, models: Models, context: int) -> Session:
     report.add("prefill", f"{context:,} tokens", seconds, "s")
     report.add("prefill", "speed", context / seconds, "tokens/s")
     report.add("prefill", "share of the matrix product's rate (MFU)", sum(prefill_flops(config, context)) / seconds / arithmetic)
-    report.add("prefill", "peak device memory", peak_gb(device) or "not a GPU", "GB")
+    report.add("prefill", "peak memory", gigabytes(session.peaks["prefill"]), "GB")
     report.add("prefill", "resident layers", session.plan.resident_layers)
     report.add("prefill", "slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")
     return session
@@ -130,7 +124,7 @@ def verified(report: Report, session: Session, rate: float) -> None:
     report.add("rounds", "tokens per verification (drawn weights: says nothing)", decoder.stats.tokens_per_pass or 0.0)
     for name, value in session.run.counts.items():
         report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
-    report.add("rounds", "peak device memory", peak_gb(session.prompt.device) or "not a GPU", "GB")
+    report.add("rounds", "peak memory", gigabytes(session.models.link.peak()), "GB")
 
 
 def main(

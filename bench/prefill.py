@@ -31,6 +31,7 @@ from decoding import Engine, Settings
 from decoding.forecast import attention_flops, matmul_flops, prefill_flops
 from decoding.rates import matmul_rate
 from decoding.session import Session
+from offload.link import process_peak
 from parallel import Group, ModelConfig
 
 OURS, RANKS, PEER = "TierForce", "TierForce, 2 ranks", "transformers, sdpa"
@@ -58,7 +59,7 @@ def ours(model: Path, text: Path | None, context: int, dtype: str, threads: int,
         before = _settled()
         started = time.perf_counter()
         session.prefill()
-        done = Prefill(time.perf_counter() - started, _peak() - before)
+        done = Prefill(time.perf_counter() - started, (session.peaks["prefill"] or before) - before)
         engine.models.link.close()
     return done
 
@@ -76,20 +77,14 @@ def peer(model: Path, text: Path | None, context: int, dtype: str, threads: int)
         out = loaded(prompt, use_cache=True, logits_to_keep=1)
         seconds = time.perf_counter() - started
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    return Prefill(seconds, _peak() - before - kept)
+    return Prefill(seconds, (process_peak() or before) - before - kept)
 
 
 def _settled() -> int:
     """Bytes this process has in memory, and the peak forgotten."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
+    process_peak()
     return psutil.Process().memory_info().rss
-
-
-def _peak() -> int:
-    """The most bytes this process has had in memory since."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) << 10
 
 
 def main(

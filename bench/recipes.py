@@ -80,19 +80,19 @@ def published_commands(row: Row) -> list[str]:
     return [shlex.join(["tierforce", "summarize", *command(row.checkpoint, DRAFT, *kind), *files]) for kind in kinds]
 
 
-def options_here(row: Row, mode: str, books: int) -> Options | None:
+def options_here(row: Row, mode: str) -> Options | None:
     """What is run on this machine; None where the row needs a checkpoint that is not here."""
     if here(row):
         return row.full | (row.plain_full if mode == "plain" else {})
     if row.small is None:
         return None
-    few = mode == "plain" and books == 1 and str(row.small.get("link")).startswith("emulated")
+    few = mode == "plain" and str(row.small.get("link")).startswith("emulated")
     return row.small | ({"max_new_tokens": FEW} if few else {})
 
 
 def measured(study: Study, row: Row, mode: str, books: int) -> dict[str, float | None]:
     """Medians over the books' records; {} where it cannot be run. Raises TierForceError."""
-    if (options := options_here(row, mode, books)) is None:
+    if (options := options_here(row, mode)) is None:
         return {}
     model, draft = (row.checkpoint, DRAFT) if here(row) else (str(DEMO / "target"), str(DEMO / "draft"))
     texts = documents(study.data, books, CHARACTERS * options["context"])
@@ -141,7 +141,7 @@ def result(study: Study, row: Row, books: int) -> dict[str, Any]:
         "acceptance": ours.get("acceptance"),
         "tokens per verification": ours.get("tokens_per_verification"),
         "first token s": ours.get("time_to_first_token_s"),
-        SETTINGS: ", ".join(f"{name} {value}" for name, value in (options_here(row, "hierarchical", books) or {}).items()),
+        SETTINGS: ", ".join(f"{name} {value}" for name, value in (options_here(row, "hierarchical") or {}).items()),
     }
 
 
@@ -186,7 +186,7 @@ def main(
         study = Study(data, Path(folder), console)
         try:
             for row in chosen:
-                found.append(result(study, row, 3 if name == "summaries" else 1))
+                found.append(result(study, row, recipe.books))
                 save(output, {"recipe": name, "about": recipe.about, "rows": found}, quiet=True)
         except KeyboardInterrupt:
             console.print("interrupted: what is finished is kept")

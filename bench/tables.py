@@ -25,25 +25,21 @@ class View:
     keep: Kept = field(default=lambda row: True)
 
 
+def _own(*names: str) -> dict[str, str]:
+    """Columns under their own names."""
+    return {name: name for name in names}
+
+
 _COMPARED = {
-    "context": "context",
+    **_own("context"),
     "": "peer",
-    "ms/token": "ms/token",
-    "prefill s": "prefill s",
-    "tokens per verification": "tokens per verification",
-    "acceptance": "acceptance",
-    "link MB/token": "link MB/token",
-    "peak GB": "peak GB",
+    **_own("ms/token", "prefill s", "tokens per verification", "acceptance", "link MB/token", "peak GB"),
 }
+_VARIED = {**_own("", "predicted ms"), "ms here": "ms", **_own("acceptance", "tokens per verification")}
 VIEWS: dict[str, View] = {
     "counts": View(
         "acceptance-cpu.json",
-        {
-            "context": "context",
-            "temperature": "temperature",
-            "policy": "policy",
-            "tokens per verification": "tokens per verification",
-        },
+        _own("context", "temperature", "policy", "tokens per verification"),
         rows="counts",
     ),
     "policies": View(
@@ -61,66 +57,41 @@ VIEWS: dict[str, View] = {
     "lengths": View(
         "lengths-cpu.json",
         {
-            "link GB/s": "link GB/s",
-            "policy": "policy",
+            **_own("link GB/s", "policy"),
             "draft lengths": "lengths",
-            "ms/token": "ms/token",
+            **_own("ms/token"),
             "expected": "ms/token, expected",
-            "tokens per verification": "tokens per verification",
+            **_own("tokens per verification"),
         },
         keep=lambda row: row["lengths"] in ("adaptive", "16, 2", "32, 2"),
     ),
     "needle": View(
         "needle-cpu.json",
-        {
-            "model": "model",
-            "proposed from": "policy",
-            "planted words' probability": "planted words' probability",
-            "planted word stands": "planted word stands",
-        },
+        {**_own("model"), "proposed from": "policy", **_own("planted words' probability", "planted word stands")},
         rows="needle",
         keep=lambda row: row["policy"].startswith(("full", "window", "static", "mass + ")),
     ),
     "refresh": View(
         "refresh-cpu.json",
-        {
-            "dtype": "dtype",
-            "rows": "rows",
-            "retrieval cache": "retrieval cache",
-            "verification ms": "verification ms",
-            "refresh ms": "refresh ms",
-            "share": "share of the verification",
-        },
+        {**_own("dtype", "rows", "retrieval cache", "verification ms", "refresh ms"), "share": "share of the verification"},
         keep=lambda row: not row["retrieval cache"].startswith("static"),
     ),
     "decode": View(
         "decode-cpu.json",
-        {
-            "": "method",
-            "ms/token": "ms/token",
-            "tokens per verification": "tokens per verification",
-            "acceptance": "acceptance",
-            "link MB/token": "link MB/token",
-        },
+        {"": "method", **_own("ms/token", "tokens per verification", "acceptance", "link MB/token")},
     ),
     "transfer": View(
         "transfer-cpu.json",
-        {
-            "link GB/s": "link GB/s",
-            "link ms": "link ms",
-            "compute ms": "compute ms",
-            "wall ms": "wall ms",
-            "wall / max(link, compute)": "wall / max(link, compute)",
-        },
+        _own("link GB/s", "link ms", "compute ms", "wall ms", "wall / max(link, compute)"),
     ),
     "prefill": View(
         "prefill-cpu.json",
-        {"tokens": "tokens", "": "method", "seconds": "seconds", "tokens/s": "tokens/s", "peak MB a rank": "peak MB a rank"},
+        {**_own("tokens"), "": "method", **_own("seconds", "tokens/s", "peak MB a rank")},
     ),
     "passes": View(
         "passes-cpu.json",
         {
-            "tokens": "tokens",
+            **_own("tokens"),
             "read in s": "prefill s",
             "a step": "target 1",
             "17 rows": "target 17",
@@ -133,15 +104,12 @@ VIEWS: dict[str, View] = {
     "model": View(
         "model-cpu.json",
         {
-            "context": "context",
-            "mode": "mode",
-            "link GB/s": "link GB/s",
+            **_own("context", "mode", "link GB/s"),
             "resident layers": "resident",
-            "budget": "budget",
-            "draft": "draft",
+            **_own("budget", "draft"),
             "first token s": "first s",
             "predicted": "said",
-            "ms/token": "ms/token",
+            **_own("ms/token"),
             "predicted ": "told",
         },
     ),
@@ -149,36 +117,57 @@ VIEWS: dict[str, View] = {
     "limits": View(
         "limits-cpu.json",
         {
-            "context": "context",
-            "mode": "mode",
+            **_own("context", "mode"),
             "layers on the device": "layers",
-            "planned MB": "planned MB",
+            **_own("planned MB"),
             "share of it given": "share",
-            "tokens": "tokens",
-            "ended": "ended",
+            **_own("tokens", "ended"),
         },
     ),
-    "compare": View("compare-cpu.json", _COMPARED | {"note": "note"}, keep=lambda row: row["context"] == 65_536),
+    "compare": View("compare-cpu.json", _COMPARED | _own("note"), keep=lambda row: row["context"] == 65_536),
     "longest": View("compare-64k-cpu.json", _COMPARED),
     "greedy": View(
         "compare-greedy-cpu.json",
-        {"context": "context", "": "peer", "ms/token": "ms/token", "same text as ours": "same text", "note": "note"},
+        {**_own("context"), "": "peer", **_own("ms/token"), "same text as ours": "same text", **_own("note")},
+    ),
+    "onchip": View(
+        "recipe-on-chip-cpu.json",
+        {
+            **_own(""),
+            "published times": "times",
+            "predicted times": "times ",
+            "ms here": "ms",
+            "plain": "plain  ",
+            "times": "times  ",
+            **_own("acceptance"),
+        },
+    ),
+    "contexts": View(
+        "recipe-contexts-cpu.json",
+        {
+            **_own("", "predicted ms"),
+            "plain": "plain ",
+            "times": "times ",
+            "ms here": "ms",
+            "plain ": "plain  ",
+            "times ": "times  ",
+            **_own("tokens per verification"),
+        },
+    ),
+    "budgets": View("recipe-budgets-cpu.json", _VARIED),
+    "temperatures": View("recipe-temperatures-cpu.json", _VARIED),
+    "summaries": View(
+        "recipe-summaries-cpu.json",
+        {**_own("", "predicted ms"), "ms here": "ms", "plain": "plain  ", "times": "times  ", **_own("first token s")},
     ),
     "offload": View(
         "recipe-offload-cpu.json",
         {
-            "": "",
+            **_own(""),
             "published": "published ms",
-            "plain": "plain",
-            "times": "times",
-            "plain is of": "plain is of",
+            **_own("plain", "times", "plain is of"),
             "predicted": "predicted ms",
-            "plain ": "plain ",
-            "times ": "times ",
-            "measured here": "measured here",
-            "ms": "ms",
-            "plain  ": "plain  ",
-            "times  ": "times  ",
+            **_own("plain ", "times ", "measured here", "ms", "plain  ", "times  "),
         },
     ),
 }

@@ -115,6 +115,7 @@ class Engine:
                 yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
                 self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
             finally:
+                session.peaks["decoding"] = self.models.link.peak()
                 leader.end()
         finally:
             self._busy = False
@@ -141,7 +142,7 @@ class Engine:
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
         stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
-        stats.retrieval, stats.fixed_shapes = session.retrieval, session.run.counts if session.run.fixed else None
+        stats.retrieval, stats.peaks, stats.fixed_shapes = session.retrieval, session.peaks, session.run.report
         stats.prefill_link_in, stats.prefill_link_out = session.target.traffic.link_in, session.target.traffic.link_out
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]

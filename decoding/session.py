@@ -30,6 +30,8 @@ class Session:
     def __init__(self, models: Models, prompt: list[int], new: int):
         """Allocates everything the text needs. Raises FitError."""
         self.models, self.new = models, new
+        models.link.peak()
+        self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
         self.plan = plan(models, len(prompt), new)
         settings, group = models.settings, models.target.group
         device, config = group.device, models.target.config
@@ -83,6 +85,7 @@ class Session:
             self.target.bring_in()
         if self.models.draft is not None and self.draft is not None:
             _read(self.models.draft, self.draft, self.prompt)
+        self.peaks["prefill"] = self.models.link.peak()
         return logits
 
     def decoder(self, leader: PassLeader, sampling: Sampling, generator: Generator, lengths: Lengths | None = None) -> Decoder:

@@ -28,6 +28,7 @@ class Stats:
     prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
+    peaks: dict[str, int | None] = field(default_factory=dict)  # rank 0's memory in use at most, bytes, by phase
     fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
     rounds: list[Round] = field(default_factory=list, repr=False)  # of the target
 
@@ -81,6 +82,7 @@ class Stats:
             "retrieval_refreshes": self.refreshes,
             "resident_layers": self.plan.resident_layers if self.plan else None,
             "late_layers": self.plan.late_layers if self.plan else None,
+            "peak_memory_bytes": self.peaks,
             "fixed_shapes": self.fixed_shapes,
             "budget": self.choice.budget if self.choice and self.retrieval else None,
             "budget_because": self.choice.why if self.choice and self.retrieval else None,

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,6 +49,12 @@ class Link(ABC):
     def device_available(self) -> int:
         """Bytes of device memory that could be allocated now."""
 
+    def peak(self) -> int | None:
+        """Bytes in use at most since the last call: of device memory, or of all of this process where that is host memory. None
+        where the system does not say.
+        """
+        return process_peak()
+
     def release(self, buffer: Tensor) -> None:
         """A buffer from host_empty is about to be freed: no copy uses it any more."""
         self.drain()
@@ -72,6 +79,16 @@ def host_available() -> int:
         except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
     return available
+
+
+def process_peak() -> int | None:
+    """Bytes of memory that this process has held at most since the last call; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        Path("/proc/self/clear_refs").write_text("5")  # which forgets the peak
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), None)
 
 
 class ViewLink(Link):
@@ -193,6 +210,11 @@ class CudaLink(Link):
         free, _ = torch.cuda.mem_get_info(self.device)
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached
+
+    def peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> Tensor:

@@ -37,6 +37,11 @@ class Replay:
         self.counts: dict[str, Any] = {"in fixed shapes": 0, "refused": 0, "why": None, "seconds": 0.0}
         self._passes: dict[tuple[int, int, int], _Pass] = {}
 
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """`counts`, as they grow; None where passes go as they are."""
+        return self.counts if self.fixed else None
+
     @torch.inference_mode()
     def __call__(self, model: Llama, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
         """Logits (rows, V) after the last `rows` of tokens (T,), behind the content of `cache`."""

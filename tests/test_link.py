@@ -9,6 +9,7 @@ import torch
 from links import CPU, make_test_link
 
 from offload import EmulatedLink, FitError, HostArena, Link, TierForceError, ViewLink, host_available, make_link
+from offload.link import process_peak
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 
@@ -98,3 +99,12 @@ def test_names_of_no_link(spec: str) -> None:
 def test_rates_of_no_link(rate: str) -> None:
     with pytest.raises(TierForceError, match="rate above 0"):
         make_link(f"emulated:{rate}", CPU)
+
+
+def test_the_peak_is_what_came_and_went_since_the_last_call() -> None:
+    process_peak()
+    rest = process_peak()
+    assert rest is not None
+    torch.ones(1 << 28, dtype=torch.uint8)  # given back at once
+    assert process_peak() >= rest + (250 << 20)
+    assert process_peak() < rest + (100 << 20)
