@@ -6,7 +6,6 @@ arithmetic only. Passes of the lower levels run on caches of fixed size and must
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from pathlib import Path
@@ -21,8 +20,8 @@ from bench.record import prepare, save, show
 from bench.text import DEMO, text_tokens
 from decoding import Engine, Settings
 from decoding.session import Session
-from offload import Cache
-from parallel import Llama
+from offload import Cache, SlotCache
+from parallel import Llama, Replay
 from parallel.passes import Run
 
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
@@ -35,10 +34,9 @@ def pass_seconds(model: Llama, cache: Cache, tokens: torch.Tensor, run: Run = Ll
     return time.perf_counter() - started
 
 
-def pass_ms(model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: Run = Llama.__call__, warm_ups: int = 1) -> float:
+def pass_ms(model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: Run = Llama.__call__) -> float:
     """Median milliseconds of such passes."""
-    for _ in range(warm_ups):
-        pass_seconds(model, cache, tokens, run)
+    pass_seconds(model, cache, tokens, run)  # warms up
     return 1e3 * statistics.median(pass_seconds(model, cache, tokens, run) for _ in range(repeats))
 
 
@@ -52,16 +50,17 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
         session.retrieval.every = 0  # the text stands still, and is chosen from all the same
         found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
-            found |= short_passes(session, f"retrieval {rows}", model, session.retrieval, tokens[:rows], 5 * repeats)
+            found |= short_passes(session.run, f"retrieval {rows}", model, session.retrieval, tokens[:rows], 5 * repeats)
     if session.draft is not None and session.models.draft is not None:
-        found |= short_passes(session, "draft 1", session.models.draft, session.draft, tokens[:1], 5 * repeats)
+        found |= short_passes(session.run, "draft 1", session.models.draft, session.draft, tokens[:1], 5 * repeats)
     return found
 
 
-def short_passes(session: Session, name: str, model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
-    """As the session makes them, and where these are recorded, as they would be otherwise."""
-    found = {name: pass_ms(model, cache, tokens, repeats, session.run, session.run.uses + 1)}
-    if session.run.fixed:
+def short_passes(run: Replay, name: str, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+    """As a session makes them, and where these are recorded, as they would be otherwise."""
+    run.warm(model, tokens, cache, len(tokens))
+    found = {name: pass_ms(model, cache, tokens, repeats, run)}
+    if run.fixed:
         found[f"{name}, not recorded"] = pass_ms(model, cache, tokens, repeats)
     return found
 
@@ -79,7 +78,7 @@ def main(
 ) -> None:
     """Read prompts of growing length, and time every kind of pass behind each."""
     prepare(threads)
-    engine = Engine.from_pretrained(model, draft, Settings(mode="hierarchical", dtype=dtype, budget=budget))
+    engine, peak = Engine.from_pretrained(model, draft, Settings(mode="hierarchical", dtype=dtype, budget=budget)), 0
     tokens, progress, table = text_tokens(engine.tokenizer, text), Console(stderr=True), []
     for context in map(int, contexts.split(",")):
         if context > len(tokens):
@@ -89,6 +88,8 @@ def main(
         session.prefill()
         row: dict[str, Any] = {"tokens": context, "prefill s": time.perf_counter() - started}
         row |= passes(session, repeats)
+        session.end()
+        peak = max(peak, *(each or 0 for each in session.peaks.values()))
         progress.print(" ".join(f"{name}: {value:,.1f}" for name, value in row.items()))
         table.append(row)
     first, last = table[0], table[-1]
@@ -100,7 +101,6 @@ def main(
     steps = {row["tokens"]: row["target 17"] / row["target 1"] for row in table}
     for context, ratio in steps.items():
         print(f"{context:,} tokens: a pass of 17 rows takes {ratio:.2f} times as long as one of 1")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     print(f"peak memory of the process: {peak / 1e9:.1f} GB")
     save(
         output,

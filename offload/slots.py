@@ -43,6 +43,7 @@ class FixedPass:
         device = cache.buffers(0)[0].device
         self._cache = cache
         self._slot, self._position = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # of the first row
+        self._first = 0  # the slot of the first row, as `place` knows it
         self._steps, self._columns = (torch.arange(count, device=device) for count in (rows, cache.slots))
 
     def place(self) -> None:
@@ -52,9 +53,14 @@ class FixedPass:
         slot, position = cache.place(cache.length)
         if slot + rows > cache.slots or position + rows > cache.rotary.length:
             raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
+        self._first = slot
         self._slot.fill_(slot)
         self._position.fill_(position)
         cache.traffic.attended += cache.layout.bytes(cache.slots)
+
+    def rows(self) -> Tensor:
+        """The first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself: where a pass should write it."""
+        return self._cache.buffers(0)[0][:, :, self._first : self._first + len(self._steps)]
 
     def begin(self, rows: int) -> None:
         self._where = self._slot + self._steps  # (T,)

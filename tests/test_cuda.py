@@ -70,7 +70,7 @@ def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatc
             assert list(engine.generate(prompt("argparse"), NEW)) == wanted
             if graphs:
                 assert engine.stats.fixed_shapes is not None
-                assert engine.stats.fixed_shapes["in fixed shapes"] > 0
+                assert engine.stats.fixed_shapes["replayed"] > 0
                 assert (engine.stats.fixed_shapes["refused"], engine.stats.fixed_shapes["why"]) == (0, None)
             seen.append([(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels])
         engine.close()

@@ -25,7 +25,7 @@ def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
     assert {part for part, _ in rows} == {"device", "link", "prefill", "passes", "rounds"}
     assert rows["device", "short passes can be recorded as CUDA graphs"] == "no"
-    assert rows["rounds", "kinds of short passes: in fixed shapes"] == 0
+    assert rows["rounds", "kinds of short passes: replayed"] == 0
     assert rows["prefill", "resident layers"] == 1
     assert 0 < rows["link", "pinned host to device"] <= 1.1
     for name in ("target 1", "target 17", "target 33", "33 and refresh"):
