@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -40,7 +41,9 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
     except EOFError:
         return ending(child), peak
     finally:
-        child.terminate()
+        for process in _family(child.pid):  # what it started does not outlive it
+            with suppress(psutil.Error):
+                process.terminate()
         child.join()
 
 
@@ -56,7 +59,15 @@ def ending(child: Any) -> Died:
 
 def _memory_gb(pid: int | None) -> float:
     try:
-        process = psutil.Process(pid)
-        return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)]) / 1e9
+        return sum(each.memory_info().rss for each in _family(pid)) / 1e9
     except psutil.Error:
         return 0.0
+
+
+def _family(pid: int | None) -> list[psutil.Process]:
+    """A process and all that it started, if it still runs."""
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []

@@ -131,6 +131,7 @@ class OffloadingZeroInference(Peer):
     def run(self) -> Result:
         job = {"target": str(self.job.target), "prompt": self.job.prompt, "new": self.job.new, "dtype": self.job.dtype}
         job |= {"seed": self.job.sampling.seed, "law": warped(self.job.sampling), "port": free_port()}
+        job["threads"] = torch.get_num_threads()
         done = subprocess.run([self.python, str(self.script)], input=json.dumps(job), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")

@@ -31,6 +31,7 @@ from decoding import Engine, Settings
 from decoding.forecast import attention_flops, matmul_flops, prefill_flops
 from decoding.rates import matmul_rate
 from decoding.session import Session
+from offload import TierForceError
 from offload.link import process_peak
 from parallel import Group, ModelConfig
 
@@ -59,7 +60,7 @@ def ours(model: Path, text: Path | None, context: int, dtype: str, threads: int,
         before = _settled()
         started = time.perf_counter()
         session.prefill()
-        done = Prefill(time.perf_counter() - started, (session.peaks["prefill"] or before) - before)
+        done = Prefill(time.perf_counter() - started, _told(session.peaks["prefill"]) - before)
         engine.models.link.close()
     return done
 
@@ -77,7 +78,7 @@ def peer(model: Path, text: Path | None, context: int, dtype: str, threads: int)
         out = loaded(prompt, use_cache=True, logits_to_keep=1)
         seconds = time.perf_counter() - started
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    return Prefill(seconds, (process_peak() or before) - before - kept)
+    return Prefill(seconds, _told(process_peak()) - before - kept)
 
 
 def _settled() -> int:
@@ -85,6 +86,12 @@ def _settled() -> int:
     gc.collect()
     process_peak()
     return psutil.Process().memory_info().rss
+
+
+def _told(peak: int | None) -> int:
+    if peak is None:
+        raise TierForceError("this system does not tell the peak of a process's memory (/proc/self/clear_refs).")
+    return peak
 
 
 def main(

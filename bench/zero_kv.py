@@ -11,13 +11,16 @@ import json
 import os
 import sys
 import time
+from contextlib import redirect_stdout
 from typing import Any
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, port, and generate's `law`."""
+    """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, threads, port, and generate's `law`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
     import torch
+
+    torch.set_num_threads(job["threads"])
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(job["target"], torch_dtype=getattr(torch, job["dtype"]))
@@ -56,4 +59,6 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(generate(json.load(sys.stdin))))
+    with redirect_stdout(sys.stderr):  # DeepSpeed says much
+        found = generate(json.load(sys.stdin))
+    print(json.dumps(found))

@@ -25,7 +25,7 @@ from decoding.verify import Draft, verify
 from offload import POLICIES, KVLayout, RetrievalCache, RetrievalShape, StreamingCache, partial_attention
 from parallel import Group, ModelConfig, Recorder, Replay, random_model
 
-_FEW, _ROWS, _MANY = 3, 33, 2048  # tokens of a pass over the retrieval cache, of a verification, of a chunk of prefill
+_FEW, _ROWS, _MANY = 3, 33, 4096  # tokens of a pass over the retrieval cache, of a verification, of a chunk of prefill
 _KV = {"cpu": 128 << 20, "cuda": 1 << 30}  # bytes: far more than any cache holds
 _CHOSEN = 32_768  # tokens that a choice looks through, at most
 _WARPED = Sampling(0.6, top_p=0.9)
@@ -47,8 +47,8 @@ def pass_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     found = {"memory_rate": _reading(device, dtype), **_attention(layer, device, dtype)}
     found["matmul"] = _products(layer, device, dtype, found["prefill_attention"])
     found |= _choices(layer, device, dtype)
-    one, three = (_short(replace(config, layers=layers), device, dtype) for layers in (1, 3))
-    each = (three - one) / 2
+    one, five = (_short(replace(config, layers=layers), device, dtype) for layers in (1, 5))
+    each = (five - one) / 4
     weights, head = matmul_flops(layer) / 2 * dtype.itemsize, config.vocab * config.hidden * dtype.itemsize
     found["layer_s"] = max(0.0, each - weights / found["memory_rate"])
     found["pass_s"] = max(0.0, one - each - head / found["memory_rate"])
@@ -69,9 +69,9 @@ def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> flo
     group = Group(device=device)
     model, token = random_model(config, group, dtype), torch.zeros(1, dtype=torch.int64, device=device)
     run = Replay(group.records(), Recorder(device))
-    for _ in range(run.uses + 1 if run.fixed else 0):  # recorded meanwhile
-        run(model, token, cache, 1)
-    return typical(lambda: run(model, token, cache, 1), 20)
+    run.warm(model, token, cache, 1)
+    others = torch.ones(_KV[device.type] // 4, device=device)
+    return typical(lambda: run(model, token, cache, 1), 60, lambda: others.sum())  # weights come from memory, as behind a text
 
 
 def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -79,13 +79,13 @@ def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     tokens = max(2 * _MANY, min(1 << 17, _KV[device.type] // layout.bytes(1)))
     kv = torch.randn(layout.shape(1, tokens), device=device, dtype=dtype)[0].transpose(1, 2)  # (2, N, Hkv, D)
 
-    def seconds(rows: int, keys: int, causal: bool) -> float:
+    def seconds(rows: int, keys: int, causal: bool, of: Callable[[list[float]], float] = statistics.median) -> float:
         q = torch.randn(rows, config.heads, config.head_dim, device=device, dtype=dtype)
-        return typical(lambda: partial_attention(q, kv[0, :keys], kv[1, :keys], causal)[0])
+        return typical(lambda: partial_attention(q, kv[0, :keys], kv[1, :keys], causal)[0], of=of)
 
     one, several = (seconds(rows, tokens, causal=False) for rows in (1, _ROWS))
     keys = min(tokens, 4 * _MANY)
-    many, pairs = seconds(_MANY, keys, causal=True), _MANY * (keys - _MANY / 2)
+    many, pairs = seconds(_MANY, keys, causal=True, of=min), _MANY * (keys - _MANY / 2)
     flops = attention_flops(config)
     found = {"kv_rate": layout.bytes(tokens) / one, "prefill_attention": pairs * flops / many}
     if several > one:  # else a device does so many rows in the shadow of reading, and no number says how fast
@@ -101,7 +101,7 @@ def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, att
     tokens = models.sizes.prefill_chunk
     prompt = [0] * tokens
     try:
-        seconds = typical(lambda: Session(models, prompt, 1).prefill())
+        seconds = typical(lambda: Session(models, prompt, 1).prefill(), of=min)
     finally:
         models.link.close()
     products, scores = prefill_flops(config, tokens)
@@ -110,19 +110,21 @@ def _products(config: ModelConfig, device: torch.device, dtype: torch.dtype, att
 
 def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     layout = config.kv_layout(1, dtype)
-    plain = _choice_seconds(config, layout, 0, 1, device)
-    whole, turned = (_choice_seconds(config, layout, None, turns, device) for turns in (1, COMPUTE_TURNS))
-    summaries = (whole - turned) * COMPUTE_TURNS / (COMPUTE_TURNS - 1)
-    costs = {"score_rate": plain, "summary_rate": summaries, "weigh_rate": whole - plain - summaries}
+    usual = Settings()
+    shape = RetrievalShape.of(BUDGET, usual.chunk_size, usual.summary_size, _CHOSEN + _ROWS, _ROWS, _ROWS)
+    _, summaries = shape.split(_CHOSEN, _ROWS)
+    bare = RetrievalShape.of(BUDGET - summaries, usual.chunk_size, 0, _CHOSEN + _ROWS, _ROWS, _ROWS)  # which selects as much
+    plain = _choice_seconds(config, layout, bare, 1, device)
+    whole, turned = (_choice_seconds(config, layout, shape, turns, device) for turns in (1, COMPUTE_TURNS))
+    made = max(0.0, (whole - turned) * COMPUTE_TURNS / (COMPUTE_TURNS - 1))
+    costs = {"score_rate": plain, "summary_rate": made, "weigh_rate": whole - plain - made}
     return {name: layout.bytes(_CHOSEN) / seconds for name, seconds in costs.items() if seconds > 0}  # noise may leave nothing
 
 
-def _choice_seconds(config: ModelConfig, layout: KVLayout, summary: int | None, turns: int, device: torch.device) -> float:
+def _choice_seconds(config: ModelConfig, layout: KVLayout, shape: RetrievalShape, turns: int, device: torch.device) -> float:
     """One choice over a prefix of random keys and values, which makes one in `turns` of the summaries anew."""
     rotary = config.rotary(1, 2, layout.dtype, device)
-    usual = Settings()
-    shape = RetrievalShape.of(BUDGET, usual.chunk_size, summary, _CHOSEN + _ROWS, _ROWS, _ROWS)
-    cache = RetrievalCache(layout, shape, POLICIES[usual.policy](), rotary, device, every=0, turns=turns)
+    cache = RetrievalCache(layout, shape, POLICIES[Settings().policy](), rotary, device, every=0, turns=turns)
     prefix, recent = (torch.randn(layout.shape(1, n), device=device, dtype=layout.dtype)[0] for n in (_CHOSEN, _ROWS))
     q = torch.randn(_ROWS, config.heads, config.head_dim, device=device, dtype=layout.dtype)
 
@@ -147,11 +149,21 @@ def _sampling(vocab: int, device: torch.device) -> dict[str, float]:
     return {"sample_s": row, "draw_s": max(0.0, few - _FEW * row)}
 
 
-def typical(work: Callable[[], Tensor], repeats: int = _REPEATS) -> float:
-    """Median seconds of a few runs, each until its result is there; the first does not count."""
+def typical(
+    work: Callable[[], Tensor],
+    repeats: int = _REPEATS,
+    before: Callable[[], Tensor] | None = None,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Seconds of one of a few runs, each until its result is there; the first does not count, nor what goes `before` each.
+
+    `of` them the median, or what else: the least where a prefill, which averages over seconds, is told from a short run.
+    """
     times = []
     for _ in range(repeats + 1):
+        if before is not None:
+            before().item()
         started = time.perf_counter()
         work().flatten()[0].item()
         times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
+    return of(times[1:])

@@ -115,8 +115,8 @@ class Engine:
                 yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
                 self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
             finally:
-                session.peaks["decoding"] = self.models.link.peak()
                 leader.end()
+                session.end()
         finally:
             self._busy = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,10 @@ class Machine:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def at(self, addresses: list[str]) -> list[Gpu]:
-        """Its GPUs at these PCI addresses, in their order: NVML counts others, and in another order, than this process sees."""
-        known = {gpu.address: gpu for gpu in self.gpus}
-        return [known.get(address, Gpu("of which NVML does not know", 0, 0, 0, 0, 0, None, address)) for address in addresses]
+    def at(self, address: str) -> Gpu:
+        """Its GPU at a PCI address: NVML counts others, and in another order, than a process sees."""
+        unknown = Gpu("unknown to NVML", 0, 0, 0, 0, 0, None, address)
+        return next((gpu for gpu in self.gpus if gpu.address == address), unknown)
 
 
 def warnings(machine: Machine, used: list[Gpu], link_in: float, alone: list[float]) -> list[str]:
@@ -73,6 +73,8 @@ def warnings(machine: Machine, used: list[Gpu], link_in: float, alone: list[floa
     if not used:
         found.append("no GPU is used: device memory is host memory, and links are copies within it.")
     for index, gpu in enumerate(used):
+        if not gpu.memory:
+            found.append(f"NVML knows of no GPU {index} at {gpu.address}: its slot and its lanes could not be looked at.")
         if 0 < gpu.pcie_width < 16:
             found.append(
                 f"GPU {index} ({gpu.name}) runs on {gpu.pcie_width} PCIe lanes, {gpu.pcie_width_most} at most: with 16 a "
@@ -106,7 +108,7 @@ def warnings(machine: Machine, used: list[Gpu], link_in: float, alone: list[floa
             f"all at once the GPUs get {link_in / 1e9:.1f} GB/s each, one alone {min(alone) / 1e9:.1f}: they share lanes "
             "(a chipset, or a switch). Use slots that hang on the CPU."
         )
-    if len({gpu.numa_node for gpu in used}) > 1:
+    if len({gpu.numa_node for gpu in used if gpu.numa_node is not None}) > 1:
         found.append("the GPUs hang on different NUMA nodes: sums over ranks cross the link between the sockets.")
     if used and machine.wsl:
         found.append("this is WSL2, which pins only part of the host's memory: use Linux itself for texts that exceed it.")
@@ -129,11 +131,18 @@ def _gpus() -> tuple[list[Gpu], str]:
     found, said = [], ""
     try:
         said = _text(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        for handle in handles:
-            found.append(_gpu(handle, handles))
+        handles: dict[int, Any] = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found.append(_gpu(handles[index]))
+            except pynvml.NVMLError as error:
+                handles.pop(index, None)
+                said += f", GPU {index} does not answer: {error}"
+        peers = ([other for other in handles if other != index and _reads(handles[index], handles[other])] for index in handles)
+        found = [replace(gpu, peers=tuple(reached)) for gpu, reached in zip(found, peers, strict=True)]
     except pynvml.NVMLError as error:
-        said += f", GPU {len(found)} does not answer: {error}"
+        said += f", which does not answer: {error}"
     finally:
         pynvml.nvmlShutdown()
     return found, said
@@ -147,7 +156,7 @@ def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:
         return None
 
 
-def _gpu(handle: Any, handles: list[Any]) -> Gpu:
+def _gpu(handle: Any) -> Gpu:
     domain, _, rest = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
     address = f"{domain[-4:]}:{rest}"  # NVML writes the domain with eight digits, sysfs with four
     node = node_of(address)
@@ -163,7 +172,6 @@ def _gpu(handle: Any, handles: list[Any]) -> Gpu:
         address=address,
         near=not cpus or bool(cpus & os.sched_getaffinity(0)),
         iommu=iommu_of(address),
-        peers=tuple(index for index, other in enumerate(handles) if other is not handle and _reads(handle, other)),
     )
 
 

@@ -51,7 +51,7 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
     for rank in range(group.size):
         with group.together():
             mine = copies.rate(out=False) if rank == group.rank else mine
-    alone, addresses = group.gather(mine), group.gather(gpu_address(group.device) if cuda else "")
+    alone = group.gather(mine)
     own: dict[str, float] = {}
     for name, out in (("link_in", False), ("link_out", True)):
         with group.together():  # which also lets all ranks begin at once
@@ -85,7 +85,8 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
         source += ", one rank"
     found: dict[str, Any] = {name: {"value": value, "source": source} for name, value in numbers.items()}
     found["link_in_alone"] = {"value": min(alone), "of each": alone, "source": source}
-    said = warnings(busy, busy.at(addresses) if cuda else [], numbers["link_in"], alone)
+    used = group.gather(busy.at(gpu_address(group.device))) if cuda else []  # each rank says where it may run itself
+    said = warnings(busy, used, numbers["link_in"], alone)
     found["runs_ahead"] = {"value": cuda, "source": "a GPU's host runs ahead of it, a CPU does all by itself"}
     return {**found, "machine": busy.as_dict(), "warnings": said}
 

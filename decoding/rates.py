@@ -14,6 +14,7 @@ from parallel import Group
 T = TypeVar("T")
 _COPY, _SUM = 128 << 20, 16 << 20  # bytes
 _REPEATS = 5
+_BUSY = 48  # copies that keep a link busy while something is asked
 
 
 class Copies:
@@ -39,7 +40,7 @@ class Copies:
 
     def meanwhile(self, ask: Callable[[], T]) -> T:
         """What `ask` says while copies towards the device are under way: links that are idle report a lower speed."""
-        for _ in range(20):
+        for _ in range(_BUSY):
             self._copy(out=False)
         answer = ask()
         self.link.drain()

@@ -108,6 +108,11 @@ class Session:
         assert isinstance(inner, Decoder)
         return inner
 
+    def end(self) -> None:
+        """The text is over: what decoding took is noted, and recordings go."""
+        self.peaks["decoding"] = self.models.link.peak()
+        self.run.forget()
+
     def snapshot(self) -> list[Any]:
         """Where all caches stand, for `rewind`: right behind the prompt, say, to continue it more than once."""
         return [cache.snapshot() for cache in self._own()]

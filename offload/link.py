@@ -50,8 +50,8 @@ class Link(ABC):
         """Bytes of device memory that could be allocated now."""
 
     def peak(self) -> int | None:
-        """Bytes in use at most since the last call: of device memory, or of all of this process where that is host memory. None
-        where the system does not say.
+        """Bytes in use at most since the last call: of device memory what torch allocated, or where that is host memory, all of
+        this process. None where the system does not say.
         """
         return process_peak()
 
@@ -82,7 +82,10 @@ def host_available() -> int:
 
 
 def process_peak() -> int | None:
-    """Bytes of memory that this process has held at most since the last call; None where the system does not say."""
+    """Bytes of memory that this process has held at most since the last call; None where the system does not say.
+
+    It makes the kernel forget the peak, also for others who ask (ru_maxrss).
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         Path("/proc/self/clear_refs").write_text("5")  # which forgets the peak

@@ -62,7 +62,7 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
     assert set(names[:4]) <= run_here
     assert rows["ours: hierarchical offloaded"]["link MB/token"] > 0
     assert rows["ours: plain"]["link MB/token"] is None
-    claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded (aim: 8)"
+    claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded"
     gain = rows["ours: plain offloaded"]["ms/token"] / rows["ours: hierarchical offloaded"]["ms/token"]
     assert found["ratios"][claim] == pytest.approx(gain)
 
@@ -119,6 +119,7 @@ class Model:
         return self
     def set_kv_cache_offload(self, *asked):
         assert asked == (True, 3, False, False)
+        print("a line of log")
         self.offloaded = True
     def generate(self, prompt, attention_mask, max_new_tokens, streamer, do_sample):
         import torch

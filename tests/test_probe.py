@@ -68,7 +68,7 @@ def test_two_ranks_agree_on_the_numbers() -> None:
     assert first["gpus"]["value"] == 2
     assert 0 < first["all_reduce_s"]["value"] < 1
     assert 1e6 < first["all_reduce_rate"]["value"] < 1e14
-    assert first["link_in_alone"]["value"] == min(first["link_in_alone"]["of each"])
+    assert all(1e6 < rate < 1e14 for rate in first["link_in_alone"]["of each"])
     assert len(first["link_in_alone"]["of each"]) == 2
 
 
@@ -91,12 +91,12 @@ def test_a_good_machine_needs_no_warning() -> None:
 
 
 def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
-    fast, _, gone = HOST.at([OTHER.address, FINE.address, "0000:99:00.0"])
-    assert fast is OTHER
-    assert (gone.address, gone.pcie_width) == ("0000:99:00.0", 0)
+    assert HOST.at(OTHER.address) is OTHER
     machine = replace(HOST, gpus=[replace(FINE, pcie_width=1), OTHER])
-    assert warnings(machine, machine.at([OTHER.address]), 24e9, [25e9]) == []  # CUDA_VISIBLE_DEVICES=1
-    assert "GPU 0 (RTX 4090) runs on 1 PCIe lanes" in warnings(machine, machine.at([FINE.address]), 24e9, [25e9])[0]
+    assert warnings(machine, [machine.at(OTHER.address)], 24e9, [25e9]) == []  # CUDA_VISIBLE_DEVICES=1
+    assert "GPU 0 (RTX 4090) runs on 1 PCIe lanes" in warnings(machine, [machine.at(FINE.address)], 24e9, [25e9])[0]
+    (warning,) = warnings(HOST, [FINE, HOST.at("0000:99:00.0")], 24e9, [25e9, 25e9])
+    assert "NVML knows of no GPU 1 at 0000:99:00.0" in warning
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,16 @@ def test_how_the_kernel_maps_a_devices_copies(tmp_path: Path) -> None:
     assert [iommu_of(address, tmp_path) for address in ("0000:01:00.0", "0000:41:00.0")] == ["DMA-FQ", None]
 
 
-def test_a_gpu_that_does_not_answer_ends_nothing(driver: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: Any) -> None:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+@pytest.mark.parametrize("question", ["nvmlDeviceGetName", "nvmlDeviceGetHandleByIndex"])
+def test_a_gpu_that_does_not_answer_ends_nothing(question: str, driver: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = getattr(FakeDriver(), question)
 
-    monkeypatch.setattr(FakeDriver, "nvmlDeviceGetName", lost, raising=False)
+    def lost(_: object, index: int) -> Any:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return answer(index)
+
+    monkeypatch.setattr(FakeDriver, question, lost, raising=False)
     machine = Machine.here()
-    assert machine.gpus == []
+    assert [gpu.address for gpu in machine.gpus] == ["0000:c1:00.0"]
     assert "580.00, GPU 0 does not answer" in machine.driver
