@@ -23,6 +23,7 @@ class View:
     columns: Mapping[str, str]  # heading: key
     rows: str = "rows"
     keep: Kept = field(default=lambda row: True)
+    claims: str = ""  # how the ratios shown begin
 
 
 def _own(*names: str) -> dict[str, str]:
@@ -33,7 +34,7 @@ def _own(*names: str) -> dict[str, str]:
 _COMPARED = {
     **_own("context"),
     "": "peer",
-    **_own("ms/token", "prefill s", "tokens per verification", "acceptance", "link MB/token", "peak GB"),
+    **_own("ms/token", "least", "most", "prefill s", "tokens per verification", "acceptance", "link MB/token", "peak GB"),
 }
 _VARIED = {**_own("", "predicted ms"), "ms here": "ms", **_own("acceptance", "tokens per verification")}
 VIEWS: dict[str, View] = {
@@ -124,8 +125,7 @@ VIEWS: dict[str, View] = {
             **_own("tokens", "ended"),
         },
     ),
-    "compare": View("compare-cpu.json", _COMPARED | _own("note"), keep=lambda row: row["context"] == 65_536),
-    "longest": View("compare-64k-cpu.json", _COMPARED),
+    "compare": View("compare-cpu.json", _COMPARED | _own("note"), keep=lambda row: row["context"] == 65_536, claims="65,536"),
     "greedy": View(
         "compare-greedy-cpu.json",
         {**_own("context"), "": "peer", **_own("ms/token"), "same text as ours": "same text", **_own("note")},
@@ -188,8 +188,9 @@ def markdown(view: View, folder: Path) -> str:
         rows = [row for row in found[view.rows] if view.keep(row)]
         cells = [[cell(row.get(key)) for key in view.columns.values()] for row in rows]
         lines += ["| " + " | ".join(each) + " |" for each in ([*view.columns], ["---"] * len(view.columns), *cells)]
-    if found.get("ratios"):
-        lines += ["", *(f"- {claim}: **{value:.2f}**" for claim, value in found["ratios"].items())]
+    ratios = {claim: value for claim, value in found.get("ratios", {}).items() if claim.startswith(view.claims)}
+    if ratios:
+        lines += ["", *(f"- {claim}: **{value:.2f}**" for claim, value in ratios.items())]
     return "\n".join([*lines, "", provenance(found["environment"], view.file), ""])
 
 
