@@ -118,6 +118,7 @@ def main(
     prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
     machine, progress, table = here(engine), Console(stderr=True), []
+    Session(engine.models, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()  # makes kernels, once a process
     for setting in SETTINGS:
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
         models = engine.models.over(setting.settings(dtype))
