@@ -48,7 +48,7 @@ def test_a_budget_that_is_set_is_the_only_one(pair: Pair) -> None:
 
 
 def test_more_budget_leaves_fewer_layers(pair: Pair) -> None:
-    found = affordable(models(pair, 130), PROMPT, NEW)
+    found = affordable(models(pair, 150), PROMPT, NEW)
     assert list(found) == [budget for budget in BUDGETS if budget < 2 * (PROMPT + NEW)]
     layers = [place.resident_layers for place in found.values()]
     assert layers == sorted(layers, reverse=True)
