@@ -20,6 +20,7 @@ from bench.ours import ours
 from bench.peer import Job, Peer, Result, Unavailable
 from bench.ranks import free_port
 from bench.to_gguf import to_gguf
+from bench.zero_kv import initialized
 from decoding import Sampling
 
 
@@ -97,24 +98,7 @@ class ZeroInference(Transformers):
     def _load(self, folder: Path) -> Any:
         if find_spec("deepspeed") is None:
             raise Unavailable("deepspeed is not installed: pip install deepspeed")
-        # one rank, without an MPI to ask
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-        import deepspeed  # pyright: ignore
-
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-            "bf16": {"enabled": self.job.dtype == "bfloat16"},
-        }
-        engine = deepspeed.initialize(model=super()._load(folder), config=config)[0]
-        engine.module.eval()
-        return engine.module
+        return initialized(super()._load(folder), self.job.dtype, free_port())
 
 
 class OffloadingZeroInference(Peer):

@@ -1,8 +1,8 @@
 """DeepSpeed-ZeRO-Inference with its KV cache in host memory, run by the python of an environment that has it.
 
 KV offload was never merged: it lives in a fork of transformers of 2023 (github.com/tjruwase/transformers, branch
-kvcache-offload-cpu), which cannot share an environment with ours. So this file imports nothing of this project: a job comes as JSON
-on standard input, and what became of it goes as one JSON line to standard output. Not yet run with the fork itself.
+kvcache-offload-cpu), which cannot share an environment with ours. So this file imports nothing of this project, which may import
+it: a job comes as JSON on standard input, what became of it goes as one line of JSON to standard output. Not yet run with the fork.
 """
 
 from __future__ import annotations
@@ -15,9 +15,22 @@ from contextlib import redirect_stdout
 from typing import Any
 
 
+def initialized(model: Any, dtype: str, port: int) -> Any:
+    """The model under ZeRO stage 3 with parameters in host memory, in a group of its own on this port, without an MPI to ask."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import deepspeed  # pyright: ignore
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": dtype == "bfloat16"},
+        "fp16": {"enabled": dtype == "float16"},
+    }
+    return deepspeed.initialize(model=model, config=config)[0].module.eval()
+
+
 def generate(job: dict[str, Any]) -> dict[str, Any]:
     """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, threads, port, and generate's `law`."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
     import torch
 
     torch.set_num_threads(job["threads"])
@@ -26,15 +39,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(job["target"], torch_dtype=getattr(torch, job["dtype"]))
     if not hasattr(model, "set_kv_cache_offload"):
         return {"unavailable": f"the transformers of {sys.executable} has no KV offload: it takes DeepSpeed's fork"}
-    import deepspeed  # pyright: ignore
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
-        "bf16": {"enabled": job["dtype"] == "bfloat16"},
-        "fp16": {"enabled": job["dtype"] == "float16"},
-    }
-    model = deepspeed.initialize(model=model, config=config)[0].module.eval()
+    model = initialized(model, job["dtype"], job["port"])
     cuda = torch.cuda.is_available()
     model.set_kv_cache_offload(True, job["new"], cuda, cuda)  # pinned, and copied behind compute
     model.generation_config = GenerationConfig(pad_token_id=0)

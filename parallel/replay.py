@@ -62,7 +62,8 @@ class Replay:
         """Logits (rows, V) after the last `rows` of tokens (T,), behind the content of `cache`."""
         if not (self.fixed and isinstance(cache, SlotCache) and len(tokens) <= MOST_ROWS):
             return model(tokens, cache, rows)
-        kind = self._kinds.setdefault((id(cache), len(tokens), rows), _Kind(model, cache, rows))
+        key = (id(cache), len(tokens), rows)
+        kind = self._kinds.get(key) or self._kinds.setdefault(key, _Kind(model, cache, rows))
         kind.uses += 1
         if kind.recording is not None and kind.trusted:
             return kind.recording.replay(tokens)
