@@ -88,7 +88,7 @@ def main(
         session.prefill()
         row: dict[str, Any] = {"tokens": context, "prefill s": time.perf_counter() - started}
         row |= passes(session, repeats)
-        session.end()
+        session.close()
         peak = max(peak, *(each or 0 for each in session.peaks.values()))
         progress.print(" ".join(f"{name}: {value:,.1f}" for name, value in row.items()))
         table.append(row)

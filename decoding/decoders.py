@@ -16,8 +16,9 @@ from torch import Generator, Tensor
 
 from decoding.lengths import DraftLength, Round
 from decoding.sampling import Sampling, draw
-from decoding.verify import Draft, finite, verify
+from decoding.verify import Draft, read, verify
 from offload import Cache
+from parallel import on_device
 
 CATCH_UP = 32  # pending tokens a model reads in one pass
 Forward = Callable[[Tensor, Cache, int], Tensor]  # tokens (T,), their cache, rows -> logits (rows, V) of the last rows
@@ -90,13 +91,23 @@ class Decoder(Proposer):
         self.cache.crop(min(keep, len(tokens) - 1))  # at least one token is pending: a pass needs a row
 
     def _pending(self) -> Tensor:  # (P,) the tokens whose KV the cache lacks
-        return torch.tensor(self.tokens[self.cache.length :], device=self.generator.device)
+        return on_device(self.tokens[self.cache.length :], self.generator.device)
 
 
 class Autoregressive(Decoder):
     """One token a pass, each drawn from the model's law after all before it."""
 
     def propose(self, n: int) -> Draft:
+        draft = self._drawn(n)
+        self.tokens += draft.tokens.tolist()
+        return draft
+
+    def round(self, limit: int) -> list[int]:
+        draft = self._drawn(1)
+        self.tokens += read(draft.tokens, draft.probs)
+        return self.tokens[-1:]
+
+    def _drawn(self, n: int) -> Draft:
         tokens, laws = [], []
         rows = self._caught_up()
         for _ in range(n):
@@ -105,15 +116,9 @@ class Autoregressive(Decoder):
             rows = draw(law[0], self.generator)  # (1,), on the device: no waiting until the draft is done
             tokens.append(rows)
             laws.append(law)
-        draft = Draft(torch.cat(tokens), torch.cat(laws))
-        self.tokens += draft.tokens.tolist()
         self.stats.passes += n
         self.stats.produced += n
-        return draft
-
-    def round(self, limit: int) -> list[int]:
-        finite(self.propose(1).probs[0])
-        return self.tokens[-1:]
+        return Draft(torch.cat(tokens), torch.cat(laws))
 
     def _caught_up(self) -> Tensor:
         """The pending tokens, few enough for one pass: a level that was not asked for long has many."""
@@ -147,7 +152,7 @@ class Speculative(Decoder):
         start, laws = len(self.tokens), []
         while (missing := n - len(self.tokens) + start) > 0:
             laws.append(self._verified(missing))
-        return Draft(torch.tensor(self.tokens[start:], device=self.generator.device), torch.cat(laws))
+        return Draft(on_device(self.tokens[start:], self.generator.device), torch.cat(laws))
 
     def round(self, limit: int) -> list[int]:
         start = len(self.tokens)
@@ -163,7 +168,7 @@ class Speculative(Decoder):
 
     def _verified(self, limit: int) -> Tensor:
         """One round: draft, verify, append the 1 to `limit` tokens that stand. Returns the laws (A + 1, V) they are draws of."""
-        started = time.perf_counter()
+        started, known = time.perf_counter(), len(self.tokens)
         draft = self._draft(min(self.length.next(), limit - 1))
         drafted = time.perf_counter()  # every draft ends on the host, so no compute of it is still under way
         pending = self._pending()  # (P,)
@@ -172,7 +177,7 @@ class Speculative(Decoder):
         accepted, following = verify(draft, laws, self.generator)
         self.length.record(Round(len(draft.tokens), accepted, len(rows), drafted - started, time.perf_counter() - drafted))
         self.cache.advance(len(pending) + accepted)
-        self.tokens += [*draft.tokens[:accepted].tolist(), following]
+        self.tokens += [*self.inner.tokens[known : known + accepted], following]
         self.stats.passes += 1
         self.stats.proposed += len(draft.tokens)
         self.stats.accepted += accepted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from decoding.settings import Settings
 from decoding.sizes import BUDGETS, draft_ranks
 from decoding.stats import Stats
 from decoding.tuning import Choice, Split, affordable, link_rate
-from decoding.verify import finite
+from decoding.verify import read
 from offload import DocumentError, FitError, MemoryPlan, TierForceError, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
@@ -108,15 +108,11 @@ class Engine:
             self.stats = Stats()  # the caches of the text before go before memory is planned
             self.group.broadcast((tokens, max_new_tokens))
             choice = self._spend(len(tokens), max_new_tokens)
-            session = self._open(tokens, max_new_tokens, choice)
-            self.stats = Stats(prompt_tokens=len(tokens), plan=session.plan, mode=self.models.mode, choice=choice)
-            leader = PassLeader(session.sharded, session.most, session.run)
-            try:
-                yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
-                self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
-            finally:
-                leader.end()
-                session.end()
+            with closing(self._open(tokens, max_new_tokens, choice)) as session:
+                self.stats = Stats(prompt_tokens=len(tokens), plan=session.plan, mode=self.models.mode, choice=choice)
+                with closing(PassLeader(session.sharded, session.most, session.run)) as leader:
+                    yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
+                    self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
         finally:
             self._busy = False
 
@@ -136,8 +132,8 @@ class Engine:
     ) -> Iterator[int]:
         generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
         stats = self.stats
-        law = finite(sampling.law(session.prefill(progress)))
-        text = [*session.prompt.tolist(), int(draw(law[0], generator))]
+        law = sampling.law(session.prefill(progress))[0]
+        text = [*session.prompt.tolist(), *read(draw(law, generator), law)]
         decoder = session.decoder(leader, sampling, generator, (Noted(self.lengths[0], stats.rounds), self.lengths[1]))
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
@@ -208,9 +204,10 @@ class Engine:
             session = self._open(*request, self._spend(len(request[0]), request[1]))
         except TierForceError:
             return True  # raised on rank 0 too, which tells
-        with suppress(TierForceError):  # raised on rank 0 too, which ends the passes before there is one
-            session.prefill()
-        follow_passes(session.sharded, session.most, session.run)
+        with closing(session):
+            with suppress(TierForceError):  # raised on rank 0 too, which ends the passes before there is one
+                session.prefill()
+            follow_passes(session.sharded, session.most, session.run)
         return True
 
 

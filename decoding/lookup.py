@@ -7,6 +7,7 @@ import torch
 
 from decoding.decoders import Proposer
 from decoding.verify import Draft
+from parallel import on_device
 
 
 class Lookup(Proposer):
@@ -32,13 +33,13 @@ class Lookup(Proposer):
         if not found and self.inner is not None:
             self.inner.sync(self.tokens, self._known)
             draft = self.inner.propose(n)
-            self._append(draft.tokens.tolist())
+            self._append(self.inner.tokens[len(self.tokens) :])
             self._known = len(self.tokens)
             return draft
         self._append(found)
         self.stats.passes += bool(found)
         self.stats.produced += len(found)
-        tokens = torch.tensor(found, dtype=torch.int64, device=self.device)
+        tokens = on_device(found, self.device)
         law = torch.zeros(len(found), self.vocab, device=self.device)
         return Draft(tokens, law.scatter_(1, tokens[:, None], 1.0))
 

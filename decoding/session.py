@@ -108,8 +108,9 @@ class Session:
         assert isinstance(inner, Decoder)
         return inner
 
-    def end(self) -> None:
-        """The text is over: what decoding took is noted, and recordings go."""
+    def close(self) -> None:
+        """The text is over: what decoding took is noted, recordings go, and no copy is left that works on its caches."""
+        self.models.link.drain()
         self.peaks["decoding"] = self.models.link.peak()
         self.run.forget()
 

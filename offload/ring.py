@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ class TransferRing:
         count, size = slots if link.copies else 0, torch.Size(slot_shape).numel()
         self.memory = torch.empty(max(count * size, room) if link.copies else 0, dtype=dtype, device=link.device)
         self._slots = list(self.memory[: count * size].view(count, *slot_shape))
-        self._pass: Iterator[Tensor] = iter(())
+        self._waiting: deque[Tensor] = deque()  # chunks of the pass that no copy has begun for
+        self._filled: deque[tuple[Tensor, Tensor, Any]] = deque()  # slot, chunk in it, and the copy's ticket
+        self._held: Tensor | None = None  # the slot whose chunk the caller has
 
     @property
     def nbytes(self) -> int:
@@ -36,29 +38,27 @@ class TransferRing:
 
     def start(self, chunks: Sequence[Tensor]) -> None:
         """Begin a pass and fill the slots. A pass left unfinished is abandoned: its copies come first, for the link keeps order."""
-        self._pass = self._stream(deque(chunks), deque()) if self.link.copies else iter(chunks)
+        self._waiting, self._held = deque(chunks), None
+        self._filled.clear()
+        for slot in self._slots:
+            self._fill(slot)
 
     def next(self) -> Tensor:
-        """The next chunk, on the device. Good until the call after this one: its slot is then refilled."""
-        return next(self._pass)
+        """The next chunk, on the device, good until the next call: its slot is then refilled. IndexError behind the last."""
+        if not self.link.copies:
+            return self._waiting.popleft()
+        if self._held is not None:
+            self._fill(self._held)  # the caller is back: it has issued its reads, and copies follow compute
+        self._held = None
+        self._held, chunk, ticket = self._filled.popleft()
+        self.link.wait(ticket)
+        return chunk
 
-    def _stream(self, waiting: deque[Tensor], filled: deque[tuple[Tensor, Tensor, Any]]) -> Iterator[Tensor]:
-        for slot in self._slots:
-            self._fill(slot, waiting, filled)
-        return self._hand_out(waiting, filled)
-
-    def _hand_out(self, waiting: deque[Tensor], filled: deque[tuple[Tensor, Tensor, Any]]) -> Iterator[Tensor]:
-        while filled:
-            slot, chunk, ticket = filled.popleft()
-            self.link.wait(ticket)
-            yield chunk
-            self._fill(slot, waiting, filled)  # the caller is back: it has issued its reads, and copies follow compute
-
-    def _fill(self, slot: Tensor, waiting: deque[Tensor], filled: deque[tuple[Tensor, Tensor, Any]]) -> None:
-        if not waiting:
+    def _fill(self, slot: Tensor) -> None:
+        if not self._waiting:
             return
-        source = waiting.popleft()
+        source = self._waiting.popleft()
         _, heads, tokens, _ = source.shape
         chunk = slot[:, :heads, :tokens]
         ticket = self.link.copy([(chunk[part, head], source[part, head]) for part in range(2) for head in range(heads)])
-        filled.append((slot, chunk, ticket))
+        self._filled.append((slot, chunk, ticket))

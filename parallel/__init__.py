@@ -2,7 +2,7 @@
 
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.config import ConfigError, ModelConfig, token_ids
-from parallel.group import Group, RankLost, Recorder
+from parallel.group import Group, RankLost, Recorder, on_device
 from parallel.llama import Llama
 from parallel.loading import load_model, parameter_bytes, random_model, resolve
 from parallel.passes import PassLeader, Sharded, follow_passes
@@ -23,6 +23,7 @@ __all__ = [
     "Sharded",
     "follow_passes",
     "load_model",
+    "on_device",
     "parameter_bytes",
     "random_model",
     "resolve",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -185,6 +185,12 @@ class Recorder:
             return out
 
         return replay
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Whole numbers (N,) in the device's memory, without waiting for what the device is at."""
+    found = torch.tensor(numbers, dtype=torch.int64)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait
 
 
 @contextmanager

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from offload import Cache
-from parallel.group import Group
+from parallel.group import Group, on_device
 from parallel.llama import Llama
 
 Sharded = tuple[Llama, Cache]  # a model split over the ranks, and one of the caches it runs on
@@ -37,7 +36,7 @@ class PassLeader:
             self._announce([which, cache.length, rows, len(tokens), *tokens.tolist()])
         return self.run(self.sharded[which][0], tokens, cache, rows)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """The text is done: the other ranks leave `follow_passes`."""
         self._announce([_END])
 
@@ -55,4 +54,4 @@ def follow_passes(sharded: Sequence[Sharded], most: int, run: Run = Llama.__call
             return
         model, cache = sharded[which]
         cache.settle(length)
-        run(model, torch.tensor(tokens[:count], device=group.device), cache, rows)
+        run(model, on_device(tokens[:count], group.device), cache, rows)

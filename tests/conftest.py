@@ -9,15 +9,22 @@ import pytest
 import torch
 from links import make_test_link
 from models import build_checkpoint
+from standin import Machine, gpu_or_standin
 
 from offload import Link
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("cuda"):
-                item.add_marker(pytest.mark.skip(reason="no GPU here"))
+@pytest.fixture(autouse=True)
+def gpu(request: pytest.FixtureRequest) -> Iterator[Machine | None]:
+    """For tests marked `cuda`: a stand-in where there is no GPU, which it then is. `cuda(standin=False)` wants the real one."""
+    mark = request.node.get_closest_marker("cuda")
+    if mark is None:
+        yield None
+        return
+    if not mark.kwargs.get("standin", True) and not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    with gpu_or_standin() as machine:
+        yield machine
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,20 @@ def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     assert rows["rounds", "tokens per verification (drawn weights: says nothing)"] >= 1
 
 
+@pytest.mark.cuda
+def test_every_part_runs_on_a_gpu_with_short_passes_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)  # too large for a stand-in
+    output = tmp_path / "gpu.json"
+    arguments = ["--pair", "tiny", "--context", "1024", "--budget", "256", "--resident-layers", "1", "--device-memory", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--no-tests", "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
+    assert rows["device", "short passes can be recorded as CUDA graphs"] == "yes"
+    assert rows["rounds", "kinds of short passes: replayed"] > 0
+    assert rows["rounds", "kinds of short passes: refused"] == 0
+    assert 0 < rows["prefill", "peak memory"] < 1
+
+
 def test_an_unknown_pair_is_refused(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["--pair", "70b", "--no-tests", "--device", "cpu"])
     assert done.exit_code == 2

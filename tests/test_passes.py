@@ -43,7 +43,7 @@ def lead(sharded: list[Sharded]) -> list[Tensor]:
             target.crop(target.length - 2)
         retrieval.crop(target.length)
         logits.append(leader(tokens[:2], retrieval, 2))  # never counted
-    leader.end()
+    leader.close()
     return logits
 
 

@@ -44,7 +44,7 @@ def test_chunks_come_whole_and_in_order(link: Link, slots: int) -> None:
         chunks = host_chunks(count, rng)
         ring.start(chunks)
         consume(ring, chunks, rng)
-        with pytest.raises(StopIteration):
+        with pytest.raises(IndexError):
             ring.next()
 
 

@@ -1,0 +1,199 @@
+"""A stand-in for a GPU: this project's CUDA code, run on a CPU with real numbers.
+
+`standin()` makes torch say that there are GPUs. Tensors on them are of a type of their own, which computes in host memory what a
+GPU would, and refuses what a GPU refuses: tensors of two devices in one operation, kernels that only CPUs have, host waits while a
+graph is captured. Streams are clocks: accesses to the same memory that nothing orders are a Race, memory that is freed while
+another stream may use it is a fault. Captured graphs bake what CUDA graphs bake. Fresh memory holds NaN.
+
+What it cannot tell: anything about time, about CUDA's own kernels and their rounding, NCCL, the driver's limits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from standin.clocks import Race, Timeline
+from standin.dispatch import OnGpu
+from standin.graphs import capture_type, graph_type
+from standin.machine import Machine
+
+_CUDA, _META = 1, 14  # torch/headeronly/core/DeviceType.h
+__all__ = ["Machine", "Race", "gpu_or_standin", "standin"]
+
+
+class Event:
+    """`torch.cuda.Event`, of a stream that was recorded."""
+
+    machine: Machine
+
+    def __init__(self, enable_timing: bool = False):
+        self.mark: dict[Timeline, int] = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.mark = (stream.timeline if stream is not None else self.machine.current).mark()
+
+    def synchronize(self) -> None:
+        self.machine.refuse("Event.synchronize")
+        self.machine.waits.append("Event.synchronize")
+        self.machine.host.after(self.mark)
+
+
+class Stream:
+    """`torch.cuda.Stream`."""
+
+    machine: Machine
+
+    def __init__(self, device: Any = None, priority: int = 0, timeline: Timeline | None = None):
+        self.timeline = timeline or self.machine.stream()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.timeline is self.timeline
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def wait_stream(self, other: Stream) -> None:
+        self.timeline.after(other.timeline.mark())
+
+    def wait_event(self, event: Event) -> None:
+        self.timeline.after(event.mark)
+
+    def synchronize(self) -> None:
+        self.machine.wait(self.timeline, "Stream.synchronize")
+
+
+class Work:
+    """A collective under way on NCCL's stream."""
+
+    def __init__(self, work: Any, machine: Machine):
+        self.work, self.machine, self.mark = work, machine, machine.nccl.mark()
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.machine.current.after(self.mark)
+
+
+def _generator(real: Any) -> Any:
+    class Generator(real):
+        """Draws on the host, and says that it does so on the device that was asked for."""
+
+        def __new__(cls, device: Any = "cpu") -> Generator:
+            made = super().__new__(cls, "cpu")
+            made.where = torch.device(device)
+            return made
+
+        @property
+        def device(self) -> torch.device:
+            return self.where
+
+    return Generator
+
+
+def _guard() -> None:
+    """Let torch's C++ change to a GPU and back. It asks a table how, in which a CPU build has no entry: as for the meta device."""
+    torch._C._ensureCUDADeviceGuardSet()  # which does so in a CUDA build that finds no GPU
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[_CUDA] = guards[_CUDA] or guards[_META]
+
+
+def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
+    """What torch.cuda is replaced by."""
+    stream_type, event_type = type("Stream", (Stream,), {"machine": machine}), type("Event", (Event,), {"machine": machine})
+
+    @contextmanager
+    def stream(wanted: Stream) -> Iterator[None]:
+        before, machine.current = machine.current, wanted.timeline
+        try:
+            yield
+        finally:
+            machine.current = before
+
+    cuda: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: gpus,
+        "current_device": lambda: machine.index,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: "a stand-in",
+        "get_device_properties": lambda device: SimpleNamespace(
+            total_memory=machine.memory, pci_domain_id=0, pci_bus_id=machine.index + 1, pci_device_id=0
+        ),
+        "Stream": stream_type,
+        "Event": event_type,
+        "stream": stream,
+        "current_stream": lambda device=None: stream_type(timeline=machine.current),
+        "set_stream": lambda wanted: setattr(machine, "current", wanted.timeline),
+        "synchronize": lambda device=None: machine.wait_for_all(),
+        "CUDAGraph": graph_type(machine),
+        "graph": capture_type(machine),
+        "graph_pool_handle": lambda: (0, 1),
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda address, nbytes, flags: machine.register(address, nbytes),
+            cudaHostUnregister=machine.unregister,
+        ),
+        "mem_get_info": lambda device=None: (machine.limit - machine.allocated, machine.memory),
+        "memory_reserved": lambda device=None: machine.allocated,
+        "memory_allocated": lambda device=None: machine.allocated,
+        "max_memory_allocated": lambda device=None: machine.peak,
+        "reset_peak_memory_stats": lambda device=None: setattr(machine, "peak", machine.allocated),
+        "set_per_process_memory_fraction": lambda share, device=None: setattr(machine, "limit", int(share * machine.memory)),
+        "empty_cache": lambda: None,
+    }
+    for name, value in cuda.items():
+        yield torch.cuda, name, value
+    yield torch, "Generator", _generator(torch.Generator)
+    yield dist, "init_process_group", _joined(dist.init_process_group)
+    yield dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl" if Machine.nccl_joined else "cpu:gloo,cuda:gloo"
+    yield dist, "all_reduce", _all_reduce(dist.all_reduce, machine)
+
+
+def _joined(real: Any) -> Callable[..., None]:
+    def init(backend: str, **options: Any) -> None:
+        Machine.nccl_joined = "nccl" in backend
+        real("gloo", **options)
+
+    return init
+
+
+def _all_reduce(real: Any, machine: Machine) -> Callable[..., Any]:
+    def all_reduce(x: Any, async_op: bool = False) -> Any:
+        work = real(x, async_op=async_op)
+        return Work(work, machine) if async_op else None
+
+    return all_reduce
+
+
+@contextmanager
+def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[Machine]:
+    """The GPU `index` of this process, with so many bytes of memory. On leaving, faults are raised as a Race."""
+    _guard()
+    machine = Machine(index, memory)
+    with ExitStack() as stack:
+        for owner, name, value in _patches(machine, gpus):
+            stack.enter_context(patch.object(owner, name, value))
+        stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and has it moved like any other
+        stack.enter_context(OnGpu(machine))
+        yield machine
+    if machine.faults:
+        raise Race("; ".join(machine.faults[:5]))
+
+
+@contextmanager
+def gpu_or_standin(gpus: int = 2) -> Iterator[Machine | None]:
+    """The GPUs of this machine if it has any; else a stand-in, for a rank the one with its local number."""
+    if torch.cuda.is_available():
+        yield None
+        return
+    with standin(gpus, int(os.environ.get("LOCAL_RANK", 0)) % gpus) as machine:
+        yield machine

@@ -1,0 +1,179 @@
+"""What becomes of every operation: on the host, on the device, between the two, or between devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from standin.clocks import region_of
+from standin.kernels import CPU_ONLY, KERNELS, UNSET, WAITING
+from standin.machine import Access, Allocation, Machine
+from standin.tensors import GpuTensor, copied, poison, tensors_in, unwrapped, wrapped
+
+aten = torch.ops.aten
+_PINNED = "pinned_by_torch"
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class OnGpu(TorchDispatchMode):
+    """Sends every operation of this thread to where its tensors are."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self.machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in KERNELS and func.namespace == "aten" and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func in (aten.is_pinned.default, aten._pin_memory.default):
+            return self._pin(func, args[0])
+        tensors = list(tensors_in((args, kwargs)))
+        device = kwargs.get("device")
+        gpus = [x for x in tensors if isinstance(x, GpuTensor)]
+        if func in (aten.copy_.default, aten._to_copy.default) and (gpus or _is_gpu(device)):
+            return self._copy(func, args, kwargs)
+        if not gpus and not _is_gpu(device):
+            return self._on_host(func, tensors, args, kwargs)
+        for x in tensors:
+            if not isinstance(x, GpuTensor) and x.dim():
+                raise RuntimeError(f"{func}: Expected all tensors to be on the same device, found {x.device} and a GPU")
+        if any(x.block.machine is not self.machine for x in gpus):
+            raise RuntimeError(f"{func}: a tensor of another GPU")
+        if device is not None and not _is_gpu(device):
+            raise RuntimeError(f"{func}: from a GPU to {device}")
+        if func in CPU_ONLY:
+            raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        return self._launch(func, args, kwargs)
+
+    def _on_host(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        if self.machine.pinned and not is_view(func):
+            written = {id(x) for x in mutated(func, args, kwargs)}
+            found = [(*at, id(x) in written) for x in tensors if (at := self.machine.registered(x))]
+            if found:
+                self.machine.step(self.machine.host, str(func), found)
+        return func(*args, **kwargs)
+
+    def _launch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        machine, first = self.machine, next(tensors_in((args, kwargs)), None)
+        if is_view(func):
+            out = func(*unwrapped(args), **unwrapped(kwargs))
+            with torch.inference_mode(first.is_inference()):  # a view of a lasting tensor is one
+                return wrapped(out, first.block)
+        if waits(func, args):
+            machine.wait(machine.current, str(func))
+        inner_args, inner_kwargs = unwrapped(args), unwrapped(kwargs)
+        if "device" in inner_kwargs:
+            inner_kwargs["device"] = "cpu"
+        written = mutated(func, args, kwargs)
+        targets = {id(x) for x in written}
+        accesses: list[Access] = [
+            (x.block, region_of(x), id(x) in targets) for x in tensors_in((args, kwargs)) if isinstance(x, GpuTensor)
+        ]
+        kernel = KERNELS.get(func, func)
+        if machine.capture is not None:
+            out = machine.capture.add(str(func), accesses, kernel, inner_args, inner_kwargs, bool(written))
+        else:
+            out = machine.run(str(func), accesses, lambda: kernel(*inner_args, **inner_kwargs))
+        if written:
+            return written[0] if isinstance(out, Tensor) else (*written,)
+        if func in UNSET:
+            poison(out)
+        return self._new(out, func)
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On NCCL's stream, behind the current one, which waits for it at once unless the call is asynchronous."""
+        machine, names = self.machine, [each.name for each in func._schema.arguments]
+        accesses: list[Access] = [(x.block, region_of(x), True) for x in tensors_in(args) if isinstance(x, GpuTensor)]
+        here, machine.current = machine.current, machine.nccl
+        machine.nccl.after(here.mark())
+        inner, named = unwrapped(args), unwrapped(kwargs)
+        if machine.capture is not None:
+            machine.capture.add(str(func), accesses, lambda: func(*inner, **named)[-1].wait(), (), {}, True)
+            *_, work = func(*copied(inner), **named)  # the ranks do meet, over what is thrown away
+        else:
+            *_, work = machine.run(str(func), accesses, lambda: func(*inner, **named))
+        machine.current = here
+        if not {**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", True):
+            here.after(machine.nccl.mark())
+        return args[0], work
+
+    def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Between the host and the device, or within the device."""
+        machine = self.machine
+        if func is aten.copy_.default:
+            to, source, later = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        else:
+            source, later, device = args[0], kwargs.get("non_blocking", False), kwargs.get("device")
+            on_gpu = isinstance(source, GpuTensor) if device is None else _is_gpu(device)
+            layout = kwargs.get("memory_format") or torch.preserve_format
+            made = torch.empty_like(unwrapped(source), dtype=kwargs.get("dtype"), memory_format=layout)
+            to = self._new(made, func) if on_gpu else made
+        what = f"{func} from {source.device.type} to {to.device.type}"
+        if isinstance(to, GpuTensor) and isinstance(source, GpuTensor):
+            accesses = [(to.block, region_of(to), True), (source.block, region_of(source), False)]
+            if machine.capture is not None:
+                machine.capture.add(what, accesses, Tensor.copy_, (to.inner, source.inner), {}, True)
+            else:
+                machine.run(what, accesses, lambda: to.inner.copy_(source.inner))
+            return to
+        if not isinstance(to, GpuTensor) and not isinstance(source, GpuTensor):
+            return to.copy_(source)
+        accesses, pinned = [], True
+        for x, write in ((to, True), (source, False)):
+            if isinstance(x, GpuTensor):
+                accesses.append((x.block, region_of(x), write))
+            elif at := machine.registered(x):
+                accesses.append((*at, write))
+            elif not hasattr(x, _PINNED):
+                pinned = False
+        machine.refuse(what)
+        machine.run(what, accesses, lambda: unwrapped(to).copy_(unwrapped(source)))
+        if not (later and pinned):
+            machine.wait(machine.current, what)
+        return to
+
+    def _pin(self, func: Any, x: Tensor) -> Any:
+        """Of torch's own pinned memory, which lives until the copies from it are done."""
+        if func is aten.is_pinned.default:
+            return hasattr(x, _PINNED) or self.machine.registered(x) is not None
+        copied = x.clone()
+        setattr(copied, _PINNED, True)
+        return copied
+
+    def _new(self, out: Any, func: Any) -> Any:
+        """Results in memory of their own."""
+        if isinstance(out, Tensor):
+            return GpuTensor(out, Allocation(self.machine, -(-max(1, out.nbytes) // 512) * 512, f"the result of {func}"))
+        if isinstance(out, tuple | list):
+            return type(out)(self._new(each, func) for each in out)
+        return out
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that are written to."""
+    if not func._schema.is_mutable:
+        return []
+    named = {**{each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    return [x for name in names for x in tensors_in(named.get(name))]
+
+
+def waits(func: Any, args: Any) -> bool:
+    masked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
+    return masked or func in WAITING

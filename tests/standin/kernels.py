@@ -1,0 +1,89 @@
+"""What a GPU computes with kernels that a CPU build of torch lacks: their conditions, shapes and layouts, and plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise RuntimeError(what)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(B, H, T, D), laid out as (B, T, H, D) like both kernels' results; lse (B, H, T) float32."""
+    _require(k.shape[2] > 0, "a kernel needs a key")
+    scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)  # top-left
+    out = (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
+    _require(q.dim() == k.dim() == v.dim() == 4, "attention takes (B, H, T, D)")
+    _require(q.dtype == k.dtype == v.dtype, f"dtypes differ: {q.dtype}, {k.dtype}, {v.dtype}")
+    _require(q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] == k.shape[1] == v.shape[1], "batch and heads must agree")
+    _require(k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3], "keys and values must agree")
+    _require(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension must be contiguous")
+    _require(dropout == 0, "no dropout here")
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False) -> tuple[Any, ...]:
+    _check(q, k, v, dropout)
+    _require(q.dtype in SIXTEEN, "FlashAttention only support fp16 and bf16 data type")
+    _require(q.shape[3] % 8 == 0 and q.shape[3] <= 256, "head_size must be a multiple of 8, of at most 256")
+    _require(not causal or q.shape[2] == k.shape[2], "a causal mask is of a square only")
+    seed = torch.zeros(2, dtype=torch.int64)
+    return (*_attention(q, k, v, causal), None, None, q.shape[2], k.shape[2], seed, seed[0], q.new_empty(0))
+
+
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, dropout: float = 0.0, causal: bool = False
+) -> tuple[Any, ...]:
+    _check(q, k, v, dropout)
+    _require(bias is None, "not met so far: a bias")
+    out, sums = _attention(q, k, v, causal)
+    padded = sums.new_full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), torch.inf)
+    padded[:, :, : sums.shape[2]] = sums
+    seed = torch.zeros((), dtype=torch.int64)
+    return out, padded if lse else sums[:, :, :0], seed, seed
+
+
+def wide_bmm(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    _require(x.dtype == y.dtype and x.dtype in SIXTEEN and dtype in (x.dtype, torch.float32), "out_dtype of 16-bit inputs only")
+    return torch.bmm(x.to(dtype), y.to(dtype))
+
+
+KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention.default: flash,
+    aten._scaled_dot_product_efficient_attention.default: efficient,
+    aten.bmm.dtype: wide_bmm,
+}
+CPU_ONLY = {aten._scaled_dot_product_flash_attention_for_cpu.default}
+# these wait for the device, to give the host a number or a shape
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.unique_consecutive.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+    aten.bincount.default,
+}
+UNSET = {  # memory as it is found
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}

@@ -1,0 +1,107 @@
+"""The state of a stand-in GPU: its streams, its memory and what the host waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from standin.clocks import Block, Timeline, region_of
+
+Access = tuple[Block, Any, bool]  # the block, the region in it, and whether it is written
+
+
+class Allocation(Block):
+    """Device memory: counted while anything uses it, and due to be free of other streams' work when nothing does."""
+
+    def __init__(self, machine: Machine, nbytes: int, name: str):
+        super().__init__(name)
+        self.machine, self.nbytes, self.owner = machine, 0, machine.current
+        machine.allocate(nbytes)  # which may refuse
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        self.machine.free(self)
+
+
+class Machine:
+    """One GPU of this process. Work is done at once, in the order of launches; that it might be done later is what clocks tell."""
+
+    def __init__(self, index: int, memory: int):
+        self.index, self.memory, self.limit = index, memory, memory
+        self.device = torch.device("cuda", index)
+        self.host = Timeline("the host")
+        self.default = Timeline("the default stream")
+        self.nccl = Timeline("NCCL's stream")
+        self.streams = [self.default, self.nccl]
+        self.current = self.default
+        self.allocated = self.peak = 0
+        self.pinned: dict[int, tuple[int, Block]] = {}  # by address: bytes, and who used them
+        self.waits: list[str] = []  # what the host waited for the device for
+        self.faults: list[str] = []  # what was wrong where nothing can be raised
+        self.capture: Any = None  # the recording under way
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> None:
+        if self.allocated + nbytes > self.limit:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes, {self.allocated} are in use.")
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+    def free(self, block: Allocation) -> None:
+        self.allocated -= block.nbytes
+        if at := block.pending(block.owner, self.host):  # whoever gets the memory next launches after what these two know
+            self.faults.append(f"{block.name} was freed before {at} was known to be done")
+
+    def register(self, address: int, nbytes: int) -> int:
+        self.pinned[address] = (nbytes, Block("registered host memory"))
+        return 0
+
+    def unregister(self, address: int) -> None:
+        _, block = self.pinned.pop(address)
+        if at := block.pending(self.host):
+            self.faults.append(f"host memory was given back before {at} was known to be done")
+
+    def registered(self, x: Tensor) -> tuple[Block, Any] | None:
+        """The block of registered memory that a CPU tensor lies in, and its region there."""
+        for start, (nbytes, block) in self.pinned.items():
+            if x.numel() and start <= x.data_ptr() < start + nbytes:
+                return block, region_of(x, (x.data_ptr() - start) // x.itemsize)
+        return None
+
+    # -- order --------------------------------------------------------------------------------------------------------
+
+    def stream(self) -> Timeline:
+        self.streams.append(Timeline(f"stream {len(self.streams)}"))
+        return self.streams[-1]
+
+    def step(self, timeline: Timeline, what: str, accesses: Sequence[Access]) -> None:
+        """The next step of a stream, or of the host, behind all that the host knows. Raises Race."""
+        timeline.after(self.host.mark())
+        timeline.steps += 1
+        for block, region, write in accesses:
+            block.touch(timeline, region, write, what)
+
+    def wait(self, timeline: Timeline, what: str) -> None:
+        """The host waits for a stream."""
+        self.refuse(what)
+        self.waits.append(what)
+        self.host.after(timeline.mark())
+
+    def wait_for_all(self) -> None:
+        for timeline in self.streams:
+            self.wait(timeline, "synchronize")
+
+    def refuse(self, what: str) -> None:
+        """What a stream that is being captured does not permit."""
+        if self.capture is not None:
+            self.capture.invalid = True
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+
+    def run(self, what: str, accesses: Sequence[Access], work: Callable[[], Any]) -> Any:
+        """Work on the current stream."""
+        self.step(self.current, what, accesses)
+        return work()

@@ -1,0 +1,81 @@
+"""Tensors that say they are on a GPU and keep their numbers in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from standin.machine import Allocation
+
+
+class GpuTensor(Tensor):
+    """`inner` holds the numbers, `block` is the memory they would lie in."""
+
+    inner: Tensor
+    block: Allocation
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, block: Allocation) -> GpuTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=block.machine.device,
+        )
+        made.inner, made.block = inner, block
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} outside the stand-in")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **options: Any) -> str:
+        return f"GpuTensor({self.inner!r})"
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for each in values:
+            yield from tensors_in(each)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))
+
+
+def unwrapped(values: Any) -> Any:
+    if isinstance(values, GpuTensor):
+        return values.inner
+    if isinstance(values, tuple | list):
+        return type(values)(unwrapped(each) for each in values)
+    if isinstance(values, dict):
+        return {name: unwrapped(each) for name, each in values.items()}
+    return values
+
+
+def copied(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.clone()
+    return type(values)(copied(each) for each in values) if isinstance(values, tuple | list) else values
+
+
+def wrapped(values: Any, block: Allocation) -> Any:
+    """Views of the block."""
+    if isinstance(values, Tensor):
+        return GpuTensor(values, block)
+    return type(values)(wrapped(each, block) for each in values)
+
+
+def poison(values: Any) -> None:
+    """What memory holds that nobody wrote: no numbers."""
+    for x in tensors_in(values):
+        x.fill_(torch.nan if x.is_floating_point() else 0)
