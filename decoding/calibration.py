@@ -23,7 +23,7 @@ from decoding.settings import BUDGET, Settings
 from decoding.sizes import COMPUTE_TURNS
 from decoding.verify import Draft, verify
 from offload import POLICIES, KVLayout, RetrievalCache, RetrievalShape, StreamingCache, partial_attention
-from parallel import Group, ModelConfig, Recorder, Replay, random_model
+from parallel import Group, ModelConfig, Replay, random_model
 
 _FEW, _ROWS, _MANY = 3, 33, 4096  # tokens of a pass over the retrieval cache, of a verification, of a chunk of prefill
 _KV = {"cpu": 128 << 20, "cuda": 1 << 30}  # bytes: far more than any cache holds
@@ -68,7 +68,7 @@ def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> flo
     cache = StreamingCache(layout, 1, _ROWS // 2, _ROWS // 2, rotary, device)
     group = Group(device=device)
     model, token = random_model(config, group, dtype), torch.zeros(1, dtype=torch.int64, device=device)
-    run = Replay(group.records(), Recorder(device))
+    run = Replay(group.records(), group.recorder)
     run.warm(model, token, cache, 1)
     others = torch.ones(_KV[device.type] // 4, device=device)
     return typical(lambda: run(model, token, cache, 1), 60, lambda: others.sum())  # weights come from memory, as behind a text

@@ -40,13 +40,12 @@ class Engine:
         self.stats = Stats()
         self.lengths = draft_lengths(models.settings)
         self.split = Split()
-        self._link_rate = link_rate(models) if self._tunes and models.link.copies else None  # bytes a second
         self._busy = False  # a text is being generated, and the arena is its own
-        limit = models.target.config.context_limit
-        wanted = models.settings.context
+        limit, wanted = models.target.config.context_limit, models.settings.context
         if wanted is not None and wanted > limit:
             raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
         self.context = wanted or limit
+        self._link_rate = link_rate(models) if self._tunes and models.link.copies else None  # bytes a second
 
     @classmethod
     def from_pretrained(
@@ -113,6 +112,10 @@ class Engine:
                 with closing(PassLeader(session.sharded, session.most, session.run)) as leader:
                     yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
                     self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
+        except torch.OutOfMemoryError as error:
+            if self.group.size > 1:
+                raise  # the others are in the middle of the same pass: there is no going on together
+            raise FitError(f"{one_line(error)}") from error
         finally:
             self._busy = False
 

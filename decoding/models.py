@@ -61,7 +61,7 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
     weights = parameter_bytes(target) + (parameter_bytes(models.draft) if models.draft is not None else 0)
     there = models.link.device_available() // (group.size if on_cpu else 1)
     if settings.device_memory is not None:
-        free = min(settings.device_memory - weights, there)
+        free = min(settings.device_memory - weights, there if on_cpu else int(there * USED))
         host = max(0, host - max(0, free)) if on_cpu else host  # two readings of one memory differ by what came and went
     else:
         free = int(there * USED)

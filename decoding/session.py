@@ -16,7 +16,7 @@ from decoding.sampling import Sampling
 from decoding.settings import Settings
 from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
 from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
-from parallel import Llama, PassLeader, Recorder, Replay, Sharded
+from parallel import Llama, PassLeader, Replay, Sharded
 
 LINK_REFRESH = 1  # tokens one selection serves where keys come over a link anyway
 LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
@@ -57,7 +57,7 @@ class Session:
             self.plan.late_layers,
         )
         self.sharded: list[Sharded] = [(models.target, self.target)]
-        self.run = Replay(bool(settings.graphs), Recorder(device))
+        self.run = Replay(bool(settings.graphs), group.recorder)
         self.retrieval = None
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -65,7 +64,11 @@ def _kernel(device: str, dtype: torch.dtype) -> Kernel:
         return _cpu
     if dtype == torch.float32:
         return _cuda_float32
-    return _flash_attn if find_spec("flash_attn") else _cuda_flash
+    try:
+        from flash_attn import flash_attn_func  # noqa: F401
+    except (ImportError, OSError):  # not there, or built for another torch
+        return _cuda_flash
+    return _flash_attn
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import queue
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +142,7 @@ class EmulatedLink(Link):
         ticket.wait()
 
     def drain(self) -> None:
-        if self._thread.is_alive():
+        if self._thread.is_alive() and not sys.is_finalizing():  # when Python ends, the thread does not run any more
             self.copy(()).wait()
 
     def close(self) -> None:
@@ -178,6 +180,8 @@ class CudaLink(Link):
             # pin_memory would round the allocation up to a power of two
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
+            with suppress(RuntimeError):
+                torch.ones(1, device=self.device).add_(1)  # or the next kernel anywhere would report this failure as its own
             raise FitError(
                 f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {code}). "
                 "Raise the limit on locked memory (ulimit -l unlimited), or use a shorter --context."
@@ -195,9 +199,7 @@ class CudaLink(Link):
         with torch.cuda.stream(self._stream):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
-        ticket = torch.cuda.Event()
-        ticket.record(self._stream)
-        return ticket
+        return self._stream.record_event()
 
     def wait(self, ticket: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import TierForceError
+from offload import FitError, TierForceError, one_line
 
 T = TypeVar("T")
 
@@ -26,6 +26,7 @@ class Group:
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None):
         self.rank, self.size, self.device = rank, size, device or torch.device("cpu")
+        self.recorder = Recorder(self.device)
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Group:
@@ -52,7 +53,10 @@ class Group:
         if size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(hours=2))
-        return cls(rank, size, where)
+        group = cls(rank, size, where)
+        if gpus:
+            group.all_reduce(torch.zeros(1, device=where))  # NCCL takes its memory now, before any is planned
+        return group
 
     def share(self, total: int) -> slice:
         """This rank's part of `total` rows or columns."""
@@ -113,12 +117,17 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What raises a TierForceError on any rank raises the lowest such rank's error on all: no rank waits for one that left."""
+        """What raises a TierForceError on any rank raises the lowest such rank's error on all: no rank waits for one that left.
+
+        A GPU that is out of memory is a FitError: plans cannot know what others take, or how memory is cut up.
+        """
         found: TierForceError | None = None
         try:
             yield
         except TierForceError as error:
             found = error
+        except torch.OutOfMemoryError as error:
+            found = FitError(f"rank {self.rank}: {one_line(error)}")
         if self.size > 1:
             errors = self.gather(found and (type(found), str(found)))
             first = next((error for error in errors if error), None)
@@ -139,13 +148,14 @@ class Group:
 
         with suppress(RuntimeError, TierForceError):
             doubled()
-            again = Recorder(self.device).record(doubled)
+            again = self.recorder.record(doubled)
         if not all(self.gather(again is not None)) or again is None:  # a collective is replayed by all or by none
             return False
         right = False
         with suppress(RuntimeError, TierForceError):
             x.fill_(3.0)
             right = bool((again() == 6 * self.size).all())
+        self.recorder.forget()
         return all(self.gather(right))
 
     def close(self) -> None:
@@ -154,13 +164,13 @@ class Group:
 
 
 class Recorder:
-    """Records what is launched on a GPU, for as long as one text; on a CPU there is nothing to record."""
+    """Records what is launched on a GPU; on a CPU there is nothing to record."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.broken: str | None = None  # why nothing more can be recorded: a capture that fails leaves torch's state in doubt
-        self._pool: Any = None  # memory that recordings share
-        self._stream: Any = None
+        self._pool: Any = None  # memory that the recordings of one text share
+        self._stream: Any = None  # one for all: cuBLAS keeps memory for each that it has met
 
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """`function`, to be called again and again: on a GPU as one CUDA graph, collectives included, which writes its result to
@@ -168,8 +178,8 @@ class Recorder:
         """
         if self.device.type != "cuda":
             return function
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
             # thread_local: others, NCCL's watchdog for one, may go on calling what a capture must not
@@ -177,6 +187,8 @@ class Recorder:
                 out = function()
         except BaseException as error:
             torch.cuda.set_stream(before)  # which a capture that fails to end does not do
+            with suppress(RuntimeError):  # nor, before torch 2.13, does it let the allocator go, which then frees no cached memory
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
             self.broken = repr(error.__cause__ or error)
             raise
 
@@ -185,6 +197,10 @@ class Recorder:
             return out
 
         return replay
+
+    def forget(self) -> None:
+        """All recordings are gone: the next ones get memory of their own."""
+        self._pool = None
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -197,5 +213,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 def _peers() -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # what every backend raises when a peer's connection closes
         raise RankLost("another rank ended unexpectedly (killed, or out of memory).") from error

@@ -37,6 +37,7 @@ class Replay:
         self.fixed, self.recorder, self.uses = fixed, recorder, USES if uses is None else uses
         self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
+        self._refused: list[_Recording] = []  # they keep the memory that recordings share from going with the first
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -56,6 +57,8 @@ class Replay:
     def forget(self) -> None:
         """The text is over: no recording stays, and no cache for its sake."""
         self._kinds.clear()
+        self._refused.clear()
+        self.recorder.forget()
 
     @torch.inference_mode()
     def __call__(self, model: Llama, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
@@ -109,6 +112,8 @@ class Replay:
         """Whether all ranks of the model go on with it; `why`: this rank's reason against it."""
         reasons = [each for each in kind.model.group.gather(why) if each is not None]
         if reasons:
+            if kind.recording is not None:
+                self._refused.append(kind.recording)
             kind.recording = None
             self.counts["refused"] += 1
             self.counts["why"] = self.counts["why"] or reasons[0]

@@ -1,4 +1,4 @@
-"""Fixtures all tests share: checkpoints built once a session, links that are closed, and the skip of CUDA tests."""
+"""Fixtures all tests share: checkpoints built once a session, links that are closed, and a GPU or a stand-in for one."""
 
 from __future__ import annotations
 

@@ -21,11 +21,12 @@ import parallel.replay
 from bench.ranks import run_ranks
 from decoding import Engine, Settings
 from decoding.decoders import Speculative
+from offload import FitError
 from parallel import Group, Recorder, Replay
 from parallel.llama import Layer
 
 pytestmark = pytest.mark.cuda
-NEW = 48
+PROMPT, NEW = prompt("argparse")[:1000], 24  # far more than the retrieval budget, and enough for a few rounds
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
@@ -49,7 +50,7 @@ def text(group: Group, mode: str, **choices: Any) -> list[int]:
     if group.rank:
         engine.follow()
         return []
-    found = list(engine.generate(prompt("argparse"), NEW))
+    found = list(engine.generate(PROMPT, NEW))
     engine.close()
     return found
 
@@ -75,7 +76,7 @@ def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatc
     for graphs in (True, False):
         engine = opened(group, mode, graphs=graphs, **choices)
         for _ in range(2):  # the second text records anew
-            assert list(engine.generate(prompt("argparse"), NEW)) == wanted
+            assert list(engine.generate(PROMPT, NEW)) == wanted
             if graphs:
                 assert engine.stats.fixed_shapes is not None
                 assert engine.stats.fixed_shapes["replayed"] > 0
@@ -86,14 +87,19 @@ def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatc
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
-    group = Group(device=torch.device("cuda", 0))
-    recorder, before = Recorder(group.device), torch.cuda.current_stream()
-    x = torch.ones(4, device=group.device)
-    with pytest.raises(RuntimeError):
-        recorder.record(lambda: x * x.sum().item())  # which waits for the device
-    assert recorder.broken
-    assert torch.cuda.current_stream() == before
-    assert (x + 1).sum().item() == 8
+    run_ranks(1, failing_capture)  # a process of its own: torch may not record again behind it
+
+
+def failing_capture() -> None:
+    with gpu_or_standin():
+        group = Group(device=torch.device("cuda", 0))
+        before, x = torch.cuda.current_stream(), torch.ones(4, device=group.device)
+        with pytest.raises(RuntimeError):
+            group.recorder.record(lambda: x * x.sum().item())  # which waits for the device
+        assert group.recorder.broken
+        assert torch.cuda.current_stream() == before
+        assert (x + 1).sum().item() == 8
+        torch.cuda.empty_cache()  # the allocator takes no capture to be under way
 
 
 def test_a_recording_sees_what_its_inputs_hold_now() -> None:
@@ -111,20 +117,24 @@ def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(mode: str,
     if gpu is None:
         pytest.skip("only a stand-in counts waits")
     engine = opened(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident, graphs=False)
-    text = engine.generate(prompt("argparse"), NEW)
+    text = engine.generate(PROMPT, NEW)
     next(text)
     gpu.waits.clear()
     while engine.stats.new_tokens < NEW:
         next(text)
     rounds = [level.stats.passes for level in engine.stats.levels if isinstance(level, Speculative)]
-    drafts = rounds[-1] if rounds else engine.stats.levels[0].stats.passes  # at most: a lookup draws nothing
-    assert max(1, sum(rounds)) <= len(gpu.waits) <= sum(rounds) + drafts
+    if mode == "plain":
+        assert len(gpu.waits) == engine.stats.levels[0].stats.passes
+    elif mode == "retrieval":  # a lookup drafts, on the host
+        assert len(gpu.waits) == sum(rounds)
+    else:
+        assert sum(rounds) < len(gpu.waits) <= sum(rounds) + rounds[-1]
     text.close()
     engine.close()
 
 
-@pytest.mark.parametrize("layer", [4, 60])  # in prefill, and in a pass that streams
-def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layer", [4, 40])  # in prefill, and in a pass that streams
+def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None) -> None:
     engine, calls, steps = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2), count(), Layer.steps
 
     def interrupted(self: Layer, *arguments: Any) -> Any:
@@ -134,30 +144,58 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: p
 
     gc.disable()  # what only a collection frees is still there when the next text is planned
     try:
-        found = [list(engine.generate(prompt("argparse"), NEW))]
+        found = [list(engine.generate(PROMPT, NEW))]
         peaks = [engine.stats.peaks]
         monkeypatch.setattr(Layer, "steps", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            list(engine.generate(prompt("argparse"), NEW))
-        found.append(list(engine.generate(prompt("argparse"), NEW)))
+            list(engine.generate(PROMPT, NEW))
+        found.append(list(engine.generate(PROMPT, NEW)))
         peaks.append(engine.stats.peaks)
     finally:
         gc.enable()
     assert found[0] == found[1]
-    assert peaks[0] == peaks[1]
+    for phase, peak in peaks[0].items():  # on a GPU blocks are cut as it comes
+        assert peaks[1][phase] == (pytest.approx(peak, abs=64 << 20) if gpu is None else peak)
+    engine.close()
+
+
+@pytest.mark.parametrize("layer", [4, 40])
+def test_a_gpu_that_is_full_fails_one_text(layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]) -> None:
+    engine, calls, steps = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2), count(), Layer.steps
+
+    def full(self: Layer, *arguments: Any) -> Any:
+        if next(calls) == layer:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return steps(self, *arguments)
+
+    monkeypatch.setattr(Layer, "steps", full)
+    with pytest.raises(FitError, match="out of memory"):
+        list(engine.generate(PROMPT, NEW))
+    assert list(engine.generate(PROMPT, NEW)) == wanted
+    engine.close()
+
+
+def test_what_others_have_is_not_planned_with() -> None:
+    device = torch.device("cuda", 0)
+    engine = opened(Group(device=device), "plain", device_memory=1 << 50)
+    free = engine.models.link.device_available()
+    next(engine.generate(PROMPT, NEW))
+    assert engine.stats.plan is not None
+    assert engine.stats.plan.device_bytes <= 0.9 * free
     engine.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_on_one_gpu(mode: str, wanted: list[int]) -> None:
+def test_two_ranks_on_one_gpu(mode: str, wanted: list[int], gpu: Machine | None) -> None:
+    if gpu is not None:
+        pytest.skip("there are two stand-ins")
     assert run_ranks(2, on_shared_gpu, mode)[0] == wanted
 
 
 def on_shared_gpu(mode: str) -> list[int]:
-    with gpu_or_standin():
-        dist.init_process_group("gloo")
-        group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
-        return text(group, mode, resident_layers=1)
+    dist.init_process_group("gloo")
+    group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
+    return text(group, mode, resident_layers=1)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,12 +1,14 @@
-"""`python -m bench.gpu` runs whole, here on a CPU with tiny dimensions; on a GPU nothing but the dimensions differs."""
+"""`python -m bench.gpu` runs whole with tiny dimensions, on a CPU and on a GPU or a stand-in."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -33,7 +35,14 @@ def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     assert rows["rounds", "tokens per verification (drawn weights: says nothing)"] >= 1
 
 
+@pytest.fixture
+def whole_memory(gpu: object) -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 @pytest.mark.cuda
+@pytest.mark.usefixtures("whole_memory")
 def test_every_part_runs_on_a_gpu_with_short_passes_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)  # too large for a stand-in
     output = tmp_path / "gpu.json"

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU finds what it is there to find: each rule broken once, beside the same done right."""
+"""The stand-in for a GPU finds what it is there to find: each rule is broken here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from standin import Machine, Race, standin
 
+from bench.ranks import run_ranks
+from offload import FitError
 from offload.link import CudaLink
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
@@ -54,6 +57,9 @@ def test_a_copy_that_does_not_wait_for_compute_is_a_race(machine: Machine) -> No
     device += 1
     with pytest.raises(Race, match="writes"):
         link.copy([(device, host)])
+    careful = CudaLink(GPU)
+    careful.copy([(device, host)])
+    careful.drain()
     link.close()
 
 
@@ -105,11 +111,15 @@ def test_every_wait_of_the_host_is_counted(machine: Machine) -> None:
         machine.waits.clear()
         wait()
         assert len(machine.waits) == 1
+    machine.waits.clear()
+    x.clone()[x > 0] = x
+    assert machine.waits
 
 
 def test_fresh_memory_holds_no_numbers(machine: Machine) -> None:
     assert torch.empty(4, device=GPU).isnan().all()
     assert torch.empty_like(torch.zeros(4, device=GPU)).isnan().all()
+    assert (torch.empty(4, dtype=torch.int64, device=GPU) < 0).all()
 
 
 def test_memory_is_counted_and_runs_out() -> None:
@@ -156,4 +166,86 @@ def test_a_host_that_waits_breaks_a_capture(machine: Machine) -> None:
             recorded(wait)
         assert torch.cuda.current_stream() != before  # as torch leaves it
         torch.cuda.set_stream(before)
+        with pytest.raises(RuntimeError, match="captures_underway"):  # and the allocator, before torch 2.13
+            recorded(lambda: x + 1)
+        torch._C._cuda_endAllocateToPool(0, (0, 1))
+    recorded(lambda: x + 1)
     assert (x + 1).tolist() == [2, 2, 2]
+
+
+def test_what_a_capture_does_not_permit(machine: Machine) -> None:
+    x, source = torch.ones(3, device=GPU), torch.Generator(GPU)
+    graph, _ = recorded(lambda: x + 1)
+    for work in (lambda: x.clone().exponential_(generator=source), graph.replay):
+        before = torch.cuda.current_stream()
+        with pytest.raises(RuntimeError, match="during capture"):
+            recorded(work)
+        torch.cuda.set_stream(before)
+        torch._C._cuda_endAllocateToPool(0, (0, 1))
+
+
+def test_a_graph_keeps_no_memory_that_was_there_before_it(machine: Machine) -> None:
+    x, others = torch.ones(3, device=GPU), [torch.zeros(3, device=GPU)]
+    graph, out = recorded(lambda: (x + 1) * 2 + others[0])
+    graph.replay()
+    assert out.tolist() == [4, 4, 4]
+    others.clear()
+    with pytest.raises(RuntimeError, match="freed"):
+        graph.replay()
+
+
+def test_each_rank_has_a_gpu_of_its_own() -> None:
+    with standin(gpus=2, index=1):
+        for device in ("cuda:0", "cuda"):  # the second is the first where nothing else was chosen
+            with pytest.raises(RuntimeError, match="cuda:1"):
+                torch.zeros(3, device=device)
+        torch.cuda.set_device("cuda:1")
+        assert torch.zeros(3, device="cuda").device == torch.device("cuda:1")
+
+
+def test_a_refused_registration_is_reported_again_by_the_next_kernel(machine: Machine) -> None:
+    machine.pins = False
+    buffer = torch.empty(64)
+    assert torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        torch.ones(3, device=GPU)
+    with pytest.raises(FitError, match="refused to pin"):
+        CudaLink(GPU).host_empty(64, torch.float32)
+    assert torch.ones(3, device=GPU).tolist() == [1, 1, 1]  # the link had it reported
+
+
+def test_a_sum_over_ranks_is_to_be_waited_for() -> None:
+    run_ranks(1, hasty)
+
+
+def hasty() -> None:
+    with standin() as machine:
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+        for early in (True, False):
+            x = torch.ones(3, device=GPU)
+            work = dist.all_reduce(x, async_op=True)
+            if early:
+                with pytest.raises(Race, match=r"reads .* NCCL's stream: .* writes"):
+                    x + 1
+            work.wait()
+            assert (x + 1).tolist() == [2, 2, 2]
+        assert not machine.faults
+
+
+def heads(dtype: torch.dtype, dim: int = 8, rows: int = 4) -> list[torch.Tensor]:
+    return [torch.ones(1, 2, each, dim, dtype=dtype, device=GPU) for each in (rows, 4, 4)]
+
+
+def test_kernels_take_what_they_take_on_a_gpu(machine: Machine) -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    assert flash(*heads(torch.float16), 0.0, True)[1].shape == (1, 2, 4)
+    for wrong in (heads(torch.float32), heads(torch.float16, dim=12), heads(torch.float16, rows=2)):
+        with pytest.raises(RuntimeError):
+            flash(*wrong, 0.0, True)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    assert efficient(*heads(torch.float32), None, True)[1].shape == (1, 2, 32)
+    assert efficient(*heads(torch.float32), None, True)[1][..., 4:].isinf().all()
+    x = torch.ones(1, 2, 2, device=GPU)
+    with pytest.raises(RuntimeError, match="out_dtype"):
+        torch.bmm(x, x, torch.float32)
+    assert torch.bmm(x.half(), x.half(), torch.float32).dtype == torch.float32

@@ -5,12 +5,13 @@ GPU would, and refuses what a GPU refuses: tensors of two devices in one operati
 graph is captured. Streams are clocks: accesses to the same memory that nothing orders are a Race, memory that is freed while
 another stream may use it is a fault. Captured graphs bake what CUDA graphs bake. Fresh memory holds NaN.
 
-What it cannot tell: anything about time, about CUDA's own kernels and their rounding, NCCL, the driver's limits.
+What it cannot tell: anything about time, CUDA's own kernels and their rounding, NCCL, the driver, or memory cut into pieces.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,7 +37,7 @@ class Event:
 
     machine: Machine
 
-    def __init__(self, enable_timing: bool = False):
+    def __init__(self) -> None:
         self.mark: dict[Timeline, int] = {}
 
     def record(self, stream: Stream | None = None) -> None:
@@ -52,6 +53,7 @@ class Stream:
     """`torch.cuda.Stream`."""
 
     machine: Machine
+    event_type: type[Event]
 
     def __init__(self, device: Any = None, priority: int = 0, timeline: Timeline | None = None):
         self.timeline = timeline or self.machine.stream()
@@ -66,6 +68,11 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.timeline.after(event.mark)
+
+    def record_event(self) -> Event:
+        event = self.event_type()
+        event.record(self)
+        return event
 
     def synchronize(self) -> None:
         self.machine.wait(self.timeline, "Stream.synchronize")
@@ -108,7 +115,8 @@ def _guard() -> None:
 
 def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
     """What torch.cuda is replaced by."""
-    stream_type, event_type = type("Stream", (Stream,), {"machine": machine}), type("Event", (Event,), {"machine": machine})
+    event_type = type("Event", (Event,), {"machine": machine})
+    stream_type = type("Stream", (Stream,), {"machine": machine, "event_type": event_type})
 
     @contextmanager
     def stream(wanted: Stream) -> Iterator[None]:
@@ -122,8 +130,7 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: gpus,
-        "current_device": lambda: machine.index,
-        "set_device": lambda device: None,
+        "set_device": lambda device: setattr(machine, "chosen", torch.device(device).index),
         "get_device_name": lambda device=None: "a stand-in",
         "get_device_properties": lambda device: SimpleNamespace(
             total_memory=machine.memory, pci_domain_id=0, pci_bus_id=machine.index + 1, pci_device_id=0
@@ -133,7 +140,6 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "stream": stream,
         "current_stream": lambda device=None: stream_type(timeline=machine.current),
         "set_stream": lambda wanted: setattr(machine, "current", wanted.timeline),
-        "synchronize": lambda device=None: machine.wait_for_all(),
         "CUDAGraph": graph_type(machine),
         "graph": capture_type(machine),
         "graph_pool_handle": lambda: (0, 1),
@@ -147,19 +153,20 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "max_memory_allocated": lambda device=None: machine.peak,
         "reset_peak_memory_stats": lambda device=None: setattr(machine, "peak", machine.allocated),
         "set_per_process_memory_fraction": lambda share, device=None: setattr(machine, "limit", int(share * machine.memory)),
-        "empty_cache": lambda: None,
+        "empty_cache": machine.empty_cache,
     }
     for name, value in cuda.items():
         yield torch.cuda, name, value
     yield torch, "Generator", _generator(torch.Generator)
-    yield dist, "init_process_group", _joined(dist.init_process_group)
-    yield dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl" if Machine.nccl_joined else "cpu:gloo,cuda:gloo"
+    yield torch._C, "_cuda_endAllocateToPool", lambda device, pool: setattr(machine, "stuck", False)
+    yield dist, "init_process_group", _joined(dist.init_process_group, machine)
+    yield dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl" if machine.nccl_joined else "cpu:gloo,cuda:gloo"
     yield dist, "all_reduce", _all_reduce(dist.all_reduce, machine)
 
 
-def _joined(real: Any) -> Callable[..., None]:
+def _joined(real: Any, machine: Machine) -> Callable[..., None]:
     def init(backend: str, **options: Any) -> None:
-        Machine.nccl_joined = "nccl" in backend
+        machine.nccl_joined = "nccl" in backend
         real("gloo", **options)
 
     return init
@@ -185,15 +192,16 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and has it moved like any other
         stack.enter_context(OnGpu(machine))
         yield machine
+    gc.collect()
     if machine.faults:
         raise Race("; ".join(machine.faults[:5]))
 
 
 @contextmanager
-def gpu_or_standin(gpus: int = 2) -> Iterator[Machine | None]:
-    """The GPUs of this machine if it has any; else a stand-in, for a rank the one with its local number."""
+def gpu_or_standin() -> Iterator[Machine | None]:
+    """The GPUs of this machine if it has any; else one of two stand-ins, for a rank the one with its local number."""
     if torch.cuda.is_available():
         yield None
         return
-    with standin(gpus, int(os.environ.get("LOCAL_RANK", 0)) % gpus) as machine:
+    with standin(2, int(os.environ.get("LOCAL_RANK", 0))) as machine:
         yield machine

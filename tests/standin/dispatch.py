@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from standin.clocks import region_of
 from standin.kernels import CPU_ONLY, KERNELS, UNSET, WAITING
-from standin.machine import Access, Allocation, Machine
+from standin.machine import Allocation, Machine, Use
 from standin.tensors import GpuTensor, copied, poison, tensors_in, unwrapped, wrapped
 
 aten = torch.ops.aten
 _PINNED = "pinned_by_torch"
+_KERNELS = ("CUDA", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -35,18 +37,16 @@ class OnGpu(TorchDispatchMode):
         tensors = list(tensors_in((args, kwargs)))
         device = kwargs.get("device")
         gpus = [x for x in tensors if isinstance(x, GpuTensor)]
-        if func in (aten.copy_.default, aten._to_copy.default) and (gpus or _is_gpu(device)):
+        if func in (aten.copy_.default, aten._to_copy.default) and (gpus or self._is_gpu(device)):
             return self._copy(func, args, kwargs)
-        if not gpus and not _is_gpu(device):
+        if not gpus and not self._is_gpu(device):
             return self._on_host(func, tensors, args, kwargs)
         for x in tensors:
             if not isinstance(x, GpuTensor) and x.dim():
                 raise RuntimeError(f"{func}: Expected all tensors to be on the same device, found {x.device} and a GPU")
-        if any(x.block.machine is not self.machine for x in gpus):
-            raise RuntimeError(f"{func}: a tensor of another GPU")
-        if device is not None and not _is_gpu(device):
+        if device is not None and not self._is_gpu(device):
             raise RuntimeError(f"{func}: from a GPU to {device}")
-        if func in CPU_ONLY:
+        if func in CPU_ONLY or not known(func):
             raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
@@ -73,7 +73,7 @@ class OnGpu(TorchDispatchMode):
             inner_kwargs["device"] = "cpu"
         written = mutated(func, args, kwargs)
         targets = {id(x) for x in written}
-        accesses: list[Access] = [
+        accesses: list[Use] = [
             (x.block, region_of(x), id(x) in targets) for x in tensors_in((args, kwargs)) if isinstance(x, GpuTensor)
         ]
         kernel = KERNELS.get(func, func)
@@ -84,22 +84,24 @@ class OnGpu(TorchDispatchMode):
         if written:
             return written[0] if isinstance(out, Tensor) else (*written,)
         if func in UNSET:
-            poison(out)
+            poison(out, integer=None if machine.capture is None else 0)
         return self._new(out, func)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """On NCCL's stream, behind the current one, which waits for it at once unless the call is asynchronous."""
         machine, names = self.machine, [each.name for each in func._schema.arguments]
-        accesses: list[Access] = [(x.block, region_of(x), True) for x in tensors_in(args) if isinstance(x, GpuTensor)]
+        accesses: list[Use] = [(x.block, region_of(x), True) for x in tensors_in(args) if isinstance(x, GpuTensor)]
         here, machine.current = machine.current, machine.nccl
         machine.nccl.after(here.mark())
         inner, named = unwrapped(args), unwrapped(kwargs)
-        if machine.capture is not None:
-            machine.capture.add(str(func), accesses, lambda: func(*inner, **named)[-1].wait(), (), {}, True)
-            *_, work = func(*copied(inner), **named)  # the ranks do meet, over what is thrown away
-        else:
-            *_, work = machine.run(str(func), accesses, lambda: func(*inner, **named))
-        machine.current = here
+        try:
+            if machine.capture is not None:
+                machine.capture.add(str(func), accesses, lambda: func(*inner, **named)[-1].wait(), (), {}, True)
+                *_, work = func(*copied(inner), **named)  # the ranks do meet, over what is thrown away
+            else:
+                *_, work = machine.run(str(func), accesses, lambda: func(*inner, **named))
+        finally:
+            machine.current = here
         if not {**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", True):
             here.after(machine.nccl.mark())
         return args[0], work
@@ -111,7 +113,7 @@ class OnGpu(TorchDispatchMode):
             to, source, later = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         else:
             source, later, device = args[0], kwargs.get("non_blocking", False), kwargs.get("device")
-            on_gpu = isinstance(source, GpuTensor) if device is None else _is_gpu(device)
+            on_gpu = isinstance(source, GpuTensor) if device is None else self._is_gpu(device)
             layout = kwargs.get("memory_format") or torch.preserve_format
             made = torch.empty_like(unwrapped(source), dtype=kwargs.get("dtype"), memory_format=layout)
             to = self._new(made, func) if on_gpu else made
@@ -143,9 +145,12 @@ class OnGpu(TorchDispatchMode):
         """Of torch's own pinned memory, which lives until the copies from it are done."""
         if func is aten.is_pinned.default:
             return hasattr(x, _PINNED) or self.machine.registered(x) is not None
-        copied = x.clone()
-        setattr(copied, _PINNED, True)
-        return copied
+        pinned = x.clone()
+        setattr(pinned, _PINNED, True)
+        return pinned
+
+    def _is_gpu(self, device: Any) -> bool:
+        return device is not None and self.machine.here(device)
 
     def _new(self, out: Any, func: Any) -> Any:
         """Results in memory of their own."""
@@ -156,8 +161,11 @@ class OnGpu(TorchDispatchMode):
         return out
 
 
-def _is_gpu(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
+@cache
+def known(func: Any) -> bool:
+    """Whether a GPU can do this, as far as this build of torch knows: one for CUDA does, also where there is no GPU."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return torch.version.cuda is None or func.namespace != "aten" or any(has(func.name(), key) for key in _KERNELS)
 
 
 def is_view(func: Any) -> bool:
@@ -175,5 +183,5 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def waits(func: Any, args: Any) -> bool:
-    masked = func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1])
-    return masked or func in WAITING
+    indexes = args[1] if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) else ()
+    return func in WAITING or any(x is not None and x.dtype == torch.bool for x in indexes)

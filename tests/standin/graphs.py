@@ -6,46 +6,60 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from standin.clocks import Timeline
-from standin.machine import Access, Machine
+from standin.machine import Machine, Use
 from standin.tensors import poison, tensors_in
 
 
 @dataclass
 class Node:
+    """One launch. It does not keep memory from being freed that was there before the capture."""
+
     what: str
-    accesses: Sequence[Access]
+    uses: list[tuple[Callable[[], Any], Any, bool]]  # blocks by weak reference
+    own: list[bool]  # whether a block was allocated in this capture, whose memory stays
     work: Callable[[], Any]
     out: list[Tensor]  # where the results go; none where the work writes to its arguments
 
+    def found(self) -> list[Use]:
+        """The memory it works on. Raises RuntimeError where that was freed."""
+        blocks = [block() for block, _, _ in self.uses]
+        if any(block is None and not own for block, own in zip(blocks, self.own, strict=True)):
+            raise RuntimeError(f"{self.what}: a replay works on memory that was freed")
+        return [(block, *where) for block, (_, *where) in zip(blocks, self.uses, strict=True) if block is not None]
+
 
 class Graph:
-    """`torch.cuda.CUDAGraph`. While it records nothing is computed: results hold no numbers, and arguments stay as they were."""
+    """`torch.cuda.CUDAGraph`. While it records nothing is computed: results hold no numbers, and arguments stay as they were.
+
+    A replay runs on one stream, collectives too: what a capture leaves unordered between streams does not show.
+    """
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.nodes: list[Node] = []
         self.invalid = False
 
-    def add(self, what: str, accesses: Sequence[Access], kernel: Callable[..., Any], args: Any, kwargs: Any, in_place: bool) -> Any:
+    def add(self, what: str, accesses: Sequence[Use], kernel: Callable[..., Any], args: Any, kwargs: Any, in_place: bool) -> Any:
         if kwargs.get("generator") is not None:
             self.invalid = True
             raise RuntimeError(f"{what}: a generator that is not registered with the graph")
-        if in_place:
-            self.nodes.append(Node(what, accesses, lambda: kernel(*args, **kwargs), []))
-            return args[0] if args else None
-        out = kernel(*args, **kwargs)  # for its shape
-        poison(out)
-        self.nodes.append(Node(what, accesses, lambda: kernel(*args, **kwargs), list(tensors_in(out))))
-        return out
+        out = None if in_place else kernel(*args, **kwargs)  # for its shape
+        poison(out, integer=0)
+        uses = [(ref(block), region, write) for block, region, write in accesses]
+        own = [getattr(block, "capture", None) is self for block, _, _ in accesses]
+        self.nodes.append(Node(what, uses, own, lambda: kernel(*args, **kwargs), list(tensors_in(out))))
+        return args[0] if in_place and args else out
 
     def end(self) -> None:
         self.machine.capture = None
         if self.invalid:
+            self.machine.stuck = True  # before torch 2.13
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     def replay(self) -> None:
@@ -53,7 +67,7 @@ class Graph:
         self.machine.refuse("replay")
         with _disable_current_modes():
             for node in self.nodes:
-                found = self.machine.run(node.what, node.accesses, node.work)
+                found = self.machine.run(node.what, node.found(), node.work)
                 for out, value in zip(node.out, tensors_in(found) if node.out else (), strict=True):
                     out.copy_(value)
 
@@ -67,6 +81,7 @@ class Capture(AbstractContextManager[None]):
     def __enter__(self) -> None:
         machine = self.graph.machine
         machine.wait_for_all()
+        machine.empty_cache()
         self.before, machine.current = machine.current, self.stream
         machine.capture = self.graph
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from standin.clocks import Block, Timeline, region_of
 
-Access = tuple[Block, Any, bool]  # the block, the region in it, and whether it is written
+Use = tuple[Block, Any, bool]  # the block, the region in it, and whether it is written
 
 
 class Allocation(Block):
@@ -18,7 +18,7 @@ class Allocation(Block):
 
     def __init__(self, machine: Machine, nbytes: int, name: str):
         super().__init__(name)
-        self.machine, self.nbytes, self.owner = machine, 0, machine.current
+        self.machine, self.nbytes, self.owner, self.capture = machine, 0, machine.current, machine.capture
         machine.allocate(nbytes)  # which may refuse
         self.nbytes = nbytes
 
@@ -42,6 +42,11 @@ class Machine:
         self.waits: list[str] = []  # what the host waited for the device for
         self.faults: list[str] = []  # what was wrong where nothing can be raised
         self.capture: Any = None  # the recording under way
+        self.stuck = False  # a capture failed, and the allocator was not told that it is over
+        self.chosen = 0  # the GPU that code means which names none
+        self.pins = True  # whether the driver registers memory
+        self.error: str | None = None  # of the driver, for the next kernel to report
+        self.nccl_joined = False
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -53,10 +58,15 @@ class Machine:
 
     def free(self, block: Allocation) -> None:
         self.allocated -= block.nbytes
+        if block.capture is not None:
+            return  # a graph's own memory goes back by itself
         if at := block.pending(block.owner, self.host):  # whoever gets the memory next launches after what these two know
             self.faults.append(f"{block.name} was freed before {at} was known to be done")
 
     def register(self, address: int, nbytes: int) -> int:
+        if not self.pins:
+            self.error = "CUDA error: out of memory"
+            return 2
         self.pinned[address] = (nbytes, Block("registered host memory"))
         return 0
 
@@ -78,12 +88,21 @@ class Machine:
         self.streams.append(Timeline(f"stream {len(self.streams)}"))
         return self.streams[-1]
 
-    def step(self, timeline: Timeline, what: str, accesses: Sequence[Access]) -> None:
+    def step(self, timeline: Timeline, what: str, accesses: Sequence[Use]) -> None:
         """The next step of a stream, or of the host, behind all that the host knows. Raises Race."""
         timeline.after(self.host.mark())
         timeline.steps += 1
         for block, region, write in accesses:
             block.touch(timeline, region, write, what)
+
+    def here(self, device: Any) -> bool:
+        """Whether a device is this GPU. Raises RuntimeError where it is another one: each rank has its own."""
+        device = torch.device(device)
+        if device.type != "cuda":
+            return False
+        if (self.chosen if device.index is None else device.index) != self.index:
+            raise RuntimeError(f"{device} from a rank on {self.device}")
+        return True
 
     def wait(self, timeline: Timeline, what: str) -> None:
         """The host waits for a stream."""
@@ -95,13 +114,20 @@ class Machine:
         for timeline in self.streams:
             self.wait(timeline, "synchronize")
 
+    def empty_cache(self) -> None:
+        if self.stuck:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
     def refuse(self, what: str) -> None:
         """What a stream that is being captured does not permit."""
         if self.capture is not None:
             self.capture.invalid = True
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
 
-    def run(self, what: str, accesses: Sequence[Access], work: Callable[[], Any]) -> Any:
+    def run(self, what: str, accesses: Sequence[Use], work: Callable[[], Any]) -> Any:
         """Work on the current stream."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise RuntimeError(error)
         self.step(self.current, what, accesses)
         return work()

@@ -75,7 +75,10 @@ def wrapped(values: Any, block: Allocation) -> Any:
     return type(values)(wrapped(each, block) for each in values)
 
 
-def poison(values: Any) -> None:
-    """What memory holds that nobody wrote: no numbers."""
+def poison(values: Any, integer: int | None = None) -> None:
+    """What memory holds that nobody wrote: no numbers, and no integers that would do as an index, unless one is given."""
     for x in tensors_in(values):
-        x.fill_(torch.nan if x.is_floating_point() else 0)
+        if x.is_floating_point():
+            x.fill_(torch.nan)
+        elif x.dtype != torch.bool:
+            x.fill_(torch.iinfo(x.dtype).min if integer is None else integer)
