@@ -53,10 +53,9 @@ class Group:
         if size > 1 and not dist.is_initialized():
             backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
             dist.init_process_group(backend, rank=rank, world_size=size, timeout=timedelta(hours=2))
-        group = cls(rank, size, where)
-        if gpus:
-            group.all_reduce(torch.zeros(1, device=where))  # NCCL takes its memory now, before any is planned
-        return group
+            if gpus:
+                _start_nccl(where)
+        return cls(rank, size, where)
 
     def share(self, total: int) -> slice:
         """This rank's part of `total` rows or columns."""
@@ -207,6 +206,14 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Whole numbers (N,) in the device's memory, without waiting for what the device is at."""
     found = torch.tensor(numbers, dtype=torch.int64)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait
+
+
+def _start_nccl(device: torch.device) -> None:
+    """Now, for it takes memory, and none is planned yet. Raises TierForceError."""
+    try:
+        dist.all_reduce(torch.zeros(1, device=device))
+    except RuntimeError as error:
+        raise TierForceError(f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more.") from error
 
 
 @contextmanager

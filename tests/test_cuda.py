@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ import parallel.replay
 from bench.ranks import run_ranks
 from decoding import Engine, Settings
 from decoding.decoders import Speculative
-from offload import FitError
+from offload import FitError, TierForceError
 from parallel import Group, Recorder, Replay
 from parallel.llama import Layer
 
@@ -206,6 +207,18 @@ def test_two_gpus(mode: str, wanted: list[int]) -> None:
     assert found == wanted
     assert counts["refused"] == others["refused"] == 0
     assert (counts["replayed"] > 0) == (mode != "plain")
+
+
+def test_nccl_that_does_not_start_is_one_line() -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU here")
+    run_ranks(2, without_nccl)
+
+
+def without_nccl() -> None:
+    refused = pytest.raises(TierForceError, match=r"NCCL does not start on these GPUs \(unhandled system error\)")
+    with gpu_or_standin(), patch.object(dist, "all_reduce", side_effect=RuntimeError("unhandled system error")), refused:
+        Group.from_environment("cuda")
 
 
 def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
