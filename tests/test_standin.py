@@ -232,8 +232,8 @@ def hasty() -> None:
         assert not machine.faults
 
 
-def heads(dtype: torch.dtype, dim: int = 8, rows: int = 4) -> list[torch.Tensor]:
-    return [torch.ones(1, 2, each, dim, dtype=dtype, device=GPU) for each in (rows, 4, 4)]
+def heads(dtype: torch.dtype, dim: int = 8, rows: int = 4, on: torch.device | str = GPU) -> list[torch.Tensor]:
+    return [torch.ones(1, 2, each, dim, dtype=dtype, device=on) for each in (rows, 4, 4)]
 
 
 def test_kernels_take_what_they_take_on_a_gpu(machine: Machine) -> None:
@@ -246,6 +246,9 @@ def test_kernels_take_what_they_take_on_a_gpu(machine: Machine) -> None:
     assert efficient(*heads(torch.float32), None, True)[1].shape == (1, 2, 32)
     assert efficient(*heads(torch.float32), None, True)[1][..., 4:].isinf().all()
     x = torch.ones(1, 2, 2, device=GPU)
+    for kernel, dtype, arguments in ((flash, torch.float16, (0.0, True)), (efficient, torch.float32, (None, True, 0.0, True))):
+        for found, meta in zip(*(kernel(*heads(dtype, on=on), *arguments)[:2] for on in (GPU, "meta")), strict=True):
+            assert (found.shape, found.stride(), found.dtype) == (meta.shape, meta.stride(), meta.dtype)
     with pytest.raises(RuntimeError, match="out_dtype"):
         torch.bmm(x, x, torch.float32)
     assert torch.bmm(x.half(), x.half(), torch.float32).dtype == torch.float32

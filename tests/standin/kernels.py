@@ -19,13 +19,12 @@ def _require(condition: bool, what: str) -> None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(B, H, T, D), laid out as (B, T, H, D) like both kernels' results; lse (B, H, T) float32."""
+    """out (B, H, T, D), lse (B, H, T) float32."""
     _require(k.shape[2] > 0, "a kernel needs a key")
     scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)  # top-left
-    out = (scores.softmax(-1) @ v.float()).to(q.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1)
+    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
@@ -43,7 +42,8 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = 
     _require(q.shape[3] % 8 == 0 and q.shape[3] <= 256, "head_size must be a multiple of 8, of at most 256")
     _require(not causal or q.shape[2] == k.shape[2], "a causal mask is of a square only")
     seed = torch.zeros(2, dtype=torch.int64)
-    return (*_attention(q, k, v, causal), None, None, q.shape[2], k.shape[2], seed, seed[0], q.new_empty(0))
+    out, lse = _attention(q, k, v, causal)
+    return (torch.empty_like(q).copy_(out), lse, None, None, q.shape[2], k.shape[2], seed, seed[0], q.new_empty(0))
 
 
 def efficient(
@@ -55,6 +55,7 @@ def efficient(
     padded = sums.new_full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), torch.inf)
     padded[:, :, : sums.shape[2]] = sums
     seed = torch.zeros((), dtype=torch.int64)
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out, padded if lse else sums[:, :, :0], seed, seed
 
 
