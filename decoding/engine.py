@@ -115,7 +115,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             if self.group.size > 1:
                 raise  # the others are in the middle of the same pass: there is no going on together
-            raise FitError(f"{one_line(error)}") from error
+            raise FitError(one_line(error)) from error
         finally:
             self._busy = False
 

@@ -198,7 +198,7 @@ class Recorder:
         return replay
 
     def forget(self) -> None:
-        """All recordings are gone: the next ones get memory of their own."""
+        """The next recordings get memory of their own: what others shared goes with the last of them."""
         self._pool = None
 
 

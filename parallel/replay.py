@@ -35,6 +35,7 @@ class Replay:
     def __init__(self, fixed: bool, recorder: Recorder, uses: int | None = None):
         """`uses`, at least 1: passes of a kind until it is recorded; USES by default."""
         self.fixed, self.recorder, self.uses = fixed, recorder, USES if uses is None else uses
+        recorder.forget()
         self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
         self._refused: list[_Recording] = []  # they keep the memory that recordings share from going with the first
@@ -58,7 +59,6 @@ class Replay:
         """The text is over: no recording stays, and no cache for its sake."""
         self._kinds.clear()
         self._refused.clear()
-        self.recorder.forget()
 
     @torch.inference_mode()
     def __call__(self, model: Llama, tokens: Tensor, cache: Cache, rows: int) -> Tensor:

@@ -6,6 +6,8 @@ Where there is no GPU a stand-in takes its place (tests/standin), which also see
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest.mock import patch
@@ -112,6 +114,16 @@ def test_a_recording_sees_what_its_inputs_hold_now() -> None:
         assert again().tolist() == [value + 1] * 4
 
 
+def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> None:
+    group = Group(device=torch.device("cuda", 0))
+    x = torch.zeros(4, device=group.device)
+    for _ in range(2):
+        Replay(True, group.recorder)
+        again = group.recorder.record(lambda: x + 1)
+        assert again().tolist() == [1] * 4
+        del again
+
+
 @pytest.mark.parametrize("resident", [2, 6])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(mode: str, resident: int, gpu: Machine | None) -> None:
@@ -134,20 +146,26 @@ def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(mode: str,
     engine.close()
 
 
-@pytest.mark.parametrize("layer", [4, 40])  # in prefill, and in a pass that streams
-def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None) -> None:
-    engine, calls, steps = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2), count(), Layer.steps
+def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any]:
+    """`Layer.steps`, of which one call raises."""
+    calls, steps = count(), Layer.steps
 
-    def interrupted(self: Layer, *arguments: Any) -> Any:
+    def once(self: Layer, *arguments: Any) -> Any:
         if next(calls) == layer:
-            raise KeyboardInterrupt
+            raise error()
         return steps(self, *arguments)
 
+    return once
+
+
+@pytest.mark.parametrize("layer", [4, 40])  # in prefill, and in a pass that streams
+def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None) -> None:
+    engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
     gc.disable()  # what only a collection frees is still there when the next text is planned
     try:
         found = [list(engine.generate(PROMPT, NEW))]
         peaks = [engine.stats.peaks]
-        monkeypatch.setattr(Layer, "steps", interrupted)
+        monkeypatch.setattr(Layer, "steps", failing(layer, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(PROMPT, NEW))
         found.append(list(engine.generate(PROMPT, NEW)))
@@ -162,14 +180,8 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: p
 
 @pytest.mark.parametrize("layer", [4, 40])
 def test_a_gpu_that_is_full_fails_one_text(layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]) -> None:
-    engine, calls, steps = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2), count(), Layer.steps
-
-    def full(self: Layer, *arguments: Any) -> Any:
-        if next(calls) == layer:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return steps(self, *arguments)
-
-    monkeypatch.setattr(Layer, "steps", full)
+    engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
+    monkeypatch.setattr(Layer, "steps", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory.")))
     with pytest.raises(FitError, match="out of memory"):
         list(engine.generate(PROMPT, NEW))
     assert list(engine.generate(PROMPT, NEW)) == wanted

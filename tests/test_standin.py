@@ -134,9 +134,9 @@ def test_memory_is_counted_and_runs_out() -> None:
         assert (torch.cuda.memory_allocated(), machine.peak) == (0, 1 << 19)
 
 
-def recorded(work: Any) -> tuple[Any, Any]:
+def recorded(work: Any, pool: Any = None) -> tuple[Any, Any]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream(GPU)):
+    with torch.cuda.graph(graph, pool=pool or torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream(GPU)):
         out = work()
     return graph, out
 
@@ -192,6 +192,15 @@ def test_a_graph_keeps_no_memory_that_was_there_before_it(machine: Machine) -> N
     others.clear()
     with pytest.raises(RuntimeError, match="freed"):
         graph.replay()
+
+
+def test_a_pool_goes_with_its_last_graph(machine: Machine) -> None:
+    x, pool = torch.ones(3, device=GPU), torch.cuda.graph_pool_handle()
+    kept, _ = recorded(lambda: x + 1, pool)
+    recorded(lambda: x + 2, pool)
+    del kept
+    with pytest.raises(RuntimeError, match="use_count"):
+        recorded(lambda: x + 3, pool)
 
 
 def test_each_rank_has_a_gpu_of_its_own() -> None:

@@ -15,6 +15,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,28 +33,10 @@ _CUDA, _META = 1, 14  # torch/headeronly/core/DeviceType.h
 __all__ = ["Machine", "Race", "gpu_or_standin", "standin"]
 
 
-class Event:
-    """`torch.cuda.Event`, of a stream that was recorded."""
-
-    machine: Machine
-
-    def __init__(self) -> None:
-        self.mark: dict[Timeline, int] = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.mark = (stream.timeline if stream is not None else self.machine.current).mark()
-
-    def synchronize(self) -> None:
-        self.machine.refuse("Event.synchronize")
-        self.machine.waits.append("Event.synchronize")
-        self.machine.host.after(self.mark)
-
-
 class Stream:
     """`torch.cuda.Stream`."""
 
     machine: Machine
-    event_type: type[Event]
 
     def __init__(self, device: Any = None, priority: int = 0, timeline: Timeline | None = None):
         self.timeline = timeline or self.machine.stream()
@@ -61,18 +44,14 @@ class Stream:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.timeline is self.timeline
 
-    __hash__ = None  # type: ignore[assignment]
-
     def wait_stream(self, other: Stream) -> None:
         self.timeline.after(other.timeline.mark())
 
-    def wait_event(self, event: Event) -> None:
-        self.timeline.after(event.mark)
+    def wait_event(self, event: dict[Timeline, int]) -> None:
+        self.timeline.after(event)
 
-    def record_event(self) -> Event:
-        event = self.event_type()
-        event.record(self)
-        return event
+    def record_event(self) -> dict[Timeline, int]:
+        return self.timeline.mark()
 
     def synchronize(self) -> None:
         self.machine.wait(self.timeline, "Stream.synchronize")
@@ -115,8 +94,7 @@ def _guard() -> None:
 
 def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
     """What torch.cuda is replaced by."""
-    event_type = type("Event", (Event,), {"machine": machine})
-    stream_type = type("Stream", (Stream,), {"machine": machine, "event_type": event_type})
+    stream_type, handles = type("Stream", (Stream,), {"machine": machine}), count(1)
 
     @contextmanager
     def stream(wanted: Stream) -> Iterator[None]:
@@ -136,13 +114,12 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
             total_memory=machine.memory, pci_domain_id=0, pci_bus_id=machine.index + 1, pci_device_id=0
         ),
         "Stream": stream_type,
-        "Event": event_type,
         "stream": stream,
         "current_stream": lambda device=None: stream_type(timeline=machine.current),
         "set_stream": lambda wanted: setattr(machine, "current", wanted.timeline),
         "CUDAGraph": graph_type(machine),
         "graph": capture_type(machine),
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": lambda: (0, next(handles)),
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda address, nbytes, flags: machine.register(address, nbytes),
             cudaHostUnregister=machine.unregister,

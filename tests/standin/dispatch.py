@@ -125,8 +125,6 @@ class OnGpu(TorchDispatchMode):
             else:
                 machine.run(what, accesses, lambda: to.inner.copy_(source.inner))
             return to
-        if not isinstance(to, GpuTensor) and not isinstance(source, GpuTensor):
-            return to.copy_(source)
         accesses, pinned = [], True
         for x, write in ((to, True), (source, False)):
             if isinstance(x, GpuTensor):

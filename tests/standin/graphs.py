@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -52,7 +52,8 @@ class Graph:
         out = None if in_place else kernel(*args, **kwargs)  # for its shape
         poison(out, integer=0)
         uses = [(ref(block), region, write) for block, region, write in accesses]
-        own = [getattr(block, "capture", None) is self for block, _, _ in accesses]
+        made = [getattr(block, "capture", None) for block, _, _ in accesses]
+        own = [capture is not None and capture() is self for capture in made]
         self.nodes.append(Node(what, uses, own, lambda: kernel(*args, **kwargs), list(tensors_in(out))))
         return args[0] if in_place and args else out
 
@@ -95,9 +96,14 @@ def graph_type(machine: Machine) -> Callable[[], Graph]:
 
 
 def capture_type(machine: Machine) -> Callable[..., Capture]:
+    pools: dict[Any, WeakSet[Graph]] = {}
+
     def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Capture:
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise ValueError(capture_error_mode)
+        if pool in pools and not pools[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # the pool went with the last graph in it
+        pools.setdefault(pool, WeakSet()).add(graph)
         return Capture(graph, stream.timeline if stream is not None else machine.stream())
 
     return capture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ class Allocation(Block):
 
     def __init__(self, machine: Machine, nbytes: int, name: str):
         super().__init__(name)
-        self.machine, self.nbytes, self.owner, self.capture = machine, 0, machine.current, machine.capture
+        self.machine, self.nbytes, self.owner = machine, 0, machine.current
+        self.capture = machine.capture and ref(machine.capture)  # what allocated it, if a recording did
         machine.allocate(nbytes)  # which may refuse
         self.nbytes = nbytes
 
