@@ -11,21 +11,23 @@ from decoding import probing
 from decoding.documents import Document, find_documents
 from decoding.engine import Engine
 from decoding.interrupts import Interrupts
+from decoding.job import Job, model_digest, model_name
 from decoding.options import Common, with_common
 from decoding.planning import plan
 from decoding.progress import Display
 from decoding.prompt import INSTRUCTION, Template
 from decoding.records import Records
 from decoding.settings import dtype_of
-from decoding.stream import stream
-from decoding.summarize import longest_prompt
+from decoding.stream import opening, stream
+from decoding.summarize import Longest, due_documents, longest_prompt
 from decoding.summarize import summarize as summarize_all
-from offload import TierForceError
-from parallel import Group
+from decoding.terminal import say, warn
+from offload import FitError, TierForceError
+from parallel import Group, resolve
+from parallel.environment import ignored_variables
 from parallel.launch import launch, under_launcher
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-terminal = Console(stderr=True)
 app.command()(plan)
 
 
@@ -39,35 +41,54 @@ def summarize(
 ) -> None:
     """Summarise every document, exactly as the target model alone would, with one durable record each."""
     settings, sampling = common.settings, common.sampling
-    _spread(common.gpus)
-    interrupts = Interrupts(lambda name: say(f"interrupted ({name}) before a document was begun: run the same command to go on"))
+    interrupts = _start(common, "interrupted ({name}) before a document was begun: run the same command to go on")
     group = Group.from_environment(common.device)
     with group.together():
         documents = find_documents(input) if group.rank == 0 else []
+    folder = resolve(common.model, group)
+    with group.together():
         records = Records(output) if group.rank == 0 else None
-    due = [document for document in documents if records and document.id not in records.finished]
+        job = Job(
+            model=model_name(common.model),
+            draft=model_name(common.draft) if common.draft is not None else None,
+            weights=model_digest(folder) if group.rank == 0 else "",
+            instruction=instruction,
+            max_new_tokens=common.max_new_tokens,
+            context=settings.context,
+            dtype=settings.dtype,
+            sampling=sampling,
+        )
+        due = due_documents(documents, records, job) if records is not None else []
     if group.broadcast(not due):
         say(f"all {len(documents)} documents were finished before, in {output}")
         return
-    engine = Engine.from_pretrained(common.model, common.draft, settings, group=group)
+    if records is not None and (changed := sum(document.id in records.finished for document in due)):
+        warn(
+            f"{changed} finished records in {output} are of another text, instruction, model or sampling law: these documents are "
+            "summarised again, and their old records stay."
+        )
+    engine = Engine.from_pretrained(folder, common.draft, settings, group=group)
     with group.together():
         template = Template.summary(engine.tokenizer, instruction)
-    engine.check(group.broadcast(longest_prompt(engine, due, template, common.max_new_tokens)), common.max_new_tokens)
+    _say_what_fits(engine, group.broadcast(longest_prompt(engine, due, template, common.max_new_tokens)), common)
     if records is None:
         engine.follow()
         return
 
     def last_words(name: str) -> None:
         display.stop()
-        say(f"interrupted ({name}); {len(records.finished)} finished records are safe in {output}: run the same command to go on")
+        safe = f"{len(records.finished)} finished records are safe in {output}"
+        say(f"interrupted ({_culprit(name)}); {safe}: run the same command to go on")
 
-    with records, Display(len(documents), terminal) as display:
+    with records, Display(len(documents), sys.stderr) as display:
         interrupts.last_words = last_words
-        failed = summarize_all(engine, documents, records, template, common.max_new_tokens, sampling, display)
+        failed = summarize_all(engine, documents, due, records, template, job, display)
     engine.close()
-    say(f"{len(due) - failed} of {len(due)} documents summarised in {output}")
+    cut = sum(records.finished[document.id].cut for document in documents if document.id in records.finished)
+    done = f"{len(documents) - failed} of {len(documents)} documents summarised in {output}"
+    say(f"{done}, {cut} of them cut: their ends are beyond the context of {engine.context:,} tokens" if cut else done)
     if failed:
-        raise TierForceError(f"{failed} of {len(due)} documents failed; their records in {output} say why.")
+        raise TierForceError(f"{failed} of {len(documents)} documents failed; their records in {output} say why.")
 
 
 @app.command()
@@ -81,21 +102,21 @@ def generate(
     settings, sampling = common.settings, common.sampling
     if (prompt is None) == (prompt_file is None):
         raise TierForceError("give the text to continue with either --prompt-file or --prompt.")
-    _spread(common.gpus)
-    interrupts = Interrupts(lambda name: say(f"interrupted ({name})"))
+    interrupts = _start(common, "interrupted ({name})")
     group = Group.from_environment(common.device)
     with group.together():
         text = Document(prompt_file.name, prompt_file, 0).read() if prompt_file is not None else prompt or ""
     engine = Engine.from_pretrained(common.model, common.draft, settings, group=group)
+    _say_what_fits(engine, None, common)
     if group.rank:
         engine.follow()
         return
 
     def last_words(name: str) -> None:
         display.stop()
-        say(f"interrupted ({name})")
+        say(f"interrupted ({_culprit(name)})")
 
-    with Display(1, terminal) as display:
+    with Display(1, sys.stderr) as display:
         interrupts.last_words = last_words
         stream(engine, text, common.max_new_tokens, sampling, display)
     engine.close()
@@ -127,9 +148,33 @@ def probe(
         say(f"written to {output}")
 
 
-def say(line: str) -> None:
-    """A line on standard error, as it is."""
-    terminal.print(line, highlight=False, markup=False, soft_wrap=True)
+def _start(common: Common, last_words: str) -> Interrupts:
+    """Become as many ranks as are asked for, and listen for signals from here on."""
+    _spread(common.gpus or 1)
+    if (ignored := ignored_variables()) is not None:
+        warn(f"{ignored} in the environment names no group of ranks and is ignored: this process works alone.")
+    return Interrupts(lambda name: say(last_words.format(name=_culprit(name))))
+
+
+def _culprit(name: str) -> str:
+    """Name a signal, and who may have sent it: a launcher ends all ranks when it has lost one."""
+    return f"{name}, or another rank ended" if name == "SIGTERM" and under_launcher() else name
+
+
+def _say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> None:
+    """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
+    place = None
+    if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
+        warn(
+            f"--gpus {common.gpus}, but torch finds no GPU here: the processor does all the work, "
+            "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say --device cpu."
+        )
+    if longest is not None:
+        try:
+            place = engine.check(longest.tokens, common.max_new_tokens)
+        except FitError as error:  # of one document: the others may fit
+            warn(f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says: {error}")
+    say(opening(engine, longest.tokens if longest else 0, place))
 
 
 def _spread(gpus: int) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from decoding.decoders import Decoder
 from decoding.lengths import Noted
-from decoding.models import Models
+from decoding.models import Models, plan
 from decoding.sampling import Sampling, draw
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
@@ -22,7 +22,7 @@ from decoding.sizes import BUDGETS, draft_ranks
 from decoding.stats import Stats
 from decoding.tuning import Choice, Split, affordable, link_rate
 from decoding.verify import read
-from offload import DocumentError, FitError, MemoryPlan, TierForceError, one_line
+from offload import DocumentError, FitError, MemoryPlan, TierForceError, is_out_of_memory, one_line
 from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
@@ -77,12 +77,18 @@ class Engine:
             models = Models.make(target, small, mode, settings)
             return cls(models, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
 
-    def check(self, prompt: int, new: int) -> None:
-        """Raises FitError, on all ranks, when a text of that many tokens would not fit. All ranks call it."""
+    def check(self, prompt: int, new: int) -> MemoryPlan:
+        """Plan a text of that many tokens as `generate` would now; this rank's plan. All ranks call it.
+
+        Raises FitError, on all ranks, when the text would not fit.
+        """
         with self.group.together():
             plans = affordable(self.models, prompt, new)
         if self._tunes and not self._common(plans):
             raise FitError("no one retrieval budget fits all ranks: set --budget, or free memory on the fullest GPU.")
+        choice = self._spend(prompt, new)
+        with self.group.together():
+            return plan(self.models.spending(choice.budget), prompt, new)
 
     def generate(
         self,
@@ -112,10 +118,10 @@ class Engine:
                 with closing(PassLeader(session.sharded, session.most, session.run)) as leader:
                     yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
                     self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
-        except torch.OutOfMemoryError as error:
-            if self.group.size > 1:
-                raise  # the others are in the middle of the same pass: there is no going on together
-            raise FitError(one_line(error)) from error
+        except (RuntimeError, MemoryError) as error:
+            if self.group.size > 1 or not is_out_of_memory(error):
+                raise  # other ranks are in the middle of the same pass: there is no going on together
+            raise FitError(f"out of memory: {one_line(error)}") from error
         finally:
             self._busy = False
 
@@ -216,8 +222,13 @@ class Engine:
 
 def _tokenizer(folder: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the broken file happens to break
+        if "trust_remote_code" in str(error):
+            raise TierForceError(
+                f"{folder}: the tokenizer would run code that came with the model (auto_map in tokenizer_config.json), "
+                "which is never done here: use a folder with a tokenizer.json of a known class."
+            ) from error
         raise TierForceError(f"{folder}: the tokenizer cannot be loaded ({one_line(error)}).") from error
 
 

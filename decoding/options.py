@@ -19,7 +19,9 @@ class Common:
 
     model: Annotated[str, typer.Option(help="Target model: a Hugging Face folder, or a hub name.", show_default=False)]
     draft: Annotated[str | None, typer.Option(help="Small draft model with the target's vocabulary.")] = None
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs to split the model over; CPU ranks where there is no GPU.")] = 1
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs to split the model over, by default 1; CPU ranks where there is no GPU.")
+    ] = None
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")] = "auto"
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 512

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any, TextIO, cast
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from decoding.stats import Stats
+from decoding.terminal import Unread, printable
 
 
 class Display:
-    """One bar for the batch and one for the document at hand: prefill percent, then tokens and acceptance."""
+    """One bar for the batch and one for the document at hand: prefill percent, then tokens and acceptance.
 
-    def __init__(self, documents: int, console: Console):
-        self.console = console
+    Names of documents are shown as they are, without their control characters, and never read as markup. A terminal that is gone
+    shows nothing, and ends nothing.
+    """
+
+    def __init__(self, documents: int, stream: TextIO):
+        self.console = console = Console(file=cast(Any, Unread(stream)))
         self._progress = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             TimeElapsedColumn(),
             console=console,
             transient=True,
@@ -34,7 +41,7 @@ class Display:
         self._progress.stop()
 
     def begin(self, name: str) -> None:
-        self._current = self._progress.add_task(name, total=1, detail="reading")
+        self._current = self._progress.add_task(printable(name), total=1, detail="reading")
 
     def prefill(self, done: int, total: int) -> None:
         self._update(done, total, f"prefill {100 * done // total}%")
@@ -49,10 +56,10 @@ class Display:
             self._progress.remove_task(self._current)
             self._current = None
         self._progress.advance(self._batch)
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        self.console.print(f"warning: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(f"warning: {printable(line)}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
     def stop(self) -> None:
         self._progress.stop()

@@ -6,12 +6,21 @@ import fcntl
 import json
 import os
 import stat
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from offload import TierForceError
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What later runs need to know of a finished record."""
+
+    digest: str | None  # of all that shaped its summary (`Job.digest`); None in records of before there was one
+    cut: bool  # whether the document was longer than the context
 
 
 class Records:
@@ -27,7 +36,9 @@ class Records:
             self._file = self._held(self._place.open("ab", buffering=0))
             content = self._place.read_bytes()
             kept = self._finished(content)
-            self.finished: set[str] = {json.loads(line)["id"] for line in kept}
+            self.finished: dict[str, Finished] = {}  # by id; of several records of one id the last counts
+            for line in kept:
+                self._note(json.loads(line))
             if (repaired := b"".join(line + b"\n" for line in kept)) != content:
                 self._replace(repaired)
             self._sync_folder()
@@ -43,7 +54,10 @@ class Records:
         except OSError as error:
             raise self._unwritable(error, " Finished records are safe.") from error
         if "error" not in record:
-            self.finished.add(record["id"])
+            self._note(record)
+
+    def _note(self, record: dict[str, Any]) -> None:
+        self.finished[record["id"]] = Finished(record.get("digest"), bool(record.get("dropped_tokens")))
 
     def _held(self, file: FileIO) -> FileIO:
         """The file, locked for this job."""

@@ -12,6 +12,7 @@ from decoding.progress import Display
 from decoding.prompt import Template
 from decoding.sampling import Sampling
 from decoding.stats import Stats
+from offload import MemoryPlan
 
 
 def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Display) -> None:
@@ -28,6 +29,21 @@ def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Dis
     printer.end()
     sys.stdout.flush()
     display.end(describe(engine.stats))
+
+
+def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
+    """Say what runs where: devices, dtype, mode, context, and where the layers of a prompt of so many tokens go."""
+    group, models = engine.group, engine.models
+    if group.device.type == "cuda":
+        where = f"{group.size} x {torch.cuda.get_device_name(group.device)}"
+    else:
+        where = f"{group.size} x CPU with {torch.get_num_threads()} threads"
+    dtype = str(models.dtype).removeprefix("torch.")
+    line = f"{where}; {dtype}, {models.mode}, context {engine.context:,}"
+    if place is None:
+        return line
+    layers = models.target.config.layers
+    return f"{line}; at {prompt:,} prompt tokens {layers - place.resident_layers} of {layers} layers are on the host"
 
 
 def describe(stats: Stats) -> str:

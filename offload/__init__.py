@@ -2,7 +2,7 @@
 
 from offload.attention import merge, partial_attention
 from offload.cache import Cache
-from offload.errors import DocumentError, FitError, TierForceError, one_line
+from offload.errors import DocumentError, FitError, TierForceError, is_out_of_memory, one_line
 from offload.layout import KVLayout
 from offload.link import EmulatedLink, Link, ViewLink, host_available, make_link
 from offload.plan import MemoryPlan, Needs, device_tiers, plan_memory, tail_tokens
@@ -40,6 +40,7 @@ __all__ = [
     "ViewLink",
     "device_tiers",
     "host_available",
+    "is_out_of_memory",
     "make_link",
     "merge",
     "one_line",

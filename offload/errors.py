@@ -16,3 +16,20 @@ class DocumentError(TierForceError):
 def one_line(error: BaseException) -> str:
     """What somebody else's error says, for use in a message of ours."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+_NO_MEMORY = (  # what allocators say that raise nothing but a RuntimeError
+    "DefaultCPUAllocator",
+    "not enough memory",
+    "could not create a primitive",
+    "could not create a memory",
+    "std::bad_alloc",
+    "out of memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out, on a device or on the host, whichever allocator noticed."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

@@ -94,8 +94,12 @@ class ModelConfig:
             given = dict(json.loads(path.read_text(encoding="utf-8")))
             known = given.get("model_type") in FAMILIES
             missing = [name for name in _NEEDED if name not in given] if known else []
-            hf = None if missing else AutoConfig.from_pretrained(path, local_files_only=True)
+            hf = None if missing else AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises whatever the broken field happens to break
+            if "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"{path} would run code that came with the model (auto_map), which is never done here."
+                ) from error
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
         if missing:  # transformers would put some other model's numbers in their place
             raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")

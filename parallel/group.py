@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import FitError, TierForceError, one_line
+from offload import FitError, TierForceError, is_out_of_memory, one_line
+from parallel.environment import place_of
 
 T = TypeVar("T")
 
@@ -34,8 +35,8 @@ class Group:
 
         `device`: auto, cpu or cuda. Raises TierForceError when CUDA is asked for and missing or too small for the ranks.
         """
-        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        place = place_of()
+        rank, size, local, local_size = place.rank, place.size, place.local_rank, place.local_size
         if device not in ("auto", "cpu", "cuda"):
             raise TierForceError(f"--device {device} is not known: use auto, cpu or cuda.")
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
@@ -118,15 +119,17 @@ class Group:
     def together(self) -> Iterator[None]:
         """What raises a TierForceError on any rank raises the lowest such rank's error on all: no rank waits for one that left.
 
-        A GPU that is out of memory is a FitError: plans cannot know what others take, or how memory is cut up.
+        Memory that runs out, a GPU's or the host's, is a FitError: plans cannot know what others take, or how memory is cut up.
         """
         found: TierForceError | None = None
         try:
             yield
         except TierForceError as error:
             found = error
-        except torch.OutOfMemoryError as error:
-            found = FitError(f"rank {self.rank}: {one_line(error)}")
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            found = FitError(f"rank {self.rank}: out of memory: {one_line(error)}")
         if self.size > 1:
             errors = self.gather(found and (type(found), str(found)))
             first = next((error for error in errors if error), None)
@@ -220,7 +223,7 @@ def _start_nccl(device: torch.device) -> None:
 def _peers() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:  # what every backend raises when a peer's connection closes
+        if is_out_of_memory(error):
+            raise
         raise RankLost("another rank ended unexpectedly (killed, or out of memory).") from error

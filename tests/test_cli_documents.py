@@ -137,7 +137,7 @@ def test_nothing_is_loaded_when_all_is_finished(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD)
     summarize(tmp_path, source)
     before = (tmp_path / "out.jsonl").read_bytes()
-    result, _ = summarize(tmp_path, source, models=("--model", str(tmp_path / "no such model")))
+    result, _ = summarize(tmp_path, source, "--draft", str(tmp_path / "no such model"))
     assert result.code == 0
     assert "all 1 documents were finished before" in result.err
     assert (tmp_path / "out.jsonl").read_bytes() == before

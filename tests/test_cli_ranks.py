@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from commands import DRAFT, MODELS, TORCHRUN, Job, refused, tierforce, variant
+from commands import DRAFT, MODELS, TORCHRUN, Job, records, refused, tierforce, variant
 
 GENERATE = ("generate", "--prompt", "It was", "--gpus", "2")
 
@@ -43,7 +43,11 @@ def test_an_error_of_rank_0_alone(tmp_path: Path) -> None:
 def test_an_error_of_rank_1_alone(tmp_path: Path) -> None:
     less = "psutil.virtual_memory = lambda real=psutil.virtual_memory(): real._replace(available=10_000_000)"
     env = at_start(tmp_path, f"if rank == '1':\n    import psutil\n    {less}")
-    line = refused(tierforce(*summarize(tmp_path, "--output", str(tmp_path / "out.jsonl")), env=env))
+    result = tierforce(*summarize(tmp_path, "--output", str(tmp_path / "out.jsonl")), env=env)
+    assert result.code == 1
+    (record,) = records(tmp_path / "out.jsonl")
+    line = record["error"]
+    assert line in result.err
     assert "GB of device memory" in line
     assert "0.004 GB are available" in line  # nine tenths of half of it
 

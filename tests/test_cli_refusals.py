@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from commands import MODELS, TARGET, forked, refused, variant
+from commands import MODELS, TARGET, forked, records, refused, variant
 from safetensors.torch import load_file
 
 import parallel.hub
@@ -79,7 +79,11 @@ def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_
 
 def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -> None:
     job = summarize(tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--resident-layers", "0")
-    line = refused(forked(tmp_path, *job, "--device-memory", "0.3", before=_small_host))
+    result = forked(tmp_path, *job, "--device-memory", "0.3", before=_small_host)
+    assert result.code == 1
+    (record,) = records(tmp_path / "out.jsonl")
+    line = record["error"]
+    assert line in result.err
     assert "needs 0.08 GB of host memory" in line
     assert "0.01 GB are available" in line
 

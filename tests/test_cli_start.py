@@ -173,11 +173,6 @@ def output_that_is_the_input(folder: Path) -> tuple[str, ...]:
     return summarize(text(folder), folder / "a.txt")
 
 
-@case("GB of device memory", "are available", "--context", "--budget")
-def device_too_small(folder: Path) -> tuple[str, ...]:
-    return summarize(text(folder, "It was. " * 2000), folder / "out.jsonl", "--device-memory", "0.02")
-
-
 @case("--context 131073", "131072 positions")
 def context_beyond_the_model(folder: Path) -> tuple[str, ...]:
     return *GENERATE, *MODELS, "--context", "131073"
