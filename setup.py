@@ -12,10 +12,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["offload", "parallel", "decoding", "bench"]),
+    packages=find_packages(include=["offload*", "parallel*", "decoding*"]),
     package_data={
-        "bench": ["page.html"],
-        "decoding": ["py.typed", "hardware.json"],
+        "decoding": ["py.typed"],
+        "decoding.planning": ["profiles.json"],
         "parallel": ["py.typed"],
         "offload": ["py.typed"],
     },
@@ -38,5 +38,5 @@ setup(
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
         "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "ruff>=0.12", "mypy>=1.14"],
     },
-    entry_points={"console_scripts": ["tierforce=decoding.cli:main"]},
+    entry_points={"console_scripts": ["tierforce=decoding.app.main:main"]},
 )

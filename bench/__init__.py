@@ -1,1 +1,1 @@
-"""Measurements: each module is a command that prints a table and writes one JSON document."""
+"""Measurements: `python -m bench NAME` prints a table and writes one JSON document."""

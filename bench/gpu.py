@@ -21,18 +21,23 @@ import torch
 import typer
 from rich.console import Console
 
-from bench.continued import continued
-from bench.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
-from bench.passes import DRAFTED, passes
-from bench.record import prepare, save, show
+from bench.harness.decode_loop import continued
+from bench.harness.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
+from bench.harness.record import prepare, save, show
+from bench.speed.passes import DRAFTED, passes
 from decoding import Sampling, Settings
-from decoding.forecast import prefill_flops
-from decoding.lengths import Fixed
-from decoding.models import Models
-from decoding.rates import Copies, matmul_rate
+from decoding.planning.forecast import prefill_flops
+from decoding.probe.rates import matmul_rate
+from decoding.runtime import Models
 from decoding.session import Session
-from offload import FitError, Link, host_available
-from parallel import Group, ModelConfig, random_model
+from decoding.speculation.draft_length import Fixed
+from offload.bandwidth import Copies
+from offload.errors import FitError
+from offload.host_memory import host_available
+from offload.link import Link
+from parallel.config import ModelConfig
+from parallel.group import Group
+from parallel.loading import random_model
 
 CONTEXT = 130_048
 PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}  # target and draft
@@ -169,7 +174,3 @@ def main(
         models.link.close()
     show(f"{pair} at {len(session.prompt):,} tokens on {group.device}, at most {device_memory:g} GB of device memory", report.rows)
     print(f"written to {output}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

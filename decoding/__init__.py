@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decoding.engine import Engine
-    from decoding.sampling import Sampling
     from decoding.settings import Settings
+    from decoding.speculation.sampling import Sampling
 
 __all__ = ["Engine", "Sampling", "Settings"]
+_HOMES = {
+    "Engine": "decoding.engine",
+    "Sampling": "decoding.speculation.sampling",
+    "Settings": "decoding.settings",
+}
 
 
 def __getattr__(name: str) -> Any:
     """The names above, imported when they are asked for: the command line must come first, to end quietly while torch loads."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"decoding.{name.lower()}"), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -12,18 +12,23 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
-from decoding.decoders import Decoder
-from decoding.lengths import Noted
-from decoding.models import Models, plan
-from decoding.sampling import Sampling, draw
+from decoding.planning.budget import Choice, Split, affordable, link_rate
+from decoding.planning.needs import BUDGETS, draft_ranks
+from decoding.runtime import Models, plan
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
-from decoding.sizes import BUDGETS, draft_ranks
+from decoding.speculation.decoders import Decoder
+from decoding.speculation.draft_length import Noted
+from decoding.speculation.sampling import Sampling, draw
+from decoding.speculation.verify import read
 from decoding.stats import Stats
-from decoding.tuning import Choice, Split, affordable, link_rate
-from decoding.verify import read
-from offload import DocumentError, FitError, MemoryPlan, TierForceError, is_out_of_memory, one_line
-from parallel import Group, Llama, ModelConfig, PassLeader, follow_passes, load_model, resolve, token_ids
+from offload.errors import DocumentError, FitError, TierForceError, is_out_of_memory, one_line
+from offload.memory_plan import MemoryPlan
+from parallel.config import ModelConfig, token_ids
+from parallel.group import Group
+from parallel.loading import load_model, resolve
+from parallel.lockstep import PassLeader, follow_passes
+from parallel.model import Llama
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 

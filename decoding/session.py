@@ -8,15 +8,21 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from decoding.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
-from decoding.lengths import Adaptive, DraftLength, Fixed
-from decoding.lookup import Lookup
-from decoding.models import Models, plan
-from decoding.sampling import Sampling
+from decoding.planning.needs import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
+from decoding.runtime import Models, plan
 from decoding.settings import Settings
-from decoding.sizes import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
-from offload import POLICIES, Cache, RetrievalCache, StreamingCache, TieredCache
-from parallel import Llama, PassLeader, Replay, Sharded
+from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
+from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
+from decoding.speculation.lookup import Lookup
+from decoding.speculation.sampling import Sampling
+from offload.cache import Cache
+from offload.retrieval import RetrievalCache
+from offload.selection import POLICIES
+from offload.streaming import StreamingCache
+from offload.tiered import TieredCache
+from parallel.graphs import Replay
+from parallel.lockstep import PassLeader, Sharded
+from parallel.model import Llama
 
 LINK_REFRESH = 1  # tokens one selection serves where keys come over a link anyway
 LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload import POLICIES, TierForceError
+from offload.errors import TierForceError
+from offload.selection import POLICIES
 
 BUDGET = 4096  # retrieval budget where nothing is known
 LONGEST = 512  # tokens of a draft: all caches have room for one

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoding.decoders import Proposer, Speculative
-from decoding.lengths import Round
-from decoding.tuning import Choice
-from offload import MemoryPlan, RetrievalCache, Traffic
+from decoding.planning.budget import Choice
+from decoding.speculation.decoders import Proposer, Speculative
+from decoding.speculation.draft_length import Round
+from offload.memory_plan import MemoryPlan
+from offload.retrieval import RetrievalCache
+from offload.traffic import Traffic
 
 
 @dataclass

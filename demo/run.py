@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.jobs import summarized
-from bench.text import long_text
-from offload import TierForceError
+from bench.harness.text import long_text
+from bench.paper.jobs import summarized
+from offload.errors import TierForceError
 
 HERE = Path(__file__).parent
 OUT = HERE / "out"

@@ -13,16 +13,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
-from offload.errors import FitError, TierForceError
-from offload.numa import gpu_node, on_node
+from offload.errors import TierForceError
+from offload.host_memory import allocate, host_available, process_peak
 
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
@@ -68,41 +65,13 @@ class Link(ABC):
         """Release what the link holds; no copy may follow."""
 
 
-def host_available() -> int:
-    """Bytes of host memory that can really be had: the kernel's estimate, or less where a cgroup sets a limit."""
-    available = psutil.virtual_memory().available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit) as top, open(used) as now:
-                available = min(available, max(0, int(top.read()) - int(now.read())))
-        except (OSError, ValueError):  # no such cgroup version, or "max"
-            continue
-    return available
-
-
-def process_peak() -> int | None:
-    """Bytes of memory that this process has held at most since the last call; None where the system does not say.
-
-    It makes the kernel forget the peak, also for others who ask (ru_maxrss).
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        Path("/proc/self/clear_refs").write_text("5")  # which forgets the peak
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), None)
-
-
 class ViewLink(Link):
     """CPU without a link: the ring hands out views of the host store and nothing is copied."""
 
     copies = False
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return _allocate(numel, dtype)
+        return allocate(numel, dtype)
 
     def copy(self, pairs: Sequence[Copy]) -> None:
         for destination, source in pairs:
@@ -128,7 +97,7 @@ class EmulatedLink(Link):
         self._thread.start()
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return _allocate(numel, dtype)
+        return allocate(numel, dtype)
 
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
         for destination, source in pairs:  # memmove would not notice
@@ -166,77 +135,15 @@ class EmulatedLink(Link):
             done.set()
 
 
-class CudaLink(Link):
-    """PCIe: registered host memory, one copy stream, events. No device-wide synchronisation anywhere."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
-        self._registered: dict[int, Tensor] = {}  # by address
-
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        buffer = _allocate(numel, dtype)
-        with on_node(gpu_node(self.device)):  # pinning is the first to touch the pages
-            # pin_memory would round the allocation up to a power of two
-            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        if code:
-            with suppress(RuntimeError):
-                torch.ones(1, device=self.device).add_(1)  # or the next kernel anywhere would report this failure as its own
-            raise FitError(
-                f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {code}). "
-                "Raise the limit on locked memory (ulimit -l unlimited), or use a shorter --context."
-            )
-        self._registered[buffer.data_ptr()] = buffer
-        return buffer
-
-    def release(self, buffer: Tensor) -> None:
-        self.drain()
-        if self._registered.pop(buffer.data_ptr(), None) is not None:
-            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-
-    def copy(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            for destination, source in pairs:
-                destination.copy_(source, non_blocking=True)
-        return self._stream.record_event()
-
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(ticket)
-
-    def drain(self) -> None:
-        self._stream.synchronize()
-
-    def close(self) -> None:
-        for buffer in list(self._registered.values()):
-            self.release(buffer)
-
-    def device_available(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return free + cached
-
-    def peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
-
-
-def _allocate(numel: int, dtype: torch.dtype) -> Tensor:
-    needed, available = numel * dtype.itemsize, host_available()
-    if needed > available:
-        raise FitError(
-            f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and {available / 1e9:.2f} GB are available. "
-            "Use a shorter --context, or a machine with more memory."
-        )
-    return torch.empty(numel, dtype=dtype)
-
-
 def make_link(spec: str, device: torch.device) -> Link:
     """`auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE` with the rate in GB/s."""
     name, _, rate = spec.partition(":")
     if name == "auto" and not rate:
-        return CudaLink(device) if device.type == "cuda" else ViewLink(device)
+        if device.type != "cuda":
+            return ViewLink(device)
+        from offload.cuda_link import CudaLink
+
+        return CudaLink(device)
     if device.type == "cpu" and spec == "view":
         return ViewLink(device)
     if device.type == "cpu" and name == "emulated":

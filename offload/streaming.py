@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from offload.cache import put
+from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.rotary import Rotary
-from offload.slots import SlotCache
 
 
 class StreamingCache(SlotCache):

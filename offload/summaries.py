@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.policy import Seen
+from offload.selection import Seen
 
 _TINY = torch.finfo(torch.float32).tiny
 

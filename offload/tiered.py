@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.attention import Partial, merge, partial_attention
+from offload.attention import partial_attention
+from offload.attention.folding import Partial, merge
 from offload.cache import Cache, Follower, put
 from offload.errors import FitError
 from offload.layout import KVLayout
 from offload.link import Link
-from offload.plan import places, tail_tokens
+from offload.memory_plan import places, tail_tokens
 from offload.ring import TransferRing
 from offload.rotary import Rotary
 from offload.store import HostArena, HostStore

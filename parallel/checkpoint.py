@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offload import TierForceError
+from offload.errors import TierForceError
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")  # may be left over: computed from the config, or a copy of tied embeddings

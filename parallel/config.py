@@ -14,7 +14,9 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from offload import KVLayout, Rotary, TierForceError, one_line
+from offload.errors import TierForceError, one_line
+from offload.layout import KVLayout
+from offload.rotary import Rotary
 from parallel.hub import NotThere, from_hub
 
 # model_type: the biases its q/k/v and o projections have where the config does not say

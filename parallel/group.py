@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload import FitError, TierForceError, is_out_of_memory, one_line
+from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from parallel.environment import place_of
 
 T = TypeVar("T")

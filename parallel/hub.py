@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from offload import one_line
+from offload.errors import one_line
 
 _PATIENCE = 10.0  # seconds for the hub to answer
 

@@ -9,12 +9,12 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch.nn import Parameter
 
-from offload import TierForceError
+from offload.errors import TierForceError
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.hub import NotThere, from_hub
-from parallel.llama import Llama
+from parallel.model import Llama
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from links import make_test_link
-from models import build_checkpoint
-from standin import Machine, gpu_or_standin
 
-from offload import Link
+from offload.link import Link
+from standin import Machine, gpu_or_standin
+from support.links import make_test_link
+from support.models import build_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""Predictions and plans, held against what happens."""

@@ -1,0 +1,1 @@
+"""What proposals are worth: acceptance, overlap, needles."""

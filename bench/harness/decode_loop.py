@@ -1,0 +1,24 @@
+"""A prompt that was read, continued to its end: what benchmarks time and count."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from decoding import Sampling
+from decoding.session import Lengths, Session
+from decoding.speculation.decoders import Decoder
+from parallel.lockstep import PassLeader
+
+
+def continued(session: Session, first: int, sampling: Sampling, lengths: Lengths | None = None) -> tuple[Decoder, float]:
+    """Decode all of the session's new tokens but the `first`, which is given; what did it, with its counts, and the seconds."""
+    generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
+    decoder = session.decoder(PassLeader(session.sharded, session.most, session.run), sampling, generator, lengths)
+    prompt = session.prompt.tolist()
+    decoder.sync([*prompt, first], len(prompt))
+    started = time.perf_counter()
+    while (missing := session.new - 1 - decoder.stats.produced) > 0:
+        decoder.round(missing)
+    return decoder, time.perf_counter() - started

@@ -1,0 +1,93 @@
+"""transformers' own generate as a peer, with its kinds of cache and of drafting, and accelerate's offloading."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from bench.peers.base import Job, Peer, Result, Unavailable
+from decoding import Sampling
+
+
+class Clock(BaseStreamer):
+    """Notes when tokens come out of `generate`; what it is given first is the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def warped(law: Sampling) -> dict[str, Any]:
+    """The keyword arguments by which `generate` draws from that law."""
+    if law.temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": law.temperature, "top_p": law.top_p, "top_k": law.top_k}
+
+
+class Transformers(Peer):
+    """transformers' generate. `extra` tells its keyword arguments, given the job."""
+
+    extra: Callable[[Transformers], dict[str, Any]] = staticmethod(lambda peer: {})
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model: Any = self._load(job.target)
+
+    def _load(self, folder: Path) -> Any:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.job.dtype))
+        model = model.to(self.device)
+        model.generation_config = GenerationConfig(pad_token_id=0)  # no stop token: all make as many tokens
+        return model
+
+    def run(self) -> Result:
+        job, clock, law = self.job, Clock(), self.job.sampling
+        torch.manual_seed(law.seed)
+        prompt = torch.tensor([job.prompt], device=self.device)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            out = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=job.new,
+                streamer=clock,
+                **warped(law),
+                **type(self).extra(self),
+            )
+        first = clock.times[1]  # the first call hands over the prompt
+        return Result(first - started, time.perf_counter() - first, out[0, len(job.prompt) :].tolist())
+
+
+def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transformers]:
+    return type("Transformers", (Transformers,), {"extra": staticmethod(extra)})
+
+
+class Accelerate(Transformers):
+    """accelerate's cpu_offload: weights come to the device layer by layer; the cache stays there."""
+
+    def _load(self, folder: Path) -> Any:
+        from accelerate import cpu_offload
+
+        model = super()._load(folder).to("cpu")
+        return cpu_offload(model, execution_device=self.device)
+
+
+def offloaded(peer: Transformers) -> dict[str, Any]:
+    if peer.device.type == "cpu":
+        raise Unavailable("transformers' offloaded cache needs a GPU to offload from")
+    return {"cache_implementation": "offloaded"}
+
+
+def assisted(peer: Transformers) -> dict[str, Any]:
+    return {"assistant_model": peer._load(peer.job.draft)}

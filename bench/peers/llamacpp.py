@@ -1,0 +1,45 @@
+"""llama.cpp as a peer, through llama-cpp-python."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from importlib.util import find_spec
+
+import torch
+
+from bench.peers.base import Job, Peer, Result, Unavailable
+from bench.peers.gguf import to_gguf
+
+
+class LlamaCpp(Peer):
+    """llama.cpp through llama-cpp-python, with the target converted to GGUF once; its KV cache is in float16, as it likes it."""
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        if find_spec("llama_cpp") is None:
+            raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
+        if find_spec("gguf") is None:
+            raise Unavailable("gguf, which converts the model, is not installed: pip install gguf")
+        config = job.target.resolve() / "config.json"
+        identity = zlib.crc32(f"{config} {config.stat().st_mtime}".encode())
+        path = job.scratch / f"{config.parent.name}-{job.dtype}-{identity:08x}.gguf"
+        if not path.is_file():
+            to_gguf(job.target, path, getattr(torch, job.dtype))
+        from llama_cpp import Llama  # pyright: ignore
+
+        threads, tokens = torch.get_num_threads(), len(job.prompt) + job.new
+        gpu = -1 if torch.cuda.is_available() else 0
+        self.model = Llama(
+            str(path), n_ctx=tokens, n_threads=threads, n_threads_batch=threads, n_gpu_layers=gpu, flash_attn=True, verbose=False
+        )
+
+    def run(self) -> Result:
+        self.model.set_seed(self.job.sampling.seed)
+        law, tokens, first, started = self.job.sampling, [], 0.0, time.perf_counter()
+        for token in self.model.generate(self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature):
+            first = first or time.perf_counter()
+            tokens.append(token)
+            if len(tokens) == self.job.new:
+                break
+        return Result(first - started, time.perf_counter() - first, tokens)

@@ -1,0 +1,28 @@
+"""What users would otherwise run, each behind one small interface: the same prompt, as many tokens, the same sampling."""
+
+from __future__ import annotations
+
+from bench.peers.base import Peer
+from bench.peers.hugging_face import Accelerate, assisted, offloaded, transformers
+from bench.peers.llamacpp import LlamaCpp
+from bench.peers.ours import ours
+from bench.peers.zero import OffloadingZeroInference, ZeroInference
+
+PEERS: dict[str, type[Peer]] = {
+    "ours: plain": ours(mode="plain"),
+    "ours: speculative": ours(mode="speculative"),
+    "ours: retrieval": ours(mode="retrieval"),
+    "ours: hierarchical": ours(mode="hierarchical"),
+    "ours: hierarchical and lookup": ours(mode="hierarchical", lookup=3),
+    "ours: plain offloaded": ours(mode="plain", resident_layers=0),
+    "ours: hierarchical offloaded": ours(mode="hierarchical", resident_layers=0),
+    "transformers: dynamic cache": transformers(lambda peer: {}),
+    "transformers: static cache": transformers(lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}),
+    "transformers: offloaded cache": transformers(offloaded),
+    "transformers: assisted": transformers(assisted),
+    "transformers: prompt lookup": transformers(lambda peer: {"prompt_lookup_num_tokens": 10}),
+    "accelerate: cpu_offload": Accelerate,
+    "DeepSpeed ZeRO-Inference": ZeroInference,
+    "DeepSpeed ZeRO-Inference with KV offloaded": OffloadingZeroInference,
+    "llama.cpp": LlamaCpp,
+}

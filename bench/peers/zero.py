@@ -1,0 +1,50 @@
+"""DeepSpeed-ZeRO-Inference as a peer: as it is released, and with its KV cache in host memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness.ranks import free_port
+from bench.peers.base import Job, Peer, Result, Unavailable
+from bench.peers.hugging_face import Transformers, warped
+from bench.peers.zero_kv import initialized
+
+
+class ZeroInference(Transformers):
+    """DeepSpeed-ZeRO-Inference as it is released: stage 3 with parameters in host memory, and its KV cache on the device."""
+
+    def _load(self, folder: Path) -> Any:
+        if find_spec("deepspeed") is None:
+            raise Unavailable("deepspeed is not installed: pip install deepspeed")
+        return initialized(super()._load(folder), self.job.dtype, free_port())
+
+
+class OffloadingZeroInference(Peer):
+    """DeepSpeed-ZeRO-Inference with its KV cache in host memory, by the python that TIERFORCE_ZERO_PYTHON names."""
+
+    script = Path(__file__).with_name("zero_kv.py")
+
+    def __init__(self, job: Job):
+        super().__init__(job)
+        self.python = os.environ.get("TIERFORCE_ZERO_PYTHON", "")
+        if not self.python:
+            raise Unavailable("KV offload takes an environment with DeepSpeed's fork: name its python in TIERFORCE_ZERO_PYTHON")
+
+    def run(self) -> Result:
+        job = {"target": str(self.job.target), "prompt": self.job.prompt, "new": self.job.new, "dtype": self.job.dtype}
+        job |= {"seed": self.job.sampling.seed, "law": warped(self.job.sampling), "port": free_port()}
+        job["threads"] = torch.get_num_threads()
+        done = subprocess.run([self.python, str(self.script)], input=json.dumps(job), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")
+        found = json.loads(done.stdout.splitlines()[-1])
+        if "unavailable" in found:
+            raise Unavailable(found["unavailable"])
+        return Result(**found)

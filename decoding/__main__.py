@@ -1,0 +1,6 @@
+"""`python -m decoding`: the command line."""
+
+from decoding.app.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a batch asks of every document, and a digest of it, which tells a later run what is still as it would write it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from decoding.speculation.sampling import Sampling
+from offload.errors import TierForceError
+
+_PART = 1 << 20  # bytes of each end of a weight file that tell it from another: reading all of a 13B model takes minutes
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that shapes a summary beside the document's text: the law of what is written, and who it was asked of.
+
+    `model` and `draft` are names, without the folders they lie in; `weights` is a digest of the model's files.
+    """
+
+    model: str
+    draft: str | None
+    weights: str
+    instruction: str
+    max_new_tokens: int
+    context: int | None
+    dtype: str
+    sampling: Sampling
+
+    def digest(self, text: str) -> str:
+        """Return 16 hexadecimal digits that change with the text and with all that shapes its summary.
+
+        The draft, the device and what memory is spent on are left out: they shape how fast a summary comes, not its law.
+        """
+        shaping = {
+            "text": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(),
+            "weights": self.weights,
+            "instruction": self.instruction,
+            "max_new_tokens": self.max_new_tokens,
+            "context": self.context,
+            "dtype": self.dtype,
+            "law": [self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, self.sampling.seed],
+        }
+        return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what a record says of its job."""
+        return {
+            "model": self.model,
+            "draft": self.draft,
+            "instruction": self.instruction,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.sampling.temperature,
+            "top_k": self.sampling.top_k,
+            "top_p": self.sampling.top_p,
+            "seed": self.sampling.seed,
+        }
+
+
+def model_name(name: str) -> str:
+    """Return how records call a model: a hub name as it is, of a folder its own name and no path."""
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
+def model_digest(folder: Path) -> str:
+    """Digest the files that make a model: configs and tokenizer whole, of each weight file its size and both ends.
+
+    Raises TierForceError where one of them cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(folder.iterdir()):
+            for part in _telling_parts(path):
+                digest.update(f"{path.name} {len(part)} ".encode(errors="surrogateescape") + part)
+    except OSError as error:
+        raise TierForceError(f"the model's folder {folder} cannot be read: {error.strerror}.") from error
+    return digest.hexdigest()[:16]
+
+
+def _telling_parts(path: Path) -> Iterator[bytes]:
+    if path.suffix in (".json", ".jinja", ".model"):
+        yield path.read_bytes()
+    elif path.suffix == ".safetensors":
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            yield str(size).encode()
+            yield file.read(_PART)
+            file.seek(max(0, size - _PART))
+            yield file.read(_PART)

@@ -1,0 +1,75 @@
+"""The entry: `tierforce`, or `-m decoding.cli` under torchrun. Whatever goes wrong is one line and a non-zero exit on all ranks."""
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any, cast
+
+
+def main() -> None:
+    """Run the command line, and leave."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: until `Interrupts` listens, Ctrl-C just ends them
+    from decoding.app.terminal import Unread, say
+    from offload.errors import TierForceError
+    from parallel.environment import place_of
+
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    sys.stderr = cast(Any, Unread(sys.stderr))
+    code = 1
+    try:
+        rank = place_of().rank
+        if rank:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - rank 0 says what all ranks have to say
+        code = _run(rank)
+    except TierForceError as error:  # variables that name no rank
+        say(f"tierforce: {error}")
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not code:
+            say(f"tierforce: standard output cannot be written: {error.strerror}.")
+        code = code or 1
+    os._exit(code)  # a group that lost a rank would wait for it in its own clean-up
+
+
+def _run(rank: int) -> int:
+    """Run the command as this rank; returns the exit code."""
+    from transformers.utils import logging
+
+    from decoding.app.commands import app
+    from decoding.app.terminal import say
+    from offload.errors import TierForceError, is_out_of_memory, one_line
+    from parallel.group import RankLost
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        app()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except RankLost as error:
+        time.sleep(1)  # a signal to all ranks may be on its way here, and says more
+        say(f"tierforce: {error} Finished records are safe: run the same command again to go on.")
+    except TierForceError as error:
+        say(f"tierforce: {error}")
+        time.sleep(rank and 10)  # launchers end the other ranks when the first leaves: let rank 0 speak, however slow it is
+    except Exception as error:
+        if is_out_of_memory(error):
+            _fault(
+                rank, f"out of memory: {one_line(error)} Finished records are safe: free memory, and run the same command again."
+            )
+        elif os.environ.get("TIERFORCE_DEBUG"):
+            raise
+        else:
+            _fault(rank, f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)")
+    return 1
+
+
+def _fault(rank: int, reason: str) -> None:
+    """Tell what struck this rank alone: whichever rank it is says so."""
+    with suppress(OSError, AttributeError):
+        print(f"tierforce: rank {rank}: {reason}", file=sys.__stderr__, flush=True)

@@ -1,0 +1,69 @@
+"""Live progress on the terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from decoding.app.terminal import Unread, printable
+from decoding.stats import Stats
+
+
+class Display:
+    """One bar for the batch and one for the document at hand: prefill percent, then tokens and acceptance.
+
+    Names of documents are shown as they are, without their control characters, and never read as markup. A terminal that is gone
+    shows nothing, and ends nothing.
+    """
+
+    def __init__(self, documents: int, stream: TextIO):
+        self.console = console = Console(file=cast(Any, Unread(stream)))
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[detail]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._batch = self._progress.add_task("documents", total=documents, detail="")
+        self._current: TaskID | None = None
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, name: str) -> None:
+        self._current = self._progress.add_task(printable(name), total=1, detail="reading")
+
+    def prefill(self, done: int, total: int) -> None:
+        self._update(done, total, f"prefill {100 * done // total}%")
+
+    def decode(self, stats: Stats, most: int) -> None:
+        rates = " ".join(f"{name} {rate:.2f}" for name, rate in stats.acceptance.items() if rate is not None)
+        self._update(stats.new_tokens, most, f"{stats.new_tokens} tokens" + (f", acceptance {rates}" if rates else ""))
+
+    def end(self, line: str) -> None:
+        """The document is done: its line stays on the screen."""
+        if self._current is not None:
+            self._progress.remove_task(self._current)
+            self._current = None
+        self._progress.advance(self._batch)
+        self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        self.console.print(f"warning: {printable(line)}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def _update(self, done: int, total: int, detail: str) -> None:
+        if self._current is not None:
+            self._progress.update(self._current, completed=done, total=total, detail=detail)

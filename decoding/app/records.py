@@ -1,0 +1,143 @@
+"""The output file: one JSON record a line, on disk before the next document starts, and good to resume from."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from offload.errors import TierForceError
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What later runs need to know of a finished record."""
+
+    digest: str | None  # of all that shaped its summary (`Job.digest`); None in records of before there was one
+    cut: bool  # whether the document was longer than the context
+
+
+class Records:
+    """Appends records to a JSONL file. Opening it repairs a torn last line and drops error records, whose documents are due again.
+
+    Only one job at a time may hold a file. Raises TierForceError when the file cannot be written, is held, or is not such a file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._place = Path(os.path.realpath(path))  # a link to the file stays one
+        try:
+            self._file = self._held(self._place.open("ab", buffering=0))
+            content = self._place.read_bytes()
+            kept = self._finished(content)
+            self.finished: dict[str, Finished] = {}  # by id; of several records of one id the last counts
+            for line in kept:
+                self._note(json.loads(line))
+            if (repaired := b"".join(line + b"\n" for line in kept)) != content:
+                self._replace(repaired)
+            self._sync_folder()
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write one record and wait until it is on disk. Raises TierForceError when the disk will not take it."""
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+        line = text.encode(errors="backslashreplace")  # an id may have what UTF-8 cannot say: JSON can, by the same escape
+        try:
+            _write(self._file, line)
+        except OSError as error:
+            raise self._unwritable(error, " Finished records are safe.") from error
+        if "error" not in record:
+            self._note(record)
+
+    def _note(self, record: dict[str, Any]) -> None:
+        self.finished[record["id"]] = Finished(record.get("digest"), bool(record.get("dropped_tokens")))
+
+    def _held(self, file: FileIO) -> FileIO:
+        """The file, locked for this job."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = os.path.samestat(os.fstat(file.fileno()), self._place.stat())  # a repair may have put another in its place
+        except BlockingIOError:
+            held = False
+        if not held:
+            raise TierForceError(f"--output {self.path} is being written by another job; wait for it, or choose another file.")
+        return file
+
+    def _finished(self, content: bytes) -> list[bytes]:
+        """The lines of finished records. Raises TierForceError for a line that no job wrote, so that no other file is harmed."""
+        *lines, last = content.split(b"\n")
+        if not _torn(last):
+            lines.append(last)
+        kept = []
+        for number, line in enumerate(lines, 1):
+            record = _record(line)
+            if record is None:
+                raise TierForceError(
+                    f"--output {self.path} exists, but its line {number} is not a summary record; choose another file."
+                )
+            if "summary" in record:
+                kept.append(line)
+        return kept
+
+    def _replace(self, content: bytes) -> None:
+        """Swap the file for a repaired copy in one step, so that a crash leaves the one or the other."""
+        fresh = self._place.with_name(self._place.name + ".repair")
+        file = fresh.open("wb", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
+        _write(file, content)
+        fresh.replace(self._place)
+        self._file.close()
+        self._file = file
+
+    def _sync_folder(self) -> None:
+        """The file's name, too, has to be on disk."""
+        folder = os.open(self._place.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _unwritable(self, error: OSError, more: str = "") -> TierForceError:
+        return TierForceError(f"--output {self.path} cannot be written: {error.strerror}.{more}")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _write(file: FileIO, content: bytes) -> None:
+    while content:
+        content = content[file.write(content) :]  # what did not fit on the disk raises when it is tried again
+    os.fsync(file.fileno())
+
+
+def _torn(line: bytes) -> bool:
+    """Whether this is what a crash leaves of a record behind the last newline: nothing, or the beginning of one."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return b'{"id": '.startswith(line[:7])
+    return False
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line, of a finished document or a failed one; None when it is neither."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    ours = isinstance(record, dict) and isinstance(record.get("id"), str) and "versions" in record
+    return record if ours and ("summary" in record) != ("error" in record) else None

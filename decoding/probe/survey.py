@@ -1,0 +1,133 @@
+"""What this machine is, as far as drivers and the system tell."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from offload.host_memory import host_available
+from offload.numa import SYSFS, cpus_of, node_of
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, by NVML and sysfs; 0 where NVML does not know."""
+
+    name: str
+    memory: int  # bytes
+    pcie_generation: int  # now
+    pcie_generation_most: int  # of card and slot together
+    pcie_width: int
+    pcie_width_most: int
+    numa_node: int | None
+    address: str = ""  # on the PCI bus, as sysfs writes it
+    near: bool = True  # whether this process may run on CPUs of its NUMA node
+    iommu: str | None = None  # how the kernel maps its copies: identity, or translated in some way; None where it does not say
+    peers: tuple[int, ...] = ()  # of NVML's GPUs, those whose memory it reads without the host
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The host, and its GPUs."""
+
+    gpus: list[Gpu]
+    driver: str  # its version, or why there is none
+    cores: int
+    usable_cores: int  # of this process
+    host_available: int  # bytes that can really be had, cgroups considered
+    memlock: int | None  # bytes that may be pinned; None: no limit
+    wsl: bool
+
+    @classmethod
+    def here(cls) -> Machine:
+        gpus, driver = _gpus()
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        version = Path("/proc/version")
+        wsl = version.exists() and "microsoft" in version.read_text().lower()
+        limit = None if soft == resource.RLIM_INFINITY else soft
+        return cls(gpus, driver, os.cpu_count() or 1, len(os.sched_getaffinity(0)), host_available(), limit, wsl)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def at(self, address: str) -> Gpu:
+        """Its GPU at a PCI address: NVML counts others, and in another order, than a process sees."""
+        unknown = Gpu("unknown to NVML", 0, 0, 0, 0, 0, None, address)
+        return next((gpu for gpu in self.gpus if gpu.address == address), unknown)
+
+
+def _gpus() -> tuple[list[Gpu], str]:
+    """Those that answer, and the driver's version or what is wrong."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return [], f"no GPU: {error}"
+    found, said = [], ""
+    try:
+        said = _text(pynvml.nvmlSystemGetDriverVersion())
+        handles: dict[int, Any] = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+                found.append(_gpu(handles[index]))
+            except pynvml.NVMLError as error:
+                handles.pop(index, None)
+                said += f", GPU {index} does not answer: {error}"
+        peers = ([other for other in handles if other != index and _reads(handles[index], handles[other])] for index in handles)
+        found = [replace(gpu, peers=tuple(reached)) for gpu, reached in zip(found, peers, strict=True)]
+    except pynvml.NVMLError as error:
+        said += f", which does not answer: {error}"
+    finally:
+        pynvml.nvmlShutdown()
+    return found, said
+
+
+def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:
+    """How the kernel maps what a device at this PCI address copies; None where there is no IOMMU, or it is not told."""
+    try:
+        return (sysfs / "bus/pci/devices" / address / "iommu_group/type").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _gpu(handle: Any) -> Gpu:
+    domain, _, rest = _text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    address = f"{domain[-4:]}:{rest}"  # NVML writes the domain with eight digits, sysfs with four
+    node = node_of(address)
+    cpus = cpus_of(node) if node is not None else set()
+    return Gpu(
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        pcie_generation=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_generation_most=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        pcie_width=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        pcie_width_most=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        numa_node=node,
+        address=address,
+        near=not cpus or bool(cpus & os.sched_getaffinity(0)),
+        iommu=iommu_of(address),
+    )
+
+
+def _reads(handle: Any, other: Any) -> bool:
+    """Whether one GPU reads the other's memory without the host, by what the driver says."""
+    try:
+        return pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_READ) == pynvml.NVML_P2P_STATUS_OK
+    except pynvml.NVMLError:
+        return False
+
+
+def _or_zero(ask: Any, handle: Any) -> int:
+    try:
+        return ask(handle)
+    except pynvml.NVMLError:  # cards on other buses have no such thing
+        return 0
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,1 @@
+"""Drafts and their exact verification: sampling laws, decoders that nest, prompt lookup, draft lengths."""

@@ -1,0 +1,55 @@
+"""Exact speculative verification: the law that comes out is the target's, whatever was proposed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from decoding.speculation.sampling import draw
+from offload.errors import DocumentError
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens and where they came from."""
+
+    tokens: Tensor  # (N,) int64
+    probs: Tensor  # (N, V) float32; row i is the exact law tokens[i] was drawn from
+
+
+def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[int, int]:
+    """Accept a prefix of the draft and draw one more token, leaving the target's law unchanged.
+
+    Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1. target_probs is (N + 1, V): row i is the target's law after i accepted
+    tokens. Returns how many tokens stand, and the token that follows them, after one wait for the device. Raises DocumentError
+    when a law it needs is NaN.
+    """
+    n = len(draft.tokens)
+    p = target_probs[:n].gather(1, draft.tokens[:, None]).squeeze(1)  # (N,)
+    q = draft.probs.gather(1, draft.tokens[:, None]).squeeze(1)  # (N,)
+    stands = torch.rand(n, generator=generator, device=p.device) * q < p
+    accepted = stands.cumprod(0).sum(0, keepdim=True)  # (1,)
+    law = target_probs.index_select(0, accepted)[0]  # (V,)
+    proposed = torch.zeros_like(law)  # nothing is taken off where all of the draft stands
+    if n:
+        proposed = torch.where(accepted < n, draft.probs.index_select(0, accepted.clamp(max=n - 1))[0], proposed)
+    following = draw(residual(law, proposed), generator)
+    stood, token = read(torch.cat((accepted, following)), law, proposed)
+    return stood, token
+
+
+def read(numbers: Tensor, *laws: Tensor) -> list[int]:
+    """Whole numbers (N,) from the device, and in the same wait whether these laws are made of numbers. DocumentError where not."""
+    good = torch.stack([law.isfinite().all() for law in laws]).all(0, keepdim=True)
+    *found, fine = torch.cat((numbers, good.to(numbers.dtype))).tolist()
+    if not fine:
+        raise DocumentError("a model's logits are not numbers (NaN): its weights, or this text in its dtype, overflow.")
+    return found
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """norm(max(0, p - q)), up to its scale: what a rejected token is redrawn from, (V,)."""
+    rest = (p - q).clamp(min=0)
+    return torch.where(rest.any(), rest, p)  # p == q up to rounding

@@ -1,0 +1,51 @@
+"""What a link reaches, measured by large copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from offload.link import Link
+
+T = TypeVar("T")
+_COPY = 128 << 20  # bytes
+_BUSY = 48  # copies that keep a link busy while something is asked
+
+
+class Copies:
+    """Large copies between the link's host memory and the device, one after another."""
+
+    def __init__(self, link: Link, size: int = _COPY):
+        """Allocates `size` bytes on both sides. Raises FitError."""
+        self.link, self.size = link, size
+        # pages that were never written would all be one page, in the processor's cache
+        self._host = link.host_empty(size, torch.uint8).zero_()
+        self._device = torch.zeros(size, dtype=torch.uint8, device=link.device)
+
+    def rate(self, out: bool, seconds: float = 0.5) -> float:
+        """Bytes a second, over so many seconds: other ranks that copy at the same time have their share of it."""
+        self._copy(out)
+        self.link.drain()
+        started, copied = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - started) < seconds or not copied:
+            self._copy(out)
+            self.link.drain()
+            copied += self.size
+        return copied / elapsed
+
+    def meanwhile(self, ask: Callable[[], T]) -> T:
+        """What `ask` says while copies towards the device are under way: links that are idle report a lower speed."""
+        for _ in range(_BUSY):
+            self._copy(out=False)
+        answer = ask()
+        self.link.drain()
+        return answer
+
+    def close(self) -> None:
+        self.link.release(self._host)
+
+    def _copy(self, out: bool) -> None:
+        self.link.copy([(self._host, self._device) if out else (self._device, self._host)])

@@ -1,0 +1,49 @@
+"""Host memory: how much there is, how much a process held, and allocating it or saying why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from offload.errors import FitError
+
+
+def host_available() -> int:
+    """Bytes of host memory that can really be had: the kernel's estimate, or less where a cgroup sets a limit."""
+    available = psutil.virtual_memory().available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit) as top, open(used) as now:
+                available = min(available, max(0, int(top.read()) - int(now.read())))
+        except (OSError, ValueError):  # no such cgroup version, or "max"
+            continue
+    return available
+
+
+def process_peak() -> int | None:
+    """Bytes of memory that this process has held at most since the last call; None where the system does not say.
+
+    It makes the kernel forget the peak, also for others who ask (ru_maxrss).
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        Path("/proc/self/clear_refs").write_text("5")  # which forgets the peak
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), None)
+
+
+def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+    needed, available = numel * dtype.itemsize, host_available()
+    if needed > available:
+        raise FitError(
+            f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and {available / 1e9:.2f} GB are available. "
+            "Use a shorter --context, or a machine with more memory."
+        )
+    return torch.empty(numel, dtype=dtype)

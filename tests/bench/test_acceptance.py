@@ -1,0 +1,91 @@
+"""The measure of acceptance measures what it says, and a needle is found by what can find it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.drafts.needle import FULL, judged
+from bench.drafts.overlap import OURS, STATIC, Chain, Led, Variant, prompts
+from bench.drafts.recall import FACTS, WORDS, answer, fact, fillers, question, recall_model
+from bench.speed.lengths import expected_yields
+from decoding import Sampling, Settings
+from decoding.runtime import Models
+from decoding.speculation.draft_length import Round
+from parallel.group import Group
+from parallel.loading import load_model
+from support.engines import DEMO
+from support.texts import prompt
+
+NUCLEUS = Sampling(0.6, top_p=0.9)
+EVERYTHING = Variant("mass", 4096)
+SETTINGS = Settings(mode="retrieval", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    torch.set_num_threads(1)
+    return Models.make(load_model(DEMO / "target", Group(), "float32"), None, "retrieval", SETTINGS)
+
+
+def test_tokens_of_a_chain() -> None:
+    # one token always, the first proposal with 0.5, the second with 0.5 x 0.8
+    chain = Chain(torch.tensor([0.5, 0.8]), torch.tensor([0.5, 0.25]))
+    assert chain.tokens == pytest.approx(1 + 0.5 + 0.5 * 0.8)
+
+
+def test_expected_yields_count_a_draft_only_as_far_as_it_was_tested() -> None:
+    rounds = [Round(drafted, accepted, drafted + 1, 1.0, 1.0) for drafted, accepted in ((0, 0), (1, 1), (2, 1), (3, 0), (3, 3))]
+    first, second, third = 3 / 4, 1 / 2, 1  # of drafts that got so far, those whose next token stood
+    assert expected_yields(rounds) == pytest.approx(
+        [1, 1 + first, 1 + first + first * second, 1 + first + first * second * (1 + third)]
+    )
+
+
+def test_a_cache_of_everything_agrees_with_the_target(models: Models) -> None:
+    led = Led(models, prompt("typing"), 48, [STATIC, EVERYTHING], 16)
+    text = led.text(49, NUCLEUS)
+    chains = led.along(text, 16, NUCLEUS)
+    assert [len(each) for each in chains.values()] == [3, 3]
+    for chain in chains[EVERYTHING]:
+        torch.testing.assert_close(chain.overlap, torch.ones(16), atol=1e-3, rtol=0)
+        assert chain.tokens == pytest.approx(17, abs=0.01)
+    assert all(float(chain.overlap.mean()) < 0.99 for chain in chains[STATIC])
+
+
+def test_what_is_expected_is_what_is_counted(models: Models) -> None:
+    led = Led(models, prompt("typing"), 400, [STATIC], 8)
+    text = led.text(401, NUCLEUS)
+    expected = [chain.tokens for chain in led.along(text, 8, NUCLEUS)[STATIC]]
+    runs = [led.counted(STATIC, 200, 8, Sampling(0.6, top_p=0.9, seed=seed)) for seed in (1, 2)]
+    made, passes = (sum(each) for each in zip(*runs, strict=True))
+    assert made == 400
+    assert made / passes == pytest.approx(sum(expected) / len(expected), rel=0.2)  # the count has a deviation of some 6%
+
+
+def test_a_rewound_text_is_the_same_text(models: Models) -> None:
+    led = Led(models, prompt("argparse"), 40, [OURS], 8)
+    first, again = (led.text(24, NUCLEUS) for _ in range(2))
+    assert torch.equal(first, again)
+    one, other = (led.along(first, 8, NUCLEUS)[OURS] for _ in range(2))
+    assert all(torch.equal(a.overlap, b.overlap) for a, b in zip(one, other, strict=True))
+
+
+def test_prompts_are_spread_over_the_text() -> None:
+    assert prompts(range(100), 10, 4, 6) == [list(range(start, start + 10)) for start in (0, 28, 56, 84)]
+    assert prompts(range(100), 10, 1, 6) == [list(range(10))]
+
+
+@pytest.mark.parametrize("index", [0, FACTS - 1])
+def test_a_needle_is_recalled_by_what_can_find_it(index: int) -> None:
+    model = recall_model(3000)
+    made = Models.make(model, None, "retrieval", SETTINGS)
+    tokens = [*fillers(400, 1), *fact(index), *fillers(1500, 2), question(index)]
+    variants = [Variant("window", 256, 8, 0), Variant("static", 256, 8, 0), Variant("mass", 256)]
+    found = judged(made, tokens, answer(index), variants)
+    window, static, ours = (found[variant.name][0] for variant in variants)
+    assert found[FULL][0] > 0.99
+    assert window < 0.05
+    assert window < static < ours
+    assert ours > 0.95
+    assert WORDS > 8  # more than a chunk: what is read next has to be fetched in time

@@ -1,0 +1,47 @@
+"""`python -m bench NAME`: benchmarks by short names, and records that say so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import COMMANDS, main
+from bench.harness.record import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_alone_it_lists_all_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(sys.modules)
+    main([])
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert all(len(line.split()) > 3 for line in lines)
+    assert set(sys.modules) == before
+    assert all(find_spec(module) for module in COMMANDS.values())
+
+
+def test_a_name_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["decoding"])
+    out, err = capsys.readouterr()
+    assert leaving.value.code == 2
+    assert not out
+    assert err.startswith("python -m bench: decoding is not a benchmark")
+    assert err.count("\n") == 1
+
+
+def test_help_names_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench", "report", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "python -m bench report" in done.stdout
+
+
+def test_records_say_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("bench.__main__"))
+    monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "decode", "--repeats", "3"])
+    assert environment()["command"] == "python -m bench decode --repeats 3"

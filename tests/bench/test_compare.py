@@ -1,0 +1,172 @@
+"""Peers side by side: the same text where arithmetic is the same, a row with the reason where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench.harness.process import ending
+from bench.peers.base import Job, Result, Unavailable
+from bench.peers.compare import main, ratios, row, run
+from bench.peers.registry import PEERS
+from decoding import Sampling
+from support.engines import DEMO
+from support.models import random_tokens
+
+
+def job(**changes: object) -> Job:
+    places = {"target": DEMO / "target", "draft": DEMO / "draft", "scratch": Path("nowhere")}
+    found = Job(
+        **places, prompt=random_tokens(300).tolist(), new=6, sampling=Sampling(), dtype="float32", budget=None, link="emulated:50"
+    )
+    return Job(**{**vars(found), **changes})
+
+
+def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
+    """And those that cannot are rows that say why."""
+    output = tmp_path / "compare.json"
+    names = [
+        "ours: plain",
+        "ours: plain offloaded",
+        "ours: hierarchical offloaded",
+        "transformers: static cache",
+        "transformers: offloaded cache",
+        "DeepSpeed ZeRO-Inference with KV offloaded",
+        "llama.cpp",
+    ]
+    main(
+        DEMO / "target", DEMO / "draft", None, "600", 8, ",".join(names), "emulated:50", 256, "float32", 0.0, 1.0, 1, 1, 300, output
+    )
+    found = json.loads(output.read_text())
+    rows = {each["peer"]: each for each in found["rows"]}
+    assert list(rows) == names
+    for name, each in rows.items():
+        if each["note"] is None:
+            assert each["same text"] == "yes", name
+            assert each["ms/token"] > 0
+            assert each["prefill s"] > 0
+            assert each["peak GB"] > 0.1
+        else:
+            assert each["note"].startswith("skipped: "), name
+            assert each["ms/token"] is None
+    assert set(names) <= set(PEERS)
+    run_here = {name for name, each in rows.items() if each["note"] is None}
+    assert set(names[:4]) <= run_here
+    assert rows["ours: hierarchical offloaded"]["link MB/token"] > 0
+    assert rows["ours: plain"]["link MB/token"] is None
+    claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded"
+    gain = rows["ours: plain offloaded"]["ms/token"] / rows["ours: hierarchical offloaded"]["ms/token"]
+    assert found["ratios"][claim] == pytest.approx(gain)
+
+
+def test_whatever_fails_is_a_reason() -> None:
+    outcome, _ = run("nobody", job(), 1, 60)
+    assert outcome == "failed: KeyError: 'nobody'"
+    outcome, _ = run("ours: plain", job(prompt=[]), 1, 60)
+    assert isinstance(outcome, str)
+    assert outcome.startswith("failed: DocumentError: the prompt is empty")
+    outcome, _ = run("ours: plain", job(), 1, 0.0)
+    assert outcome == "failed: took more than 0 s"
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "killed, most likely for memory"), (3, "ended with exit code 3")])
+def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
+    assert words in str(ending(SimpleNamespace(exitcode=code, join=lambda: None)))
+
+
+def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
+    runs = [
+        (Result(first, decode, [1, 2, 3, 4, 5]), peak)
+        for first, decode, peak in ((1.0, 0.4, 2.0), (3.0, 0.8, 1.0), (2.0, 2.0, 1.5))
+    ]
+    found = row(600, "somebody", [*runs, ("failed: once", 0.0)], [1, 2, 9, 4, 5])
+    assert (found["prefill s"], found["ms/token"], found["least"], found["most"]) == (2.0, 200.0, 100.0, 500.0)
+    assert (found["peak GB"], found["same text"], found["note"]) == (2.0, "to token 2", "failed: once")
+    assert row(600, "somebody", runs, None)["same text"] is None
+    assert row(600, "somebody", runs, [1, 2, 3, 4, 5])["same text"] == "yes"
+    assert row(600, "nobody", [("skipped: not here", 0.0)], [1])["note"] == "skipped: not here"
+
+
+def test_ratios_are_of_the_rows_that_there_are() -> None:
+    times = {"ours: plain": 40.0, "ours: hierarchical": 10.0, "transformers: static cache": 30.0, "llama.cpp": None}
+    rows = [{"context": context, "peer": peer, "ms/token": ms} for context in (8192, 65_536) for peer, ms in times.items()]
+    rows = [each for each in rows if each != {"context": 8192, "peer": "ours: plain", "ms/token": 40.0}]
+    assert ratios(rows) == {
+        "8,192 tokens: ours: hierarchical, times as fast as the fastest other, transformers: static cache": 3.0,
+        "65,536 tokens: ours: hierarchical, times as fast as ours: plain (aim: 2.5)": 4.0,
+        "65,536 tokens: ours: plain, times as fast as transformers: static cache (aim: 1.5)": 0.75,
+        "65,536 tokens: ours: hierarchical, times as fast as the fastest other, transformers: static cache": 3.0,
+    }
+
+
+FORK = """
+import sys, types
+class Model:
+    config, device = types.SimpleNamespace(), "cpu"
+    @classmethod
+    def from_pretrained(cls, folder, torch_dtype):
+        assert (folder, str(torch_dtype)) == ("a folder", "torch.float32")
+        return cls()
+    def eval(self):
+        return self
+    def set_kv_cache_offload(self, *asked):
+        assert asked == (True, 3, False, False)
+        print("a line of log")
+        self.offloaded = True
+    def generate(self, prompt, attention_mask, max_new_tokens, streamer, do_sample):
+        import torch
+        assert self.offloaded and attention_mask.shape == prompt.shape and not do_sample
+        for _ in range(max_new_tokens + 1):
+            streamer.put(None)
+        return torch.cat((prompt, torch.arange(max_new_tokens)[None]), dim=1)
+transformers = types.ModuleType("transformers")
+transformers.AutoModelForCausalLM, transformers.GenerationConfig = Model, dict
+deepspeed = types.ModuleType("deepspeed")
+deepspeed.initialize = lambda model, config: (types.SimpleNamespace(module=model),)
+sys.modules |= {"transformers": transformers, "deepspeed": deepspeed}
+"""
+
+
+def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the fork, which cannot share an environment with ours."""
+    (tmp_path / "fork.py").write_text(FORK)
+    python = tmp_path / "python"
+    start = f'exec {sys.executable} -c \'import sys, runpy, fork; runpy.run_path(sys.argv[1], run_name="__main__")\' "$@"'
+    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} {start}\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", str(python))
+    peer = PEERS["DeepSpeed ZeRO-Inference with KV offloaded"]
+    result = peer(job(target=Path("a folder"), new=3)).run()
+    assert result.tokens == [0, 1, 2]
+    assert result.first_s > 0
+    with pytest.raises(RuntimeError, match="AssertionError"):
+        peer(job(target=Path("another"), new=3)).run()
+    monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", sys.executable)
+    with pytest.raises(Unavailable, match="has no KV offload: it takes DeepSpeed's fork"):
+        peer(job()).run()
+
+
+def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
+    output = tmp_path / "compare.json"
+    options = ["--context", "600,900", "--new-tokens", "4", "--peers", "ours: plain", "--output", str(output)]
+    command = [sys.executable, "-m", "bench", "compare", *options, "--link", "emulated:5", "--budget", "128"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+        while not output.exists() and job.poll() is None:
+            time.sleep(0.05)
+        os.killpg(job.pid, signal.SIGINT)
+        out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert "interrupted: what is finished is kept" in err
+    assert "Traceback" not in err
+    assert "ours: plain" in out  # as a table
+    rows = json.loads(output.read_text())["rows"]
+    assert 1 <= len(rows) < 4
+    assert rows[0]["ms/token"] > 0

@@ -1,0 +1,128 @@
+"""Recipes: every published row has a command the product takes, a prediction, and, where it can be, a run at reduced size."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import bench.paper.recipes
+from bench.harness.data import documents
+from bench.paper.published import RECIPES, Recipe, Row
+from bench.paper.recipes import main, predicted, published_commands
+from offload.errors import TierForceError
+from support.commands import forked, refused
+
+ROWS = [row for recipe in RECIPES.values() for row in recipe.rows]
+
+
+def run(*arguments: str):
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_commands_at_full_size_are_ones_the_product_takes(row: Row, tmp_path: Path) -> None:
+    """Up to the missing checkpoint: options and their values are read before it."""
+    (tmp_path / "book.txt").write_text("It was the best of times.")
+    places = {"--model": "/no/such/folder", "--input": str(tmp_path), "--output": str(tmp_path / "out.jsonl"), "--gpus": "1"}
+    for line in published_commands(row):
+        program, *arguments = shlex.split(line)
+        assert program == "tierforce"
+        for option, value in places.items():
+            arguments[arguments.index(option) + 1] = value
+        assert "/no/such/folder" in refused(forked(tmp_path, *arguments))
+
+
+def test_predictions_come_near_what_was_published() -> None:
+    """With the settings of the published runs; what they imply of acceptance was read off the first row alone."""
+    for row in RECIPES["offload"].rows:
+        assert row.published is not None
+        assert predicted(row, "hierarchical")[0] == pytest.approx(row.published, rel=0.35), row.name
+        if row.baseline is None:  # that of another engine is not what is predicted
+            assert predicted(row, "plain")[0] == pytest.approx(row.published_plain, rel=0.1), row.name
+
+
+def test_what_is_on_chip_is_predicted_without_a_link() -> None:
+    row = RECIPES["on-chip"].rows[0]
+    on_chip, offloaded = (predicted(each, "plain")[0] for each in (row, replace(row, full=row.full | {"resident_layers": 0})))
+    assert on_chip < 0.05 * offloaded
+    assert 1.5 < on_chip / predicted(row, "hierarchical")[0] < 4
+
+
+def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"context": 1200, "max_new_tokens": 12, "device": "cpu", "gpus": 1, "budget": 128, "link": "emulated:5"}
+    full = ROWS[0].full
+    rows = (Row("one", full, small, published=108, published_plain=840, published_gain=7.78), Row("two", full, None))
+    monkeypatch.setattr(bench.paper.recipes, "RECIPES", {"offload": Recipe("about", rows)})
+    output = tmp_path / "found.json"
+    done = run("offload", "--output", str(output))
+    assert done.exit_code == 0, done.output
+    one, two = json.loads(output.read_text())["rows"]
+    assert (one["measured here"], two["measured here"]) == ("reduced", "not here")
+    assert one["published ms"] == 108
+    assert one["ms"] > 0
+    assert one["times  "] == pytest.approx(one["plain  "] / one["ms"])
+    assert one["tokens per verification"] >= 1
+    assert two["ms"] is None
+    assert "tierforce summarize --model NousResearch/Yarn-Llama-2-7b-128k" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "nothing is not one of offload"),
+        (["offload", "--rows", "nobody"], "no row is named like that"),
+        (["offload", "--rows", "Llama-2-7B, 1x4090", "--data", "/no/such/folder"], "/no/such/folder cannot be read"),
+    ],
+)
+def test_what_cannot_be_run_is_told(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = run(*arguments, "--output", str(tmp_path / "x.json"))
+    assert done.exit_code != 0
+    assert words in " ".join(done.output.replace("│", " ").split())
+    assert "Traceback" not in done.output
+
+
+def test_texts_of_a_folder_are_those_long_enough(tmp_path: Path) -> None:
+    for name, size in (("a", 50), ("b", 500), ("c", 600), ("d", 700)):
+        (tmp_path / f"{name}.txt").write_text("x" * size)
+    assert list(documents(str(tmp_path), 2, 100)) == ["b.txt", "c.txt"]
+    with pytest.raises(TierForceError, match="no text there has 1,000 characters"):
+        documents(str(tmp_path), 2, 1000)
+    own = documents(None, 3, 1)
+    assert len(own) == 3
+    assert len({text[:1000] for text in own.values()}) == 3
+    with pytest.raises(TierForceError, match="fewer than 10,000,000: name a folder"):
+        documents(None, 1, 10_000_000)
+
+
+def streamed(rows: list[dict[str, Any]]) -> SimpleNamespace:
+    def load_dataset(name: str, configuration: str | None, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+        assert streaming
+        yield from rows
+
+    return SimpleNamespace(load_dataset=load_dataset)
+
+
+def test_books_of_the_hub_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    books = [{"document": {"id": name, "text": name * 300}} for name in ("a", "a", "b", "c")]
+    monkeypatch.setitem(sys.modules, "datasets", streamed(books))
+    assert list(documents("narrativeqa", 2, 100)) == ["a", "b"]
+    monkeypatch.setitem(sys.modules, "datasets", streamed([{"short_book_title": "x/y", "text": "z" * 300}]))
+    assert documents("pg19", 2, 100) == {"x-y": "z" * 300}
+    monkeypatch.setitem(sys.modules, "datasets", streamed([{"other": 1}]))
+    with pytest.raises(TierForceError, match="--data pg19: emozilla/pg19-test cannot be had"):
+        documents("pg19", 2, 100)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(TierForceError, match="needs the package datasets"):
+        documents("pg19", 2, 100)

@@ -1,0 +1,203 @@
+"""A bad document gets a record that says why, the batch goes on, and the end is a failure with a count."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from support.commands import DRAFT, MODELS, STEADY, TARGET, Finished, forked, records, tierforce, variant
+
+GOOD = "It was the best of times, it was the worst of times. "
+POISON = "^"  # one token, which only the document that is to give NaN contains
+NEW = ("--max-new-tokens", "8")
+
+
+def summarize(folder: Path, source: Path, *more: str, models: tuple[str, ...] = MODELS) -> tuple[Finished, dict[str, Any]]:
+    """How it ended, and the records by id."""
+    output = folder / "out.jsonl"
+    command = ("summarize", *models, *STEADY, *NEW, "--input", str(source), "--output", str(output), *more)
+    result = tierforce(*command) if "--gpus" in more else forked(folder, *command)
+    return result, {record["id"]: record for record in records(output)}
+
+
+def write(folder: Path, **documents: bytes | str) -> Path:
+    """A folder of .txt documents."""
+    folder.mkdir()
+    for name, content in documents.items():
+        (folder / f"{name}.txt").write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def poisoned(folder: Path) -> tuple[str, ...]:
+    """A target whose law is NaN for a text with `POISON` in it, and the draft."""
+    (token,) = AutoTokenizer.from_pretrained(TARGET)(POISON).input_ids
+
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.embed_tokens.weight"][token] = torch.nan
+
+    return *variant(folder, edit=poison, tie_word_embeddings=False), "--draft", str(DRAFT)
+
+
+def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "in",
+        a=GOOD * 3,
+        binary=b"It was\0\1\2",
+        empty=b"",
+        latin=b"Caf\xe9 de Flore",
+        nothing="\ufeff \n\n",
+        overflow=GOOD + POISON,
+        z=GOOD * 2,
+    )
+    result, found = summarize(tmp_path, source, models=poisoned(tmp_path / "model"))
+    wrong = {name: record["error"] for name, record in found.items() if "error" in record}
+    reasons = {
+        "binary.txt": "NUL",
+        "empty.txt": "empty",
+        "latin.txt": "byte 3 is 0xe9",
+        "nothing.txt": "empty",
+        "overflow.txt": "NaN",
+    }
+    assert wrong.keys() == reasons.keys()
+    assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
+    assert all(found[name]["new_tokens"] == 8 and found[name]["summary"] for name in ("a.txt", "z.txt"))
+    assert result.code == 1
+    assert "2 of 7 documents summarised" in result.err
+    assert result.err.splitlines()[-1].startswith("tierforce: 5 of 7 documents failed")
+
+
+def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"id": 1, "text": GOOD}),
+        "not JSON",
+        '{"id": "no text"}',
+        '{"text": "no id"}',
+        '["id", "text"]',
+        '{"id": "half \\ud800", "text": "half of a pair: \\ud800"}',
+        "[" * 100_000,
+        json.dumps({"id": "last", "text": GOOD}),
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(lines))
+    result, found = summarize(tmp_path, source)
+    wrong = {name: record["error"] for name, record in found.items() if "error" in record}
+    reasons = {
+        "line 2": "not JSON",
+        "no text": '"text"',
+        "line 4": '"id"',
+        "line 5": '"id"',
+        "half \ud800": "surrogate at index 16",
+        "line 7": "not JSON",
+    }
+    assert wrong.keys() == reasons.keys()
+    assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
+    assert found.keys() - wrong.keys() == {"1", "last"}
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith("tierforce: 6 of 8 documents failed")
+
+
+def test_a_context_without_room_for_a_document_fails_each_one(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD, b=GOOD)
+    result, found = summarize(tmp_path, source, "--context", "12")
+    assert [("no room left" in record["error"], "--context" in record["error"]) for record in found.values()] == [(True, True)] * 2
+    assert result.code == 1
+    assert "2 of 2 documents failed" in result.err
+
+
+def test_two_ranks_go_on_behind_a_bad_document(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD, b=POISON + GOOD, c=b"", d=GOOD * 2)
+    result, found = summarize(tmp_path, source, "--gpus", "2", models=poisoned(tmp_path / "model"))
+    assert ["error" in record for record in found.values()] == [False, True, True, False]
+    assert "NaN" in found["b.txt"]["error"]
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith("tierforce: 2 of 4 documents failed")
+    (tmp_path / "out.jsonl").unlink()
+    _, alone = summarize(tmp_path, source)
+    assert [found[name]["summary"] for name in ("a.txt", "d.txt")] == [alone[name]["summary"] for name in ("a.txt", "d.txt")]
+
+
+def test_failed_documents_are_due_again_and_finished_ones_are_not(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD, b=b"")
+    _, first = summarize(tmp_path, source)
+    (source / "b.txt").write_text(GOOD)
+    result, second = summarize(tmp_path, source)
+    assert result.code == 0
+    assert "a.txt: finished before, skipped" in result.err
+    assert second["a.txt"] == first["a.txt"]
+    assert second["b.txt"]["summary"] == first["a.txt"]["summary"]
+    assert len(records(tmp_path / "out.jsonl")) == 2
+
+
+def test_nothing_is_loaded_when_all_is_finished(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD)
+    summarize(tmp_path, source)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    result, _ = summarize(tmp_path, source, "--draft", str(tmp_path / "no such model"))
+    assert result.code == 0
+    assert "all 1 documents were finished before" in result.err
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD * 20)
+    choice = ("--temperature", "0.7", "--top-k", "9", "--top-p", "0.8", "--seed", "5", "--max-new-tokens", "24")
+    _, found = summarize(tmp_path, source, *choice, "--resident-layers", "2", "--link", "emulated:50", "--budget", "64")
+    record = found["a.txt"]
+    assert record["prompt_tokens"] > 250
+    assert record["new_tokens"] == 24
+    assert record["finish_reason"] == "length"
+    assert record["time_to_first_token_s"] > 0
+    assert record["ms_per_token"] > 0
+    assert 1 <= record["tokens_per_verification"] <= 23
+    assert record["acceptance"].keys() == {"target", "retrieval"}
+    assert all(0 < rate <= 1 for rate in record["acceptance"].values())
+    # four far layers, keys and values of four heads of 64 in float32, all of the prompt but a window for each pass of the target
+    pass_bytes = 4 * 2 * 4 * 64 * 4 * (record["prompt_tokens"] - 32)
+    assert record["link_bytes_per_token"] >= record["passes"]["target"] * pass_bytes / 23
+    assert record["draft_lengths"].keys() == {"target", "retrieval"}
+    assert 0 < record["draft_lengths"]["target"] <= 64
+    assert record["retrieval_refreshes"] == record["passes"]["target"] + 1  # one behind the prompt, one a verification
+    assert (record["temperature"], record["top_k"], record["top_p"], record["seed"]) == (0.7, 9, 0.8, 5)
+    assert (record["mode"], record["ranks"], record["resident_layers"], record["dropped_tokens"]) == ("hierarchical", 1, 2, 0)
+    assert record["versions"].keys() == {"tierforce", "torch", "transformers"}
+    assert all(version[0].isdigit() for version in record["versions"].values())
+
+
+def test_a_document_longer_than_the_context_is_cut_with_a_warning(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", long=GOOD * 20, short=GOOD)
+    result, found = summarize(tmp_path, source, "--context", "150")
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    count = partial(lambda text: len(tokenizer(text).input_ids))
+    dropped = count(GOOD * 20) + count("\n\nSummarize the text above.\n\n") - (150 - 8)
+    assert found["long.txt"]["dropped_tokens"] == dropped
+    assert found["long.txt"]["prompt_tokens"] == 142
+    assert f"warning: long.txt: longer than the context of 150 tokens; the last {dropped} tokens were dropped\n" in result.err
+    assert found["short.txt"]["dropped_tokens"] == 0
+    assert "short.txt: longer" not in result.err
+
+
+def test_a_disk_that_fills_up_ends_the_job_with_what_was_finished_intact(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD)
+    output = tmp_path / "out.jsonl"
+    command = ("summarize", *MODELS, *STEADY, *NEW, "--input", str(source), "--output", str(output))
+    result = forked(tmp_path, *command, before=_small_disk)
+    assert result.code == 1
+    assert "tierforce: --output" in result.err
+    assert "File too large. Finished records are safe." in result.err
+    finished = output.read_bytes().split(b"\n")[:-1]
+    assert [json.loads(line)["id"] for line in finished] == ["a.txt"]  # and half a record behind it
+    result, found = summarize(tmp_path, source)
+    assert result.code == 0
+    assert list(found) == ["a.txt", "b.txt", "c.txt"]
+
+
+def _small_disk() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1300, 1300))

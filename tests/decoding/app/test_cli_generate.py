@@ -1,0 +1,94 @@
+"""`tierforce generate` streams the text, and nothing but the text, to standard output; and `--help` tells of every option."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Job, forked, tierforce
+
+PROMPT = "It was the best of times, it was the worst of times"
+NEW = ("--max-new-tokens", "40")
+JOB = ("generate", *MODELS, *STEADY, *NEW, "--prompt", PROMPT)
+
+
+def test_the_text_is_the_same_however_many_ranks_write_it(tmp_path: Path) -> None:
+    alone = forked(tmp_path, *JOB)
+    assert alone.code == 0
+    assert len(alone.out) > 80
+    assert alone.err.count("\n") == 2  # what runs where, and what it took
+    assert "40 written" in alone.err
+    two = tierforce(*JOB, "--gpus", "2")
+    assert (two.code, two.out) == (0, alone.out)
+    assert two.err.count("\n") == 2
+    launched = Job(*JOB, command=TORCHRUN).finish()
+    assert (launched.code, launched.out) == (0, alone.out)
+    assert "Traceback" not in launched.err
+
+
+def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("\ufeff" + PROMPT, encoding="utf-8")
+    told = forked(tmp_path, *JOB)
+    read = forked(tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt-file", str(tmp_path / "prompt.txt"))
+    assert read.out == told.out != ""
+
+
+def test_a_seed_repeats_a_text_and_another_seed_does_not(tmp_path: Path) -> None:
+    lengths = ("--draft-length", "5", "--inner-length", "2")  # those that adapt go by the clock
+    texts = [forked(tmp_path, *JOB, *lengths, "--temperature", "1", "--seed", seed).out for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Path) -> None:
+    end = " the worst of times"
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    whole, kept = (len(tokenizer(text).input_ids) for text in (PROMPT, end))
+    short = forked(tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt", end)
+    cut = forked(tmp_path, *JOB, "--context", str(40 + kept))
+    assert cut.out == short.out
+    assert f"warning: longer than the context of {40 + kept} tokens; the first {whole - kept} tokens were dropped" in cut.err
+
+
+def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
+    slow = ("--resident-layers", "0", "--link", "emulated:0.001", "--max-new-tokens", "400", "--gpus", "2")
+    job = Job(*JOB, *slow)
+    assert job.process.stdout
+    assert len(os.read(job.process.stdout.fileno(), 10)) > 0
+    assert job.process.poll() is None
+    job.process.stdout.close()
+    result = job.finish()
+    assert result.code != 0
+    assert "Error" not in result.err
+
+
+COMMON = {
+    *("--model", "--draft", "--gpus", "--device", "--dtype", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed"),
+    *("--mode", "--context", "--budget", "--chunk-size", "--draft-length", "--inner-length", "--resident-layers"),
+    *("--device-memory", "--link", "--policy", "--summary-size", "--refresh", "--lookup", "--shard-draft", "--graphs"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "own"), [("summarize", {"--input", "--output", "--instruction"}), ("generate", {"--prompt", "--prompt-file"})]
+)
+def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path) -> None:
+    result = forked(tmp_path, command, "--help")
+    assert result.code == 0
+    described = {line.split()[0] for line in result.out.splitlines() if line.strip().startswith("--")}
+    assert described == COMMON | own | {"--help"}
+
+
+def test_a_command_is_needed(tmp_path: Path) -> None:
+    result = forked(tmp_path)
+    assert result.code != 0
+    assert "summarize" in result.out + result.err
+    assert "generate" in result.out + result.err
+
+
+def test_an_option_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    result = forked(tmp_path, *JOB, "--flux", "1")
+    assert result.code == 2
+    assert "--flux" in result.err

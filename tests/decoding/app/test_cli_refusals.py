@@ -1,0 +1,139 @@
+"""What else keeps a job from starting: options, memory, the hub, weights and outputs of another kind."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import parallel.hub
+from decoding.app.records import Records
+from support.commands import MODELS, TARGET, forked, records, refused, variant
+
+GENERATE = ("generate", "--prompt", "It was")
+
+
+def summarize(folder: Path, output: Path, *more: str) -> tuple[str, ...]:
+    source = folder / "a.txt"
+    source.write_text("It was. " * 2000)
+    return "summarize", *MODELS, "--input", str(source), "--output", str(output), *more
+
+
+OPTIONS = {
+    "--temperature -1": "temperature",
+    "--temperature nan": "temperature",
+    "--top-p 2": "top-p",
+    "--top-p 0": "top-p",
+    "--top-k -1": "top-k",
+    "--seed -1": "seed",
+    "--mode x": "hierarchical",
+    "--mode speculative": "--draft",
+    "--link x": "emulated:RATE",
+    "--link emulated:0": "above 0 GB/s",
+    "--resident-layers 99": "6 layers",
+    "--resident-layers -1": "0 or more",
+    "--device x": "cuda",
+    "--dtype float64": "bfloat16",
+    "--dtype float16": "float32",
+    "--budget 0": "at least 1",
+    "--budget 4": "--chunk-size 8",
+    "--context 0": "at least 1",
+    "--draft-length 0": "at least 1",
+    "--draft-length 600": "at most 512",
+    "--inner-length 600": "at most 512",
+    "--policy x": "mass",
+    "--refresh 0": "at least 1",
+    "--summary-size -1": "0 (no summaries)",
+    "--lookup -1": "0 (off)",
+    "--device-memory 0": "above 0 GB",
+    "--device-memory nan": "above 0 GB",
+    "--prompt-file a": "either --prompt-file or --prompt",
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *GENERATE, "--model", str(TARGET), "--device", "cpu", *option.split()))
+    assert option.split()[0].removeprefix("--") in line
+    assert OPTIONS[option] in line
+
+
+def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_them(tmp_path: Path) -> None:
+    model = variant(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    torch.save(load_file(weights), tmp_path / "model/pytorch_model.bin")
+    weights.unlink()
+    line = refused(forked(tmp_path, *GENERATE, *model))
+    assert "pickle" in line
+    program, option, code = shlex.split(line[line.index("python -c") :])
+    assert (program, option) == ("python", "-c")
+    exec(code, {})
+    assert forked(tmp_path, *GENERATE, *model, "--max-new-tokens", "2").code == 0
+
+
+def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -> None:
+    job = summarize(tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--resident-layers", "0")
+    result = forked(tmp_path, *job, "--device-memory", "0.3", before=_small_host)
+    assert result.code == 1
+    (record,) = records(tmp_path / "out.jsonl")
+    line = record["error"]
+    assert line in result.err
+    assert "needs 0.08 GB of host memory" in line
+    assert "0.01 GB are available" in line
+
+
+def _small_host() -> None:
+    memory = psutil.virtual_memory()
+    psutil.virtual_memory = lambda: memory._replace(available=280_000_000)  # 0.275 of it is the device's, less weights
+
+
+def test_leave_to_use_more_device_memory_than_there_is_changes_nothing(tmp_path: Path) -> None:
+    result = forked(tmp_path, *GENERATE, *MODELS, "--max-new-tokens", "2", "--device-memory", "1000000")
+    assert result.code == 0, result.err
+
+
+def test_an_output_file_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "a", "text": "one line of somebody\'s data, and no newline behind it"}')
+    before = other.read_bytes()
+    refused(forked(tmp_path, *summarize(tmp_path, other)))
+    assert other.read_bytes() == before
+
+
+def test_an_output_file_that_another_job_holds_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    with Records(output):
+        line = refused(forked(tmp_path, *summarize(tmp_path, output)))
+    assert "being written by another job" in line
+    assert output.read_bytes() == b""
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = _Hub(tmp_path, silent.getsockname()[1])
+        assert "timed out" in refused(forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=hub))
+        model = tmp_path / "models--some--model"  # as it was fetched before
+        shutil.copytree(TARGET, model / "snapshots/0123")
+        (model / "refs").mkdir()
+        (model / "refs/main").write_text("0123")
+        assert forked(tmp_path, *GENERATE, "--model", "some/model", "--max-new-tokens", "2", before=hub).code == 0
+
+
+class _Hub:
+    """A hub at a local port, waited for shortly, and an own cache of it."""
+
+    def __init__(self, cache: Path, port: int):
+        self.cache, self.port = cache, port
+
+    def __call__(self) -> None:
+        from huggingface_hub import constants
+
+        constants.ENDPOINT = f"http://127.0.0.1:{self.port}"
+        constants.HF_HUB_CACHE = str(self.cache)
+        parallel.hub._PATIENCE = 0.5

@@ -1,0 +1,185 @@
+"""A job that cannot start says why in one line on standard error, whatever is wrong, and ends with a failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.commands import DRAFT, MODELS, forked, refused, variant
+
+GENERATE = ("generate", "--prompt", "It was")
+Case = Callable[[Path], tuple[str, ...]]
+CASES: list[tuple[Case, tuple[str, ...]]] = []
+
+
+def case(*words: str) -> Callable[[Case], Case]:
+    """A way to break a job, as the arguments that do it, and what the line then has to mention."""
+
+    def register(build: Case) -> Case:
+        CASES.append((build, words))
+        return build
+
+    return register
+
+
+def summarize(source: Path, output: Path, *more: str) -> tuple[str, ...]:
+    return "summarize", *MODELS, "--input", str(source), "--output", str(output), *more
+
+
+def text(folder: Path, content: str = "It was the best of times.") -> Path:
+    (folder / "a.txt").write_text(content)
+    return folder / "a.txt"
+
+
+@case("no weights", "model.safetensors")
+def missing_weights(folder: Path) -> tuple[str, ...]:
+    model = variant(folder / "model")
+    (folder / "model/model.safetensors").unlink()
+    return *GENERATE, *model
+
+
+@case("not a complete safetensors file", "Fetch it again")
+def truncated_weights(folder: Path) -> tuple[str, ...]:
+    model = variant(folder / "model")
+    weights = folder / "model/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5_000_000])
+    return *GENERATE, *model
+
+
+@case("not a complete safetensors file", "Fetch it again")
+def corrupt_weights(folder: Path) -> tuple[str, ...]:
+    model = variant(folder / "model")
+    (folder / "model/model.safetensors").write_bytes(b"<html>not found</html>" * 100)
+    return *GENERATE, *model
+
+
+@case("model.norm.weight", "shape (255,)", "(256,)")
+def weight_of_another_shape(folder: Path) -> tuple[str, ...]:
+    def shorten(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][1:].clone()
+
+    return *GENERATE, *variant(folder / "model", edit=shorten)
+
+
+@case("config.json", "complete")
+def missing_config(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, "--model", str(folder)
+
+
+@case("config.json", "cannot be read")
+def broken_config(folder: Path) -> tuple[str, ...]:
+    model = variant(folder / "model")
+    (folder / "model/config.json").write_text('{"model_type": "llama", ')
+    return *GENERATE, *model
+
+
+@case("config.json", "256", "attention heads (3)")
+def config_that_contradicts_itself(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, *variant(folder / "model", num_attention_heads=3, num_key_value_heads=3)
+
+
+@case("model_type 'phi3' is not supported", "llama")
+def unsupported_architecture(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, *variant(folder / "model", model_type="phi3")
+
+
+@case("tokenizer cannot be loaded")
+def broken_tokenizer(folder: Path) -> tuple[str, ...]:
+    model = variant(folder / "model")
+    (folder / "model/tokenizer.json").write_text("{")
+    return *GENERATE, *model
+
+
+@case("chat template", "No documents")
+def chat_template_that_refuses(folder: Path) -> tuple[str, ...]:
+    model = variant(folder / "model")
+    (folder / "model/chat_template.jinja").write_text("{{ raise_exception('No documents') }}")
+    return *summarize(text(folder), folder / "out.jsonl"), *model
+
+
+@case("draft's vocabulary (2000 tokens)", "target's (2048)")
+def draft_with_a_smaller_vocabulary(folder: Path) -> tuple[str, ...]:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:2000].clone()
+
+    variant(folder / "draft", DRAFT, cut, vocab_size=2000)
+    return *GENERATE, *MODELS, "--draft", str(folder / "draft")
+
+
+@case("draft's vocabulary", "share the target's tokenizer")
+def draft_with_other_words_for_the_same_numbers(folder: Path) -> tuple[str, ...]:
+    variant(folder / "draft", DRAFT)
+    path = folder / "draft/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    words = tokenizer["model"]["vocab"]
+    words["A"], words["B"] = words["B"], words["A"]
+    path.write_text(json.dumps(tokenizer))
+    return *GENERATE, *MODELS, "--draft", str(folder / "draft")
+
+
+@case("is a file", "folder")
+def model_that_is_a_file(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, "--model", str(text(folder))
+
+
+@case("nobody/nothing", "neither a local folder nor a model the hub could give")
+def model_that_nobody_has(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, "--model", "nobody/nothing"
+
+
+@case("nowhere.txt", "No such file")
+def missing_input(folder: Path) -> tuple[str, ...]:
+    return summarize(folder / "nowhere.txt", folder / "out.jsonl")
+
+
+@case("nowhere.txt", "No such file")
+def missing_prompt_file(folder: Path) -> tuple[str, ...]:
+    return "generate", *MODELS, "--prompt-file", str(folder / "nowhere.txt")
+
+
+@case("no .txt or .md file", "nothing to summarise")
+def folder_without_documents(folder: Path) -> tuple[str, ...]:
+    (folder / "picture.png").write_bytes(b"\0")
+    return summarize(folder, folder / "out.jsonl")
+
+
+@case("no line", "nothing to summarise")
+def empty_jsonl(folder: Path) -> tuple[str, ...]:
+    (folder / "in.jsonl").write_text("\n\n")
+    return summarize(folder / "in.jsonl", folder / "out.jsonl")
+
+
+@case("'7'", "more than once")
+def two_documents_of_one_id(folder: Path) -> tuple[str, ...]:
+    (folder / "in.jsonl").write_text('{"id": 7, "text": "a"}\n{"id": "7", "text": "b"}\n')
+    return summarize(folder / "in.jsonl", folder / "out.jsonl")
+
+
+@case("--output", "Is a directory")
+def output_that_is_a_folder(folder: Path) -> tuple[str, ...]:
+    return summarize(text(folder), folder)
+
+
+@case("--output", "No such file or directory")
+def output_in_a_missing_folder(folder: Path) -> tuple[str, ...]:
+    return summarize(text(folder), folder / "missing/out.jsonl")
+
+
+@case("--output", "not a summary record", "choose another file")
+def output_that_is_the_input(folder: Path) -> tuple[str, ...]:
+    return summarize(text(folder), folder / "a.txt")
+
+
+@case("--context 131073", "131072 positions")
+def context_beyond_the_model(folder: Path) -> tuple[str, ...]:
+    return *GENERATE, *MODELS, "--context", "131073"
+
+
+@pytest.mark.parametrize(("build", "words"), CASES, ids=[build.__name__ for build, _ in CASES])
+def test_one_line_says_what_is_wrong(build: Case, words: tuple[str, ...], tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *build(tmp_path)))
+    assert [word for word in words if word not in line] == [], line

@@ -1,0 +1,117 @@
+"""What is found, in what order and under which id, and what of it can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from decoding.app.documents import Document, find_documents
+from offload.errors import DocumentError, TierForceError
+
+
+def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/b/c.TXT", "B.md", "notes.rst", "a.txt.bak"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"This is {name}.")
+    (tmp_path / "folder.txt").mkdir()
+    os.symlink(tmp_path / "nowhere", tmp_path / "broken.txt")
+    found = find_documents(tmp_path)
+    assert [document.id for document in found] == ["B.md", "a/b/c.TXT", "a/z.md", "b.txt"]
+    assert [document.read() for document in found] == [f"This is {document.id}." for document in found]
+
+
+def test_one_file_of_any_name_is_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "letter"
+    path.write_text("Dear all,")
+    (document,) = find_documents(path)
+    assert (document.id, document.size, document.read()) == ("letter", 9, "Dear all,")
+
+
+def test_lines_of_jsonl_are_documents_under_their_own_ids(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    texts = {"a": "First.", 7: "Zwölf Boxkämpfer 🥊 jagen", "ü": "line\nbreak", "last": "no newline behind it"}
+    lines = [json.dumps({"text": text, "id": name, "more": 1}, ensure_ascii=False) for name, text in texts.items()]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
+    found = find_documents(path)
+    assert [document.id for document in found] == ["a", "7", "ü", "last"]
+    assert [document.read() for document in found] == list(texts.values())
+    assert found[2].size == len(lines[2].encode()) + 2
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffIt was".encode())
+    assert find_documents(path)[0].read() == "It was"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "empty"),
+        (b" \n\t", "empty"),
+        (b"\xef\xbb\xbf", "empty"),
+        (b"abc\0def", "NUL"),
+        (b"It was\xff\xfe", "byte 6 is 0xff"),
+        ("It was".encode("utf-16"), "NUL"),
+    ],
+)
+def test_what_is_no_text_is_told_when_it_is_read(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    (document,) = find_documents(tmp_path)
+    with pytest.raises(DocumentError, match=reason):
+        document.read()
+
+
+def test_a_document_that_went_away_is_told_when_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(DocumentError, match=r"gone\.txt cannot be read: No such file"):
+        Document("gone.txt", tmp_path / "gone.txt", 3).read()
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "reason"),
+    [
+        ('{"id": "a", "text": "x"', "line 2", "not JSON"),
+        ('{"id": "a"}', "a", '"text"'),
+        ('{"id": "a", "text": null}', "a", '"text"'),
+        ('{"id": "a", "text": "  "}', "a", "empty"),
+        ('{"id": 1.5, "text": "x"}', "line 2", '"id"'),
+        ('{"id": "a", "text": "x\\u0000y", "b": "\0"}', "line 2", "NUL"),
+        ('{"id": "a", "text": "\\udc00"}', "a", "surrogate"),
+        ('"text"', "line 2", '"id"'),
+    ],
+)
+def test_a_bad_line_is_a_document_that_cannot_be_read(line: str, name: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "good", "text": "x"}\n' + line + "\n", encoding="utf-8")
+    good, bad = find_documents(path)
+    assert (good.id, good.read()) == ("good", "x")
+    assert bad.id == name
+    with pytest.raises(DocumentError, match=reason):
+        bad.read()
+
+
+def test_a_line_that_is_not_utf_8_is_a_document_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"id": "caf\xe9", "text": "x"}\n')
+    (document,) = find_documents(path)
+    assert document.id == "line 1"
+    with pytest.raises(DocumentError, match="not UTF-8"):
+        document.read()
+
+
+def test_one_id_for_two_documents_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "y"}\n')
+    with pytest.raises(TierForceError, match="'a' appears more than once"):
+        find_documents(path)
+
+
+def test_a_source_with_nothing_to_summarise_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TierForceError, match="nothing to summarise"):
+        find_documents(tmp_path)
+    with pytest.raises(TierForceError, match="No such file"):
+        find_documents(tmp_path / "nowhere")

@@ -1,0 +1,184 @@
+"""Budget against layers: what is chosen follows from past texts, says why, and never changes the law."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decoding import Engine
+from decoding.planning.budget import Split, affordable
+from decoding.planning.needs import BUDGETS
+from decoding.runtime import Models
+from decoding.settings import BUDGET
+from decoding.speculation.draft_length import Round
+from offload.errors import FitError
+from parallel.loading import parameter_bytes
+from support.engines import DEMO, Pair
+from support.models import random_tokens
+
+PROMPT, NEW = 6000, 100
+RATE = 1e8  # bytes a second
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(DEMO / "target", DEMO / "draft")
+
+
+def models(pair: Pair, megabytes: float, **choices: Any) -> Models:
+    """With so much device memory beside the weights, over a link."""
+    assert pair.draft is not None
+    weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
+    with pair.engine(
+        "hierarchical", link="emulated:50", device_memory=weights + int(megabytes * 1e6), prefill_chunk=256, **choices
+    ) as engine:
+        return engine.models
+
+
+def rounds(count: int, drafted: int, accepted: int, draft_s: float, verify_s: float) -> list[Round]:
+    return [Round(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * count
+
+
+def test_a_budget_that_is_set_is_the_only_one(pair: Pair) -> None:
+    found = affordable(models(pair, 300, budget=777), PROMPT, NEW)
+    assert list(found) == [777]
+
+
+def test_more_budget_leaves_fewer_layers(pair: Pair) -> None:
+    found = affordable(models(pair, 150), PROMPT, NEW)
+    assert list(found) == [budget for budget in BUDGETS if budget < 2 * (PROMPT + NEW)]
+    layers = [place.resident_layers for place in found.values()]
+    assert layers == sorted(layers, reverse=True)
+    assert layers[0] > layers[-1]
+    small = affordable(models(pair, 100), PROMPT, NEW)
+    assert set(small) < set(found)
+    with pytest.raises(FitError, match="smaller --budget"):
+        affordable(models(pair, 20), PROMPT, NEW)
+
+
+def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
+    for megabytes in (130, 100):
+        on = models(pair, megabytes)
+        plans = affordable(on, PROMPT, NEW)
+        choice = Split().choose(on, plans, PROMPT, RATE)
+        assert choice.budget == max(budget for budget in plans if budget <= BUDGET)
+        assert "nothing is known" in choice.why
+        assert ("does not fit" in choice.why) == (BUDGET not in plans)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "draft_s", "larger"),
+    [
+        (24, 1e-4, False),  # all stands: layers save link time
+        (2, 1e-6, True),  # little stands, and drafting costs nothing
+        (2, 0.5, False),  # little stands, but drafting is the cost
+    ],
+)
+def test_what_past_texts_showed_decides(accepted: int, draft_s: float, larger: bool, pair: Pair) -> None:
+    on, split = models(pair, 130), Split()
+    some = affordable(on, PROMPT, NEW)
+    plans = {budget: replace(some[budget], resident_layers=layers) for budget, layers in ((1024, 2), (2048, 1), (4096, 0))}
+    spent = on.spending(2048)
+    far = on.target.config.layers - plans[2048].resident_layers
+    link_s = on.target.config.kv_layout(1, on.dtype).bytes(PROMPT, far) / RATE
+    for _ in range(4):
+        split.record(spent, plans[2048], PROMPT, RATE, rounds(20, 24, accepted, draft_s, link_s))
+    choice = split.choose(on, plans, PROMPT, RATE)
+    assert choice.budget > 2048 if larger else choice.budget < 2048
+    assert "ms/token predicted" in choice.why
+    assert "layers" in choice.why
+
+
+def test_layers_are_worth_nothing_where_compute_is_the_cost(pair: Pair) -> None:
+    """The link could be ten times as slow: a larger budget is taken, though it takes the layers."""
+    on, split = models(pair, 130), Split()
+    plans = affordable(on, PROMPT, NEW)
+    split.record(on.spending(2048), plans[2048], PROMPT, 1e13, rounds(20, 24, 8, 1e-6, 0.5))
+    assert split.choose(on, plans, PROMPT, 1e13).budget > 2048
+
+
+def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pair) -> None:
+    on, split = models(pair, 130), Split()
+    plans = affordable(on, PROMPT, NEW)
+    split.record(on.spending(1024), plans[1024], PROMPT, RATE, rounds(3, 24, 0, 1.0, 1.0))
+    assert "nothing is known" in split.choose(on, plans, PROMPT, RATE).why
+    same = {budget: replace(place, resident_layers=2) for budget, place in plans.items() if budget in (1024, 2048)}
+    split.record(on.spending(1024), same[1024], PROMPT, RATE, rounds(20, 24, 24, 1e-4, 1e-2))
+    assert split.choose(on, same, PROMPT, RATE).budget == 1024
+
+
+def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
+    on, split = models(pair, 130), Split()
+    place = affordable(on, 1900, NEW)[2048]
+    split.record(on.spending(2048), place, 1900, RATE, rounds(50, 24, 24, 1e-3, 1e-3))
+    choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT, RATE)
+    assert choice.budget == BUDGET
+    assert "nothing is known" in choice.why
+    short = split.choose(on, affordable(on, 900, NEW), 900, RATE)
+    assert (short.budget, "fit" in short.why) == (1024, False)
+
+
+def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    with pair.engine("hierarchical", link="emulated:50", resident_layers=1) as engine:
+        list(engine.generate(random_tokens(600).tolist(), 9))
+        assert engine.stats.retrieval is not None
+        before = weakref.ref(engine.stats.retrieval)
+        planned = Engine._spend
+        monkeypatch.setattr(Engine, "_spend", lambda *given: (seen.append(before() is None), planned(*given))[1])
+        list(engine.generate(random_tokens(700).tolist(), 9))
+    assert seen == [True]
+
+
+def test_chunks_larger_than_the_smallest_budgets(pair: Pair) -> None:
+    prompt = random_tokens(400).tolist()
+    plain = pair.text("plain", prompt, 9)
+    for mode, chunk in (("retrieval", 1024), ("hierarchical", 1024), ("retrieval", 40_000), ("plain", 40_000)):
+        assert pair.text(mode, prompt, 9, chunk_size=chunk) == plain
+
+
+def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
+    on = models(pair, 5)
+    for mode, choices in (
+        ("hierarchical", {}),
+        ("hierarchical", {"chunk_size": 1024}),
+        ("plain", {}),
+        ("retrieval", {"budget": 700}),
+    ):
+        with pair.engine(mode, link="emulated:50", device_memory=on.settings.device_memory, **choices) as engine:
+            for attempt in (lambda: engine.check(PROMPT, NEW), lambda: list(engine.generate(random_tokens(PROMPT).tolist(), NEW))):
+                with pytest.raises(FitError, match="GB are available"):
+                    attempt()
+
+
+def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair: Pair) -> None:
+    on, split = models(pair, 130), Split()
+    place = affordable(on, PROMPT, NEW)[2048]
+    split.record(on.spending(2048), place, PROMPT, RATE, rounds(2000, 10, 4, 1e-3, 1e-3))  # one in five
+    assert split.rejection(2048) == pytest.approx(0.2, rel=0.02)
+    assert split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)
+    assert split.rejection(8192) == pytest.approx(0.2 * 4**-0.45, rel=0.02)
+
+
+def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) -> None:
+    memory = models(pair, 75).settings.device_memory
+    prompts = [random_tokens(5000 + count).tolist() for count in range(3)]
+    plain = [pair.text("plain", prompt, 40) for prompt in prompts]
+    with pair.engine("hierarchical", link="emulated:0.5", device_memory=memory, draft_length=8, prefill_chunk=256) as engine:
+        assert [list(engine.generate(prompt, 40)) for prompt in prompts] == plain
+        found = engine.stats.as_dict()
+    assert found["budget"] in BUDGETS
+    assert "ms/token predicted" in found["budget_because"]
+
+
+def test_a_budget_that_is_set_is_said_to_be(pair: Pair) -> None:
+    with pair.engine("retrieval", budget=300) as engine:
+        assert isinstance(engine, Engine)
+        list(engine.generate(random_tokens(700).tolist(), 5))
+        assert (engine.stats.as_dict()["budget"], engine.stats.as_dict()["budget_because"]) == (300, "set")
+    with pair.engine("plain") as engine:
+        list(engine.generate(random_tokens(70).tolist(), 5))
+        assert engine.stats.as_dict()["budget"] is None

@@ -1,0 +1,91 @@
+"""Rates measured on kernels alone, and the passes that are predicted from them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.checks.predictions import SETTINGS, acceptance_of
+from decoding.planning.forecast import attention_flops, choice_s, expected_tokens, matmul_flops, pass_s, read_bytes
+from decoding.planning.profile import Hardware
+from decoding.probe.kernels import pass_rates
+from offload.errors import TierForceError
+from parallel.config import ModelConfig
+
+TARGET = ModelConfig.from_pretrained(Path(__file__).parents[3] / "demo" / "target")
+CPU = torch.device("cpu")
+# a machine of round numbers, on which everything adds up
+SERIAL = Hardware("serial", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 1e-4, runs_ahead=False)
+
+
+@pytest.fixture(scope="module")
+def rates() -> dict[str, float]:
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        return pass_rates(TARGET, CPU, torch.float32)
+
+
+def test_rates_are_numbers_of_a_hardware(rates: dict[str, float]) -> None:
+    machine = replace(SERIAL, **rates)  # which refuses what is no number, or not above 0
+    assert set(rates) <= {field.name for field in fields(Hardware)}
+    assert all(getattr(machine, name) == value for name, value in rates.items())
+
+
+@pytest.mark.parametrize("name", ["memory_rate", "kv_rate", "score_rate"])
+def test_bytes_a_second_are_of_a_memorys_magnitude(rates: dict[str, float], name: str) -> None:
+    assert 1e7 < rates[name] < 1e13
+
+
+def test_a_pass_takes_its_memory_its_rows_and_its_launches() -> None:
+    """Float32 weights and KV at 10 GB/s, 0.1 TFLOP/s, 100 microseconds a layer."""
+    kv = TARGET.kv_layout(1, torch.float32).bytes(1000)
+    one = pass_s(SERIAL, TARGET, 1, torch.float32, 1, 1000)
+    memory = (read_bytes(TARGET, 1, torch.float32) + kv) / 1e10
+    assert one == pytest.approx(memory + matmul_flops(TARGET) / 1e11 + 6e-4)
+    nine = pass_s(SERIAL, TARGET, 1, torch.float32, 9, 1000)
+    assert nine - one == pytest.approx(8 * (matmul_flops(TARGET) + attention_flops(TARGET) * 1000) / 1e11)
+
+
+def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
+    base = pass_s(SERIAL, TARGET, 1, torch.float32, 9, 50_000)
+    for name, value in (("kv_rate", 1e10), ("attention", 1e11), ("pass_s", 0.0), ("sample_s", 0.0), ("draw_s", 0.0)):
+        assert pass_s(replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000) == pytest.approx(base)
+    for name, value in (("kv_rate", 1e9), ("attention", 1e10), ("pass_s", 0.1), ("sample_s", 0.1), ("draw_s", 0.1)):
+        assert pass_s(replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000) > 1.2 * base
+    kv = 1e9
+    assert choice_s(SERIAL, kv, 1) == pytest.approx(0.05 + 0.1)  # keys once, and both
+    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8), kv, 4) == pytest.approx(1 + 0.5)
+    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8, weigh_rate=4e9), kv, 4) == pytest.approx(1 + 0.25 + 0.5)
+
+
+def test_a_device_that_the_host_runs_ahead_of_waits_for_the_slowest_alone() -> None:
+    ahead = replace(SERIAL, runs_ahead=True)
+    assert pass_s(ahead, TARGET, 1, torch.float32, 1, 10) == pytest.approx(read_bytes(TARGET, 1, torch.float32) / 1e10, rel=0.1)
+    assert pass_s(replace(ahead, layer_s=1.0), TARGET, 1, torch.float32, 1, 10) == pytest.approx(6)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_runs_ahead_is_true_or_false(value: object) -> None:
+    with pytest.raises(TierForceError, match="runs_ahead must be true or false"):
+        Hardware._of("mine", {**vars(SERIAL), "runs_ahead": value})
+
+
+@pytest.mark.parametrize("name", ["kv_rate", "attention", "prefill_attention", "score_rate", "summary_rate", "sample_s"])
+def test_absurd_numbers_are_refused(name: str) -> None:
+    with pytest.raises(TierForceError, match=f"{name} must be a number, found -1"):
+        Hardware._of("mine", {**vars(SERIAL), name: -1})
+
+
+def test_acceptance_is_found_back() -> None:
+    for rate in (0.1, 0.7, 0.95):
+        assert acceptance_of(expected_tokens(rate, 12), 12) == pytest.approx(rate, abs=1e-6)
+    assert acceptance_of(13.0, 12) == pytest.approx(1.0)
+
+
+def test_what_is_compared_differs_in_all_that_a_plan_depends_on() -> None:
+    assert len(SETTINGS) >= 8
+    for field in ("context", "mode", "rate", "resident", "budget", "draft"):
+        assert len({getattr(setting, field) for setting in SETTINGS}) >= 3

@@ -1,0 +1,205 @@
+"""`tierforce probe`: what it measures is read by `tierforce plan`; what it warns of is what there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from rich.console import Console
+
+from bench.harness.ranks import run_ranks
+from decoding.app.probe_view import table
+from decoding.planning.profile import Hardware
+from decoding.probe.advice import warnings
+from decoding.probe.probe import profile
+from decoding.probe.survey import Gpu, Machine, iommu_of
+from offload.bandwidth import Copies
+from offload.link import EmulatedLink
+from parallel.group import Group
+from support.commands import TARGET, forked, refused
+
+FINE = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0, "0000:41:00.0", iommu="identity")
+OTHER = replace(FINE, address="0000:01:00.0")
+HOST = Machine([FINE, OTHER], "580.00", 16, 16, 120_000_000_000, None, False)
+
+
+def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
+    path = tmp_path / "here" / "probe.json"
+    done = forked(tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(path))
+    assert done.code == 0, done.err
+    found = json.loads(path.read_text())
+    assert found["machine"]["usable_cores"] >= 1
+    assert all(
+        "measured" in number["source"] for name, number in found.items() if name not in ("machine", "warnings", "runs_ahead")
+    )
+    assert found["runs_ahead"]["value"] is False
+    machine = Hardware.find(str(path))
+    assert machine.gpus == 1
+    assert machine.link_in > 0
+    assert 1e-7 < machine.layer_s < 0.1
+    planned = forked(tmp_path, "plan", "--model", str(TARGET), "--hardware", str(path), "--context", "4096", "--json")
+    assert planned.code == 0, planned.err
+    assert json.loads(planned.out)["job"]["hardware"] == "probe"
+
+
+def test_a_number_that_noise_left_out_is_left_out_of_the_table() -> None:
+    source = {"value": 1.0, "source": "measured"}
+    written = StringIO()
+    Console(width=100, file=written).print(table({"gpus": source, "link_in": source}, "cpu"))
+    assert "link_in" in written.getvalue()
+    assert "attention" not in written.getvalue()
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = forked(tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(tmp_path / "file" / "probe.json"))
+    assert "cannot be written" in refused(done)
+
+
+def test_two_ranks_agree_on_the_numbers() -> None:
+    first, second = run_ranks(2, on_a_rank)
+    for found in (first, second):
+        del found["machine"], found["warnings"]  # memory that is available comes and goes
+    assert first == second
+    assert first["gpus"]["value"] == 2
+    assert 0 < first["all_reduce_s"]["value"] < 1
+    assert 1e6 < first["all_reduce_rate"]["value"] < 1e14
+    assert all(1e6 < rate < 1e14 for rate in first["link_in_alone"]["of each"])
+    assert len(first["link_in_alone"]["of each"]) == 2
+
+
+def on_a_rank() -> dict[str, Any]:
+    return profile(Group.from_environment("cpu"), str(TARGET))
+
+
+def test_the_rate_of_a_link_is_measured() -> None:
+    link = EmulatedLink(torch.device("cpu"), 2e8)
+    copies = Copies(link, size=4 << 20)
+    for out in (False, True):
+        assert 6e7 < copies.rate(out, seconds=0.1) < 2.2e8  # never faster than the link, and slower when the machine is busy
+    assert copies.meanwhile(lambda: 7) == 7
+    copies.close()
+    link.close()
+
+
+def test_a_good_machine_needs_no_warning() -> None:
+    assert warnings(HOST, HOST.gpus, 24e9, [25e9, 25e9]) == []
+
+
+def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
+    assert HOST.at(OTHER.address) is OTHER
+    machine = replace(HOST, gpus=[replace(FINE, pcie_width=1), OTHER])
+    assert warnings(machine, [machine.at(OTHER.address)], 24e9, [25e9]) == []  # CUDA_VISIBLE_DEVICES=1
+    assert "GPU 0 (RTX 4090) runs on 1 PCIe lanes" in warnings(machine, [machine.at(FINE.address)], 24e9, [25e9])[0]
+    (warning,) = warnings(HOST, [FINE, HOST.at("0000:99:00.0")], 24e9, [25e9, 25e9])
+    assert "NVML knows of no GPU 1 at 0000:99:00.0" in warning
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus", "words"),
+    [
+        (replace(HOST, gpus=[FINE, replace(FINE, pcie_width=8)]), 2, "GPU 1 (RTX 4090) runs on 8 PCIe lanes, 16 at most"),
+        (replace(HOST, gpus=[replace(FINE, pcie_width=4, pcie_width_most=4)]), 1, "would take 0.25 of the time"),
+        (replace(HOST, gpus=[replace(FINE, pcie_generation=1)]), 1, "runs on PCIe 1 under load, and could on 4"),
+        (replace(HOST, gpus=[replace(FINE, pcie_generation=3, pcie_generation_most=3)]), 1, "has PCIe 3 at most"),
+        (replace(HOST, gpus=[FINE, replace(FINE, numa_node=1)]), 2, "different NUMA nodes"),
+        (
+            replace(HOST, gpus=[FINE, replace(FINE, near=False)]),
+            2,
+            "GPU 1 (RTX 4090) hangs on NUMA node 0, where this process may not",
+        ),
+        (replace(HOST, gpus=[replace(FINE, iommu="DMA-FQ")]), 1, "GPU 0 (RTX 4090) are translated by an IOMMU (DMA-FQ)"),
+        (replace(HOST, wsl=True), 2, "WSL2"),
+        (HOST, 0, "no GPU is used"),
+        (replace(HOST, memlock=8_000_000_000), 1, "only 8.0 GB may be locked"),
+        (replace(HOST, host_available=30_000_000_000), 2, "30 GB of host memory are available"),
+    ],
+)
+def test_what_costs_most_is_warned_of(machine: Machine, gpus: int, words: str) -> None:
+    (warning,) = warnings(machine, machine.gpus[:gpus], 25e9, [25e9] * max(1, gpus))
+    assert words in warning
+
+
+def test_links_that_share_lanes_are_warned_of() -> None:
+    (warning,) = warnings(HOST, HOST.gpus, 12e9, [25e9, 25e9])
+    assert "all at once the GPUs get 12.0 GB/s each, one alone 25.0" in warning
+
+
+def test_a_link_slower_than_the_other_is_warned_of() -> None:
+    (warning,) = warnings(HOST, HOST.gpus, 6e9, [25e9, 6e9])
+    assert "GPU 1 gets 6.0 GB/s alone, another 25.0" in warning
+
+
+class FakeDriver:
+    """Of NVML, what the probe asks."""
+
+    NVMLError = pynvml.NVMLError
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_STATUS_OK
+
+    def __getattr__(self, name: str) -> Any:
+        answers: dict[str, Any] = {"DeviceGetCount": 2, "SystemGetDriverVersion": b"580.00", "DeviceGetName": "RTX 4090"}
+        answers |= {"DeviceGetCurrPcieLinkGeneration": 1, "DeviceGetMaxPcieLinkGeneration": 4, "DeviceGetMaxPcieLinkWidth": 16}
+        asked = name.removeprefix("nvml")
+        if asked == "DeviceGetCurrPcieLinkWidth":
+            return self._unknown
+        if asked == "DeviceGetMemoryInfo":
+            return lambda _: type("Memory", (), {"total": FINE.memory})
+        if asked == "DeviceGetHandleByIndex":
+            return lambda index: index
+        if asked == "DeviceGetPciInfo":
+            return lambda index: type("Pci", (), {"busId": b"00000000:41:00.0" if index == 0 else b"00000000:C1:00.0"})
+        if asked == "DeviceGetP2PStatus":  # the second reads the first
+            return lambda one, other, _: pynvml.NVML_P2P_STATUS_OK if (one, other) == (1, 0) else 1
+        return lambda *_: answers.get(asked)
+
+    def _unknown(self, _: Any) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A driver with two GPUs; the PCI addresses whose node was asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr("decoding.probe.survey.pynvml", FakeDriver())
+    monkeypatch.setattr("decoding.probe.survey.node_of", lambda address: asked.append(address) or 1)
+    monkeypatch.setattr("decoding.probe.survey.cpus_of", lambda node: {10_000} if node else set())
+    monkeypatch.setattr("decoding.probe.survey.iommu_of", {"0000:41:00.0": "DMA"}.get)
+    return asked
+
+
+def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
+    machine = Machine.here()
+    assert machine.gpus == [
+        Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1, "0000:41:00.0", near=False, iommu="DMA", peers=()),
+        Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1, "0000:c1:00.0", near=False, iommu=None, peers=(0,)),
+    ]
+    assert machine.driver == "580.00"
+    assert driver == ["0000:41:00.0", "0000:c1:00.0"]
+
+
+def test_how_the_kernel_maps_a_devices_copies(tmp_path: Path) -> None:
+    group = tmp_path / "bus/pci/devices/0000:01:00.0/iommu_group"
+    group.mkdir(parents=True)
+    (group / "type").write_text("DMA-FQ\n")
+    assert [iommu_of(address, tmp_path) for address in ("0000:01:00.0", "0000:41:00.0")] == ["DMA-FQ", None]
+
+
+@pytest.mark.parametrize("question", ["nvmlDeviceGetName", "nvmlDeviceGetHandleByIndex"])
+def test_a_gpu_that_does_not_answer_ends_nothing(question: str, driver: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = getattr(FakeDriver(), question)
+
+    def lost(_: object, index: int) -> Any:
+        if index == 0:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return answer(index)
+
+    monkeypatch.setattr(FakeDriver, question, lost, raising=False)
+    machine = Machine.here()
+    assert [gpu.address for gpu in machine.gpus] == ["0000:c1:00.0"]
+    assert "580.00, GPU 0 does not answer" in machine.driver

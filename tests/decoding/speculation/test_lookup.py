@@ -1,0 +1,111 @@
+"""Prompt lookup proposes what followed the same tokens before, and steps aside where they are new."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from decoding import Sampling
+from decoding.speculation.decoders import Autoregressive
+from decoding.speculation.lookup import Lookup
+from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, nest
+
+CPU = torch.device("cpu")
+
+
+def by_hand(text: list[int], ngram: int, n: int) -> list[int]:
+    """What follows the earlier place that agrees longest with the text's end, up to 32 tokens before the n-gram.
+
+    Of equals it is the latest that n tokens follow, or else the earliest.
+    """
+    agreed = {}
+    for end in range(ngram, len(text)):
+        agree = 0
+        while agree < min(end, ngram + 32) and text[end - 1 - agree] == text[-1 - agree]:
+            agree += 1
+        if agree >= ngram:
+            agreed[end] = agree
+    best = [end for end in agreed if agreed[end] == max(agreed.values())]
+    if not best:
+        return []
+    enough = [end for end in best if end + n <= len(text)]
+    end = enough[-1] if enough else best[0]
+    return text[end : end + n]
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 3, 5])
+@pytest.mark.parametrize("vocab", [2, 6])
+def test_the_longest_agreement_is_continued(ngram: int, vocab: int) -> None:
+    rng = random.Random(ngram)
+    for _ in range(300):
+        text = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
+        n = rng.randint(1, 6)
+        draft = Lookup(text, ngram, vocab, CPU).propose(n)
+        assert draft.tokens.tolist() == by_hand(text, ngram, n)
+
+
+def test_it_follows_a_text_that_is_taken_back() -> None:
+    rng, text = random.Random(0), [1, 2, 3]
+    lookup = Lookup(text, 2, 5, CPU)
+    for _ in range(500):
+        since = rng.randint(max(0, len(text) - 8), len(text))
+        text = [*text[:since], *(rng.randrange(5) for _ in range(rng.randint(1, 9)))]
+        lookup.sync(text, since)
+        assert lookup.tokens == text
+        n = rng.randint(1, 4)
+        draft = lookup.propose(n).tokens.tolist()
+        assert draft == by_hand(text, 2, n)
+        assert lookup.tokens == [*text, *draft]
+        text = [*text, *draft[: rng.randint(0, len(draft))]]
+    assert len(text) > 1024  # more than there was room for
+
+
+def test_its_law_is_one_hot() -> None:
+    draft = Lookup([1, 2, 3, 0, 1, 2], 2, 7, CPU).propose(3)
+    assert draft.tokens.tolist() == [3, 0, 1]
+    assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, 7).float())
+
+
+def test_nothing_found_is_nothing_proposed() -> None:
+    for text in ([1], [1, 2], [1, 2, 3, 4]):
+        draft = Lookup(text, 2, 7, CPU).propose(5)
+        assert draft.tokens.shape == (0,)
+        assert draft.probs.shape == (0, 7)
+
+
+def test_what_is_new_is_left_to_the_level_below() -> None:
+    model, sampling = Toy(0, 1.5), Sampling(1.0)
+    leaf = Autoregressive("leaf", model, HistoryCache(), [], sampling, torch.Generator().manual_seed(0))
+    lookup = Lookup([], 3, VOCAB, CPU, leaf)
+    rng, text, asked = random.Random(1), list(PROMPT), 0
+    lookup.sync(text, 0)
+    for _ in range(200):
+        found = by_hand(text, 3, 3)
+        before = leaf.stats.produced
+        draft = lookup.propose(3)
+        if found:
+            assert draft.tokens.tolist() == found
+            assert leaf.stats.produced == before
+        else:
+            asked += 1
+            assert leaf.tokens == lookup.tokens == [*text, *draft.tokens.tolist()]
+            want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]
+            assert torch.equal(draft.probs, sampling.law(torch.stack(want)))
+        text = [*text, *draft.tokens[: rng.randint(0, 2)].tolist(), rng.randrange(VOCAB)]
+        lookup.sync(text, len(PROMPT))
+    assert 10 < asked < 190
+
+
+def test_a_text_that_repeats_itself_is_copied() -> None:
+    certain = Sampling()  # a greedy toy is soon in a loop
+    decoder = nest([Toy(3, 20.0)], [8], certain, torch.Generator(), ngram=2)
+    plain = nest([Toy(3, 20.0)], [], certain, torch.Generator())
+    assert go_on(decoder, 200) == go_on(plain, 200)
+    assert decoder.stats.passes < 40
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="at least 1 token"):
+        Lookup([1], 0, 7, CPU)

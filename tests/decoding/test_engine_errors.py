@@ -1,0 +1,156 @@
+"""What an engine refuses, and that it is good for the next text afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from decoding import Engine, Settings
+from offload.errors import DocumentError, FitError, TierForceError
+from parallel.group import Group
+from parallel.loading import parameter_bytes
+from support.engines import DEMO, Pair
+from support.models import random_tokens
+
+MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+PROMPT = random_tokens(90).tolist()
+VOCAB = 101
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
+    return checkpoint(max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def pair(folders: tuple[Path, Path]) -> Pair:
+    return Pair(*folders)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "message"),
+    [
+        ([], 5, "prompt is empty"),
+        ([1] * 96, 5, "96 prompt tokens and 5 new ones are more than the context of 100"),
+        ([1], 100, "more than the context of 100"),
+        ([1, 2], 0, "0 new tokens"),
+        ([5, VOCAB, 7], 5, f"{VOCAB}, outside the model's vocabulary of {VOCAB}"),
+        ([5, -1, 7], 5, "-1, outside the model's vocabulary"),
+    ],
+)
+def test_a_text_that_makes_no_sense_is_refused(prompt: list[int], new: int, message: str, pair: Pair) -> None:
+    with pair.engine("hierarchical", context=100) as engine:
+        with pytest.raises(DocumentError, match=message):
+            list(engine.generate(prompt, new))
+        assert len(list(engine.generate([1] * 96, 4))) == 4
+
+
+def test_a_context_longer_than_the_model_is_refused(pair: Pair) -> None:
+    with pytest.raises(TierForceError, match="4097 is more than the model's 4096"), pair.engine("plain", context=4097):
+        pass
+
+
+def spoilt(folders: tuple[Path, Path], token: int, where: str) -> Pair:
+    pair = Pair(*folders)
+    model = pair.target if where == "target" else pair.draft
+    assert model is not None
+    assert not model.config.tied  # else its logits would be NaN everywhere
+    with torch.inference_mode():
+        model.embed.weight[token] = torch.nan
+    return pair
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [0, 50, 89], ids=["first", "amid", "last"])
+def test_a_prompt_that_gives_nan_fails_alone(mode: str, place: int, folders: tuple[Path, Path], pair: Pair) -> None:
+    want = pair.text("plain", PROMPT, 25)
+    token = next(token for token in range(VOCAB) if token not in {*PROMPT, *want})
+    bad = [*PROMPT[:place], token, *PROMPT[place + 1 :]]
+    with spoilt(folders, token, "target").engine(mode, budget=200, resident_layers=1) as engine:  # lest a draft strays onto it
+        for _ in range(2):
+            with pytest.raises(DocumentError, match="not numbers"):
+                list(engine.generate(bad, 25))
+            assert list(engine.generate(PROMPT, 25)) == want
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_text_that_runs_into_nan_is_right_up_to_there(mode: str, folders: tuple[Path, Path], pair: Pair) -> None:
+    want = pair.text("plain", PROMPT, 40)
+    place = next(place for place in range(3, 40) if want[place] not in {*PROMPT, *want[:place]})
+    found: list[int] = []
+    with spoilt(folders, want[place], "target").engine(mode) as engine, pytest.raises(DocumentError, match="not numbers"):
+        found.extend(engine.generate(PROMPT, 40))  # keeps what came before the error
+    assert found == want[: len(found)]
+    assert mode != "plain" or len(found) == place + 1
+
+
+def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: tuple[Path, Path]) -> None:
+    with spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine, pytest.raises(DocumentError, match="not numbers"):
+        list(engine.generate(PROMPT, 25))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> None:
+    assert pair.draft is not None
+    weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
+    with pair.engine(mode, device_memory=weights + 100_000) as engine:
+        with pytest.raises(FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available") as caught:
+            list(engine.generate(PROMPT * 10, 20))
+        needed, available = (float(x) for x in re.findall(r"(\d\.\d+) GB (?:of device|are)", str(caught.value)))
+        assert needed > available
+
+
+def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pair) -> None:
+    assert pair.draft is not None
+    with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
+        list(engine.generate(PROMPT, 4))
+        assert engine.stats.plan is not None
+        room = parameter_bytes(pair.target) + parameter_bytes(pair.draft) + engine.stats.plan.device_bytes
+    with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room) as engine:
+        assert len(list(engine.generate(PROMPT, 4))) == 4
+    larger = pair.engine("retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room)
+    with larger as engine, pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller --budget"):
+        list(engine.generate(PROMPT, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_host_memory_too_small_is_told_and_leaves_the_engine_good(mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair.engine(mode, resident_layers=0) as engine:
+        with monkeypatch.context() as little:
+            little.setattr("decoding.runtime.host_available", lambda: 10_000)
+            with pytest.raises(FitError, match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available"):
+                list(engine.generate(PROMPT, 20))
+            with pytest.raises(FitError, match="host memory"):
+                engine.check(90, 20)
+        assert list(engine.generate(PROMPT, 20)) == pair.text("plain", PROMPT, 20)
+
+
+@pytest.mark.parametrize("kind", ["size", "meaning"])
+def test_a_draft_with_another_vocabulary_is_refused(kind: str, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(DEMO / "draft", draft)
+    name = "config.json" if kind == "size" else "tokenizer.json"
+    content = json.loads((draft / name).read_text())
+    if kind == "size":
+        content["vocab_size"] -= 1
+    else:  # the same tokens, two of them with each other's id
+        words = content["model"]["vocab"]
+        first, second = list(words)[500:502]
+        words[first], words[second] = words[second], words[first]
+    (draft / name).write_text(json.dumps(content))
+    with pytest.raises(TierForceError, match="draft's vocabulary"):
+        Engine.from_pretrained(DEMO / "target", draft, Settings(dtype="float32"), group=Group())
+
+
+def test_summaries_that_fill_the_budget_are_told(pair: Pair) -> None:
+    too_small = pair.engine("retrieval", budget=40, summary_size=2)
+    with too_small as engine, pytest.raises(FitError, match=r"--summary-size 2: 94 tokens need 47 summaries.*--budget 40"):
+        list(engine.generate(PROMPT, 4))
+    with pair.engine("retrieval", budget=100, summary_size=1) as engine:  # a text within the budget needs none
+        assert list(engine.generate(PROMPT, 4)) == pair.text("plain", PROMPT, 4)

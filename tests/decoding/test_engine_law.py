@@ -1,0 +1,92 @@
+"""Sampled text of the whole engine, on models with attention and caches, follows the law transformers computes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import decoding.speculation.verify
+from decoding import Sampling
+from offload.selection import POLICIES
+from support.engines import Pair
+from support.laws import BROKEN, LIKELY, p_value
+from support.models import random_tokens, reference_logits
+
+PROMPT = random_tokens(70, seed=2).tolist()
+CELLS = 20
+SAMPLINGS = {"full": Sampling(1.0, seed=1), "nucleus": Sampling(0.6, top_p=0.9, seed=1), "top-k": Sampling(0.9, top_k=12, seed=1)}
+FOLDERS = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
+    """A target, and a draft that knows nothing of it."""
+    positions = {"max_position_embeddings": 4096}
+    return checkpoint(**positions), checkpoint(seed=1, num_hidden_layers=1, **positions)
+
+
+def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
+    """Where each new token stands in its law, (N,): uniform in [0, 1] and independent if that is the target's.
+
+    The probability integral transform, with the vocabulary in order of how far the target prefers a token to the draft, so that
+    a leaning towards the draft shows; a token of no probability gives NaN.
+    """
+    tokens = torch.tensor([*PROMPT, *text])
+    p, q = (sampling.law(reference_logits(folder, tokens)[len(PROMPT) - 1 : -1]).double() for folder in folders)
+    order = (p - q).argsort(1)
+    ordered, place = p.gather(1, order), order.argsort(1).gather(1, tokens[len(PROMPT) :, None])  # (N, V), (N, 1)
+    share = ordered.gather(1, place)
+    noise = torch.rand(share.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = (ordered.cumsum(1).gather(1, place) - noise * share)[:, 0]
+    return found.masked_fill(share[:, 0] == 0, torch.nan)
+
+
+def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
+    pair = Pair(*folders)
+    lengths = {"draft_length": 4, "inner_length": 2}  # those that adapt go by the clock, and give another text each time
+    small = {"budget": 16, "chunk_size": 4, "window": 12, "sinks": 2, "resident_layers": 1, **lengths, **choices}
+    text = pair.text(mode, PROMPT, new, sampling, **small)
+    found = places(text, sampling, folders)
+    if found.isnan().any():
+        return 0.0
+    return p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [
+        ("plain", "full"),
+        ("retrieval", "full"),
+        ("speculative", "full"),
+        ("hierarchical", "full"),
+        ("speculative", "nucleus"),
+        ("hierarchical", "nucleus"),
+        ("hierarchical", "top-k"),
+    ],
+)
+def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: FOLDERS) -> None:
+    assert likelihood(mode, SAMPLINGS[sampling], folders, 1_500) > LIKELY
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_long_text_follows_the_target_law_whatever_is_selected(policy: str, folders: FOLDERS) -> None:
+    summaries = 32 if policy in ("mass", "static") else 0
+    choices = {"policy": policy, "budget": 64, "summary_size": summaries, "refresh": 1}
+    assert likelihood("hierarchical", SAMPLINGS["full"], folders, 1_000, **choices) > LIKELY
+
+
+@pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
+def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(mode: str, folders: FOLDERS) -> None:
+    assert likelihood(mode, SAMPLINGS["nucleus"], folders, 1_000, draft_length=None, inner_length=None, lookup=1) > LIKELY
+
+
+@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
+def test_a_plain_redraw_is_found_out(mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding.speculation.verify, "residual", lambda p, q: p)
+    # a window, for a good selection drafts too well for it to matter much
+    assert likelihood(mode, SAMPLINGS["full"], folders, 3_000, policy="window", summary_size=0) < BROKEN

@@ -1,0 +1,99 @@
+"""Whatever is proposed, the text is the target's: every policy, with and without summaries, adaptive lengths, lookup, split
+drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import decoding.planning.needs
+from bench.harness.ranks import run_ranks
+from decoding import Engine, Settings
+from offload.selection import POLICIES
+from parallel.group import Group
+from support.engines import DEMO, Pair
+from support.texts import prompt
+
+NEW = 96
+LINKED = {"link": "emulated:50", "resident_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(DEMO / "target", DEMO / "draft")
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[int]:
+    return pair.text("plain", prompt("typing"), NEW)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("summaries", [0, None, 16])
+@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+def test_every_policy_writes_the_target_own_text(
+    policy: str, summaries: int | None, mode: str, pair: Pair, plain: list[int]
+) -> None:
+    choices: dict[str, Any] = {"policy": policy, "summary_size": summaries, "chunk_size": 4}
+    assert pair.text(mode, prompt("typing"), NEW, budget=300, **choices, **LINKED) == plain
+
+
+@pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
+@pytest.mark.parametrize("lookup", [0, 1, 3])
+@pytest.mark.parametrize("lengths", [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}])
+def test_every_proposer_and_length_write_the_target_own_text(
+    mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
+) -> None:
+    with pair.engine(mode, lookup=lookup, budget=300, refresh=9, **lengths, **LINKED) as engine:
+        assert list(engine.generate(prompt("typing"), NEW)) == plain
+        names = [level.name for level in engine.stats.levels]
+        assert ("lookup" in names) == (lookup > 0)
+        assert all(length is not None for length in engine.stats.draft_lengths.values())
+
+
+def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
+    choices: dict[str, Any] = {"lookup": 2, **LINKED}
+    alone = Pair(DEMO / "target", DEMO / "draft")
+    alone.draft = None
+    with alone.engine("speculative", **choices) as engine:
+        assert list(engine.generate(prompt("typing"), NEW)) == plain
+        assert [level.name for level in engine.stats.levels] == ["target", "lookup"]
+        assert engine.stats.tokens_per_verification > 1
+
+
+def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple[list[int], int]:
+    """The text, and over how many ranks the draft model is split; 0 where there is none."""
+    decoding.planning.needs.LARGE_DRAFT = large
+    group = Group.from_environment("cpu")
+    settings = Settings(dtype="float32", **choices)
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    engine.stop_tokens = frozenset()
+    draft = engine.models.draft
+    if group.rank:
+        engine.follow()
+        return [], draft.group.size if draft else 0
+    text = list(engine.generate(tokens, NEW))
+    engine.close()
+    return text, draft.group.size if draft else 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "shard", "large", "ranks"),
+    [
+        ("hierarchical", True, 1 << 40, (2, 2)),
+        ("hierarchical", None, 1, (2, 2)),  # a draft of a byte is large
+        ("speculative", None, 1, (2, 2)),
+        ("speculative", False, 1, (1, 0)),
+        ("hierarchical", None, 1 << 40, (1, 0)),
+    ],
+)
+def test_a_large_draft_is_split_over_the_ranks(
+    mode: str, shard: bool | None, large: int, ranks: tuple[int, int], plain: list[int]
+) -> None:
+    choices: dict[str, Any] = {"mode": mode, "budget": 300, "lookup": 3, "draft_length": 9, "shard_draft": shard, **LINKED}
+    (text, first), (nothing, second) = run_ranks(2, split_draft, prompt("typing"), choices, large)
+    assert text == plain
+    assert nothing == []
+    assert (first, second) == ranks

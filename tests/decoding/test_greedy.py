@@ -1,0 +1,81 @@
+"""Greedy text of the demo pair, in every mode: token for token the target's own, and transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.harness.ranks import run_ranks
+from parallel.group import Group
+from support.engines import DEMO, Pair
+from support.texts import LENGTHS, prompt
+
+NEW = 256
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(DEMO / "target", DEMO / "draft")
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> dict[str, list[int]]:
+    """The target's own greedy text behind each prompt, one token a pass."""
+    return {name: pair.text("plain", prompt(name), NEW) for name in LENGTHS}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "choices"),
+    [
+        ("documentation", "hierarchical", {"budget": 256}),
+        ("documentation", "retrieval", {"budget": 64, "chunk_size": 16, "link": "emulated:50", "resident_layers": 5}),
+        ("documentation", "speculative", {"draft_length": 1}),
+        ("argparse", "hierarchical", {"budget": 512, "link": "emulated:50", "resident_layers": 2, "inner_length": 1}),
+        ("argparse", "retrieval", {"budget": 40, "chunk_size": 5, "draft_length": 32, "resident_layers": 0}),
+        ("argparse", "speculative", {"draft_length": 12, "window": 8, "sinks": 1}),  # the draft's window slides within a draft
+        (
+            "typing",
+            "hierarchical",
+            {"budget": 100, "draft_length": 9, "inner_length": 5, "link": "emulated:50", "resident_layers": 0},
+        ),
+        ("typing", "retrieval", {"budget": 4096, "draft_length": 40}),  # a budget that holds all of the text
+        ("typing", "speculative", {"draft_length": 4, "prefill_chunk": 333, "link": "emulated:50", "resident_layers": 3}),
+    ],
+)
+def test_every_mode_writes_the_target_own_text(
+    name: str, mode: str, choices: dict[str, Any], pair: Pair, plain: dict[str, list[int]]
+) -> None:
+    assert pair.text(mode, prompt(name), NEW, **choices) == plain[name]
+
+
+def test_plain_text_is_that_of_transformers(plain: dict[str, list[int]]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    found = model.generate(torch.tensor([prompt("typing")]), max_new_tokens=NEW, do_sample=False)
+    assert found[0, LENGTHS["typing"] :].tolist() == plain["typing"]
+
+
+def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[list[int]]:
+    group = Group.from_environment("cpu")
+    pair = Pair(target, draft, group)
+    modes = [("hierarchical", {"budget": 256, "link": "emulated:50", "resident_layers": 4}), ("retrieval", {"budget": 512})]
+    texts = []
+    for mode, choices in modes:
+        with pair.engine(mode, **choices) as engine:
+            if group.rank:
+                engine.follow()
+            else:
+                texts.append(list(engine.generate(tokens, new)))
+                engine.close()
+    return texts
+
+
+def test_two_ranks_write_what_one_writes(plain: dict[str, list[int]]) -> None:
+    tokens = prompt("documentation")
+    texts, followed = run_ranks(2, on_a_rank, DEMO / "target", DEMO / "draft", tokens, NEW // 2)
+    assert texts == [plain["documentation"][: NEW // 2]] * 2
+    assert followed == []

@@ -1,0 +1,250 @@
+"""The engine on a GPU writes what it writes on a CPU: wherever the KV lives, whatever the mode, and over two ranks.
+
+Where there is no GPU a stand-in takes its place (tests/standin), which also sees races and counts waits.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import parallel.graphs
+from bench.harness.ranks import run_ranks
+from decoding import Engine, Settings
+from decoding.speculation.decoders import Speculative
+from offload.errors import FitError, TierForceError
+from parallel.graphs import Replay
+from parallel.group import Group, Recorder
+from parallel.model import Layer
+from standin import Machine, gpu_or_standin
+from support.engines import DEMO
+from support.texts import prompt
+
+pytestmark = pytest.mark.cuda
+PROMPT, NEW = prompt("argparse")[:1000], 24  # far more than the retrieval budget, and enough for a few rounds
+MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+
+
+class SharedGpu(Group):
+    """Ranks that share the first GPU, over gloo, which gathers in host memory only."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x.cpu()).to(x.device)
+
+
+def opened(group: Group, mode: str, **choices: Any) -> Engine:
+    settings = Settings(mode=mode, dtype="float32", budget=256, **choices)
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    engine.stop_tokens = frozenset()
+    return engine
+
+
+def text(group: Group, mode: str, **choices: Any) -> list[int]:
+    """Greedy, in float32: the demo pair behind a text that outgrows the retrieval budget."""
+    engine = opened(group, mode, **choices)
+    if group.rank:
+        engine.follow()
+        return []
+    found = list(engine.generate(PROMPT, NEW))
+    engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[int]:
+    return text(Group(), "plain")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("resident", [0, 2, 6])
+def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int]) -> None:
+    assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(device=torch.device("cuda", 0))
+    assert group.records()
+    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
+    seen = []
+    for graphs in (True, False):
+        engine = opened(group, mode, graphs=graphs, **choices)
+        for _ in range(2):  # the second text records anew
+            assert list(engine.generate(PROMPT, NEW)) == wanted
+            if graphs:
+                assert engine.stats.fixed_shapes is not None
+                assert engine.stats.fixed_shapes["replayed"] > 0
+                assert (engine.stats.fixed_shapes["refused"], engine.stats.fixed_shapes["why"]) == (0, None)
+            seen.append([(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels])
+        engine.close()
+    assert seen[0] == seen[1] == seen[2] == seen[3]
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
+    run_ranks(1, failing_capture)  # a process of its own: torch may not record again behind it
+
+
+def failing_capture() -> None:
+    with gpu_or_standin():
+        group = Group(device=torch.device("cuda", 0))
+        before, x = torch.cuda.current_stream(), torch.ones(4, device=group.device)
+        with pytest.raises(RuntimeError):
+            group.recorder.record(lambda: x * x.sum().item())  # which waits for the device
+        assert group.recorder.broken
+        assert torch.cuda.current_stream() == before
+        assert (x + 1).sum().item() == 8
+        torch.cuda.empty_cache()  # the allocator takes no capture to be under way
+
+
+def test_a_recording_sees_what_its_inputs_hold_now() -> None:
+    group = Group(device=torch.device("cuda", 0))
+    x = torch.zeros(4, device=group.device)
+    again = Recorder(group.device).record(lambda: x + 1)
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        assert again().tolist() == [value + 1] * 4
+
+
+def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> None:
+    group = Group(device=torch.device("cuda", 0))
+    x = torch.zeros(4, device=group.device)
+    for _ in range(2):
+        Replay(True, group.recorder)
+        again = group.recorder.record(lambda: x + 1)
+        assert again().tolist() == [1] * 4
+        del again
+
+
+@pytest.mark.parametrize("resident", [2, 6])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(mode: str, resident: int, gpu: Machine | None) -> None:
+    if gpu is None:
+        pytest.skip("only a stand-in counts waits")
+    engine = opened(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident, graphs=False)
+    text = engine.generate(PROMPT, NEW)
+    next(text)
+    gpu.waits.clear()
+    while engine.stats.new_tokens < NEW:
+        next(text)
+    rounds = [level.stats.passes for level in engine.stats.levels if isinstance(level, Speculative)]
+    if mode == "plain":
+        assert len(gpu.waits) == engine.stats.levels[0].stats.passes
+    elif mode == "retrieval":  # a lookup drafts, on the host
+        assert len(gpu.waits) == sum(rounds)
+    else:
+        assert sum(rounds) < len(gpu.waits) <= sum(rounds) + rounds[-1]
+    text.close()
+    engine.close()
+
+
+def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any]:
+    """`Layer.steps`, of which one call raises."""
+    calls, steps = count(), Layer.steps
+
+    def once(self: Layer, *arguments: Any) -> Any:
+        if next(calls) == layer:
+            raise error()
+        return steps(self, *arguments)
+
+    return once
+
+
+@pytest.mark.parametrize("layer", [4, 40])  # in prefill, and in a pass that streams
+def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None) -> None:
+    engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
+    gc.disable()  # what only a collection frees is still there when the next text is planned
+    try:
+        found = [list(engine.generate(PROMPT, NEW))]
+        peaks = [engine.stats.peaks]
+        monkeypatch.setattr(Layer, "steps", failing(layer, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(PROMPT, NEW))
+        found.append(list(engine.generate(PROMPT, NEW)))
+        peaks.append(engine.stats.peaks)
+    finally:
+        gc.enable()
+    assert found[0] == found[1]
+    for phase, peak in peaks[0].items():  # on a GPU blocks are cut as it comes
+        assert peaks[1][phase] == (pytest.approx(peak, abs=64 << 20) if gpu is None else peak)
+    engine.close()
+
+
+@pytest.mark.parametrize("layer", [4, 40])
+def test_a_gpu_that_is_full_fails_one_text(layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]) -> None:
+    engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
+    monkeypatch.setattr(Layer, "steps", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory.")))
+    with pytest.raises(FitError, match="out of memory"):
+        list(engine.generate(PROMPT, NEW))
+    assert list(engine.generate(PROMPT, NEW)) == wanted
+    engine.close()
+
+
+def test_what_others_have_is_not_planned_with() -> None:
+    device = torch.device("cuda", 0)
+    engine = opened(Group(device=device), "plain", device_memory=1 << 50)
+    free = engine.models.link.device_available()
+    next(engine.generate(PROMPT, NEW))
+    assert engine.stats.plan is not None
+    assert engine.stats.plan.device_bytes <= 0.9 * free
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_on_one_gpu(mode: str, wanted: list[int], gpu: Machine | None) -> None:
+    if gpu is not None:
+        pytest.skip("there are two stand-ins")
+    assert run_ranks(2, on_shared_gpu, mode)[0] == wanted
+
+
+def on_shared_gpu(mode: str) -> list[int]:
+    dist.init_process_group("gloo")
+    group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
+    return text(group, mode, resident_layers=1)
+
+
+@pytest.mark.parametrize("mode", ["plain", "hierarchical"])
+def test_two_gpus(mode: str, wanted: list[int]) -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU here")
+    (found, counts), (_, others) = run_ranks(2, on_its_gpu, mode)
+    assert found == wanted
+    assert counts["refused"] == others["refused"] == 0
+    assert (counts["replayed"] > 0) == (mode != "plain")
+
+
+def test_nccl_that_does_not_start_is_one_line() -> None:
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU here")
+    run_ranks(2, without_nccl)
+
+
+def without_nccl() -> None:
+    refused = pytest.raises(TierForceError, match=r"NCCL does not start on these GPUs \(unhandled system error\)")
+    with gpu_or_standin(), patch.object(dist, "all_reduce", side_effect=RuntimeError("unhandled system error")), refused:
+        Group.from_environment("cuda")
+
+
+def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
+    with gpu_or_standin():
+        parallel.graphs.USES = 2
+        made, build = [], Replay.__init__
+
+        def noted(self: Replay, *arguments: Any) -> None:
+            build(self, *arguments)
+            made.append(self)
+
+        Replay.__init__ = noted  # type: ignore[method-assign]
+        group = Group.from_environment("cuda")
+        assert group.records()
+        found = text(group, mode, resident_layers=1)
+        return found, made[-1].counts

@@ -1,0 +1,70 @@
+"""`python -m bench gpu` runs whole with tiny dimensions, on a CPU and on a GPU or a stand-in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from bench.gpu import main, room
+from parallel.config import ModelConfig
+
+app = typer.Typer()
+app.command()(main)
+
+
+def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    arguments = ["--pair", "tiny", "--context", "1024", "--budget", "256", "--device", "cpu", "--no-tests"]
+    done = CliRunner().invoke(app, [*arguments, "--link", "emulated:1", "--resident-layers", "1", "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
+    assert {part for part, _ in rows} == {"device", "link", "prefill", "passes", "rounds"}
+    assert rows["device", "short passes can be recorded as CUDA graphs"] == "no"
+    assert rows["rounds", "kinds of short passes: replayed"] == 0
+    assert rows["prefill", "resident layers"] == 1
+    assert 0 < rows["link", "pinned host to device"] <= 1.1
+    for name in ("target 1", "target 17", "target 33", "33 and refresh"):
+        assert 0 < rows["passes", f"{name}: share of the copy rate"] <= 1.1
+    assert rows["rounds", "tokens per verification (drawn weights: says nothing)"] >= 1
+
+
+@pytest.fixture
+def whole_memory(gpu: object) -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("whole_memory")
+def test_every_part_runs_on_a_gpu_with_short_passes_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)  # too large for a stand-in
+    output = tmp_path / "gpu.json"
+    arguments = ["--pair", "tiny", "--context", "1024", "--budget", "256", "--resident-layers", "1", "--device-memory", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--no-tests", "--output", str(output)])
+    assert done.exit_code == 0, done.output
+    rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
+    assert rows["device", "short passes can be recorded as CUDA graphs"] == "yes"
+    assert rows["rounds", "kinds of short passes: replayed"] > 0
+    assert rows["rounds", "kinds of short passes: refused"] == 0
+    assert 0 < rows["prefill", "peak memory"] < 1
+
+
+def test_an_unknown_pair_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["--pair", "70b", "--no-tests", "--device", "cpu"])
+    assert done.exit_code == 2
+    assert "70b is not one of 7b, tiny" in re.sub(r"[│\s]+", " ", done.output)
+
+
+def test_the_text_is_cut_to_the_host_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_pretrained(Path(__file__).parents[2] / "demo" / "target")
+    layout = config.kv_layout(1, config.dtype)
+    monkeypatch.setattr("bench.gpu.host_available", lambda: 10 * 1024 * layout.bytes(1))
+    assert room(config, config.dtype, 100_000) == 9 * 1024
+    assert room(config, config.dtype, 2_000) == 2_000

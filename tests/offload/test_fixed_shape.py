@@ -1,0 +1,119 @@
+"""Short passes in fixed shapes give what others give, wherever the text stands."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.fixed_shape import FixedPass, SlotCache
+from offload.retrieval_shape import RetrievalShape
+from offload.selection import POLICIES
+from offload.streaming import StreamingCache
+from support.driving import BLOCK, CAPACITY, LAYOUT, QKV, RECENT, first, forward, joined, pair, prefill, speculate, text
+from support.links import CPU, make_test_link
+from support.reference import random_rotary
+
+DRAFT = 6
+SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
+
+
+class Fixed:
+    """The fixed passes of a cache, one for each number of rows, for as long as the cache lives."""
+
+    def __init__(self, cache: SlotCache):
+        self.cache = cache
+        self.passes: dict[int, FixedPass] = {}
+
+    def forward(self, tokens: list[QKV]) -> Tensor:
+        rows = len(tokens[0][0])
+        fixed = self.passes.setdefault(rows, FixedPass(self.cache, rows))
+        fixed.place()
+        fixed.begin(rows)
+        return torch.stack([fixed.attend(layer, *qkv, fixed.length) for layer, qkv in enumerate(tokens)])
+
+
+def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> None:
+    """Right after a pass as it is: the fixed pass gives the same, and leaves the same behind."""
+    slot, _ = cache.place(cache.length)
+    rows, left = slice(slot, slot + len(tokens[0][0])), []
+    for layer in range(LAYOUT.layers):
+        kv, raw, _ = cache.buffers(layer)
+        left.append((kv.clone(), None if raw is None else raw.clone()))
+        kv[:, :, rows] = 7.0  # what is not written shows
+        if raw is not None:
+            raw[:, rows] = 7.0
+    torch.testing.assert_close(fixed.forward(tokens), wanted, atol=1e-5, rtol=1e-5)
+    for layer, kept in enumerate(left):
+        for found, was in zip(cache.buffers(layer), kept, strict=False):
+            assert (found is None) == (was is None)
+            if found is not None and was is not None:
+                torch.testing.assert_close(found, was, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (4, 0), (4, 16), (4, 7)])
+@pytest.mark.parametrize("start", [5, 40, 70])  # no prefix, within the budget, past it
+def test_on_a_retrieval_cache(start: int, chunk: int, summary: int, policy: str) -> None:
+    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(start)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
+    fixed, story = Fixed(middle), text(start)
+    prefill(target, story, 32)
+
+    def check(known: list[QKV], out: Tensor) -> None:
+        tokens = [tuple(x[-out.shape[1] :] for x in qkv) for qkv in known]
+        same(middle, fixed, tokens, out)
+
+    for _ in range(12):
+        story, _ = speculate(target, middle, story, DRAFT, rng, check)
+    assert target.boundary > start
+    assert set(fixed.passes) == {1, 2, 3}
+
+
+def test_weights_of_summaries_go_with_the_summaries() -> None:
+    shape = replace(SHAPE, budget=64)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    fixed = Fixed(middle)
+    prefill(target, text(60), 32)
+    forward(target, text(7))  # 67 tokens are too many: some are summarised
+    assert middle._summaries
+    target.advance(1)
+    forward(target, text(1))  # 62 are not
+    assert not middle._summaries
+    tokens = text(2)
+    same(middle, fixed, tokens, forward(middle, tokens))
+
+
+def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
+    cache = StreamingCache(LAYOUT, 3, 16, 8, random_rotary(LAYOUT, 27), CPU)
+    fixed, rng = Fixed(cache), random.Random(0)
+    while cache.length < 100:
+        tokens = text(rng.randint(1, 5))
+        same(cache, fixed, tokens, forward(cache, tokens))
+        cache.advance(len(tokens[0][0]))
+        cache.crop(cache.length - rng.randint(0, 1))
+    assert cache._dropped > 27
+
+
+def test_a_pass_past_the_buffer_is_refused() -> None:
+    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, fresh=0, rows=1))
+    prefill(target, text(70), 32)
+    room = middle.slots - middle.place(middle.length)[0]
+    Fixed(middle).forward(text(room))
+    with pytest.raises(ValueError, match=f"do not fit a buffer of {middle.slots}"):
+        Fixed(middle).forward(text(room + 1))
+
+
+def test_a_rewound_cache_keeps_its_addresses() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    prefill(target, text(70), 32)
+    places = [x.data_ptr() for x in middle.buffers(1) if x is not None]
+    fixed, tokens, state = Fixed(middle), text(2), middle.snapshot()
+    wanted = fixed.forward(tokens)
+    fixed.forward(joined(text(1), first(tokens, 1)))
+    middle.restore(state)
+    assert places == [x.data_ptr() for x in middle.buffers(1) if x is not None]
+    assert torch.equal(fixed.forward(tokens), wanted)

@@ -1,0 +1,112 @@
+"""Links and the host arena: what they refuse, in which order they copy, and that memory is asked for once."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from offload.errors import FitError, TierForceError
+from offload.host_memory import host_available, process_peak
+from offload.link import EmulatedLink, Link, ViewLink, make_link
+from offload.store import HostArena
+from support.links import CPU, make_test_link
+
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+
+
+@every_link
+def test_copies_keep_their_order(link: Link) -> None:
+    target = torch.zeros(1000)
+    tickets = [link.copy([(target, torch.full((1000,), float(value)))]) for value in range(1, 30)]
+    link.wait(tickets[-1])
+    assert (target == 29).all()
+
+
+@every_link
+def test_a_ticket_stands_for_all_pairs_of_its_copy(link: Link) -> None:
+    source, target = torch.randn(20, 64), torch.zeros(20, 64)
+    link.wait(link.copy([(target[row], source[row]) for row in range(20)]))
+    assert torch.equal(target, source)
+
+
+@every_link
+def test_drain_leaves_nothing_under_way(link: Link) -> None:
+    source, target = torch.randn(20, 64), torch.zeros(20, 64)
+    for row in range(20):
+        link.copy([(target[row], source[row])])
+    link.drain()
+    assert torch.equal(target, source)
+
+
+def test_the_emulated_link_moves_contiguous_blocks_only() -> None:
+    link = EmulatedLink(CPU, 1e12)
+    with pytest.raises(ValueError, match="contiguous"):
+        link.copy([(torch.zeros(4), torch.zeros(4, 2)[:, 0])])
+    with pytest.raises(ValueError, match="contiguous"):
+        link.copy([(torch.zeros(4, 2)[:, 0], torch.zeros(4))])
+    with pytest.raises(ValueError, match="of one size"):
+        link.copy([(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))])
+    link.close()
+
+
+def test_a_closed_link_leaves_no_thread() -> None:
+    before = threading.active_count()
+    link = EmulatedLink(CPU, 1e12)
+    assert threading.active_count() == before + 1
+    link.close()
+    assert threading.active_count() == before
+
+
+@every_link
+def test_more_host_memory_than_there_is(link: Link) -> None:
+    with pytest.raises(FitError, match=r"needs \d+\.\d\d GB of host memory on this rank and \d+\.\d\d GB are available"):
+        link.host_empty(host_available(), torch.float32)
+    assert link.host_empty(1001, torch.bfloat16).nbytes == 2002
+
+
+@every_link
+def test_the_arena_grows_to_the_largest_and_stays(link: Link) -> None:
+    arena = HostArena(link, torch.float32)
+    assert arena.take((0, 5)).numel() == 0
+    first = arena.take((4, 25))
+    assert arena.nbytes == 400
+    assert arena.take((2, 3, 4)).data_ptr() == first.data_ptr()
+    assert arena.nbytes == 400
+    assert arena.take((101,)).shape == (101,)
+    assert arena.nbytes == 404
+    with pytest.raises(FitError):
+        arena.take((host_available(),))
+    assert arena.take((7,)).shape == (7,)  # and goes on
+
+
+def test_links_by_name() -> None:
+    assert isinstance(make_link("auto", CPU), ViewLink)
+    assert isinstance(make_link("view", CPU), ViewLink)
+    link = make_link("emulated:0.5", CPU)
+    assert isinstance(link, EmulatedLink)
+    assert link.rate == 5e8
+    link.close()
+    assert make_test_link("view").device_available() > 0
+
+
+@pytest.mark.parametrize("spec", ["", "auto:1", "view:2", "emulated", "emulated:", "emulated:fast", "pcie"])
+def test_names_of_no_link(spec: str) -> None:
+    with pytest.raises(TierForceError, match=f"--link {spec} is not a link for cpu: use auto"):
+        make_link(spec, CPU)
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "nan"])
+def test_rates_of_no_link(rate: str) -> None:
+    with pytest.raises(TierForceError, match="rate above 0"):
+        make_link(f"emulated:{rate}", CPU)
+
+
+def test_the_peak_is_what_came_and_went_since_the_last_call() -> None:
+    process_peak()
+    rest = process_peak()
+    assert rest is not None
+    torch.ones(1 << 28, dtype=torch.uint8)  # given back at once
+    assert process_peak() >= rest + (250 << 20)
+    assert process_peak() < rest + (100 << 20)

@@ -1,0 +1,196 @@
+"""A choice made anew: how its budget is spent, how often it comes, that it fits however long the text, and costs no link byte."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.layout import KVLayout
+from offload.link import Link
+from offload.retrieval_shape import RetrievalShape
+from offload.selection import POLICIES
+from support.driving import BLOCK, CAPACITY, GROUPS, LAYOUT, QKV, RECENT, forward, pair, plain, prefill, speculate, text, tiered
+from support.links import make_test_link
+
+SHAPE = RetrievalShape(48, 4, 16, 5, 12, CAPACITY, 7, CAPACITY)
+TINY = KVLayout(layers=2, heads=2, head_dim=4, dtype=torch.float32)
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
+    for budget, chunk, summary, prefix, recent in product([12, 48, 64], [1, 4, 12], [0, 1, 16], range(0, 121, 12), range(20)):
+        selected, summaries = replace(SHAPE, budget=budget, chunk=chunk, summary=summary).split(prefix, recent)
+        if prefix + recent <= budget:
+            assert (selected, summaries) == (prefix, 0)
+            continue
+        assert selected % chunk == 0
+        assert min(chunk, prefix) <= selected <= prefix
+        if selected == prefix:
+            assert summaries == 0  # nothing is left to summarise
+        else:
+            assert summaries == (-(-prefix // summary) if summary else 0)
+            spent = selected + summaries + recent
+            assert budget - chunk < spent <= budget or (spent > budget and selected == chunk)
+
+
+@pytest.mark.parametrize(("budget", "chunk"), [(1, 1), (8, 8), (13, 4), (48, 1), (200, 8), (4096, 1), (4096, 8)])
+@pytest.mark.parametrize("context", [1, 300, 130_000])
+def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
+    shape = RetrievalShape.of(budget, chunk, None, context, rows=7, fresh=20)
+    assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
+    assert shape.summary >= 64
+    assert -(-context // shape.summary) <= max(1, budget // 4)
+    assert shape.summary == 64 or -(-context // (shape.summary // 2)) > budget // 4  # no coarser than it must be
+    assert shape.window <= budget // 8
+    for summary in (0, 5):
+        assert RetrievalShape.of(budget, chunk, summary, context, 7, 20) == replace(shape, summary=summary)
+    for prefix, rows in product(range(0, min(context, 50 * shape.block), shape.block), (1, 7)):
+        recent = shape.window + shape.block - 1 + rows  # the most there may be
+        if prefix + recent <= context:
+            assert sum(shape.split(prefix, recent)) + recent + shape.fresh <= shape.slots
+
+
+@pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
+@every_policy
+def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(policy: str, chunk: int, summary: int) -> None:
+    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, chunk=chunk, summary=summary), policy)
+    prefill(target, text(70), chunk=32)
+    for rows in (0, 7, 1, 5, 7, 7, 3, 6):
+        if rows:
+            forward(target, text(rows))
+            target.advance(rows)
+        before = middle.traffic.attended
+        forward(middle, text(1))
+        spent = (middle.traffic.attended - before) // LAYOUT.bytes(1) - 1
+        if POLICIES[policy].refreshes or not rows:
+            assert 48 - chunk < spent <= 48
+            assert spent == 48 or chunk > 1
+
+
+def sound(known: list[QKV], out: Tensor) -> None:
+    assert out.isfinite().all()
+
+
+@every_policy
+def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
+    """With the slots that `decoding` sets aside: what may come between two choices, or the whole text."""
+    for (budget, chunk), summary, every in product([(16, 1), (40, 8), (64, 4)], [None, 0, 8], [1, 9]):
+        rng = random.Random(budget + every)
+        draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 250
+        rows = draft + 2
+        fresh = min(every + 2 * rows, new) if POLICIES[policy].refreshes else new
+        shape = RetrievalShape.of(budget, chunk, summary, prompt + new, rows, fresh)
+        target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
+        story = text(prompt, TINY)
+        prefill(target, story, chunk=32)
+        while target.length + draft + 1 <= target.capacity:  # a slot too few raises ValueError
+            story, _ = speculate(target, middle, story, draft, rng, sound)
+        assert middle.refreshes > new / draft / every / 4 or not POLICIES[policy].refreshes
+        assert middle.device_bytes == shape.device_bytes(TINY)
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 12, 1000])
+@pytest.mark.parametrize("policy", ["mass", "static"])
+def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> None:
+    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, fresh=CAPACITY), policy, every)
+    prefill(target, text(60), chunk=32)
+    assert middle.refreshes == 1
+    choices, chosen_at, rng = 1, 60, random.Random(every)
+    for stand in [1] * 12 + [rng.randint(1, 7) for _ in range(20)]:
+        tokens = target.length + 1  # the pass's first row stands already: it is pending
+        if policy == "mass" and tokens - chosen_at >= every:
+            choices, chosen_at = choices + 1, tokens
+        forward(target, text(7))
+        target.advance(stand)
+        assert middle.refreshes == choices
+    assert target.length > 120
+
+
+@every_policy
+def test_between_choices_what_was_chosen_stays(policy: str) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, every=10)
+    story = text(70)
+    prefill(target, story, chunk=32)
+    chosen = {middle.refreshes: middle._kv[:, :, :, : middle._slot(middle._base)].clone()}
+    for _ in range(14):
+        forward(target, text(4))
+        target.advance(2)
+        kept = middle._kv[:, :, :, : middle._slot(middle._base)]
+        assert torch.equal(kept, chosen.setdefault(middle.refreshes, kept.clone()))
+    assert len(chosen) == (1 if policy == "static" else 3)
+    assert target.boundary > middle._base or policy != "static"  # the target's prefix grew all the while
+
+
+@pytest.mark.parametrize("resident", [0, 1, 4])
+@every_link
+def test_a_choice_costs_no_byte_over_the_link(link: Link, resident: int) -> None:
+    """The same passes, followed by nobody, by a choice that stays, and by choices at every verification."""
+    counts = []
+    for policy, summary in (("", 0), *product(POLICIES, (0, 16))):
+        shape = replace(SHAPE, summary=summary)
+        alone = tiered(link, resident, shape.window, shape.block, shape.rows)
+        target = pair(link, resident, shape, policy)[0] if policy else alone
+        prefill(target, text(70), chunk=32)
+        counts.append([(target.traffic.link_in, target.traffic.link_out)])
+        for rows, stand in [(7, 3), (1, 1), (7, 7), (5, 0), (7, 6), (7, 7)]:
+            forward(target, text(rows))
+            target.advance(stand)
+            counts[-1].append((target.traffic.link_in, target.traffic.link_out))
+    assert len(counts) == 11
+    assert all(each == counts[0] for each in counts)
+    assert counts[0][-1][0] > counts[0][0][0] or resident == 4
+
+
+class Witness:
+    """A follower that writes down what it is shown."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[int, int, int]] = []
+        self.shown: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and KV head, of the last pass
+        self.lengths: list[int] = []
+
+    def follow(self, boundary: int, length: int, end: int) -> None:
+        self.passes.append((boundary, length, end))
+        self.shown = {}
+
+    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+        assert prefix.shape[2] == self.passes[-1][0]
+        kv, groups = torch.cat((prefix, recent), dim=2), q.shape[1] // prefix.shape[1]
+        for index in range(kv.shape[1]):
+            assert (layer, head + index) not in self.shown
+            self.shown[layer, head + index] = q[:, index * groups : (index + 1) * groups], kv[:, index].clone()
+
+    def advanced(self, length: int) -> None:
+        self.lengths.append(length)
+
+
+@every_link
+@pytest.mark.parametrize("resident", [0, 1, 4])
+@pytest.mark.parametrize("slot_heads", [1, 2, 3])
+def test_a_follower_is_shown_every_key_of_every_pass(link: Link, resident: int, slot_heads: int) -> None:
+    cache, want, witness = tiered(link, resident, slot_heads=slot_heads), plain(), Witness()
+    cache.followers.append(witness)
+    for rows in (50, 1, 9, 24, 3):
+        tokens, start = text(rows), cache.length
+        if start:
+            forward(cache, tokens)
+            cache.advance(rows)
+        else:
+            prefill(cache, tokens, chunk=16)
+        forward(want, tokens)
+        want.advance(rows)
+        assert witness.passes[-1] == (max(0, (start or rows) - RECENT) // BLOCK * BLOCK, start or rows, start + rows)
+        assert witness.lengths[-1] == cache.length
+        assert set(witness.shown) == set(product(range(LAYOUT.layers), range(LAYOUT.heads)))
+        for (layer, head), (q, kv) in witness.shown.items():
+            torch.testing.assert_close(kv, want.kv[layer, :, :, head], atol=1e-5, rtol=1e-5)
+            queries = want.rotary(tokens[layer][0], start)[-len(q) :, head * GROUPS : (head + 1) * GROUPS]
+            assert torch.equal(q, queries)  # of a prompt the last rows
+            assert len(q) == (rows if start else 50 % 16)
+    assert len(witness.passes) == len(witness.lengths) == 5

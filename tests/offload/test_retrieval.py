@@ -1,0 +1,264 @@
+"""The retrieval cache attends to what its policy names, per head, to summaries of the rest, and to all behind the boundary."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload import retrieval
+from offload.layout import KVLayout
+from offload.link import Link
+from offload.retrieval_shape import RetrievalShape
+from offload.selection import POLICIES
+from offload.tiered import TieredCache
+from support.driving import BLOCK, CAPACITY, LAYOUT, QKV, RECENT, first, forward, joined, pair, prefill, speculate, text
+from support.links import make_test_link
+from support.reference import RetrievalByHand, random_rotary
+
+ROTARY = random_rotary(LAYOUT, CAPACITY)
+DRAFT = 6
+SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)  # summaries of 16 tokens in prefixes of 12, 24, ...
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+sizes = pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def started(target: TieredCache, shape: RetrievalShape, policy: str, prompt: list[QKV], chunk: int = 32) -> RetrievalByHand:
+    """The prompt is read, and the same cache by hand has seen the last prefill chunk of it."""
+    tokens, hand = len(prompt[0][0]), RetrievalByHand(shape, policy, ROTARY)
+    prefill(target, prompt, chunk)
+    hand.choose(prompt, tokens % chunk or chunk, target.boundary)
+    return hand
+
+
+@pytest.mark.parametrize(("link", "resident"), [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)], indirect=["link"])
+@sizes
+@every_policy
+def test_every_pass_is_what_brute_force_gives(policy: str, chunk: int, summary: int, link: Link, resident: int) -> None:
+    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(chunk + summary)
+    target, middle = pair(link, resident, shape, policy)
+    story = text(70)
+    hand = started(target, shape, policy, story)
+    before, lengths = target.boundary, []
+    while target.length < 100:
+        lengths.append(target.length)
+        story, seen = speculate(target, middle, story, DRAFT, rng, lambda known, out: close(out, hand.attend(known, out.shape[1])))
+        assert middle.length == target.length == len(story[0][0])
+        if policy != "static":
+            hand.choose(seen, len(seen[0][0]) - lengths[-1], target.boundary)
+    probe = text(3)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    assert target.boundary - before >= 2 * BLOCK
+    assert middle.refreshes == (1 if policy == "static" else 1 + len(lengths))
+
+
+@pytest.mark.parametrize("turns", [2, 3, 20])
+@pytest.mark.parametrize(("chunk", "summary"), [(1, 16), (4, 16), (4, 7)])
+@pytest.mark.parametrize("prompt", [40, 70])  # within the budget at first, and not
+def test_summaries_made_in_turn_are_what_brute_force_gives(prompt: int, chunk: int, summary: int, turns: int) -> None:
+    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(turns)
+    target, middle = pair(make_test_link("view"), 2, shape, turns=turns)
+    hand, story = RetrievalByHand(shape, "mass", ROTARY, turns), text(prompt)
+    prefill(target, story, 32)
+    hand.choose(story, prompt % 32, target.boundary)
+    for _ in range(14):
+        length = target.length
+        story, seen = speculate(target, middle, story, DRAFT, rng, lambda known, out: close(out, hand.attend(known, out.shape[1])))
+        hand.choose(seen, len(seen[0][0]) - length, target.boundary)
+    assert middle._summaries > 3
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@every_policy
+def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, turns: int) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, turns=turns)
+    prefill(target, text(70), 32)
+    passes = [text(7) for _ in range(8)]
+
+    def go() -> list[Tensor]:
+        outs = []
+        for tokens in passes:
+            forward(target, tokens)
+            target.advance(5)
+            outs.append(forward(middle, first(tokens, 2)))
+        return outs
+
+    forward(target, passes[0])
+    target.advance(7)
+    start = [cache.snapshot() for cache in (target, middle)]
+    once = go()
+    for cache, state in zip((target, middle), start, strict=True):
+        cache.restore(state)
+    assert all(torch.equal(*pair) for pair in zip(once, go(), strict=True))
+
+
+@sizes
+@every_policy
+@pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])  # no prefix, all within the budget, hardly more, much more
+def test_the_choice_behind_a_prompt(policy: str, chunk: int, summary: int, prompt: int) -> None:
+    shape = replace(SHAPE, chunk=chunk, summary=summary)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
+    story, probe = text(prompt), text(3)
+    hand = started(target, shape, policy, story)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@pytest.mark.parametrize("summary", [0, 8, 12, 16])
+@pytest.mark.parametrize("chunk", [4, 12])
+@pytest.mark.parametrize("prompt", [17, 18, 29, 45])  # prefixes of one chunk of 12 tokens, two, and three
+def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, summary: int) -> None:
+    shape = replace(SHAPE, budget=12, chunk=chunk, summary=summary)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    middle._kv.fill_(100.0)  # what nobody wrote shows
+    story, probe = text(prompt), text(3)
+    hand = started(target, shape, "mass", story)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@sizes
+@pytest.mark.parametrize("tokens", [1, 70, 100])  # one head at a time, or two of three, of a prefix of 48
+def test_heads_seen_bit_by_bit_are_all_seen(tokens: int, chunk: int, summary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "SEEN_TOKENS", tokens)
+    shape = replace(SHAPE, chunk=chunk, summary=summary, budget=36)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    story, probe = text(62), text(3)
+    hand = started(target, shape, "mass", story)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@every_policy
+@pytest.mark.parametrize("resident", [0, 2, 4])
+@every_link
+def test_a_budget_for_everything_gives_the_target_itself(link: Link, resident: int, policy: str) -> None:
+    for prompt in (7, 40, 93):
+        target, middle = pair(link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy)
+        prefill(target, text(prompt), chunk=32)
+        for rows in (1, 5, 12):
+            tokens = text(rows)
+            close(forward(middle, tokens), forward(target, tokens))
+            target.advance(rows)
+
+
+@every_policy
+def test_a_budget_for_everything_gives_a_resident_target_bit_for_bit(policy: str) -> None:
+    target, middle = pair(make_test_link("view"), LAYOUT.layers, replace(SHAPE, budget=150), policy)
+    prefill(target, text(93), chunk=32)
+    tokens = text(5)
+    assert torch.equal(forward(middle, tokens), forward(target, tokens))
+
+
+@every_policy
+def test_the_targets_keys_and_values_replace_its_own(policy: str) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy)
+    prompt, draft, truth, probe = text(61), text(6), text(6), text(2)
+    hand = started(target, SHAPE, policy, prompt)
+    forward(middle, draft)
+    middle.advance(6)
+    forward(target, truth)  # the same positions, and other values than a partial context gave
+    target.advance(6)
+    if policy != "static":
+        hand.choose(joined(prompt, truth), 6, target.boundary)
+    close(forward(middle, probe), hand.attend(joined(prompt, truth, probe), 2))
+
+
+def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    story, refused, probe = text(70), text(7), text(3)
+    hand = started(target, SHAPE, "mass", story)
+    forward(target, refused)
+    target.advance(0)
+    hand.choose(joined(story, refused), 7, target.boundary)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+def test_a_cache_need_not_be_prefilled() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    hand, story = RetrievalByHand(SHAPE, "mass", ROTARY), text(0)
+    while len(story[0][0]) < 90:
+        tokens, probe = text(7), text(2)
+        forward(target, tokens)
+        target.advance(7)
+        story = joined(story, tokens)
+        hand.choose(story, 7, target.boundary)
+        close(forward(middle, probe), hand.attend(joined(story, probe), 2))
+
+
+@pytest.mark.parametrize("shorten", ["target.crop", "middle.crop", "target.settle", "middle.settle"])
+def test_lengths_follow_the_target(shorten: str) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    prompt, tokens, probe = text(63), text(7), text(2)
+    hand = started(target, SHAPE, "mass", prompt)
+    assert middle.length == 63
+    forward(middle, text(6))
+    middle.advance(6)  # a draft, longer than what will stand
+    forward(target, tokens)
+    target.advance(5)
+    hand.choose(joined(prompt, tokens), 7, target.boundary)
+    assert middle.length == 68
+    which, verb = shorten.split(".")
+    getattr({"target": target, "middle": middle}[which], verb)(65)
+    assert middle.length == 65
+    close(forward(middle, probe), hand.attend(joined(prompt, first(tokens, 2), probe), 2))
+    middle.settle(68)
+    assert middle.length == 68
+
+
+def test_refusals() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    prefill(target, text(61), chunk=61)
+    with pytest.raises(ValueError, match="the selection covers the first 48"):
+        middle.crop(47)
+    with pytest.raises(ValueError, match="the selection covers the first 48"):
+        target.crop(47)  # and with it the level that drafts from what is cut off
+    for chunk in (0, 49):
+        with pytest.raises(ValueError, match=f"1 to budget = 48 tokens, found {chunk}"):
+            replace(SHAPE, chunk=chunk)
+
+
+def test_the_last_slot_can_be_used_and_no_more() -> None:
+    shape = replace(SHAPE, fresh=9)
+    target, middle = pair(make_test_link("view"), 2, shape, "static")
+    prefill(target, text(61), chunk=61)
+    for _ in range(shape.slots - 48):  # the choice took 28 selected tokens, 3 + 4 summaries and a window of 13, of 48
+        forward(middle, text(1))
+        middle.advance(1)
+    with pytest.raises(ValueError, match=f"do not fit a buffer of {shape.slots}"):
+        forward(middle, text(1))
+
+
+@pytest.mark.parametrize("summary", [0, 16])
+def test_device_bytes_and_bytes_attended(summary: int) -> None:
+    shape = replace(SHAPE, summary=summary)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    bias = LAYOUT.layers * LAYOUT.heads * shape.slots * 4 if summary else 0
+    assert middle.device_bytes == shape.device_bytes(LAYOUT) == LAYOUT.bytes(shape.slots) + bias
+    assert middle.device_bytes == middle._kv.nbytes + middle._bias.nbytes
+    prefill(target, text(61), chunk=61)
+    forward(middle, text(3))
+    selected = 32 if summary else 35 // 4 * 4  # of 48 less a window of 61 - 48, and less 3 summaries of 16
+    assert middle.traffic.attended == LAYOUT.bytes(selected + (3 if summary else 0) + 13 + 3)
+    assert (middle.traffic.link_in, middle.traffic.link_out) == (0, 0)
+
+
+@sizes
+def test_bfloat16_does_as_float32_does(chunk: int, summary: int) -> None:
+    shape, outs = replace(SHAPE, chunk=chunk, summary=summary), []
+    texts = [text(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
+    for dtype in (torch.bfloat16, torch.float32):
+        layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
+        target, middle = pair(make_test_link("view"), 2, shape, "window", layout=layout)  # its choice is above rounding
+        prompt, tokens, probe = ([tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts)
+        prefill(target, prompt, chunk=32)
+        forward(target, tokens)
+        target.advance(7)
+        outs.append(forward(middle, probe))
+    assert outs[0].dtype == torch.bfloat16
+    torch.testing.assert_close(outs[0].float(), outs[1], atol=5e-2, rtol=5e-2)

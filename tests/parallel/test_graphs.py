@@ -1,0 +1,297 @@
+"""Recordings: made when a kind of pass has come often, compared before they are trusted, and used on all ranks or on none."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import parallel.graphs
+from bench.harness.ranks import run_ranks
+from decoding import Engine, Settings
+from offload.streaming import StreamingCache
+from parallel.graphs import Replay
+from parallel.group import Group, Recorder
+from parallel.loading import load_model
+from parallel.model import Llama
+from support.driving import tiered
+from support.engines import DEMO, Pair
+from support.links import CPU, make_test_link
+from support.models import random_tokens
+from support.texts import prompt
+
+USES = 3
+Made = Callable[[], Tensor]
+
+
+class Scripted(Recorder):
+    """Recordings that do what a test says."""
+
+    def __init__(self, again: Callable[[Made], Made]):
+        super().__init__(CPU)
+        self.again = again
+        self.made = 0
+
+    def record(self, function: Made) -> Made:
+        self.made += 1
+        return self.again(function)
+
+
+def faithful(function: Made) -> Made:
+    return lambda: function()
+
+
+def wrong(function: Made) -> Made:
+    return lambda: function() * 1.02
+
+
+def stale(function: Made) -> Made:
+    """What a recording gives that has an address or a position of its own making in it."""
+    out = function().clone()
+    return lambda: out
+
+
+def baked(function: Made) -> Made:
+    """A recording that goes to the slots it was made at, whatever comes."""
+    fixed = function.args[1]  # type: ignore[attr-defined]
+    places = [(place, place.clone()) for place in (fixed._slot, fixed._position)]
+
+    def again() -> Tensor:
+        for place, was in places:
+            place.copy_(was)
+        return function()
+
+    return again
+
+
+def impossible(function: Made) -> Made:
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def not_a_number(function: Made) -> Made:
+    return lambda: function() * torch.nan
+
+
+@pytest.fixture(scope="module")
+def draft() -> Llama:
+    return load_model(DEMO / "draft", Group(), "float32")
+
+
+def streaming(model: Llama) -> StreamingCache:
+    layout = model.config.kv_layout(model.group.size, torch.float32)
+    return StreamingCache(layout, 4, 64, 64, model.config.rotary(132, 132, torch.float32, CPU), CPU)
+
+
+def compared(replay: Replay, model: Llama, passes: int) -> None:
+    """Passes of one token and of two in turn give the logits of an ordinary cache."""
+    cache, plain = streaming(model), streaming(model)
+    for seed in range(passes):
+        tokens = random_tokens(1 + seed % 2, seed=seed)
+        found, wanted = replay(model, tokens, cache, 1), model(tokens, plain, 1)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        cache.advance(len(tokens))
+        plain.advance(len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        (faithful, None),
+        (wrong, "off by 0.02, in what it keeps by 0, and"),
+        (stale, "off by "),
+        (impossible, "RuntimeError('operation not permitted when stream is capturing')"),
+        (not_a_number, "off by nan"),
+    ],
+)
+def test_a_recording_is_compared_before_it_is_trusted(record: Any, why: str | None, draft: Llama) -> None:
+    replay = Replay(True, Scripted(record), USES)
+    compared(replay, draft, 40)
+    counts = replay.counts
+    assert (counts["replayed"], counts["refused"]) == ((2, 0) if why is None else (0, 2))
+    assert counts["seconds"] > 0
+    assert (counts["why"] is None) if why is None else (why in counts["why"])
+
+
+def test_what_was_recorded_is_what_runs(draft: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed, launched = [], []
+
+    def counting(function: Made) -> Made:
+        return lambda: replayed.append(1) or function()
+
+    replay, cache = Replay(True, Scripted(counting), USES), streaming(draft)
+    whole = Llama.forward
+    monkeypatch.setattr(Llama, "forward", lambda *arguments: launched.append(1) or whole(*arguments))
+    for seed in range(10):
+        replay(draft, random_tokens(1, seed=seed), cache, 1)
+        cache.advance(1)
+    assert len(replayed) == 10 - USES  # one of them to be compared
+    assert len(launched) == (USES - 1) + 1 + (1 + 1 + 1) + (10 - USES - 1)  # as they are, recorded, compared, within replays
+
+
+def test_it_is_compared_where_it_was_not_made(draft: Llama) -> None:
+    """A draft that was rejected whole makes the next pass at the same place, where what is baked in does not show."""
+    replay, cache = Replay(True, Scripted(baked), USES), streaming(draft)
+    for seed in range(USES + 5):
+        replay(draft, random_tokens(1, seed=seed), cache, 1)
+    assert (replay.counts["replayed"], replay.counts["refused"]) == (0, 0)
+    cache.advance(1)
+    replay(draft, random_tokens(1), cache, 1)
+    assert (replay.counts["replayed"], replay.counts["refused"]) == (0, 1)
+
+
+def test_a_kind_can_be_warmed_up(draft: Llama) -> None:
+    replay, cache = Replay(True, Recorder(CPU)), streaming(draft)
+    replay.warm(draft, random_tokens(2), cache, 1)
+    assert replay.counts["replayed"] == 1
+    assert cache.length == 0
+
+
+def test_a_recorder_that_broke_is_not_asked_again(draft: Llama) -> None:
+    recorder = Scripted(faithful)
+    recorder.broken = "a capture before this one"
+    replay = Replay(True, recorder, USES)
+    compared(replay, draft, 20)
+    assert recorder.made == 0
+    assert replay.counts["why"] == "a capture before this one"
+
+
+def test_logits_outlive_the_next_pass(draft: Llama) -> None:
+    out = torch.zeros(1, draft.config.vocab)
+
+    def in_place(function: Made) -> Made:  # as a graph does
+        return lambda: out.copy_(function())
+
+    replay, cache = Replay(True, Scripted(in_place), USES), streaming(draft)
+    outs = []
+    for seed in range(USES + 4):
+        outs.append(replay(draft, random_tokens(1, seed=seed), cache, 1))
+        cache.advance(1)
+    assert replay.counts["replayed"] == 1
+    kept = [each.clone() for each in outs]
+    replay(draft, random_tokens(1, seed=99), cache, 1)
+    assert all(torch.equal(*pair) for pair in zip(outs, kept, strict=True))
+    assert not torch.equal(outs[-1], outs[-2])
+
+
+def test_long_passes_and_other_caches_go_as_they_are(draft: Llama) -> None:
+    recorder = Scripted(impossible)
+    replay, cache, whole = Replay(True, recorder, 1), streaming(draft), tiered(make_test_link("view"), 2)
+    for _ in range(3):
+        replay(draft, random_tokens(parallel.graphs.MOST_ROWS + 1), cache, 1)
+    assert recorder.made == 0
+    calls: list[Any] = []
+    replay(lambda *arguments: calls.append(arguments), random_tokens(1), whole, 1)  # type: ignore[arg-type]
+    assert len(calls) == 1
+
+
+def test_a_text_that_is_over_leaves_nothing_behind(draft: Llama) -> None:
+    """Memory for the next text is planned right away: nobody waits for a collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        replay, cache = Replay(True, Recorder(CPU), USES), streaming(draft)
+        for seed in range(USES + 3):
+            replay(draft, random_tokens(1, seed=seed), cache, 1)
+            cache.advance(1)
+        replay(draft, random_tokens(2), cache, 1)  # of a kind that was not recorded yet
+        assert replay.counts["replayed"] == 1
+        gone = weakref.ref(cache)
+        replay.forget()
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Pair:
+    return Pair(DEMO / "target", DEMO / "draft")
+
+
+@pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
+@pytest.mark.parametrize("budget", [300, 4096])
+def test_every_level_proposes_the_same(mode: str, budget: int, demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy text would be the target's whatever is proposed; what stood of it would not."""
+    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    choices: dict[str, Any] = {"budget": budget, "link": "emulated:4", "resident_layers": 1, "device_memory": 1 << 30}
+    choices |= {"draft_length": 7, "inner_length": 3, "lookup": 0}
+    runs = []
+    for graphs in (True, False):
+        with demo.engine(mode, graphs=graphs, **choices) as engine:
+            text = list(engine.generate(prompt("typing"), 64))
+            kinds = engine.stats.as_dict()["fixed_shapes"]
+            if graphs:
+                assert kinds["replayed"] > 0
+                assert (kinds["refused"], kinds["why"]) == (0, None)
+            else:
+                assert kinds is None
+            runs.append((text, [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels]))
+    assert runs[0] == runs[1]
+
+
+def on_a_rank(tokens: list[int], shard: bool) -> tuple[list[int], bool, dict[str, Any] | None]:
+    parallel.graphs.USES = 2
+    group = Group.from_environment("cpu")
+    settings = Settings(dtype="float32", budget=300, graphs=True, shard_draft=shard)
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    engine.stop_tokens = frozenset()
+    if group.rank:
+        engine.follow()
+        return [], group.records(), None
+    found = list(engine.generate(tokens, 64))
+    engine.close()
+    return found, group.records(), engine.stats.fixed_shapes
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_over_two_ranks(shard: bool, demo: Pair) -> None:
+    (found, possible, counts), (nothing, too, _) = run_ranks(2, on_a_rank, prompt("typing"), shard)
+    assert found == demo.text("plain", prompt("typing"), 64)
+    assert nothing == []
+    assert counts is not None
+    assert counts["replayed"] > 0
+    assert counts["refused"] == 0
+    assert possible is too is False  # a CPU records nothing
+
+
+def failing_on_one(fails: int, record: Callable[[Made], Made]) -> dict[str, Any]:
+    group = Group.from_environment("cpu")
+    model = load_model(DEMO / "draft", group, "float32")
+    replay = Replay(True, Scripted(record if group.rank == fails else faithful), USES)
+    compared(replay, model, 30)
+    return replay.counts
+
+
+def broken_on_one(breaks: int) -> tuple[int, dict[str, Any]]:
+    group = Group.from_environment("cpu")
+    recorder = Scripted(faithful)
+    recorder.broken = "a capture before this one" if group.rank == breaks else None
+    replay = Replay(True, recorder, USES)
+    compared(replay, load_model(DEMO / "draft", group, "float32"), 20)
+    return recorder.made, replay.counts
+
+
+@pytest.mark.parametrize("breaks", [0, 1])
+def test_nobody_captures_what_one_rank_will_not(breaks: int) -> None:
+    for made, counts in run_ranks(2, broken_on_one, breaks):
+        assert made == 0
+        assert (counts["refused"], counts["why"]) == (2, "a capture before this one")
+
+
+@pytest.mark.parametrize(("fails", "record"), [(0, impossible), (1, impossible), (1, not_a_number)])
+def test_what_one_rank_cannot_record_no_rank_replays(fails: int, record: Callable[[Made], Made]) -> None:
+    """Ranks that replayed and ranks that did not would take each other's sums."""
+    for counts in run_ranks(2, failing_on_one, fails, record):
+        assert (counts["replayed"], counts["refused"]) == (0, 2)
+        assert counts["why"]
+
+
+def test_by_default_a_cpu_does_without() -> None:
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", Settings(budget=300))
+    assert engine.models.settings.graphs is False
+    engine.close()

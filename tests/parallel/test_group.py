@@ -1,0 +1,99 @@
+"""The process group: collectives that agree with arithmetic, errors that all ranks share, and a lost rank that is named."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from bench.harness.ranks import run_ranks
+from offload.errors import FitError, TierForceError
+from parallel.checkpoint import CheckpointError
+from parallel.group import Group, RankLost
+
+
+def collectives() -> dict[str, Any]:
+    group = Group.from_environment("cpu")
+    rank, x = group.rank, torch.arange(6.0).view(2, 3)
+    errors = []
+    for raised in ({}, {1: FitError("one")}, {0: CheckpointError("zero"), 1: FitError("one")}):
+        try:
+            with group.together():
+                if rank in raised:
+                    raise raised[rank]
+            errors.append(None)
+        except TierForceError as error:
+            errors.append((type(error), str(error)))
+    return {
+        "reduced": group.all_reduce(x * (rank + 1)),
+        "halves": group.all_reduce(x.bfloat16() * (rank + 1)),
+        "gathered": group.all_gather(x + 10 * rank),
+        "columns": group.all_gather((x + 10 * rank).t()),  # not contiguous
+        "value": group.broadcast({"text": "from 0"} if rank == 0 else None),
+        "numbers": group.broadcast_numbers([3, -1, 2**40] if rank == 0 else [], 3),
+        "errors": errors,
+    }
+
+
+def test_collectives() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for found in run_ranks(2, collectives):
+        assert torch.equal(found["reduced"], x * 3)
+        assert torch.equal(found["halves"], x.bfloat16() * 3)
+        assert torch.equal(found["gathered"], torch.cat((x, x + 10), dim=1))
+        assert torch.equal(found["columns"], torch.cat((x, x + 10)).t().unflatten(1, (2, 2)).flatten(1))
+        assert found["value"] == {"text": "from 0"}
+        assert found["numbers"] == [3, -1, 2**40]
+        assert found["errors"] == [None, (FitError, "one"), (CheckpointError, "zero")]
+
+
+def leave_or_wait() -> str:
+    group = Group.from_environment("cpu")
+    group.all_reduce(torch.zeros(1))
+    if group.rank == 1:
+        return "left"  # and takes its connections along
+    try:
+        while True:
+            group.all_reduce(torch.zeros(1))
+    except RankLost as error:
+        return str(error)
+
+
+def test_a_lost_rank_is_noticed() -> None:
+    waited, left = run_ranks(2, leave_or_wait)
+    assert left == "left"
+    assert "another rank ended unexpectedly" in waited
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_shares_are_a_partition(total: int, size: int) -> None:
+    shares = [Group(rank, size).share(total) for rank in range(size)]
+    assert [index for share in shares for index in range(total)[share]] == list(range(total))
+    lengths = [share.stop - share.start for share in shares]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_one_rank_is_a_group_of_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    group, x = Group.from_environment("cpu"), torch.randn(2, 3)
+    assert (group.rank, group.size, group.device.type) == (0, 1, "cpu")
+    assert torch.get_num_threads() == os.cpu_count()
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x) is x
+    assert group.broadcast("text") == "text"
+    assert group.broadcast_numbers([1, 2], 2) == [1, 2]
+    with pytest.raises(FitError, match="mine"), group.together():
+        raise FitError("mine")
+    group.close()
+
+
+def test_devices_that_are_not_there() -> None:
+    with pytest.raises(TierForceError, match="--device tpu is not known: use auto, cpu or cuda"):
+        Group.from_environment("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(TierForceError, match="--device cuda, but torch sees no GPU"):
+            Group.from_environment("cuda")

@@ -1,0 +1,229 @@
+"""Our Llama is transformers' Llama, for every family, bias and RoPE; whatever the cache, the pass or the number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.harness.ranks import run_ranks
+from offload.link import Link
+from offload.store import HostArena
+from offload.tiered import TieredCache
+from parallel.group import Group
+from parallel.loading import load_model
+from parallel.model import Llama
+from support.links import CPU, make_test_link
+from support.models import random_tokens, reference_logits, rope
+
+TOKENS = 90
+MODELS: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4},
+    "gqa": {},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "qkv-bias": {"family": "qwen2"},
+    "tied": {"tie_word_embeddings": True},
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "head-dim": {"head_dim": 12},
+    "attention-bias": {"attention_bias": True},
+    "mlp-bias": {"mlp_bias": True},
+    "norm-eps": {"rms_norm_eps": 0.1},
+    "theta": {"rope_parameters": rope("default", theta=500_000.0)},
+    "linear": {"rope_parameters": rope("linear", factor=4.0)},
+    "dynamic-short": {"rope_parameters": rope("dynamic", factor=4.0), "max_position_embeddings": 128},
+    "dynamic-long": {"rope_parameters": rope("dynamic", factor=4.0), "max_position_embeddings": 32},
+    "yarn": {"rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=64)},
+    "yarn-factors": {
+        "rope_parameters": rope(
+            "yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.3, beta_fast=16, beta_slow=2
+        )
+    },
+    "llama3": {
+        "rope_parameters": rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        )
+    },
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral-head-dim": {"family": "mistral", "sliding_window": None, "head_dim": 16},
+    "qwen2-yarn": {"family": "qwen2", "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64)},
+    "sharded": {"max_shard_size": "10KB"},
+}
+Checkpoints = Callable[..., Path]
+
+
+def resident(model: Llama, tokens: int, link: Link | None = None, resident_layers: int | None = None, **sizes: int) -> TieredCache:
+    """A cache for a text of `tokens` tokens; all of its layers on the device unless said otherwise."""
+    link = link or make_test_link("view")
+    layout = model.config.kv_layout(model.group.size, torch.float32)
+    count = layout.layers if resident_layers is None else resident_layers
+    rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
+    return TieredCache(layout, tokens, count, link, rotary, HostArena(link, torch.float32), **sizes)
+
+
+def in_one_pass(model: Llama, tokens: Tensor) -> Tensor:
+    return model(tokens, resident(model, len(tokens)), len(tokens))
+
+
+def in_passes(model: Llama, tokens: Tensor, cache: TieredCache, sizes: list[int]) -> Tensor:
+    """Token-major: every row's logits, from passes of these sizes."""
+    logits = []
+    for part in tokens.split(sizes):
+        logits.append(model(part, cache, len(part)))
+        cache.advance(len(part))
+    return torch.cat(logits)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == torch.float32
+    assert wanted.std() > 0.3  # logits that say something
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) -> None:
+    folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
+    if name == "sharded":
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    close(in_one_pass(load_model(folder, Group()), tokens), reference_logits(folder, tokens))
+
+
+@pytest.mark.parametrize("name", ["gqa", "qkv-bias", "yarn", "dynamic-long"])
+@pytest.mark.parametrize("chunk", [1, 32, 90, 1000])
+def test_layer_major_prefill_is_token_major_prefill(checkpoint: Checkpoints, name: str, chunk: int) -> None:
+    folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
+    model, seen = load_model(folder, Group()), []
+    cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
+    cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
+    with cache.prefill(TOKENS):
+        last = model.prefill(tokens, cache, chunk, lambda done, total: seen.append((done, total)))
+    all_rows = in_passes(model, tokens, other, [7] * 12 + [6])
+    close(all_rows, reference_logits(folder, tokens))
+    close(last, all_rows[-1:])
+    more = random_tokens(5, seed=1)
+    close(model(more, cache, 5), model(more, other, 5))  # both went on from the same keys and values
+    assert seen[-1] == (TOKENS * 3, TOKENS * 3)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+@pytest.mark.parametrize(("layers", "late"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])  # of 2, the second is the last layer
+@pytest.mark.parametrize("chunk", [25, 60])
+def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers: int, late: int, chunk: int) -> None:
+    late = late if link.copies else 0
+    folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
+    model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
+    sizes = [1, 5, 17, 1, 2, 4]
+    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, late_layers=late)
+    with cache.prefill(60):
+        close(model.prefill(tokens[:60], cache, chunk), wanted[59:60])
+    close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
+    cache.crop(55)
+    close(in_passes(model, tokens[55:75], cache, [3, 17]), wanted[55:75])
+
+
+def test_the_last_rows_are_the_ones_asked_for(checkpoint: Checkpoints) -> None:
+    model, tokens = load_model(checkpoint(), Group()), random_tokens(20)
+    every = in_one_pass(model, tokens)
+    for rows in (1, 7):
+        close(model(tokens, resident(model, 20), rows), every[-rows:])
+
+
+def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
+    folder, tokens = checkpoint(dtype=torch.bfloat16), random_tokens(TOKENS)
+    model = load_model(folder, Group())
+    assert model.embed.weight.dtype == torch.bfloat16
+    layout = model.config.kv_layout(1, torch.bfloat16)
+    rotary = model.config.rotary(TOKENS, TOKENS, torch.bfloat16, CPU)
+    link = make_test_link("view")
+    cache = TieredCache(layout, TOKENS, 1, link, rotary, HostArena(link, torch.bfloat16))
+    exact = reference_logits(folder, tokens)
+    ours = (model(tokens, cache, TOKENS) - exact).abs().mean()
+    theirs = (reference_logits(folder, tokens, torch.bfloat16) - exact).abs().mean()
+    assert ours < 1.5 * theirs  # no further from the float32 truth than transformers in the same dtype
+
+
+def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
+    group = Group.from_environment("cpu")
+    results = []
+    for folder in folders:
+        model = load_model(folder, group)
+        link = make_test_link("delaying")
+        cache = resident(model, len(tokens), link, 1, block=8)
+        with cache.prefill(60):
+            last = model.prefill(tokens[:60], cache, 25)
+        rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])
+        sizes = torch.tensor([sum(parameter.numel() for parameter in model.parameters()), cache.layout.heads])
+        results.append({"whole": in_one_pass(model, tokens), "last": last, "rest": rest, "sizes": sizes})
+        link.close()
+    return results
+
+
+def test_two_ranks_are_one(checkpoint: Checkpoints) -> None:
+    names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
+    folders = [*(checkpoint(**MODELS[name]) for name in names), checkpoint(intermediate_size=49)]
+    tokens = random_tokens(TOKENS)
+    found = run_ranks(2, on_a_rank, folders, tokens)
+    for index, folder in enumerate(folders):
+        model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
+        close(in_one_pass(model, tokens), wanted)
+        for rank in range(2):
+            got = found[rank][index]
+            close(got["whole"], wanted)
+            close(got["last"], wanted[59:60])
+            close(got["rest"], wanted[60:])
+        shares = sum(found[rank][index]["sizes"] for rank in range(2))
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        assert whole < shares[0] < 1.15 * whole  # split, but for norms, biases and padding
+        assert shares[1] == model.config.kv_heads
+
+
+class NotingGroup(Group):
+    """Notes when a sum over ranks starts, and when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self.sums = 0
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        number, self.sums = self.sums, self.sums + 1
+        self.events.append(("start", number))
+
+        def wait() -> Tensor:
+            self.events.append(("wait", number))
+            return x
+
+        return wait
+
+
+def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoints) -> None:
+    group = NotingGroup()
+    model = load_model(checkpoint(num_hidden_layers=2), group, "float32")
+    cache = resident(model, TOKENS)
+    with cache.prefill(TOKENS):
+        model.prefill(random_tokens(TOKENS), cache, TOKENS // 5)
+    events, chunks = group.events, 5
+    assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
+    busy = [number for number in range(2 * chunks) if events.index(("wait", number)) > events.index(("start", number)) + 1]
+    assert len(busy) >= 2 * chunks - 2  # all but those of the last chunk
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 6)])
+def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(checkpoint: Checkpoints, chunk: int, rows: int) -> None:
+    model = load_model(checkpoint(), Group(), "float32")
+    cache, attended = resident(model, TOKENS), Counter()
+    attend = cache.attend
+
+    def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        attended[layer] += len(q)
+        return attend(layer, q, k, v, start)
+
+    with cache.prefill(TOKENS), patch.object(cache, "attend", noted):
+        model.prefill(random_tokens(TOKENS), cache, chunk)
+    assert attended == {0: TOKENS, 1: TOKENS, 2: rows}

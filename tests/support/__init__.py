@@ -1,0 +1,1 @@
+"""What tests share: checkpoints, engines, links, references, laws, and running the command."""

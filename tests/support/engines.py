@@ -1,0 +1,42 @@
+"""Engines on models that are loaded once: the demo pair, or tiny random checkpoints that have no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding import Engine, Sampling, Settings
+from decoding.runtime import Models
+from parallel.group import Group
+from parallel.loading import load_model
+
+DEMO = Path(__file__).parents[2] / "demo"
+
+
+class Pair:
+    """A target and a draft on this rank, in float32; engines in any mode and with any settings share their weights."""
+
+    def __init__(self, target: Path, draft: Path, group: Group | None = None):
+        torch.set_num_threads(1)  # as conftest does for a test; a fixture of a whole module comes before it
+        self.group = group or Group()
+        self.target = load_model(target, self.group, "float32")
+        self.draft = load_model(draft, Group(), "float32") if self.group.rank == 0 else None
+
+    @contextmanager
+    def engine(self, mode: str, stop: Sequence[int] = (), **choices: Any) -> Iterator[Engine]:
+        """An engine for lists of token ids. `choices` are those of Settings; without `stop`, no token ends a text."""
+        settings = Settings(mode=mode, dtype="float32", **choices)
+        models = Models.make(self.target, self.draft, mode, settings)
+        try:
+            yield Engine(models, None, frozenset(stop))
+        finally:
+            models.link.close()
+
+    def text(self, mode: str, prompt: Sequence[int], new: int, sampling: Sampling | None = None, **choices: Any) -> list[int]:
+        """What an engine of its own writes behind the prompt; [] on ranks other than 0."""
+        with self.engine(mode, **choices) as engine:
+            return list(engine.generate(prompt, new, sampling))
