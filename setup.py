@@ -7,7 +7,10 @@ from setuptools import find_packages, setup
 setup(
     name="tierforce",
     version="0.1.0",
-    description="Exact long-context decoding on consumer GPUs: the KV cache in host memory, hierarchical speculation",
+    description=(
+        "Exact long-context decoding on consumer GPUs: the KV cache in host memory, hierarchical "
+        "speculation"
+    ),
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -36,7 +39,13 @@ setup(
         "flash": ["flash-attn>=2.6"],
         "bench": ["matplotlib>=3.8", "gguf>=0.17"],
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
-        "dev": ["pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "ruff>=0.12", "mypy>=1.14"],
+        "dev": [
+            "pytest>=8.0",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.7",
+            "ruff>=0.12",
+            "mypy>=1.14",
+        ],
     },
     entry_points={"console_scripts": ["tierforce=decoding.app.main:main"]},
 )

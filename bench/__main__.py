@@ -1,4 +1,6 @@
-"""Benchmarks by short names: `python -m bench NAME [options]` runs one, `python -m bench` lists them."""
+"""Benchmarks by short names: `python -m bench NAME [options]` runs one, `python -m bench` lists
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def main(arguments: list[str]) -> None:
         return
     name, *options = arguments
     if name not in COMMANDS:
-        print(f"python -m bench: {name} is not a benchmark: it is one of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"python -m bench: {name} is not a benchmark: it is one of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     app = typer.Typer(add_completion=False)
     app.command()(import_module(COMMANDS[name]).main)

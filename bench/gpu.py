@@ -1,11 +1,14 @@
-"""What only a GPU can tell, in one command and a few minutes: the CUDA tests, the link, prefill and passes of a 7B model.
+"""What only a GPU can tell, in one command and a few minutes: the CUDA tests, the link, prefill and
+passes of a 7B model.
 
-The model has Llama-2-7B's dimensions and weights that were drawn: it costs what the real one costs, and writes nonsense. Device
-memory is capped at a consumer card's, so that offloading is real on a larger card too; the text is 130,048 tokens, or fewer where
-host memory is short. What is measured is kept after every part, so that a lease that ends loses no more than the part under way.
+The model has Llama-2-7B's dimensions and weights that were drawn: it costs what the real one costs,
+and writes nonsense. Device memory is capped at a consumer card's, so that offloading is real on a
+larger card too; the text is 130,048 tokens, or fewer where host memory is short. What is measured
+is kept after every part, so that a lease that ends loses no more than the part under way.
 
-The physics: copies should run at the bandwidth that one large copy from pinned memory reaches; a verification should take the
-larger of its link time and its compute; prefill should be bound by arithmetic.
+The physics: copies should run at the bandwidth that one large copy from pinned memory reaches; a
+verification should take the larger of its link time and its compute; prefill should be bound by
+arithmetic.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ from parallel.group import Group
 from parallel.loading import random_model
 
 CONTEXT = 130_048
-PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}  # target and draft
+# target and draft
+PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}
 
 
 class Report:
@@ -53,7 +57,9 @@ class Report:
 
     def add(self, part: str, what: str, value: float | str, unit: str = "") -> None:
         self.rows.append({"part": part, "what": what, "value": value, "unit": unit})
-        self.progress.print(f"{part}: {what}: {value if isinstance(value, str) else format(value, ',.3f')} {unit}")
+        self.progress.print(
+            f"{part}: {what}: {value if isinstance(value, str) else format(value, ',.3f')} {unit}"
+        )
         save(self.output, {"settings": self.settings, "rows": self.rows}, quiet=True)
 
 
@@ -93,7 +99,9 @@ def read(report: Report, models: Models, context: int) -> Session:
     config, device = models.target.config, models.target.group.device
     arithmetic = matmul_rate(device, models.dtype)
     report.add("prefill", "one large matrix product", arithmetic / 1e12, "TFLOP/s")
-    prompt = torch.randint(config.vocab, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompt = torch.randint(
+        config.vocab, (context,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     started = time.perf_counter()
     session = Session(models, prompt, DRAFTED)
     report.add("prefill", "memory planned and allocated", time.perf_counter() - started, "s")
@@ -102,7 +110,11 @@ def read(report: Report, models: Models, context: int) -> Session:
     seconds = time.perf_counter() - started
     report.add("prefill", f"{context:,} tokens", seconds, "s")
     report.add("prefill", "speed", context / seconds, "tokens/s")
-    report.add("prefill", "share of the matrix product's rate (MFU)", sum(prefill_flops(config, context)) / seconds / arithmetic)
+    report.add(
+        "prefill",
+        "share of the matrix product's rate (MFU)",
+        sum(prefill_flops(config, context)) / seconds / arithmetic,
+    )
     report.add("prefill", "peak memory", gigabytes(session.peaks["prefill"]), "GB")
     report.add("prefill", "resident layers", session.plan.resident_layers)
     report.add("prefill", "slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")
@@ -110,7 +122,9 @@ def read(report: Report, models: Models, context: int) -> Session:
 
 
 def verified(report: Report, session: Session, rate: float) -> None:
-    """Passes of all levels, and what share of the link a verification reaches; then whole rounds."""
+    """Passes of all levels, and what share of the link a verification reaches; then whole
+    rounds.
+    """
     before, times = session.target.traffic.link_in, passes(session, repeats=3)
     count = 4 * 4  # kinds of target passes, each once to warm up and three times timed
     moved = (session.target.traffic.link_in - before) / count
@@ -119,29 +133,45 @@ def verified(report: Report, session: Session, rate: float) -> None:
     if moved:
         report.add("passes", "bytes a verification", moved / 1e9, "GB")
         for name in ("target 1", "target 17", "target 33", "33 and refresh"):
-            report.add("passes", f"{name}: share of the copy rate", moved / (times[name] / 1e3) / rate)
+            report.add(
+                "passes", f"{name}: share of the copy rate", moved / (times[name] / 1e3) / rate
+            )
     assert session.retrieval is not None
     session.retrieval.every = 1
     sampling, lengths = Sampling(0.6, top_p=0.9), (Fixed(32), Fixed(1))
     decoder, seconds = continued(session, int(session.prompt[0]), sampling, lengths)
     report.add("rounds", "a round", 1e3 * seconds / decoder.stats.passes, "ms")
     report.add("rounds", "tokens drafted in it", decoder.stats.proposed_per_pass or 0.0)
-    report.add("rounds", "tokens per verification (drawn weights: says nothing)", decoder.stats.tokens_per_pass or 0.0)
+    report.add(
+        "rounds",
+        "tokens per verification (drawn weights: says nothing)",
+        decoder.stats.tokens_per_pass or 0.0,
+    )
     for name, value in session.run.counts.items():
         report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
     report.add("rounds", "peak memory", gigabytes(session.models.link.peak()), "GB")
 
 
 def main(
-    pair: Annotated[str, typer.Option(help="Dimensions: 7b, or tiny to see that all of it runs.")] = "7b",
-    context: Annotated[int, typer.Option(help="Prompt tokens, fewer where host memory is short.")] = CONTEXT,
+    pair: Annotated[
+        str, typer.Option(help="Dimensions: 7b, or tiny to see that all of it runs.")
+    ] = "7b",
+    context: Annotated[
+        int, typer.Option(help="Prompt tokens, fewer where host memory is short.")
+    ] = CONTEXT,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    device_memory: Annotated[float, typer.Option(help="GB of device memory to use at most, weights included.")] = 24.0,
+    device_memory: Annotated[
+        float, typer.Option(help="GB of device memory to use at most, weights included.")
+    ] = 24.0,
     budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
-    resident_layers: Annotated[int | None, typer.Option(help="Layers on the device; by default as many as fit.")] = None,
+    resident_layers: Annotated[
+        int | None, typer.Option(help="Layers on the device; by default as many as fit.")
+    ] = None,
     link: Annotated[str, typer.Option(help="auto; on a CPU also emulated:RATE.")] = "auto",
     tests: Annotated[bool, typer.Option(help="Also run the CUDA tests.")] = True,
-    output: Annotated[Path, typer.Option(help="JSON document, written again after every line.")] = Path("results/gpu.json"),
+    output: Annotated[
+        Path, typer.Option(help="JSON document, written again after every line.")
+    ] = Path("results/gpu.json"),
 ) -> None:
     """Run every part, print one table, and keep what was measured as it comes."""
     prepare(0)
@@ -149,7 +179,10 @@ def main(
         raise typer.BadParameter(f"{pair} is not one of {', '.join(PAIRS)}", param_hint="--pair")
     group = Group.from_environment(device)
     cap = int(device_memory * 1e9)
-    report = Report(output, {"pair": pair, "context": context, "device_memory_gb": device_memory, "budget": budget})
+    report = Report(
+        output,
+        {"pair": pair, "context": context, "device_memory_gb": device_memory, "budget": budget},
+    )
     if group.device.type == "cuda":
         total = torch.cuda.get_device_properties(group.device).total_memory
         report.add("device", "name", torch.cuda.get_device_name(group.device))
@@ -164,13 +197,21 @@ def main(
         device_memory=int(0.9 * cap),
         graphs=group.records(),
     )
-    report.add("device", "short passes can be recorded as CUDA graphs", "yes" if settings.graphs else "no")
+    report.add(
+        "device", "short passes can be recorded as CUDA graphs", "yes" if settings.graphs else "no"
+    )
     with torch.inference_mode():
-        target, draft = (random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair])
+        target, draft = (
+            random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair]
+        )
         models = Models.make(target, draft, settings.mode, settings)
         rate = link_rates(report, models.link)
         session = read(report, models, room(target.config, models.dtype, context))
         verified(report, session, rate)
         models.link.close()
-    show(f"{pair} at {len(session.prompt):,} tokens on {group.device}, at most {device_memory:g} GB of device memory", report.rows)
+    show(
+        f"{pair} at {len(session.prompt):,} tokens on {group.device}, at most {device_memory:g} GB "
+        "of device memory",
+        report.rows,
+    )
     print(f"written to {output}")

@@ -1,4 +1,6 @@
-"""Sampling, exact verification, nested decoders, the engine, batch summaries and the command line. Knows nothing of hardware."""
+"""Sampling, exact verification, nested decoders, the engine, batch summaries and the command line.
+Knows nothing of hardware.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when they are asked for: the command line must come first, to end quietly while torch loads."""
+    """The names above, imported when they are asked for: the command line must come first, to end
+    quietly while torch loads.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,6 @@
-"""`python -m decoding.cli`: the command line, as torchrun and our own launcher start it, a process a rank."""
+"""`python -m decoding.cli`: the command line, as torchrun and our own launcher start it, a process
+a rank.
+"""
 
 from decoding.app.main import main
 

@@ -36,7 +36,8 @@ Progress = Callable[[int, int], None]  # prefill: units done, units in all
 class Engine:
     """Exact decoding of long texts with a model on one or more ranks.
 
-    Under torchrun every rank makes an Engine; rank 0 generates text after text, and the others `follow` until it closes.
+    Under torchrun every rank makes an Engine; rank 0 generates text after text, and the others
+    `follow` until it closes.
     """
 
     def __init__(self, models: Models, tokenizer: Any, stop_tokens: frozenset[int]):
@@ -50,7 +51,8 @@ class Engine:
         if wanted is not None and wanted > limit:
             raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
         self.context = wanted or limit
-        self._link_rate = link_rate(models) if self._tunes and models.link.copies else None  # bytes a second
+        # bytes a second
+        self._link_rate = link_rate(models) if self._tunes and models.link.copies else None
 
     @classmethod
     def from_pretrained(
@@ -61,9 +63,11 @@ class Engine:
         device: str = "auto",
         group: Group | None = None,
     ) -> Engine:
-        """Load a target, and a draft with the same vocabulary, from Hugging Face folders (or hub names).
+        """Load a target, and a draft with the same vocabulary, from Hugging Face folders (or hub
+        names).
 
-        Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, FitError.
+        Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError,
+        FitError.
         """
         group = group or Group.from_environment(device)
         settings = settings or Settings()
@@ -72,25 +76,43 @@ class Engine:
         with group.together():
             mode = settings.resolved_mode(draft is not None)
         folder = resolve(str(model), group)
-        drafts = resolve(str(draft), group) if draft is not None and mode in ("hierarchical", "speculative") else None
+        drafts = (
+            resolve(str(draft), group)
+            if draft is not None and mode in ("hierarchical", "speculative")
+            else None
+        )
         with group.together():
             target = load_model(folder, group, settings.dtype)
-            if settings.resident_layers is not None and settings.resident_layers > target.config.layers:
-                raise TierForceError(f"--resident-layers {settings.resident_layers}: the model has {target.config.layers} layers.")
+            if (
+                settings.resident_layers is not None
+                and settings.resident_layers > target.config.layers
+            ):
+                raise TierForceError(
+                    f"--resident-layers {settings.resident_layers}: the model has "
+                    f"{target.config.layers} layers."
+                )
             tokenizer = _tokenizer(folder)
-            small = _load_draft(drafts, target, tokenizer, settings.shard_draft) if drafts is not None else None
+            small = (
+                _load_draft(drafts, target, tokenizer, settings.shard_draft)
+                if drafts is not None
+                else None
+            )
             models = Models.make(target, small, mode, settings)
             return cls(models, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
 
     def check(self, prompt: int, new: int) -> MemoryPlan:
-        """Plan a text of that many tokens as `generate` would now; this rank's plan. All ranks call it.
+        """Plan a text of that many tokens as `generate` would now; this rank's plan. All ranks call
+        it.
 
         Raises FitError, on all ranks, when the text would not fit.
         """
         with self.group.together():
             plans = affordable(self.models, prompt, new)
         if self._tunes and not self._common(plans):
-            raise FitError("no one retrieval budget fits all ranks: set --budget, or free memory on the fullest GPU.")
+            raise FitError(
+                "no one retrieval budget fits all ranks: set --budget, or free memory on the "
+                "fullest GPU."
+            )
         choice = self._spend(prompt, new)
         with self.group.together():
             return plan(self.models.spending(choice.budget), prompt, new)
@@ -102,10 +124,12 @@ class Engine:
         sampling: Sampling | None = None,
         progress: Progress | None = None,
     ) -> Iterator[int]:
-        """Yield new tokens as they are verified, up to and without a stop token. `stats` tells what it took.
+        """Yield new tokens as they are verified, up to and without a stop token. `stats` tells what
+        it took.
 
-        Raises DocumentError when this text cannot be processed; the engine is good for the next one. On ranks other than 0 it
-        takes part in one text that rank 0 accepts, and yields nothing.
+        Raises DocumentError when this text cannot be processed; the engine is good for the next
+        one. On ranks other than 0 it takes part in one text that rank 0 accepts, and yields
+        nothing.
         """
         if self.group.rank:
             self._follow_one()
@@ -119,13 +143,27 @@ class Engine:
             self.group.broadcast((tokens, max_new_tokens))
             choice = self._spend(len(tokens), max_new_tokens)
             with closing(self._open(tokens, max_new_tokens, choice)) as session:
-                self.stats = Stats(prompt_tokens=len(tokens), plan=session.plan, mode=self.models.mode, choice=choice)
+                self.stats = Stats(
+                    prompt_tokens=len(tokens),
+                    plan=session.plan,
+                    mode=self.models.mode,
+                    choice=choice,
+                )
                 with closing(PassLeader(session.sharded, session.most, session.run)) as leader:
-                    yield from self._tokens(session, leader, sampling or Sampling(), progress, started)
-                    self.split.record(session.models, session.plan, len(tokens), self._link_rate, self.stats.rounds)
+                    yield from self._tokens(
+                        session, leader, sampling or Sampling(), progress, started
+                    )
+                    self.split.record(
+                        session.models,
+                        session.plan,
+                        len(tokens),
+                        self._link_rate,
+                        self.stats.rounds,
+                    )
         except (RuntimeError, MemoryError) as error:
             if self.group.size > 1 or not is_out_of_memory(error):
-                raise  # other ranks are in the middle of the same pass: there is no going on together
+                # other ranks are in the middle of the same pass: there is no going on together
+                raise
             raise FitError(f"out of memory: {one_line(error)}") from error
         finally:
             self._busy = False
@@ -142,18 +180,34 @@ class Engine:
         self.models.link.close()
 
     def _tokens(
-        self, session: Session, leader: PassLeader, sampling: Sampling, progress: Progress | None, started: float
+        self,
+        session: Session,
+        leader: PassLeader,
+        sampling: Sampling,
+        progress: Progress | None,
+        started: float,
     ) -> Iterator[int]:
         generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
         stats = self.stats
         law = sampling.law(session.prefill(progress))[0]
         text = [*session.prompt.tolist(), *read(draw(law, generator), law)]
-        decoder = session.decoder(leader, sampling, generator, (Noted(self.lengths[0], stats.rounds), self.lengths[1]))
+        decoder = session.decoder(
+            leader, sampling, generator, (Noted(self.lengths[0], stats.rounds), self.lengths[1])
+        )
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
-        stats.traffic = {level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)}
-        stats.retrieval, stats.peaks, stats.fixed_shapes = session.retrieval, session.peaks, session.run.report
-        stats.prefill_link_in, stats.prefill_link_out = session.target.traffic.link_in, session.target.traffic.link_out
+        stats.traffic = {
+            level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)
+        }
+        stats.retrieval, stats.peaks, stats.fixed_shapes = (
+            session.retrieval,
+            session.peaks,
+            session.run.report,
+        )
+        stats.prefill_link_in, stats.prefill_link_out = (
+            session.target.traffic.link_in,
+            session.target.traffic.link_out,
+        )
         stats.first_token_s = time.perf_counter() - started
         new = text[-1:]
         while True:
@@ -175,7 +229,9 @@ class Engine:
         return self.models.sizes.has_retrieval and self.models.settings.budget is None
 
     def _spend(self, prompt: int, new: int) -> Choice:
-        """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to refuse."""
+        """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to
+        refuse.
+        """
         settings = self.models.settings
         if not self._tunes:
             return Choice(settings.budget, "set")
@@ -188,22 +244,34 @@ class Engine:
         return self.group.broadcast(self.split.choose(self.models, common, prompt, self._link_rate))
 
     def _common(self, plans: Mapping[int, MemoryPlan]) -> dict[int, MemoryPlan]:
-        """Of the plans of this rank, by budget, those whose budgets fit all ranks. All ranks call it."""
-        return {budget: plans[budget] for budget in sorted(set.intersection(*self.group.gather(set(plans))))}
+        """Of the plans of this rank, by budget, those whose budgets fit all ranks. All ranks call
+        it.
+        """
+        return {
+            budget: plans[budget]
+            for budget in sorted(set.intersection(*self.group.gather(set(plans))))
+        }
 
     def _refuse(self, tokens: list[int], new: int) -> None:
         if self._busy:
-            raise TierForceError("one text at a time: exhaust or close the generator of the text before.")
+            raise TierForceError(
+                "one text at a time: exhaust or close the generator of the text before."
+            )
         if not tokens:
             raise DocumentError("the prompt is empty: there is nothing to read.")
         if new < 1:
             raise DocumentError(f"no room left to generate: {new} new tokens asked for.")
         if len(tokens) + new > self.context:
-            raise DocumentError(f"{len(tokens)} prompt tokens and {new} new ones are more than the context of {self.context}.")
+            raise DocumentError(
+                f"{len(tokens)} prompt tokens and {new} new ones are more than the context of "
+                f"{self.context}."
+            )
         vocab = self.models.target.config.vocab
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab:
-                raise DocumentError(f"the prompt has token {token}, outside the model's vocabulary of {vocab}.")
+                raise DocumentError(
+                    f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
+                )
 
     def _open(self, tokens: list[int], new: int, choice: Choice) -> Session:
         """On all ranks, or on none."""
@@ -219,7 +287,8 @@ class Engine:
         except TierForceError:
             return True  # raised on rank 0 too, which tells
         with closing(session):
-            with suppress(TierForceError):  # raised on rank 0 too, which ends the passes before there is one
+            # raised on rank 0 too, which ends the passes before there is one
+            with suppress(TierForceError):
                 session.prefill()
             follow_passes(session.sharded, session.most, session.run)
         return True
@@ -231,26 +300,33 @@ def _tokenizer(folder: Path) -> Any:
     except Exception as error:  # transformers raises whatever the broken file happens to break
         if "trust_remote_code" in str(error):
             raise TierForceError(
-                f"{folder}: the tokenizer would run code that came with the model (auto_map in tokenizer_config.json), "
-                "which is never done here: use a folder with a tokenizer.json of a known class."
+                f"{folder}: the tokenizer would run code that came with the model (auto_map in "
+                "tokenizer_config.json), which is never done here: use a folder with a "
+                "tokenizer.json of a known class."
             ) from error
-        raise TierForceError(f"{folder}: the tokenizer cannot be loaded ({one_line(error)}).") from error
+        raise TierForceError(
+            f"{folder}: the tokenizer cannot be loaded ({one_line(error)})."
+        ) from error
 
 
 def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None) -> Llama | None:
     """The draft model split over the ranks, or whole on rank 0 and None on the others."""
     config, group = ModelConfig.from_pretrained(folder), target.group
-    same = config.vocab == target.config.vocab and _tokenizer(folder).get_vocab() == tokenizer.get_vocab()
+    same = (
+        config.vocab == target.config.vocab
+        and _tokenizer(folder).get_vocab() == tokenizer.get_vocab()
+    )
     if not same:
         raise TierForceError(
-            f"{folder}: the draft's vocabulary ({config.vocab} tokens) is not the target's ({target.config.vocab}); "
-            "a draft must share the target's tokenizer."
+            f"{folder}: the draft's vocabulary ({config.vocab} tokens) is not the target's "
+            f"({target.config.vocab}); a draft must share the target's tokenizer."
         )
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads % group.size:
         raise TierForceError(
-            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over {group.size} GPUs: use --no-shard-draft."
+            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over "
+            f"{group.size} GPUs: use --no-shard-draft."
         )
     if group.rank and not shard:
         return None
@@ -261,6 +337,8 @@ def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None)
 def _stop_tokens(folder: Path) -> frozenset[int]:
     """All end-of-sequence ids of the generation config, if it names any."""
     try:
-        return token_ids(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+        return token_ids(
+            GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        )
     except OSError:
         return frozenset()

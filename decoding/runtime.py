@@ -1,4 +1,6 @@
-"""What a text is decoded with: models, link and arena; and where the KV of a text goes, before it is there."""
+"""What a text is decoded with: models, link and arena; and where the KV of a text goes, before it
+is there.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from parallel.model import Llama
 
 @dataclass(frozen=True)
 class Models:
-    """What a text is decoded with. `draft` is on rank 0 alone and whole, so that drafting needs no collective, or on all, split."""
+    """What a text is decoded with. `draft` is on rank 0 alone and whole, so that drafting needs no
+    collective, or on all, split.
+    """
 
     target: Llama
     draft: Llama | None
@@ -29,7 +33,9 @@ class Models:
 
     @classmethod
     def make(cls, target: Llama, draft: Llama | None, mode: str, settings: Settings) -> Models:
-        """Put models to work in this mode, on a link and an arena of their own. Raises TierForceError for an unknown link."""
+        """Put models to work in this mode, on a link and an arena of their own. Raises
+        TierForceError for an unknown link.
+        """
         link = make_link(settings.link, target.group.device)
         return cls(target, draft, mode, settings, link, HostArena(link, target.embed.weight.dtype))
 
@@ -37,10 +43,14 @@ class Models:
         """The same models under other settings, on rank 0."""
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
-        return Models.make(self.target, self.draft, settings.resolved_mode(self.draft is not None), settings)
+        return Models.make(
+            self.target, self.draft, settings.resolved_mode(self.draft is not None), settings
+        )
 
     def spending(self, budget: int | None) -> Models:
-        """These with another retrieval budget, on the same link and arena. None: as the settings have it."""
+        """These with another retrieval budget, on the same link and arena. None: as the settings
+        have it.
+        """
         if budget is None:
             return self
         return replace(self, settings=replace(self.settings, budget=budget))
@@ -50,7 +60,9 @@ class Models:
         draft = self.draft.config if self.draft is not None else None
         split = self.draft.group.size if self.draft is not None else 1
         ranks, copies = self.target.group.size, self.link.copies
-        return Sizes(self.target.config, draft, self.mode, self.settings, self.dtype, ranks, split, copies)
+        return Sizes(
+            self.target.config, draft, self.mode, self.settings, self.dtype, ranks, split, copies
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -62,11 +74,14 @@ def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
     settings, target, group = models.settings, models.target, models.target.group
     on_cpu = group.device.type == "cpu"
     host = host_available() // group.size + models.arena.nbytes
-    weights = parameter_bytes(target) + (parameter_bytes(models.draft) if models.draft is not None else 0)
+    weights = parameter_bytes(target) + (
+        parameter_bytes(models.draft) if models.draft is not None else 0
+    )
     there = models.link.device_available() // (group.size if on_cpu else 1)
     if settings.device_memory is not None:
         free = min(settings.device_memory - weights, there if on_cpu else int(there * USED))
-        host = max(0, host - max(0, free)) if on_cpu else host  # two readings of one memory differ by what came and went
+        # two readings of one memory differ by what came and went
+        host = max(0, host - max(0, free)) if on_cpu else host
     else:
         free = int(there * USED)
     return plan_memory(models.sizes.needs(prompt, new), free, host, settings.resident_layers)

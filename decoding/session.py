@@ -25,13 +25,17 @@ from parallel.lockstep import PassLeader, Sharded
 from parallel.model import Llama
 
 LINK_REFRESH = 1  # tokens one selection serves where keys come over a link anyway
-LINK_START, COMPUTE_START = 32, 6  # the first draft: where a verification costs link time, flat in its rows, and where compute
+# the first draft: where a verification costs link time, flat in its rows, and where compute
+LINK_START, COMPUTE_START = 32, 6
 INNER_START = 2
-Lengths = tuple[DraftLength, DraftLength]  # of what is put before the target, and before the retrieval level
+# of what is put before the target, and before the retrieval level
+Lengths = tuple[DraftLength, DraftLength]
 
 
 class Session:
-    """The caches of one text on this rank; on rank 0 also its decoders. `sharded`: the models on all ranks, each with a cache."""
+    """The caches of one text on this rank; on rank 0 also its decoders. `sharded`: the models on
+    all ranks, each with a cache.
+    """
 
     def __init__(self, models: Models, prompt: list[int], new: int):
         """Allocates everything the text needs. Raises FitError."""
@@ -68,7 +72,8 @@ class Session:
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
             every = settings.refresh or (LINK_REFRESH if self.streams else COMPUTE_REFRESH)
-            turns = 1 if self.streams or settings.refresh else COMPUTE_TURNS  # what is set is the same with any memory
+            # what is set is the same with any memory
+            turns = 1 if self.streams or settings.refresh else COMPUTE_TURNS
             self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every, turns)
             self.target.followers.append(self.retrieval)
             self.sharded.append((models.target, self.retrieval))
@@ -84,9 +89,13 @@ class Session:
         return [cache for model, cache in self.sharded if model is self.models.target]
 
     def prefill(self, progress=None) -> Tensor:
-        """Read the prompt on all ranks; logits (1, V) of the first new token. Raises FitError, on all ranks."""
+        """Read the prompt on all ranks; logits (1, V) of the first new token. Raises FitError, on
+        all ranks.
+        """
         with self.target.prefill(len(self.prompt)):
-            logits = self.models.target.prefill(self.prompt, self.target, self.models.sizes.prefill_chunk, progress)
+            logits = self.models.target.prefill(
+                self.prompt, self.target, self.models.sizes.prefill_chunk, progress
+            )
         with self.models.target.group.together():
             self.target.bring_in()
         if self.models.draft is not None and self.draft is not None:
@@ -94,19 +103,33 @@ class Session:
         self.peaks["prefill"] = self.models.link.peak()
         return logits
 
-    def decoder(self, leader: PassLeader, sampling: Sampling, generator: Generator, lengths: Lengths | None = None) -> Decoder:
-        """The nested decoders of this text's mode, outermost first; for rank 0, after prefill. `lengths` None: the settings'."""
+    def decoder(
+        self,
+        leader: PassLeader,
+        sampling: Sampling,
+        generator: Generator,
+        lengths: Lengths | None = None,
+    ) -> Decoder:
+        """The nested decoders of this text's mode, outermost first; for rank 0, after prefill.
+        `lengths` None: the settings'.
+        """
         models, prompt = self.models, self.prompt.tolist()
         inner: Proposer | None = None
         if models.draft is not None and self.draft is not None:
-            forward: Forward = leader if models.draft.group.size > 1 else partial(self.run, models.draft)
+            forward: Forward = (
+                leader if models.draft.group.size > 1 else partial(self.run, models.draft)
+            )
             inner = Autoregressive("draft", forward, self.draft, prompt, sampling, generator)
         if ngram := models.sizes.ngram:
             inner = Lookup(prompt, ngram, models.target.config.vocab, self.prompt.device, inner)
         lengths = lengths or draft_lengths(models.settings)
-        for length, start in zip(lengths, (LINK_START if self.streams else COMPUTE_START, INNER_START), strict=True):
+        for length, start in zip(
+            lengths, (LINK_START if self.streams else COMPUTE_START, INNER_START), strict=True
+        ):
             length.begin(start)
-        for name, cache, length in reversed(list(zip(("target", "retrieval"), self.caches, lengths, strict=False))):
+        for name, cache, length in reversed(
+            list(zip(("target", "retrieval"), self.caches, lengths, strict=False))
+        ):
             if inner is None:
                 inner = Autoregressive(name, leader, cache, prompt, sampling, generator)
             else:
@@ -115,13 +138,17 @@ class Session:
         return inner
 
     def close(self) -> None:
-        """The text is over: what decoding took is noted, recordings go, and no copy is left that works on its caches."""
+        """The text is over: what decoding took is noted, recordings go, and no copy is left that
+        works on its caches.
+        """
         self.models.link.drain()
         self.peaks["decoding"] = self.models.link.peak()
         self.run.forget()
 
     def snapshot(self) -> list[Any]:
-        """Where all caches stand, for `rewind`: right behind the prompt, say, to continue it more than once."""
+        """Where all caches stand, for `rewind`: right behind the prompt, say, to continue it more
+        than once.
+        """
         return [cache.snapshot() for cache in self._own()]
 
     def rewind(self, snapshot: list[Any]) -> None:
@@ -136,7 +163,9 @@ class Session:
 def draft_lengths(settings: Settings) -> Lengths:
     """Fixed where they are set, else adaptive, to be used for text after text."""
     outer, inner = settings.draft_length, settings.inner_length
-    return Adaptive(MOST) if outer is None else Fixed(outer), Adaptive(INNER_MOST) if inner is None else Fixed(inner)
+    return Adaptive(MOST) if outer is None else Fixed(outer), (
+        Adaptive(INNER_MOST) if inner is None else Fixed(inner)
+    )
 
 
 def _draft_cache(model: Llama, sinks: int, window: int) -> StreamingCache:
@@ -147,7 +176,9 @@ def _draft_cache(model: Llama, sinks: int, window: int) -> StreamingCache:
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
-    """What the draft's cache can keep of the prompt: the sinks and the last window, read directly."""
+    """What the draft's cache can keep of the prompt: the sinks and the last window, read
+    directly.
+    """
     rest = prompt
     if (skipped := len(rest) - cache.sinks - cache.window) > 0:
         _advance(model, cache, rest[: cache.sinks])

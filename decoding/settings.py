@@ -25,32 +25,47 @@ def dtype_of(name: str) -> torch.dtype:
 class Settings:
     """Tokens unless a unit is named.
 
-    mode: `hierarchical` (draft -> retrieval -> target), `retrieval` (retrieval -> target, no draft model), `speculative` (draft
-    -> target), `plain` (target alone), or `auto`: hierarchical with a draft model, retrieval without. Prompt lookup proposes in
-    front of the draft model, or in its place.
+    mode: `hierarchical` (draft -> retrieval -> target), `retrieval` (retrieval -> target, no draft
+    model), `speculative` (draft -> target), `plain` (target alone), or `auto`: hierarchical with a
+    draft model, retrieval without. Prompt lookup proposes in front of the draft model, or in its
+    place.
     """
 
     mode: str = "auto"
-    context: int | None = None  # longest prompt and output together; the model's own limit by default
-    budget: int | None = None  # retrieval budget, tokens a head; by default what pays, by past texts, BUDGET at first
+    # longest prompt and output together; the model's own limit by default
+    context: int | None = None
+    # retrieval budget, tokens a head; by default what pays, by past texts, BUDGET at first
+    budget: int | None = None
     chunk_size: int = 8  # tokens that are selected together
     policy: str = "mass"  # what selects them
-    summary_size: int | None = None  # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
+    # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
+    summary_size: int | None = None
     refresh: int | None = (
-        None  # tokens one selection serves at least; by default 1, each verification selects, over a link, else 16
+        # tokens one selection serves at least; by default 1, each verification selects, over a
+        # link, else 16
+        None
     )
-    draft_length: int | None = None  # tokens the target verifies at once; by default what pays, by past rounds
-    inner_length: int | None = None  # tokens put before the retrieval level at once; by default what pays
-    lookup: int | None = None  # n-gram of prompt lookup, 0 for none; by default 3 where there is no draft model, else none
-    shard_draft: bool | None = None  # whether the draft model is split over the ranks; by default if it is large
+    # tokens the target verifies at once; by default what pays, by past rounds
+    draft_length: int | None = None
+    # tokens put before the retrieval level at once; by default what pays
+    inner_length: int | None = None
+    # n-gram of prompt lookup, 0 for none; by default 3 where there is no draft model, else none
+    lookup: int | None = None
+    # whether the draft model is split over the ranks; by default if it is large
+    shard_draft: bool | None = None
     sinks: int = 16
     window: int = 256
-    resident_layers: int | None = None  # target layers whose KV stays on the device; planned by default
-    device_memory: int | None = None  # bytes the engine may use per rank, weights included; what is free by default
+    # target layers whose KV stays on the device; planned by default
+    resident_layers: int | None = None
+    # bytes the engine may use per rank, weights included; what is free by default
+    device_memory: int | None = None
     link: str = "auto"
-    graphs: bool | None = None  # whether short passes are recorded as CUDA graphs; by default where trying it shows that it works
+    # whether short passes are recorded as CUDA graphs; by default where trying it shows that it
+    # works
+    graphs: bool | None = None
     dtype: str = "auto"
-    prefill_chunk: int | None = None  # tokens that prefill computes at once; by default as many as a bounded memory allows
+    # tokens that prefill computes at once; by default as many as a bounded memory allows
+    prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -71,25 +86,43 @@ class Settings:
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise TierForceError(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
+                raise TierForceError(
+                    f"--{name.replace('_', '-')} must be at least 1, found {value}."
+                )
         if self.budget is not None and self.chunk_size > self.budget:
-            raise TierForceError(f"--chunk-size {self.chunk_size} is larger than --budget {self.budget}: no chunk would fit.")
+            raise TierForceError(
+                f"--chunk-size {self.chunk_size} is larger than --budget {self.budget}: no chunk "
+                "would fit."
+            )
         for name in ("draft_length", "inner_length"):
             if (getattr(self, name) or 0) > LONGEST:
-                raise TierForceError(f"--{name.replace('_', '-')} must be at most {LONGEST}, found {getattr(self, name)}.")
+                raise TierForceError(
+                    f"--{name.replace('_', '-')} must be at most {LONGEST}, found "
+                    f"{getattr(self, name)}."
+                )
         if self.lookup is not None and self.lookup < 0:
-            raise TierForceError(f"--lookup must be 0 (off) or the n-gram's length, found {self.lookup}.")
+            raise TierForceError(
+                f"--lookup must be 0 (off) or the n-gram's length, found {self.lookup}."
+            )
         if self.summary_size is not None and self.summary_size < 0:
-            raise TierForceError(f"--summary-size must be 0 (no summaries) or more, found {self.summary_size}.")
+            raise TierForceError(
+                f"--summary-size must be 0 (no summaries) or more, found {self.summary_size}."
+            )
         if self.resident_layers is not None and self.resident_layers < 0:
-            raise TierForceError(f"--resident-layers must be 0 or more, found {self.resident_layers}.")
+            raise TierForceError(
+                f"--resident-layers must be 0 or more, found {self.resident_layers}."
+            )
 
     def resolved_mode(self, has_draft: bool) -> str:
         """The mode `auto` stands for. Raises TierForceError when a mode lacks its draft model."""
         if self.mode == "auto":
             return "hierarchical" if has_draft else "retrieval"
         if self.mode == "hierarchical" and not has_draft:
-            raise TierForceError("--mode hierarchical needs a draft model: give --draft, or use --mode retrieval.")
+            raise TierForceError(
+                "--mode hierarchical needs a draft model: give --draft, or use --mode retrieval."
+            )
         if self.mode == "speculative" and not has_draft and not self.lookup:
-            raise TierForceError("--mode speculative needs a draft model or a lookup: give --draft or --lookup 3.")
+            raise TierForceError(
+                "--mode speculative needs a draft model or a lookup: give --draft or --lookup 3."
+            )
         return self.mode

@@ -19,7 +19,8 @@ class Stats:
 
     prompt_tokens: int = 0
     new_tokens: int = 0
-    finish_reason: str | None = None  # "stop" or "length"; None while generating, or when it was given up
+    # "stop" or "length"; None while generating, or when it was given up
+    finish_reason: str | None = None
     first_token_s: float = 0.0  # from the call to the first token: prefill and what comes with it
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
@@ -30,7 +31,8 @@ class Stats:
     prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
-    peaks: dict[str, int | None] = field(default_factory=dict)  # rank 0's memory in use at most, bytes, by phase
+    # rank 0's memory in use at most, bytes, by phase
+    peaks: dict[str, int | None] = field(default_factory=dict)
     fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
     rounds: list[Round] = field(default_factory=list, repr=False)  # of the target
 
@@ -46,12 +48,20 @@ class Stats:
     @property
     def acceptance(self) -> dict[str, float | None]:
         """Acceptance rate at each level that verifies."""
-        return {level.name: level.stats.acceptance_rate for level in self.levels if isinstance(level, Speculative)}
+        return {
+            level.name: level.stats.acceptance_rate
+            for level in self.levels
+            if isinstance(level, Speculative)
+        }
 
     @property
     def draft_lengths(self) -> dict[str, float | None]:
         """Tokens put before each level that verifies, on average over its passes."""
-        return {level.name: level.stats.proposed_per_pass for level in self.levels if isinstance(level, Speculative)}
+        return {
+            level.name: level.stats.proposed_per_pass
+            for level in self.levels
+            if isinstance(level, Speculative)
+        }
 
     @property
     def refreshes(self) -> int | None:

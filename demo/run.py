@@ -1,7 +1,9 @@
-"""The main job end to end on the built-in pair: a long real document, two ranks, first hierarchical, then plain decoding.
+"""The main job end to end on the built-in pair: a long real document, two ranks, first
+hierarchical, then plain decoding.
 
-`python -m demo.run` (or `make demo`) needs no download and no GPU. What it shows is the machinery: both runs draw from the same
-model's law, and one needs a fraction of the link's bytes and time. What the tiny model writes is period-flavoured nonsense.
+`python -m demo.run` (or `make demo`) needs no download and no GPU. What it shows is the machinery:
+both runs draw from the same model's law, and one needs a fraction of the link's bytes and time.
+What the tiny model writes is period-flavoured nonsense.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ from offload.errors import TierForceError
 HERE = Path(__file__).parent
 OUT = HERE / "out"
 CONTEXT = 36_864
-COMMON = ["--gpus", "2", "--device", "cpu", "--resident-layers", "0", "--link", "emulated:0.25", "--context", str(CONTEXT)]
+COMMON = [
+    "--gpus",
+    "2",
+    "--device",
+    "cpu",
+    "--resident-layers",
+    "0",
+    "--link",
+    "emulated:0.25",
+    "--context",
+    str(CONTEXT),
+]
 
 
 def main() -> None:
@@ -32,21 +45,32 @@ def main() -> None:
         console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
 
     console.print(
-        f"The document: Python's language reference, {len(text):,} characters, cut to a context of {CONTEXT:,} tokens.\n"
-        "The machine: two CPU ranks; no KV stays on the 'device', and a thread a rank plays the link at 0.25 GB/s.\n"
-        "The model has 5.6 million parameters and writes nonsense; watch the numbers, not the prose.\n"
+        f"The document: Python's language reference, {len(text):,} characters, cut to a context of "
+        f"{CONTEXT:,} tokens.\nThe machine: two CPU ranks; no KV stays on the 'device', and a "
+        "thread a rank plays the link at 0.25 GB/s.\nThe model has 5.6 million parameters and "
+        "writes nonsense; watch the numbers, not the prose.\n"
     )
     records = {}
     for mode in ("hierarchical", "plain"):
         models = ["--model", str(HERE / "target"), "--draft", str(HERE / "draft"), "--mode", mode]
         options = [*models, "--max-new-tokens", "64", *COMMON]
         try:
-            (records[mode],) = summarized(OUT, mode, {"python-language-reference": text}, options, say)
+            (records[mode],) = summarized(
+                OUT, mode, {"python-language-reference": text}, options, say
+            )
         except TierForceError as error:
             sys.exit(str(error))
-        console.print(f"\n{records[mode]['summary']}\n", style="italic", highlight=False, markup=False)
+        console.print(
+            f"\n{records[mode]['summary']}\n", style="italic", highlight=False, markup=False
+        )
     table = Table(title="The same document, model and sampling law", title_justify="left")
-    for heading in ("", "time to first token, s", "ms/token", "tokens per verification", "link MB/token, per rank"):
+    for heading in (
+        "",
+        "time to first token, s",
+        "ms/token",
+        "tokens per verification",
+        "link MB/token, per rank",
+    ):
         table.add_column(heading, justify="right" if heading else "left")
     for mode, record in records.items():
         table.add_row(
@@ -58,8 +82,12 @@ def main() -> None:
         )
     console.print(table)
     ratio = records["plain"]["ms_per_token"] / records["hierarchical"]["ms_per_token"]
-    rates = ", ".join(f"{level} {rate:.2f}" for level, rate in records["hierarchical"]["acceptance"].items())
-    console.print(f"Hierarchical decoding was {ratio:.1f} times as fast; acceptance rates: {rates}.")
+    rates = ", ".join(
+        f"{level} {rate:.2f}" for level, rate in records["hierarchical"]["acceptance"].items()
+    )
+    console.print(
+        f"Hierarchical decoding was {ratio:.1f} times as fast; acceptance rates: {rates}."
+    )
     console.print(f"Records: {OUT}/*.jsonl. The demo took {time.perf_counter() - started:.0f} s.")
 
 

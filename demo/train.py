@@ -1,10 +1,12 @@
-"""The recipe of the built-in pair: a tokenizer, a target and a draft, from scratch, from any folder of text, on a CPU.
+"""The recipe of the built-in pair: a tokenizer, a target and a draft, from scratch, from any folder
+of text, on a CPU.
 
     python -m demo.train --texts books/ --output pair/
 
-The target learns at three lengths in turn, so that its attention has a use for far tokens, which is what retrieval policies are
-told apart by; the draft sees 512 tokens only, as a model on a StreamingLLM cache does. The default steps make a pair of the shape
-of the one shipped here; by the step times it prints they take about 15 hours on 2 cores (a prediction), and `--scale 0.001` shows
+The target learns at three lengths in turn, so that its attention has a use for far tokens, which is
+what retrieval policies are told apart by; the draft sees 512 tokens only, as a model on a
+StreamingLLM cache does. The default steps make a pair of the shape of the one shipped here; by the
+step times it prints they take about 15 hours on 2 cores (a prediction), and `--scale 0.001` shows
 the whole path in minutes. Needs nothing beyond the project's own dependencies.
 """
 
@@ -28,7 +30,9 @@ POSITIONS = 131_072
 
 @dataclass(frozen=True)
 class Stage:
-    """One stretch of training: `steps` updates on `batch` windows of `length` tokens, at a peak learning rate."""
+    """One stretch of training: `steps` updates on `batch` windows of `length` tokens, at a peak
+    learning rate.
+    """
 
     length: int
     batch: int
@@ -43,7 +47,9 @@ DRAFT = [Stage(512, 16, 12_000, 3e-3)]
 def main(
     texts: Annotated[Path, typer.Option(help="Folder of .txt and .md files to learn from.")],
     output: Annotated[Path, typer.Option(help="Folder for target/ and draft/.")],
-    held_out: Annotated[str, typer.Option(help="File name in that folder to evaluate on and never to train on.")] = "",
+    held_out: Annotated[
+        str, typer.Option(help="File name in that folder to evaluate on and never to train on.")
+    ] = "",
     scale: Annotated[float, typer.Option(help="Multiplies all step counts.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of initialisation and of the order of windows.")] = 0,
 ) -> None:
@@ -55,7 +61,11 @@ def main(
         raise typer.BadParameter(f"{texts} holds no .txt or .md file to learn from")
     tokenizer = train_tokenizer(known)
     tokens = torch.cat([encode(tokenizer, path) for path in known])
-    unseen = torch.cat([encode(tokenizer, path) for path in files if path.name == held_out]) if held_out else tokens[-50_000:]
+    unseen = (
+        torch.cat([encode(tokenizer, path) for path in files if path.name == held_out])
+        if held_out
+        else tokens[-50_000:]
+    )
     print(f"{len(known)} files, {len(tokens):,} tokens")
     for name, model, stages in (
         ("target", build(layers=6, hidden=256, heads=4, intermediate=768), TARGET),
@@ -65,7 +75,8 @@ def main(
         for stage in stages:
             learn(name, model, tokens, stage, max(1, int(stage.steps * scale)))
             print(
-                f"{name}: loss {loss_of(model, unseen, stage.length):.3f} at {stage.length} tokens of {held_out or 'the last file'}"
+                f"{name}: loss {loss_of(model, unseen, stage.length):.3f} at {stage.length} tokens "
+                f"of {held_out or 'the last file'}"
             )
         model.to(torch.bfloat16).save_pretrained(output / name)
         tokenizer.save_pretrained(output / name)
@@ -79,7 +90,9 @@ def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train(
         [str(path) for path in files],
-        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet),
+        trainers.BpeTrainer(
+            vocab_size=VOCAB, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
+        ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
@@ -116,7 +129,9 @@ def windows(tokens: Tensor, length: int, batch: int) -> Iterator[Tensor]:
 
 def learn(name: str, model: LlamaForCausalLM, tokens: Tensor, stage: Stage, steps: int) -> None:
     """AdamW with a short warm-up and a cosine down to a tenth; prints its progress."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=stage.rate, betas=(0.9, 0.95), weight_decay=0.1
+    )
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.01, total_iters=max(1, steps // 50))
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, stage.rate / 10)
     schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, fall], [max(1, steps // 50)])
@@ -131,7 +146,11 @@ def learn(name: str, model: LlamaForCausalLM, tokens: Tensor, stage: Stage, step
         schedule.step()
         if step % max(1, steps // 20) == 0:
             pace = (time.perf_counter() - started) / step
-            print(f"{name}: {stage.length} tokens, step {step} of {steps}, loss {loss.item():.3f}, {pace:.2f} s/step", flush=True)
+            print(
+                f"{name}: {stage.length} tokens, step {step} of {steps}, loss {loss.item():.3f}, "
+                f"{pace:.2f} s/step",
+                flush=True,
+            )
 
 
 def loss_on(model: LlamaForCausalLM, window: Tensor) -> Tensor:
@@ -146,7 +165,9 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor, length: int) -> float:
     model.eval()
     length = min(length, len(tokens) - 1)
     starts = torch.linspace(0, len(tokens) - length - 1, 8).long().tolist()
-    return sum(loss_on(model, tokens[None, start : start + length + 1]).item() for start in starts) / len(starts)
+    return sum(
+        loss_on(model, tokens[None, start : start + length + 1]).item() for start in starts
+    ) / len(starts)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ class Copies:
         self._device = torch.zeros(size, dtype=torch.uint8, device=link.device)
 
     def rate(self, out: bool, seconds: float = 0.5) -> float:
-        """Bytes a second, over so many seconds: other ranks that copy at the same time have their share of it."""
+        """Bytes a second, over so many seconds: other ranks that copy at the same time have their
+        share of it.
+        """
         self._copy(out)
         self.link.drain()
         started, copied = time.perf_counter(), 0
@@ -37,7 +39,9 @@ class Copies:
         return copied / elapsed
 
     def meanwhile(self, ask: Callable[[], T]) -> T:
-        """What `ask` says while copies towards the device are under way: links that are idle report a lower speed."""
+        """What `ask` says while copies towards the device are under way: links that are idle report
+        a lower speed.
+        """
         for _ in range(_BUSY):
             self._copy(out=False)
         answer = ask()

@@ -1,4 +1,6 @@
-"""What every cache is: the owner of keys, values, positions and attention. Models only call `attend`."""
+"""What every cache is: the owner of keys, values, positions and attention. Models only call
+`attend`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from offload.traffic import Traffic
 class Cache(ABC):
     """KV of one sequence. `length` tokens count; it changes through `advance` and `crop` alone."""
 
-    _state: ClassVar[tuple[str, ...]] = ("length",)  # what changes while tokens come, but for buffers that are only added to
+    # what changes while tokens come, but for buffers that are only added to
+    _state: ClassVar[tuple[str, ...]] = ("length",)
 
     def __init__(self, layout: KVLayout):
         self.layout = layout
@@ -25,13 +28,16 @@ class Cache(ABC):
         self.traffic = Traffic()
 
     def begin(self, rows: int) -> None:
-        """A pass over all layers starts, with `rows` new tokens at positions length, length + 1, ..."""
+        """A pass over all layers starts, with `rows` new tokens at positions length, length + 1,
+        ...
+        """
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Keep the KV of the tokens at `start` and return their attention output.
 
-        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D). Tokens past `length` may be written again.
+        q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D). Tokens past
+        `length` may be written again.
         """
 
     def advance(self, rows: int) -> None:
@@ -39,7 +45,9 @@ class Cache(ABC):
         self.length += rows
 
     def crop(self, length: int) -> None:
-        """Only the first `length` tokens count from now on; no effect on a cache that holds fewer."""
+        """Only the first `length` tokens count from now on; no effect on a cache that holds
+        fewer.
+        """
         self.length = min(self.length, length)
 
     def settle(self, length: int) -> None:
@@ -50,9 +58,14 @@ class Cache(ABC):
             self.crop(length)
 
     def snapshot(self) -> dict[str, Any]:
-        """What it takes to come back to here with `restore`, as long as no other text has been read in between."""
+        """What it takes to come back to here with `restore`, as long as no other text has been read
+        in between.
+        """
         values = {name: getattr(self, name) for name in self._state}
-        return {name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in values.items()}
+        return {
+            name: value.clone() if isinstance(value, Tensor) else deepcopy(value)
+            for name, value in values.items()
+        }
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -67,31 +80,37 @@ class Cache(ABC):
     def device_bytes(self) -> int:
         """Bytes of device memory this cache has allocated."""
 
-    def _attend(self, q: Tensor, kv: Tensor, tokens: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attention over the first `tokens` of a head-major buffer kv (2, Hkv, capacity, D); the last T are the rows' own.
+    def _attend(
+        self, q: Tensor, kv: Tensor, tokens: int, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over the first `tokens` of a head-major buffer kv (2, Hkv, capacity, D); the
+        last T are the rows' own.
 
         bias (Hkv, capacity) float32 are the keys' weights, if any, in logarithms.
         """
         k, v = kv[0, :, :tokens].transpose(0, 1), kv[1, :, :tokens].transpose(0, 1)  # (N, Hkv, D)
         self.traffic.attended += 2 * k.nbytes
-        return partial_attention(q, k, v, causal=True, bias=None if bias is None else bias[:, :tokens])
+        return partial_attention(
+            q, k, v, causal=True, bias=None if bias is None else bias[:, :tokens]
+        )
 
 
 class Follower(Protocol):
     """A cache that lives off another's KV: the retrieval cache off the target's."""
 
     def follow(self, boundary: int, length: int, end: int) -> None:
-        """A pass of the target starts: `boundary` tokens of prefix, `length` tokens that stand, and new ones up to `end`.
+        """A pass of the target starts: `boundary` tokens of prefix, `length` tokens that stand, and
+        new ones up to `end`.
 
         Prefill counts as one pass, of which the last rows are seen.
         """
 
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-        """The target attends with q (T, h * G, D) to KV heads `head` to `head` + h, all of it rotated and on the device for this
-        call.
+        """The target attends with q (T, h * G, D) to KV heads `head` to `head` + h, all of it
+        rotated and on the device for this call.
 
-        prefix (2, h, N, D) are the tokens up to the boundary, recent (2, h, M, D) those behind it, of which the last are the
-        rows' own.
+        prefix (2, h, N, D) are the tokens up to the boundary, recent (2, h, M, D) those behind it,
+        of which the last are the rows' own.
         """
 
     def advanced(self, length: int) -> None:
@@ -100,7 +119,8 @@ class Follower(Protocol):
 
 def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     """Write k and v (T, H, D) into a head-major buffer kv (2, H, capacity, D) from slot `at`."""
-    if at + len(k) > kv.shape[2]:  # torch would drop a single row without a word: one row broadcasts to none
+    # torch would drop a single row without a word: one row broadcasts to none
+    if at + len(k) > kv.shape[2]:
         raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
     kv[0, :, at : at + len(k)] = k.transpose(0, 1)
     kv[1, :, at : at + len(v)] = v.transpose(0, 1)

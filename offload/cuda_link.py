@@ -15,7 +15,9 @@ from offload.numa import gpu_node, on_node
 
 
 class CudaLink(Link):
-    """PCIe: registered host memory, one copy stream, events. No device-wide synchronisation anywhere."""
+    """PCIe: registered host memory, one copy stream, events. No device-wide synchronisation
+    anywhere.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__(device)
@@ -29,10 +31,12 @@ class CudaLink(Link):
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             with suppress(RuntimeError):
-                torch.ones(1, device=self.device).add_(1)  # or the next kernel anywhere would report this failure as its own
+                # or the next kernel anywhere would report this failure as its own
+                torch.ones(1, device=self.device).add_(1)
             raise FitError(
-                f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {code}). "
-                "Raise the limit on locked memory (ulimit -l unlimited), or use a shorter --context."
+                f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory "
+                f"(cudaHostRegister: error {code}). Raise the limit on locked memory (ulimit -l "
+                "unlimited), or use a shorter --context."
             )
         self._registered[buffer.data_ptr()] = buffer
         return buffer

@@ -2,7 +2,9 @@
 
 
 class TierForceError(Exception):
-    """Anything that stops a job or a document for a reason the user can act on; its text is one complete line."""
+    """Anything that stops a job or a document for a reason the user can act on; its text is one
+    complete line.
+    """
 
 
 class FitError(TierForceError):
@@ -30,6 +32,7 @@ _NO_MEMORY = (  # what allocators say that raise nothing but a RuntimeError
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, on a device or on the host, whichever allocator noticed."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+    # the latter is torch's
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)

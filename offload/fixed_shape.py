@@ -1,8 +1,10 @@
-"""Caches of one buffer a layer in which every token has a slot, and their short passes in fixed shapes.
+"""Caches of one buffer a layer in which every token has a slot, and their short passes in fixed
+shapes.
 
-A pass whose shapes, addresses and launches are the same wherever the text stands can be recorded once and replayed: as a CUDA
-graph it costs one launch instead of hundreds. So positions come from device memory here, and a pass attends to the whole buffer,
-slots that hold nothing for it masked out (as in gpt-fast's static cache).
+A pass whose shapes, addresses and launches are the same wherever the text stands can be recorded
+once and replayed: as a CUDA graph it costs one launch instead of hundreds. So positions come from
+device memory here, and a pass attends to the whole buffer, slots that hold nothing for it masked
+out (as in gpt-fast's static cache).
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ class SlotCache(Cache):
 
     @abstractmethod
     def place(self, start: int) -> tuple[int, int]:
-        """The slot of the token at `start`, and the position to rotate it at; the tokens behind it follow on."""
+        """The slot of the token at `start`, and the position to rotate it at; the tokens behind it
+        follow on.
+        """
 
     @abstractmethod
     def buffers(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The layer's KV (2, Hkv, slots, D), and where there are: keys as computed (Hkv, slots, D), weights of keys in logarithms
-        (Hkv, slots) float32. They keep their addresses, and whatever a slot holds is finite.
+        """The layer's KV (2, Hkv, slots, D), and where there are: keys as computed (Hkv, slots, D),
+        weights of keys in logarithms (Hkv, slots) float32. They keep their addresses, and whatever
+        a slot holds is finite.
         """
 
 
@@ -42,9 +47,14 @@ class FixedPass:
     def __init__(self, cache: SlotCache, rows: int):
         device = cache.buffers(0)[0].device
         self._cache = cache
-        self._slot, self._position = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))  # of the first row
+        # of the first row
+        self._slot, self._position = (
+            torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
+        )
         self._first = 0  # the slot of the first row, as `place` knows it
-        self._steps, self._columns = (torch.arange(count, device=device) for count in (rows, cache.slots))
+        self._steps, self._columns = (
+            torch.arange(count, device=device) for count in (rows, cache.slots)
+        )
 
     def place(self) -> None:
         """The next pass goes behind what the cache holds now."""
@@ -59,7 +69,9 @@ class FixedPass:
         cache.traffic.attended += cache.layout.bytes(cache.slots)
 
     def rows(self) -> Tensor:
-        """The first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself: where a pass should write it."""
+        """The first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself: where a pass
+        should write it.
+        """
         return self._cache.buffers(0)[0][:, :, self._first : self._first + len(self._steps)]
 
     def begin(self, rows: int) -> None:
@@ -70,7 +82,14 @@ class FixedPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         kv, raw, bias = self._cache.buffers(layer)
-        for buffer, new in ((kv[0], rotate(k, *self._turns)), (kv[1], v), *([(raw, k)] if raw is not None else [])):
+        for buffer, new in (
+            (kv[0], rotate(k, *self._turns)),
+            (kv[1], v),
+            *([(raw, k)] if raw is not None else []),
+        ):
             buffer.index_copy_(1, self._where, new.transpose(0, 1))
-        mask = self._mask[None] if bias is None else self._mask + bias[:, None]  # (1 or Hkv, T, slots)
-        return masked_attention(rotate(q, *self._turns), kv[0].transpose(0, 1), kv[1].transpose(0, 1), mask)[0]
+        # (1 or Hkv, T, slots)
+        mask = self._mask[None] if bias is None else self._mask + bias[:, None]
+        return masked_attention(
+            rotate(q, *self._turns), kv[0].transpose(0, 1), kv[1].transpose(0, 1), mask
+        )[0]

@@ -12,11 +12,16 @@ from offload.errors import FitError
 
 
 def host_available() -> int:
-    """Bytes of host memory that can really be had: the kernel's estimate, or less where a cgroup sets a limit."""
+    """Bytes of host memory that can really be had: the kernel's estimate, or less where a cgroup
+    sets a limit.
+    """
     available = psutil.virtual_memory().available
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         try:
             with open(limit) as top, open(used) as now:
@@ -27,7 +32,8 @@ def host_available() -> int:
 
 
 def process_peak() -> int | None:
-    """Bytes of memory that this process has held at most since the last call; None where the system does not say.
+    """Bytes of memory that this process has held at most since the last call; None where the system
+    does not say.
 
     It makes the kernel forget the peak, also for others who ask (ru_maxrss).
     """
@@ -43,7 +49,8 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
     needed, available = numel * dtype.itemsize, host_available()
     if needed > available:
         raise FitError(
-            f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and {available / 1e9:.2f} GB are available. "
-            "Use a shorter --context, or a machine with more memory."
+            f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and "
+            f"{available / 1e9:.2f} GB are available. Use a shorter --context, or a machine with "
+            "more memory."
         )
     return torch.empty(numel, dtype=dtype)

@@ -31,5 +31,7 @@ class KVLayout:
         return tokens * self.layer_token_bytes * (self.layers if layers is None else layers)
 
     def shape(self, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
-        """Head-major storage: (layers, keys and values, Hkv, tokens, D), so that a head's prefix is one contiguous copy."""
+        """Head-major storage: (layers, keys and values, Hkv, tokens, D), so that a head's prefix is
+        one contiguous copy.
+        """
         return layers, 2, self.heads, tokens, self.head_dim

@@ -1,7 +1,9 @@
-"""The link between host and device memory: the only place, with the process group, that knows what the device is.
+"""The link between host and device memory: the only place, with the process group, that knows what
+the device is.
 
-Three links, one interface. On a GPU, pinned memory, a copy stream and events. On a CPU, either no copy at all, for there host
-memory *is* device memory, or an emulated link that really copies, at a set rate, so that overlap and races show without a GPU.
+Three links, one interface. On a GPU, pinned memory, a copy stream and events. On a CPU, either no
+copy at all, for there host memory *is* device memory, or an emulated link that really copies, at a
+set rate, so that overlap and races show without a GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one si
 
 
 class Link(ABC):
-    """Copies run in the order they are asked for. A ticket stands for a copy; `wait` orders later compute after it."""
+    """Copies run in the order they are asked for. A ticket stands for a copy; `wait` orders later
+    compute after it.
+    """
 
-    copies = True  # False where host memory is device memory: callers then work on the host store itself
+    # False where host memory is device memory: callers then work on the host store itself
+    copies = True
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -49,8 +54,8 @@ class Link(ABC):
         """Bytes of device memory that could be allocated now."""
 
     def peak(self) -> int | None:
-        """Bytes in use at most since the last call: of device memory what torch allocated, or where that is host memory, all of
-        this process. None where the system does not say.
+        """Bytes in use at most since the last call: of device memory what torch allocated, or where
+        that is host memory, all of this process. None where the system does not say.
         """
         return process_peak()
 
@@ -85,11 +90,15 @@ class ViewLink(Link):
 
 
 class EmulatedLink(Link):
-    """A thread that copies between separate CPU buffers at `rate` bytes a second, in order, while the caller computes."""
+    """A thread that copies between separate CPU buffers at `rate` bytes a second, in order, while
+    the caller computes.
+    """
 
     def __init__(self, device: torch.device, rate: float):
         if not rate > 0:
-            raise TierForceError(f"an emulated link needs a rate above 0 GB/s, found {rate / 1e9:g}")
+            raise TierForceError(
+                f"an emulated link needs a rate above 0 GB/s, found {rate / 1e9:g}"
+            )
         super().__init__(device)
         self.rate = rate
         self._jobs: queue.Queue[tuple[Sequence[Copy], threading.Event] | None] = queue.Queue()
@@ -101,7 +110,11 @@ class EmulatedLink(Link):
 
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
         for destination, source in pairs:  # memmove would not notice
-            if not (destination.is_contiguous() and source.is_contiguous() and destination.nbytes == source.nbytes):
+            if not (
+                destination.is_contiguous()
+                and source.is_contiguous()
+                and destination.nbytes == source.nbytes
+            ):
                 raise ValueError("the link moves contiguous blocks of one size only")
         done = threading.Event()
         self._jobs.put((pairs, done))
@@ -111,7 +124,8 @@ class EmulatedLink(Link):
         ticket.wait()
 
     def drain(self) -> None:
-        if self._thread.is_alive() and not sys.is_finalizing():  # when Python ends, the thread does not run any more
+        # when Python ends, the thread does not run any more
+        if self._thread.is_alive() and not sys.is_finalizing():
             self.copy(()).wait()
 
     def close(self) -> None:
@@ -128,7 +142,8 @@ class EmulatedLink(Link):
             free_at = max(free_at, time.perf_counter())
             for destination, source in pairs:
                 free_at += source.nbytes / self.rate
-                # memmove, for it leaves the lock and the compute threads alone, which a tensor copy does not
+                # memmove, for it leaves the lock and the compute threads alone, which a tensor copy
+                # does not
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
             if (ahead := free_at - time.perf_counter()) > 0:
                 time.sleep(ahead)
@@ -136,7 +151,9 @@ class EmulatedLink(Link):
 
 
 def make_link(spec: str, device: torch.device) -> Link:
-    """`auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE` with the rate in GB/s."""
+    """`auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE` with the rate in
+    GB/s.
+    """
     name, _, rate = spec.partition(":")
     if name == "auto" and not rate:
         if device.type != "cuda":
@@ -152,5 +169,6 @@ def make_link(spec: str, device: torch.device) -> Link:
         except ValueError:
             pass
     raise TierForceError(
-        f"--link {spec} is not a link for {device.type}: use auto, or on a CPU view or emulated:RATE (GB/s, as in emulated:0.5)"
+        f"--link {spec} is not a link for {device.type}: use auto, or on a CPU view or "
+        "emulated:RATE (GB/s, as in emulated:0.5)"
     )

@@ -35,26 +35,34 @@ class MemoryPlan:
     slots: int
     device_bytes: int  # in the larger phase
     host_bytes: int
-    late_layers: int = 0  # of the resident ones, those whose KV waits on the host until the hidden states have made room
+    # of the resident ones, those whose KV waits on the host until the hidden states have made room
+    late_layers: int = 0
 
 
 def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
-    """Heads per slot, slots, and bytes of the transfer ring: copies of 2 MB or more, at most 1 GB in all where that is possible."""
+    """Heads per slot, slots, and bytes of the transfer ring: copies of 2 MB or more, at most 1 GB
+    in all where that is possible.
+    """
     head = 2 * context * layout.head_dim * layout.dtype.itemsize
     heads = min(layout.heads, max(1, -(-2 * _COPY_BYTES // head)))
     slots = 3 if 3 * heads * head <= _RING_BYTES else 2
     return heads, slots, slots * heads * head
 
 
-def device_tiers(needs: Needs, resident: int, late: int = 0) -> tuple[dict[str, int], dict[str, int]]:
-    """Device bytes by what they are for, in prefill and when decoding: hidden states are live in the one, `late` of the resident
-    layers in the other.
+def device_tiers(
+    needs: Needs, resident: int, late: int = 0
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Device bytes by what they are for, in prefill and when decoding: hidden states are live in
+    the one, `late` of the resident layers in the other.
     """
     layout, far = needs.layout, needs.layout.layers - resident
-    stage = layout.bytes(needs.context, 1)  # prefill works on one far layer at a time; the ring is idle then
+    # prefill works on one far layer at a time; the ring is idle then
+    stage = layout.bytes(needs.context, 1)
     decode = {
         "resident layers": layout.bytes(needs.context, resident),
-        "ring, in prefill one layer": max(ring_shape(layout, needs.context)[2], stage) if far and needs.copies else 0,
+        "ring, in prefill one layer": (
+            max(ring_shape(layout, needs.context)[2], stage) if far and needs.copies else 0
+        ),
         "recent tokens": layout.bytes(needs.tail, far),
         "retrieval cache": needs.retrieval,
         "draft cache": needs.draft,
@@ -66,10 +74,14 @@ def device_tiers(needs: Needs, resident: int, late: int = 0) -> tuple[dict[str, 
     return {**decode, "resident layers": early, "hidden states": needs.hidden, "a pass": 0}, decode
 
 
-def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | None = None) -> MemoryPlan:
-    """Keep as many layers on the device as fit in `device` bytes; the KV of the others goes to the host, in `host` bytes.
+def plan_memory(
+    needs: Needs, device: int, host: int, resident_layers: int | None = None
+) -> MemoryPlan:
+    """Keep as many layers on the device as fit in `device` bytes; the KV of the others goes to the
+    host, in `host` bytes.
 
-    As few of them come late as can be. `resident_layers` overrides the count. Raises FitError with what is needed and available.
+    As few of them come late as can be. `resident_layers` overrides the count. Raises FitError with
+    what is needed and available.
     """
     layout = needs.layout
 
@@ -77,11 +89,16 @@ def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | Non
         return max(sum(tiers.values()) for tiers in device_tiers(needs, resident, late))
 
     def late(resident: int) -> range:
-        """How many may come late. They go through the memory of the ring, which is there for far layers alone."""
+        """How many may come late. They go through the memory of the ring, which is there for far
+        layers alone.
+        """
         return range(resident + 1 if needs.copies and resident < layout.layers else 1)
 
     if resident_layers is not None and not 0 <= resident_layers <= layout.layers:
-        raise FitError(f"--resident-layers {resident_layers} is not between 0 and the model's {layout.layers} layers.")
+        raise FitError(
+            f"--resident-layers {resident_layers} is not between 0 and the model's {layout.layers} "
+            "layers."
+        )
     choices = range(layout.layers, -1, -1) if resident_layers is None else [resident_layers]
     pairs = ((count, wait) for count in choices for wait in late(count))
     fitting, waiting = next((pair for pair in pairs if on_device(*pair) <= device), (None, 0))
@@ -91,27 +108,32 @@ def plan_memory(needs: Needs, device: int, host: int, resident_layers: int | Non
         if resident_layers is not None:
             hint = "fewer --resident-layers, " + hint
         raise FitError(
-            f"this job needs {least / 1e9:.3f} GB of device memory beside the weights ({needs.retrieval / 1e9:.3f} GB of it for "
-            f"the retrieval cache) and {max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
+            f"this job needs {least / 1e9:.3f} GB of device memory beside the weights "
+            f"({needs.retrieval / 1e9:.3f} GB of it for the retrieval cache) and "
+            f"{max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
         )
     on_host = layout.bytes(needs.context, layout.layers - fitting + waiting)
     if on_host > host:
         raise FitError(
-            f"the KV cache of {needs.context} tokens needs {on_host / 1e9:.2f} GB of host memory per rank and {host / 1e9:.2f} GB "
-            "are available. It would take a shorter --context, more host memory or more device memory."
+            f"the KV cache of {needs.context} tokens needs {on_host / 1e9:.2f} GB of host memory "
+            f"per rank and {host / 1e9:.2f} GB are available. It would take a shorter --context, "
+            "more host memory or more device memory."
         )
     heads, slots, _ = ring_shape(layout, needs.context)
     return MemoryPlan(fitting, heads, slots, on_device(fitting, waiting), on_host, waiting)
 
 
 def places(layers: int, resident: int) -> list[tuple[bool, int]]:
-    """Whether each layer is resident, and its index among its kind: spread evenly, so that the link is busy while they compute,
-    and the first layer is one of them, so that the first copy hides behind it.
+    """Whether each layer is resident, and its index among its kind: spread evenly, so that the link
+    is busy while they compute, and the first layer is one of them, so that the first copy hides
+    behind it.
     """
     near = [layer * resident % layers < resident for layer in range(layers)]
     return [(here, near[:layer].count(here)) for layer, here in enumerate(near)]
 
 
 def tail_tokens(recent: int, block: int, rows: int) -> int:
-    """Tokens a far layer keeps on the device: the recent ones, a block that is filling, and the rows of a pass."""
+    """Tokens a far layer keeps on the device: the recent ones, a block that is filling, and the
+    rows of a pass.
+    """
     return recent + block + rows

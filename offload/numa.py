@@ -1,4 +1,6 @@
-"""Host memory on the GPU's side of the machine: copies from another NUMA node cross the link between the sockets first."""
+"""Host memory on the GPU's side of the machine: copies from another NUMA node cross the link
+between the sockets first.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def cpus_of(node: int, sysfs: Path = SYSFS) -> set[int]:
 
 @contextmanager
 def on_node(node: int | None, sysfs: Path = SYSFS) -> Iterator[None]:
-    """Memory that this thread touches first inside lies on the node, if it has room: a page goes to where the thread runs.
+    """Memory that this thread touches first inside lies on the node, if it has room: a page goes to
+    where the thread runs.
 
     Without a node, or where this process may use none of its CPUs, nothing changes.
     """

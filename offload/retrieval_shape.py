@@ -1,4 +1,6 @@
-"""How a retrieval budget is spent: plain arithmetic, which plans need as much as the cache itself."""
+"""How a retrieval budget is spent: plain arithmetic, which plans need as much as the cache
+itself.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,18 @@ from dataclasses import dataclass
 
 from offload.layout import KVLayout
 
-SEEN_TOKENS = 1 << 18  # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
+# keys, over all heads, that a choice looks at in one go: bounds its scratch memory
+SEEN_TOKENS = 1 << 18
 
 
 @dataclass(frozen=True)
 class RetrievalShape:
-    """How a budget of tokens a head is spent: selected + summaries + window = budget, right after a choice. All in tokens.
+    """How a budget of tokens a head is spent: selected + summaries + window = budget, right after a
+    choice. All in tokens.
 
-    The window is every token behind the target's boundary, so it takes `window` to `window + block` tokens and the rows of the
-    pass. A context within the budget is kept whole. At least one chunk is always selected, even where the rest has used the
-    budget up.
+    The window is every token behind the target's boundary, so it takes `window` to `window + block`
+    tokens and the rows of the pass. A context within the budget is kept whole. At least one chunk
+    is always selected, even where the rest has used the budget up.
     """
 
     budget: int
@@ -29,13 +33,23 @@ class RetrievalShape:
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.budget:
-            raise ValueError(f"a retrieval chunk must have 1 to budget = {self.budget} tokens, found {self.chunk}")
+            raise ValueError(
+                f"a retrieval chunk must have 1 to budget = {self.budget} tokens, found "
+                f"{self.chunk}"
+            )
         if self.block % self.chunk:
-            raise ValueError(f"the boundary must move by whole chunks of {self.chunk}, found blocks of {self.block}")
+            raise ValueError(
+                f"the boundary must move by whole chunks of {self.chunk}, found blocks of "
+                f"{self.block}"
+            )
 
     @classmethod
-    def of(cls, budget: int, chunk: int, summary: int | None, context: int, rows: int, fresh: int) -> RetrievalShape:
-        """Sizes that suit a budget. `summary` None: summaries of 64 tokens, or more where they would take over a quarter of it."""
+    def of(
+        cls, budget: int, chunk: int, summary: int | None, context: int, rows: int, fresh: int
+    ) -> RetrievalShape:
+        """Sizes that suit a budget. `summary` None: summaries of 64 tokens, or more where they
+        would take over a quarter of it.
+        """
         block = -(-min(64, max(1, budget // 4)) // chunk) * chunk
         if summary is None:
             summary = 64
@@ -44,7 +58,9 @@ class RetrievalShape:
         return cls(budget, chunk, summary, min(32, budget // 8), block, context, rows, fresh)
 
     def split(self, prefix: int, recent: int) -> tuple[int, int]:
-        """Tokens to select and summaries to make, with `prefix` tokens up to the boundary and `recent` ones behind it."""
+        """Tokens to select and summaries to make, with `prefix` tokens up to the boundary and
+        `recent` ones behind it.
+        """
         if prefix + recent <= self.budget:
             return prefix, 0
         summaries = -(-prefix // self.summary) if self.summary else 0
@@ -60,9 +76,13 @@ class RetrievalShape:
         return max(self.budget, least) + self.fresh
 
     def device_bytes(self, layout: KVLayout) -> int:
-        return layout.bytes(self.slots) + (layout.layers * layout.heads * self.slots * 4 if self.summary else 0)
+        return layout.bytes(self.slots) + (
+            layout.layers * layout.heads * self.slots * 4 if self.summary else 0
+        )
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
-        """What choosing takes while it is done: a few arrays of `rows` float32 a key, mean keys, a copy of keys that lie apart."""
+        """What choosing takes while it is done: a few arrays of `rows` float32 a key, mean keys, a
+        copy of keys that lie apart.
+        """
         keys = max(min(SEEN_TOKENS, self.context * layout.heads), self.context)
         return 4 * keys * (4 * rows + layout.head_dim // self.chunk + layout.head_dim)

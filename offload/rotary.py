@@ -1,4 +1,6 @@
-"""Rotary position embedding tables (Su et al. 2021, arXiv 2104.09864), applied by the caches: positions belong to them."""
+"""Rotary position embedding tables (Su et al. 2021, arXiv 2104.09864), applied by the caches:
+positions belong to them.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,23 @@ from torch import Tensor
 
 
 class Rotary:
-    """cos and sin for positions 0..length-1, computed in float32 and kept in the model's dtype, as transformers does.
+    """cos and sin for positions 0..length-1, computed in float32 and kept in the model's dtype, as
+    transformers does.
 
     `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
     """
 
-    def __init__(self, inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype, device: torch.device
+    ):
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
         self.cos = (angles.cos() * scale).to(dtype)
         sin = (angles.sin() * scale).to(dtype)
         half = inv_freq.numel()
-        self.sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)  # the sign of rotate_half, applied once
+        # the sign of rotate_half, applied once
+        self.sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
     @property
     def length(self) -> int:
@@ -29,7 +35,9 @@ class Rotary:
         """Rotate x (T, H, D), whose first row is at position `start`."""
         end = start + len(x)
         if end > self.length:
-            raise ValueError(f"position {end - 1} is past the rotary table of {self.length} positions")
+            raise ValueError(
+                f"position {end - 1} is past the rotary table of {self.length} positions"
+            )
         return rotate(x, self.cos[start:end], self.sin[start:end])
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

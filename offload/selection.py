@@ -1,6 +1,7 @@
 """Which chunks of the context a retrieval cache keeps: policies behind one seam.
 
-A policy sees what the target sees when it verifies: rows of queries, and all keys of the prefix while they are on the device.
+A policy sees what the target sees when it verifies: rows of queries, and all keys of the prefix
+while they are on the device.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from offload.layout import KVLayout
 
 
 class Seen:
-    """Some rows of a pass against the prefix keys of a few KV heads; what is derived is computed once, when it is asked for."""
+    """Some rows of a pass against the prefix keys of a few KV heads; what is derived is computed
+    once, when it is asked for.
+    """
 
     def __init__(self, q: Tensor, keys: Tensor, rows: int):
-        """q (T, Hq, D) rotated queries, newest last; keys (Hkv, N, D) rotated. Keeps `rows` of them, evenly spaced, with the last.
+        """q (T, Hq, D) rotated queries, newest last; keys (Hkv, N, D) rotated. Keeps `rows` of
+        them, evenly spaced, with the last.
 
-        Grouped query heads share their KV head, so their rows stand beside each other: R = rows x group.
+        Grouped query heads share their KV head, so their rows stand beside each other: R = rows x
+        group.
         """
         count = min(rows, len(q))
         picked = torch.arange(1, count + 1, device=q.device) * len(q) // count - 1
@@ -30,10 +35,12 @@ class Seen:
 
     @cached_property
     def _scores(self) -> tuple[Tensor, Tensor]:
-        if self.keys.is_cpu and self.keys.dtype != torch.float32:  # where a batch is slower than one head after another
+        # where a batch is slower than one head after another
+        if self.keys.is_cpu and self.keys.dtype != torch.float32:
             scores = torch.stack([keys @ q.T for q, keys in zip(self.q, self.keys, strict=True)])
         else:
-            scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): faster this way round, on a CPU
+            # (Hkv, N, R): faster this way round, on a CPU
+            scores = self.keys @ self.q.transpose(1, 2)
         scores = scores.transpose(1, 2).float().contiguous()
         most = scores.amax(-1, keepdim=True)
         return scores.sub_(most).exp_(), most[..., 0]
@@ -50,12 +57,15 @@ class Seen:
 
     @cached_property
     def mass(self) -> Tensor:
-        """Attention that each key of the prefix gets from all rows together, (Hkv, N) float32; a row has 1 to give."""
+        """Attention that each key of the prefix gets from all rows together, (Hkv, N) float32; a
+        row has 1 to give.
+        """
         return (self.weights.sum(-1).reciprocal()[:, None] @ self.weights)[:, 0]
 
     def leave_out(self, chunks: Tensor, size: int) -> None:
         """The tokens of these chunks (Hkv, n) of `size` tokens weigh nothing from now on."""
-        whole = self.weights[..., : self.keys.shape[1] // size * size].unflatten(-1, (-1, size))  # (Hkv, R, C, size)
+        # (Hkv, R, C, size)
+        whole = self.weights[..., : self.keys.shape[1] // size * size].unflatten(-1, (-1, size))
         for weights, left_out in zip(whole, chunks, strict=True):
             weights.index_fill_(1, left_out, 0.0)
 
@@ -63,29 +73,43 @@ class Seen:
 class SelectionPolicy(ABC):
     """Ranks chunks of the prefix. One object serves one text, all its layers and heads."""
 
-    refreshes = True  # whether the choice is made anew when the target verifies, or once, behind the prompt
-    rows = 4  # rows of a pass that have a say: 8 or 16 reject a hundredth less, and cost twice or four times as much
+    # whether the choice is made anew when the target verifies, or once, behind the prompt
+    refreshes = True
+    # rows of a pass that have a say: 8 or 16 reject a hundredth less, and cost twice or four times
+    # as much
+    rows = 4
 
     def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
-        """Device memory that a policy takes for a text of `context` tokens beside the retrieval cache."""
+        """Device memory that a policy takes for a text of `context` tokens beside the retrieval
+        cache.
+        """
         return 0
 
     @abstractmethod
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
-        """The worth (Hkv, C) float32 of each of the C whole chunks for KV heads `head`, `head` + 1, ... of the layer."""
+        """The worth (Hkv, C) float32 of each of the C whole chunks for KV heads `head`, `head` + 1,
+        ... of the layer.
+        """
 
     def select(self, seen: Seen, layer: int, head: int, chunk: int, count: int) -> Tensor:
-        """Indices (Hkv, count) of the chunks to keep per KV head. Chunk 0, the sink, always stays."""
+        """Indices (Hkv, count) of the chunks to keep per KV head. Chunk 0, the sink, always
+        stays.
+        """
         scores = self.scores(seen, layer, head, chunk)
         scores[:, 0] = torch.inf
         return scores.topk(count, dim=1, sorted=False).indices
 
 
 class MeanKey(SelectionPolicy):
-    """The rows' queries against each chunk's mean key (the measure of TriForce, arXiv 2404.11912, section 4.1)."""
+    """The rows' queries against each chunk's mean key (the measure of TriForce, arXiv 2404.11912,
+    section 4.1).
+    """
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
-        means = torch.stack([keys.unflatten(0, (-1, chunk)).mean(1, dtype=torch.float32) for keys in seen.keys])  # (Hkv, C, D)
+        # (Hkv, C, D)
+        means = torch.stack(
+            [keys.unflatten(0, (-1, chunk)).mean(1, dtype=torch.float32) for keys in seen.keys]
+        )
         logits = seen.q.float() @ means.transpose(1, 2)  # (Hkv, R, C)
         return logits.log_softmax(-1).logsumexp(1)  # in logarithms: far chunks still have an order
 
@@ -98,15 +122,21 @@ class Static(MeanKey):
 
 
 class Window(SelectionPolicy):
-    """The most recent chunks, and the sink: what StreamingLLM keeps (Xiao et al. 2023, arXiv 2309.17453, section 3.2)."""
+    """The most recent chunks, and the sink: what StreamingLLM keeps (Xiao et al. 2023, arXiv
+    2309.17453, section 3.2).
+    """
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         heads, tokens, _ = seen.keys.shape
-        return torch.arange(tokens // chunk, dtype=torch.float32, device=seen.keys.device).repeat(heads, 1)
+        return torch.arange(tokens // chunk, dtype=torch.float32, device=seen.keys.device).repeat(
+            heads, 1
+        )
 
 
 class Mass(SelectionPolicy):
-    """The attention the rows really give to each chunk; and a chunk behind one that is read may be read next, at half the odds."""
+    """The attention the rows really give to each chunk; and a chunk behind one that is read may be
+    read next, at half the odds.
+    """
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         mass = seen.mass.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
@@ -114,13 +144,15 @@ class Mass(SelectionPolicy):
 
 
 class Accumulated(SelectionPolicy):
-    """Heavy hitters: attention summed over all rows seen so far (after H2O, Zhang et al. 2023, arXiv 2306.14048, section 4.1).
+    """Heavy hitters: attention summed over all rows seen so far (after H2O, Zhang et al. 2023,
+    arXiv 2306.14048, section 4.1).
 
     H2O sums over every row of the prompt; here the rows are those that a policy gets to see.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[int, int], Tensor] = {}  # by layer and KV head: heads come in groups of any size
+        # by layer and KV head: heads come in groups of any size
+        self._sums: dict[tuple[int, int], Tensor] = {}
 
     def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
         return 4 * layout.layers * layout.heads * (context // chunk)

@@ -1,4 +1,6 @@
-"""The target's cache: some layers resident on the device, the KV of the others in host memory, streamed to verify."""
+"""The target's cache: some layers resident on the device, the KV of the others in host memory,
+streamed to verify.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ LAST_ROWS = 32  # rows of the prompt that followers see: a prefill attends with 
 class TieredCache(Cache):
     """Exact KV of the whole sequence over two tiers.
 
-    `boundary` splits the tokens into a prefix and recent ones. A resident layer is one device buffer. Any other layer has its
-    prefix in the host store and the recent tokens in a device tail. A pass streams the prefix through the ring, a group of heads
-    at a time: a head needs only its own KV, so groups are independent and only prefix and tail are merged. The boundary moves in
-    whole blocks, once `recent` tokens stand behind the next one; the tokens it passes are written to the host.
+    `boundary` splits the tokens into a prefix and recent ones. A resident layer is one device
+    buffer. Any other layer has its prefix in the host store and the recent tokens in a device tail.
+    A pass streams the prefix through the ring, a group of heads at a time: a head needs only its
+    own KV, so groups are independent and only prefix and tail are merged. The boundary moves in
+    whole blocks, once `recent` tokens stand behind the next one; the tokens it passes are written
+    to the host.
     """
 
     _state = ("length", "boundary", "_tail")
@@ -50,12 +54,16 @@ class TieredCache(Cache):
         slots: int = 3,
         late_layers: int = 0,
     ):
-        """`capacity`: tokens of the whole text; `rows`: tokens of the largest pass when decoding. `late_layers`: of the resident
-        ones, those that prefill writes to the host, and that come to the device behind it.
+        """`capacity`: tokens of the whole text; `rows`: tokens of the largest pass when decoding.
+        `late_layers`: of the resident ones, those that prefill writes to the host, and that come to
+        the device behind it.
         """
         super().__init__(layout)
         if late_layers and not (link.copies and late_layers <= resident_layers < layout.layers):
-            raise ValueError(f"{late_layers} of {resident_layers} layers come late: that takes far layers, and a link")
+            raise ValueError(
+                f"{late_layers} of {resident_layers} layers come late: that takes far layers, and a"
+                " link"
+            )
         self.capacity, self.link, self.rotary = capacity, link, rotary
         self._places = places(layout.layers, resident_layers)
         self.recent, self.block = recent, block
@@ -64,24 +72,39 @@ class TieredCache(Cache):
         far = layout.layers - resident_layers
         self._resident = resident_layers
         self._near = [self._layer() for _ in range(resident_layers - late_layers)]
-        self._tail = torch.empty(layout.shape(far, tail_tokens(recent, block, rows)), dtype=layout.dtype, device=link.device)
+        self._tail = torch.empty(
+            layout.shape(far, tail_tokens(recent, block, rows)),
+            dtype=layout.dtype,
+            device=link.device,
+        )
         self._store = HostStore(layout, far + late_layers, capacity, arena)  # the late ones last
         self._slot_heads = slot_heads
-        slot, room = (2, slot_heads, capacity, layout.head_dim), torch.Size(layout.shape(1, capacity)).numel()
+        slot, room = (
+            (2, slot_heads, capacity, layout.head_dim),
+            torch.Size(layout.shape(1, capacity)).numel(),
+        )
         self._ring = TransferRing(link, slots, slot, layout.dtype, room) if far else None
         self._prompt = 0  # tokens of the prompt while it is being prefilled
-        self._stage: Tensor | None = None  # (2, Hkv, prompt, D): the one far layer that prefill works on, in the ring's memory
-        self._writes: dict[int, Any] = {}  # tickets of the stage's blocks on their way to the host, by first token
+        # (2, Hkv, prompt, D): the one far layer that prefill works on, in the ring's memory
+        self._stage: Tensor | None = None
+        # tickets of the stage's blocks on their way to the host, by first token
+        self._writes: dict[int, Any] = {}
 
     @property
     def device_bytes(self) -> int:
-        return sum(kv.nbytes for kv in self._near) + self._tail.nbytes + (self._ring.nbytes if self._ring else 0)
+        return (
+            sum(kv.nbytes for kv in self._near)
+            + self._tail.nbytes
+            + (self._ring.nbytes if self._ring else 0)
+        )
 
-    # -- decoding -----------------------------------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------
 
     def begin(self, rows: int) -> None:
         if self.length + rows > self.capacity:
-            raise ValueError(f"{self.length} tokens and {rows} more do not fit a cache of {self.capacity}")
+            raise ValueError(
+                f"{self.length} tokens and {rows} more do not fit a cache of {self.capacity}"
+            )
         self.bring_in()
         self._move_boundary()
         if self._ring is not None and self.boundary:
@@ -113,7 +136,8 @@ class TieredCache(Cache):
     def crop(self, length: int) -> None:
         self._tell_followers(min(self.length, length))  # one of them may refuse
         super().crop(length)
-        self.boundary = min(self.boundary, self.length)  # a tail that would start past the end is empty
+        # a tail that would start past the end is empty
+        self.boundary = min(self.boundary, self.length)
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
@@ -128,7 +152,9 @@ class TieredCache(Cache):
             follower.observe(layer, head, q, prefix, recent)
 
     def _attend_far(self, layer: int, q: Tensor, tail: Tensor) -> Partial:
-        """Attention of all rows over a far layer's prefix, one group of heads after another as they come over the link."""
+        """Attention of all rows over a far layer's prefix, one group of heads after another as they
+        come over the link.
+        """
         assert self._ring is not None
         group = q.shape[1] // self.layout.heads  # query heads per KV head
         parts = []
@@ -137,7 +163,11 @@ class TieredCache(Cache):
             rows = q[:, head * group : (head + chunk.shape[1]) * group]
             self.traffic.link_in += chunk.nbytes
             self.traffic.attended += chunk.nbytes
-            parts.append(partial_attention(rows, chunk[0].transpose(0, 1), chunk[1].transpose(0, 1), causal=False))
+            parts.append(
+                partial_attention(
+                    rows, chunk[0].transpose(0, 1), chunk[1].transpose(0, 1), causal=False
+                )
+            )
             self._show(layer, head, rows, chunk, tail[:, head : head + chunk.shape[1]])
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
@@ -146,10 +176,15 @@ class TieredCache(Cache):
         return max(0, length - self.recent) // self.block * self.block
 
     def _move_boundary(self) -> None:
-        """Move it as far as it may go, writing what it passes to the host, and the rest of the tail to the tail's front."""
+        """Move it as far as it may go, writing what it passes to the host, and the rest of the tail
+        to the tail's front.
+        """
         if (count := self._boundary_at(self.length) - self.boundary) <= 0:
             return
-        tickets = [self._write(layer, tail[:, :, :count], self.boundary) for layer, tail in enumerate(self._tail)]
+        tickets = [
+            self._write(layer, tail[:, :, :count], self.boundary)
+            for layer, tail in enumerate(self._tail)
+        ]
         if tickets:
             self.link.wait(tickets[-1])  # copies keep order; the tail is about to be written again
             rest = self.length - self.boundary - count
@@ -160,15 +195,16 @@ class TieredCache(Cache):
         self.traffic.link_out += kv.nbytes
         return self._store.write(self.link, layer, kv, at)
 
-    # -- prefill ------------------------------------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
-        """Layer-major prefill: inside, `attend` or `keep` is called for all chunks of a layer before any of the next layer, and
-        `attend` for the last one.
+        """Layer-major prefill: inside, `attend` or `keep` is called for all chunks of a layer
+        before any of the next layer, and `attend` for the last one.
 
-        A far layer's KV is built in one device buffer, and its prefix written to the host block by block as it is computed; nothing
-        is read back. On leaving, the cache stands at `tokens` tokens; `bring_in` is to follow.
+        A far layer's KV is built in one device buffer, and its prefix written to the host block by
+        block as it is computed; nothing is read back. On leaving, the cache stands at `tokens`
+        tokens; `bring_in` is to follow.
         """
         if self.length:
             raise ValueError(f"prefill starts an empty cache; this one holds {self.length} tokens")
@@ -190,16 +226,26 @@ class TieredCache(Cache):
         self.advance(tokens)
 
     def bring_in(self) -> None:
-        """The late layers, into memory that prefill has left. Raises FitError where others have taken it meanwhile."""
+        """The late layers, into memory that prefill has left. Raises FitError where others have
+        taken it meanwhile.
+        """
         if not (missing := self._resident - len(self._near)):
             return
         for kv in self._store.kv[-missing:]:
             try:
                 near = self._layer()
             except torch.OutOfMemoryError as error:
-                raise FitError(f"others took device memory meant for {missing} layers: use fewer --resident-layers.") from error
+                raise FitError(
+                    f"others took device memory meant for {missing} layers: use fewer "
+                    "--resident-layers."
+                ) from error
             heads = product(range(2), range(kv.shape[1]))
-            self.link.copy([(near[part, head, : self.length], kv[part, head, : self.length]) for part, head in heads])
+            self.link.copy(
+                [
+                    (near[part, head, : self.length], kv[part, head, : self.length])
+                    for part, head in heads
+                ]
+            )
             self.traffic.link_in += kv[:, :, : self.length].nbytes
             self._near.append(near)
         self.link.drain()
@@ -207,10 +253,16 @@ class TieredCache(Cache):
     def _layer(self) -> Tensor:
         """Room for a resident layer (2, Hkv, capacity, D)."""
         with torch.inference_mode(False):  # a link writes to it from outside
-            return torch.empty(self.layout.shape(1, self.capacity)[1:], dtype=self.layout.dtype, device=self.link.device)
+            return torch.empty(
+                self.layout.shape(1, self.capacity)[1:],
+                dtype=self.layout.dtype,
+                device=self.link.device,
+            )
 
     def _place(self, layer: int) -> tuple[bool, int]:
-        """In prefill: whether the layer is on the device, and its index there, or in the host store."""
+        """In prefill: whether the layer is on the device, and its index there, or in the host
+        store.
+        """
         near, index = self._places[layer]
         late = index - len(self._near)
         return (False, len(self._tail) + late) if near and late >= 0 else (near, index)
@@ -223,7 +275,8 @@ class TieredCache(Cache):
         """Into the layer's buffer (2, Hkv, N, D), and from there to the host what goes there."""
         end, (near, index) = start + len(k), self._place(layer)
         whole = index >= len(self._tail)  # a late layer has no tail
-        kept = slice(start, end if whole else max(start, min(end, self.boundary)))  # of these tokens, those that go to the host
+        # of these tokens, those that go to the host
+        kept = slice(start, end if whole else max(start, min(end, self.boundary)))
         if near:
             kv = self._near[index]
             put(kv, k, v, start)

@@ -14,7 +14,8 @@ from torch import Tensor
 from offload.errors import TierForceError
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")  # may be left over: computed from the config, or a copy of tied embeddings
+# may be left over: computed from the config, or a copy of tied embeddings
+_DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
 class CheckpointError(TierForceError):
@@ -33,7 +34,8 @@ class TensorSlice:
                 return file.get_slice(self.name)[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self.path.name}: tensor {self.name} cannot be read ({error}). Fetch the file again."
+                f"{self.path.name}: tensor {self.name} cannot be read ({error}). Fetch the file "
+                "again."
             ) from error
 
 
@@ -53,16 +55,22 @@ class Checkpoint:
         return name in self._shapes
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
-        """The tensor of this name. Raises CheckpointError when it is missing or its shape is not `shape`."""
+        """The tensor of this name. Raises CheckpointError when it is missing or its shape is not
+        `shape`.
+        """
         if name not in self._shapes:
             raise CheckpointError(
-                f"{self.folder}: tensor {name} is missing; the checkpoint has {len(self._shapes)} tensors. "
-                "Was the download interrupted? Fetch it again, or point at a complete folder."
+                f"{self.folder}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
+                "tensors. Was the download interrupted? Fetch it again, or point at a complete "
+                "folder."
             )
         self._asked.add(name)
         found = self._shapes[name]
         if found != shape:
-            raise CheckpointError(f"{self._where[name].name}: tensor {name} has shape {found}, but config.json implies {shape}.")
+            raise CheckpointError(
+                f"{self._where[name].name}: tensor {name} has shape {found}, but config.json "
+                f"implies {shape}."
+            )
         return TensorSlice(self._where[name], name, found)
 
     @property
@@ -71,36 +79,55 @@ class Checkpoint:
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def refuse_leftovers(self) -> None:
-        """Raises CheckpointError when the file has tensors that nobody asked for: ignoring weights would change the text."""
-        left = sorted(name for name in self._shapes.keys() - self._asked if not name.endswith(_DERIVED))
+        """Raises CheckpointError when the file has tensors that nobody asked for: ignoring weights
+        would change the text.
+        """
+        left = sorted(
+            name for name in self._shapes.keys() - self._asked if not name.endswith(_DERIVED)
+        )
         if left:
             raise CheckpointError(
-                f"{self.folder}: {len(left)} tensors have no place in the model that config.json describes, first {left[0]}. "
-                "The config does not belong to these weights, or the architecture has parts that are not supported."
+                f"{self.folder}: {len(left)} tensors have no place in the model that config.json "
+                f"describes, first {left[0]}. The config does not belong to these weights, or the "
+                "architecture has parts that are not supported."
             )
 
     def _files(self) -> list[Path]:
-        single, index = self.folder / "model.safetensors", self.folder / "model.safetensors.index.json"
+        single, index = (
+            self.folder / "model.safetensors",
+            self.folder / "model.safetensors.index.json",
+        )
         if index.is_file():
             try:
-                files = sorted({self.folder / file for file in json.loads(index.read_text())["weight_map"].values()})
+                files = sorted(
+                    {
+                        self.folder / file
+                        for file in json.loads(index.read_text())["weight_map"].values()
+                    }
+                )
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is not a readable weight index: {error}. Fetch it again.") from error
+                raise CheckpointError(
+                    f"{index} is not a readable weight index: {error}. Fetch it again."
+                ) from error
             missing = [path.name for path in files if not path.is_file()]
             if missing:
                 raise CheckpointError(
-                    f"{self.folder}: {len(missing)} weight files are missing, first {missing[0]}. Fetch them again."
+                    f"{self.folder}: {len(missing)} weight files are missing, first {missing[0]}. "
+                    "Fetch them again."
                 )
             return files
         if single.is_file():
             return [single]
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
             raise CheckpointError(
-                f"{self.folder} has pickle weights only, which can run code and are not loaded. Convert them once: "
-                f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{self.folder}', dtype='auto')"
-                f".save_pretrained('{self.folder}')\""
+                f"{self.folder} has pickle weights only, which can run code and are not loaded."
+                ' Convert them once: python -c "from transformers import AutoModelForCausalLM as'
+                f" M; M.from_pretrained('{self.folder}', "
+                f"dtype='auto').save_pretrained('{self.folder}')\""
             )
-        raise CheckpointError(f"{self.folder} has no weights: model.safetensors (or its index) is missing.")
+        raise CheckpointError(
+            f"{self.folder} has no weights: model.safetensors (or its index) is missing."
+        )
 
     def _scan(self, path: Path) -> None:
         with self._open(path) as file:
@@ -110,7 +137,10 @@ class Checkpoint:
                 self._shapes[name] = tuple(tensor.get_shape())
                 kind = tensor.get_dtype()
                 if kind not in _DTYPES:
-                    raise CheckpointError(f"{path.name}: tensor {name} is {kind}; only {', '.join(_DTYPES)} weights are read.")
+                    raise CheckpointError(
+                        f"{path.name}: tensor {name} is {kind}; only {', '.join(_DTYPES)} weights "
+                        "are read."
+                    )
                 self._dtypes[name] = _DTYPES[kind]
 
     def _open(self, path: Path) -> Any:
@@ -118,5 +148,6 @@ class Checkpoint:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{path} is not a complete safetensors file ({error}). Was the download interrupted? Fetch it again."
+                f"{path} is not a complete safetensors file ({error}). Was the download "
+                "interrupted? Fetch it again."
             ) from error

@@ -26,7 +26,13 @@ FAMILIES: dict[str, dict[str, bool]] = {
     "qwen2": {"qkv_bias": True, "o_bias": False},
 }
 # what transformers would fill in if it were missing
-_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_NEEDED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -61,25 +67,45 @@ class ModelConfig:
     rope: Any = field(hash=False)  # the transformers config, for its RoPE functions
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions"):
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate",
+            "vocab",
+            "max_positions",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"the model's config gives {name} = {value!r}; it must be a whole number of at least 1.")
+                raise ConfigError(
+                    f"the model's config gives {name} = {value!r}; it must be a whole number of at "
+                    "least 1."
+                )
         if self.heads % self.kv_heads:
-            raise ConfigError(f"the model's {self.heads} attention heads do not divide into {self.kv_heads} key/value heads.")
+            raise ConfigError(
+                f"the model's {self.heads} attention heads do not divide into {self.kv_heads} "
+                "key/value heads."
+            )
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> ModelConfig:
-        """Read config.json in `folder`. Raises ConfigError for what is missing, broken or not supported."""
+        """Read config.json in `folder`. Raises ConfigError for what is missing, broken or not
+        supported.
+        """
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"{folder} has no config.json: point --model and --draft at complete Hugging Face checkpoint folders."
+                f"{folder} has no config.json: point --model and --draft at complete Hugging Face "
+                "checkpoint folders."
             )
         return cls._read(folder / "config.json")
 
     @classmethod
     def find(cls, name: str) -> ModelConfig:
-        """Of a folder, a config.json, or a model on the hub, of which nothing else is fetched. Raises ConfigError."""
+        """Of a folder, a config.json, or a model on the hub, of which nothing else is fetched.
+        Raises ConfigError.
+        """
         path = Path(name)
         if path.is_dir():
             return cls.from_pretrained(path)
@@ -88,7 +114,10 @@ class ModelConfig:
         try:
             return cls._read(from_hub(hf_hub_download, name, filename="config.json"))
         except NotThere as error:
-            raise ConfigError(f"{name} is neither a folder, a config.json nor a model the hub could give ({error}).") from error
+            raise ConfigError(
+                f"{name} is neither a folder, a config.json nor a model the hub could give "
+                f"({error})."
+            ) from error
 
     @classmethod
     def _read(cls, path: Path) -> ModelConfig:
@@ -96,31 +125,53 @@ class ModelConfig:
             given = dict(json.loads(path.read_text(encoding="utf-8")))
             known = given.get("model_type") in FAMILIES
             missing = [name for name in _NEEDED if name not in given] if known else []
-            hf = None if missing else AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            hf = (
+                None
+                if missing
+                else AutoConfig.from_pretrained(
+                    path, local_files_only=True, trust_remote_code=False
+                )
+            )
         except Exception as error:  # transformers raises whatever the broken field happens to break
             if "trust_remote_code" in str(error):
                 raise ConfigError(
-                    f"{path} would run code that came with the model (auto_map), which is never done here."
+                    f"{path} would run code that came with the model (auto_map), which is never "
+                    "done here."
                 ) from error
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
         if missing:  # transformers would put some other model's numbers in their place
-            raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
+            raise ConfigError(
+                f"{path} lacks {', '.join(missing)}: it does not say what the model is."
+            )
         return cls.from_hf(hf)
 
     @classmethod
     def from_hf(cls, hf: Any) -> ModelConfig:
         if hf.model_type not in FAMILIES:
-            raise ConfigError(f"model_type {hf.model_type!r} is not supported; supported are {', '.join(FAMILIES)}.")
-        if hf.hidden_act != "silu":
-            raise ConfigError(f"activation {hf.hidden_act!r} is not supported; the Llama family uses silu.")
-        window = getattr(hf, "sliding_window", None)
-        if window and getattr(hf, "use_sliding_window", True) and window < hf.max_position_embeddings:
             raise ConfigError(
-                f"sliding-window attention (window {window}) is not supported: every layer must see the whole context."
+                f"model_type {hf.model_type!r} is not supported; supported are "
+                f"{', '.join(FAMILIES)}."
+            )
+        if hf.hidden_act != "silu":
+            raise ConfigError(
+                f"activation {hf.hidden_act!r} is not supported; the Llama family uses silu."
+            )
+        window = getattr(hf, "sliding_window", None)
+        if (
+            window
+            and getattr(hf, "use_sliding_window", True)
+            and window < hf.max_position_embeddings
+        ):
+            raise ConfigError(
+                f"sliding-window attention (window {window}) is not supported: every layer must see"
+                " the whole context."
             )
         rope = hf.rope_parameters
         if rope.get("rope_type", "default") not in ROPE_TYPES:
-            raise ConfigError(f"RoPE type {rope['rope_type']!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
+            raise ConfigError(
+                f"RoPE type {rope['rope_type']!r} is not supported; supported are "
+                f"{', '.join(ROPE_TYPES)}."
+            )
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ConfigError("partial rotary embeddings are not supported.")
         family = FAMILIES[hf.model_type]
@@ -146,7 +197,9 @@ class ModelConfig:
 
     @property
     def context_limit(self) -> int:
-        """Tokens the model can address: its positions, stretched where the RoPE type stretches beyond what the config counts."""
+        """Tokens the model can address: its positions, stretched where the RoPE type stretches
+        beyond what the config counts.
+        """
         rope = self.rope.rope_parameters
         stretch = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
         return int(self.max_positions * stretch)
@@ -154,7 +207,8 @@ class ModelConfig:
     def inverse_frequencies(self, tokens: int) -> tuple[Tensor, float]:
         """(D / 2,) float32 and the factor on cos and sin, for a text of `tokens` tokens.
 
-        Only dynamic NTK depends on the length: it is fixed at the prompt's, so that all keys of a text share one base.
+        Only dynamic NTK depends on the length: it is fixed at the prompt's, so that all keys of a
+        text share one base.
         """
         kind = self.rope.rope_parameters.get("rope_type", "default")
         if kind == "default":
@@ -169,6 +223,7 @@ class ModelConfig:
         """The KV geometry of one of `ranks` ranks. Raises ConfigError when heads do not divide."""
         if self.kv_heads % ranks:
             raise ConfigError(
-                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: choose a number of GPUs that divides them."
+                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: choose a "
+                "number of GPUs that divides them."
             )
         return KVLayout(self.layers, self.kv_heads // ranks, self.head_dim, dtype)

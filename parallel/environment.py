@@ -22,8 +22,8 @@ class Place:
 def place_of(variables: Mapping[str, str] = os.environ) -> Place:
     """Read RANK, WORLD_SIZE and their local counterparts.
 
-    A process is a rank only where all of a launcher's variables are there and name a group of at least two: a `RANK=1` left over in
-    a cluster's shell is no group, and its process works alone.
+    A process is a rank only where all of a launcher's variables are there and name a group of at
+    least two: a `RANK=1` left over in a cluster's shell is no group, and its process works alone.
 
     Raises TierForceError for values that name no place in a group.
     """
@@ -31,27 +31,41 @@ def place_of(variables: Mapping[str, str] = os.environ) -> Place:
     if size == 1 or "RANK" not in variables:
         return Place()
     rank = _number(variables, "RANK", 0)
-    place = Place(rank, size, _number(variables, "LOCAL_RANK", rank), _number(variables, "LOCAL_WORLD_SIZE", size))
-    if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size):
+    place = Place(
+        rank,
+        size,
+        _number(variables, "LOCAL_RANK", rank),
+        _number(variables, "LOCAL_WORLD_SIZE", size),
+    )
+    if not (
+        0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size
+    ):
         raise TierForceError(
-            f"the environment says rank {place.rank} of {place.size}, local rank {place.local_rank} of "
-            f"{place.local_size}, which is no place in a group: unset RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or "
-            "start through --gpus or torchrun."
+            f"the environment says rank {place.rank} of {place.size}, local rank {place.local_rank}"
+            f" of {place.local_size}, which is no place in a group: unset RANK, WORLD_SIZE, "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE, or start through --gpus or torchrun."
         )
     if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in variables]:
         raise TierForceError(
-            f"RANK and WORLD_SIZE={size} are set, but not {' and '.join(missing)}, so the other ranks "
-            "cannot be found: unset RANK and WORLD_SIZE to work alone, or start through --gpus or torchrun."
+            f"RANK and WORLD_SIZE={size} are set, but not {' and '.join(missing)}, so the other "
+            "ranks cannot be found: unset RANK and WORLD_SIZE to work alone, or start through "
+            "--gpus or torchrun."
         )
     return place
 
 
 def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:
-    """Name a launcher's variables that are set and mean nothing here, for a warning; None where there are none."""
+    """Name a launcher's variables that are set and mean nothing here, for a warning; None where
+    there are none.
+    """
     if place_of(variables).size > 1:
         return None
     meaningless = {"RANK": "0", "WORLD_SIZE": "1"}  # what a process alone would be given
-    left_over = [f"{name}={variables[name]}" for name, value in meaningless.items() if variables.get(name, value) != value]
+    left_over = [
+        f"{name}={variables[name]}"
+        for name, value in meaningless.items()
+        if variables.get(name, value) != value
+    ]
     return " and ".join(left_over) or None
 
 
@@ -59,7 +73,9 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     try:
         value = int(variables.get(name, default))
     except ValueError as error:
-        raise TierForceError(f"{name}={variables[name]} in the environment is not a whole number: unset it.") from error
+        raise TierForceError(
+            f"{name}={variables[name]} in the environment is not a whole number: unset it."
+        ) from error
     if value < 0:
         raise TierForceError(f"{name}={value} in the environment is below 0: unset it.")
     return value

@@ -1,8 +1,10 @@
-"""Short passes recorded once and replayed: on a GPU a CUDA graph, one launch where a pass of a 7B model is hundreds.
+"""Short passes recorded once and replayed: on a GPU a CUDA graph, one launch where a pass of a 7B
+model is hundreds.
 
-Recording follows gpt-fast and torch's notes on CUDA graphs: fixed addresses in and out, a warm-up before. A recording is compared
-before it is trusted, where the text is longer or shorter than where it was made. What cannot be captured, or differs, goes on as it
-was: on all ranks, since a collective is replayed by all or by none.
+Recording follows gpt-fast and torch's notes on CUDA graphs: fixed addresses in and out, a warm-up
+before. A recording is compared before it is trusted, where the text is longer or shorter than where
+it was made. What cannot be captured, or differs, goes on as it was: on all ranks, since a
+collective is replayed by all or by none.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from offload.fixed_shape import FixedPass, SlotCache
 from parallel.group import Recorder
 from parallel.model import Llama
 
-MOST_ROWS = 18  # of a pass worth recording: a longest draft at the retrieval level, and what was pending
+# of a pass worth recording: a longest draft at the retrieval level, and what was pending
+MOST_ROWS = 18
 USES = 16  # passes of one kind before it is recorded: rare kinds do not pay for it
-_SAME = 0.01  # of the largest: by how much a replay's logits, and the KV it writes, may differ from those of its own launches
+# of the largest: by how much a replay's logits, and the KV it writes, may differ from those of its
+# own launches
+_SAME = 0.01
 _ALIKE = 0.05  # and these logits from those of the pass as it is, which other kernels compute
 
 
 class Replay:
-    """Calls models on the caches of one text: short passes on a `SlotCache` in fixed shapes where `fixed`, all else as it is.
+    """Calls models on the caches of one text: short passes on a `SlotCache` in fixed shapes where
+    `fixed`, all else as it is.
 
-    Kinds of passes (cache, tokens, rows) become replays when they come often. `counts` says how many did, how many could not,
-    why, and the seconds it took.
+    Kinds of passes (cache, tokens, rows) become replays when they come often. `counts` says how
+    many did, how many could not, why, and the seconds it took.
     """
 
     def __init__(self, fixed: bool, recorder: Recorder, uses: int | None = None):
@@ -40,7 +46,8 @@ class Replay:
         recorder.forget()
         self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
-        self._refused: list[_Recording] = []  # they keep the memory that recordings share from going with the first
+        # they keep the memory that recordings share from going with the first
+        self._refused: list[_Recording] = []
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -48,7 +55,9 @@ class Replay:
         return self.counts if self.fixed else None
 
     def warm(self, model: Llama, tokens: Tensor, cache: SlotCache, rows: int) -> None:
-        """As many passes as it takes until ones like this are replayed, or refused; the cache stands where it stood."""
+        """As many passes as it takes until ones like this are replayed, or refused; the cache
+        stands where it stood.
+        """
         if not self.fixed:
             return
         for _ in range(self.uses):
@@ -83,10 +92,15 @@ class Replay:
         return logits
 
     def _record(self, kind: _Kind, tokens: Tensor) -> Tensor | None:
-        if not self._agreed(kind, self.recorder.broken):  # before anyone captures what others will not
+        # before anyone captures what others will not
+        if not self._agreed(kind, self.recorder.broken):
             return None
-        kind.recording, kind.recorded_at = _Recording(kind.model, kind.cache, len(tokens), kind.rows), kind.cache.length
-        logits, why = kind.recording.launch(tokens), None  # which a capture wants to have run before
+        kind.recording, kind.recorded_at = (
+            _Recording(kind.model, kind.cache, len(tokens), kind.rows),
+            kind.cache.length,
+        )
+        # which a capture wants to have run before
+        logits, why = kind.recording.launch(tokens), None
         try:
             kind.recording.made = self.recorder.record(kind.recording.run)
         except (RuntimeError, TierForceError) as error:  # whatever cannot be captured here
@@ -105,7 +119,9 @@ class Replay:
         pairs = ((replayed, launched), (kept, wanted), (launched, logits))
         same, written, alike = (float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
         good = same <= _SAME and written <= _SAME and alike <= _ALIKE  # never of NaN
-        off = f"off by {same:.2g}, in what it keeps by {written:.2g}, and its launches by {alike:.2g}"
+        off = (
+            f"off by {same:.2g}, in what it keeps by {written:.2g}, and its launches by {alike:.2g}"
+        )
         kind.trusted = self._agreed(kind, None if good else off)
         self.counts["replayed"] += kind.trusted
         return logits

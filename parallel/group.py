@@ -1,4 +1,6 @@
-"""The process group: the only place, with the link, that knows which devices and which backend there are."""
+"""The process group: the only place, with the link, that knows which devices and which backend
+there are.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class RankLost(TierForceError):
 
 
 class Group:
-    """The ranks of one tensor-parallel model. With one rank every collective is a no-op, so callers never ask."""
+    """The ranks of one tensor-parallel model. With one rank every collective is a no-op, so callers
+    never ask.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None):
         self.rank, self.size, self.device = rank, size, device or torch.device("cpu")
@@ -31,9 +35,11 @@ class Group:
 
     @classmethod
     def from_environment(cls, device: str = "auto") -> Group:
-        """Join the group that torchrun (or our own launcher) describes in the environment; alone where there is none.
+        """Join the group that torchrun (or our own launcher) describes in the environment; alone
+        where there is none.
 
-        `device`: auto, cpu or cuda. Raises TierForceError when CUDA is asked for and missing or too small for the ranks.
+        `device`: auto, cpu or cuda. Raises TierForceError when CUDA is asked for and missing or too
+        small for the ranks.
         """
         place = place_of()
         rank, size, local, local_size = place.rank, place.size, place.local_rank, place.local_size
@@ -41,14 +47,20 @@ class Group:
             raise TierForceError(f"--device {device} is not known: use auto, cpu or cuda.")
         gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
         if device == "cuda" and gpus == 0:
-            raise TierForceError("--device cuda, but torch sees no GPU here. Use --device cpu, or install a CUDA build of torch.")
+            raise TierForceError(
+                "--device cuda, but torch sees no GPU here. Use --device cpu, or install a CUDA "
+                "build of torch."
+            )
         if 0 < gpus < local_size:
-            raise TierForceError(f"{local_size} ranks, but only {gpus} GPUs: use --gpus {gpus}, or --device cpu.")
+            raise TierForceError(
+                f"{local_size} ranks, but only {gpus} GPUs: use --gpus {gpus}, or --device cpu."
+            )
         where = torch.device("cuda", local) if gpus else torch.device("cpu")
         if gpus:
             torch.cuda.set_device(where)
             if "GeForce" in torch.cuda.get_device_name(where):
-                os.environ.setdefault("NCCL_P2P_DISABLE", "1")  # no peer access; patched drivers return wrong data
+                # no peer access; patched drivers return wrong data
+                os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         else:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         if size > 1 and not dist.is_initialized():
@@ -67,7 +79,9 @@ class Group:
         return self.start_all_reduce(x)()
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to sum over ranks, in place. What is returned waits for the sum; x is not to be touched before."""
+        """Start to sum over ranks, in place. What is returned waits for the sum; x is not to be
+        touched before.
+        """
         if self.size == 1:
             return lambda: x
         with _peers():
@@ -81,7 +95,9 @@ class Group:
         return wait
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the last dimension over ranks; every rank holds the same number of columns. (T, N) -> (T, N * ranks)."""
+        """Concatenate the last dimension over ranks; every rank holds the same number of columns.
+        (T, N) -> (T, N * ranks).
+        """
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -117,9 +133,11 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What raises a TierForceError on any rank raises the lowest such rank's error on all: no rank waits for one that left.
+        """What raises a TierForceError on any rank raises the lowest such rank's error on all: no
+        rank waits for one that left.
 
-        Memory that runs out, a GPU's or the host's, is a FitError: plans cannot know what others take, or how memory is cut up.
+        Memory that runs out, a GPU's or the host's, is a FitError: plans cannot know what others
+        take, or how memory is cut up.
         """
         found: TierForceError | None = None
         try:
@@ -139,8 +157,12 @@ class Group:
             raise found
 
     def records(self) -> bool:
-        """Whether sums over the ranks can be recorded and replayed here, by trying. All ranks call it."""
-        works = self.device.type == "cuda" and (self.size == 1 or "cuda:nccl" in str(dist.get_backend_config()))
+        """Whether sums over the ranks can be recorded and replayed here, by trying. All ranks call
+        it.
+        """
+        works = self.device.type == "cuda" and (
+            self.size == 1 or "cuda:nccl" in str(dist.get_backend_config())
+        )
         if not all(self.gather(works)):
             return False
         x, again = torch.ones(8, device=self.device), None
@@ -151,7 +173,8 @@ class Group:
         with suppress(RuntimeError, TierForceError):
             doubled()
             again = self.recorder.record(doubled)
-        if not all(self.gather(again is not None)) or again is None:  # a collective is replayed by all or by none
+        # a collective is replayed by all or by none
+        if not all(self.gather(again is not None)) or again is None:
             return False
         right = False
         with suppress(RuntimeError, TierForceError):
@@ -170,13 +193,15 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.broken: str | None = None  # why nothing more can be recorded: a capture that fails leaves torch's state in doubt
+        # why nothing more can be recorded: a capture that fails leaves torch's state in doubt
+        self.broken: str | None = None
         self._pool: Any = None  # memory that the recordings of one text share
         self._stream: Any = None  # one for all: cuBLAS keeps memory for each that it has met
 
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`function`, to be called again and again: on a GPU as one CUDA graph, collectives included, which writes its result to
-        the same place each time; elsewhere as it is. It must have run before. Raises RuntimeError for what cannot be captured.
+        """`function`, to be called again and again: on a GPU as one CUDA graph, collectives
+        included, which writes its result to the same place each time; elsewhere as it is. It must
+        have run before. Raises RuntimeError for what cannot be captured.
         """
         if self.device.type != "cuda":
             return function
@@ -184,12 +209,17 @@ class Recorder:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         try:
-            # thread_local: others, NCCL's watchdog for one, may go on calling what a capture must not
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            # thread_local: others, NCCL's watchdog for one, may go on calling what a capture must
+            # not
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 out = function()
         except BaseException as error:
             torch.cuda.set_stream(before)  # which a capture that fails to end does not do
-            with suppress(RuntimeError):  # nor, before torch 2.13, does it let the allocator go, which then frees no cached memory
+            # nor, before torch 2.13, does it let the allocator go, which then frees no cached
+            # memory
+            with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
             self.broken = repr(error.__cause__ or error)
             raise
@@ -201,14 +231,17 @@ class Recorder:
         return replay
 
     def forget(self) -> None:
-        """The next recordings get memory of their own: what others shared goes with the last of them."""
+        """The next recordings get memory of their own: what others shared goes with the last of
+        them.
+        """
         self._pool = None
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Whole numbers (N,) in the device's memory, without waiting for what the device is at."""
     found = torch.tensor(numbers, dtype=torch.int64)
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait
+    # unpinned, the host would wait
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 def _start_nccl(device: torch.device) -> None:
@@ -216,7 +249,9 @@ def _start_nccl(device: torch.device) -> None:
     try:
         dist.all_reduce(torch.zeros(1, device=device))
     except RuntimeError as error:
-        raise TierForceError(f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more.") from error
+        raise TierForceError(
+            f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more."
+        ) from error
 
 
 @contextmanager

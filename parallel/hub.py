@@ -18,10 +18,13 @@ class NotThere(Exception):
 
 
 def from_hub(download: Callable[..., str], name: str, **what: Any) -> Path:
-    """What a download function of huggingface_hub gives of model `name`, from the local cache where the hub does not answer."""
+    """What a download function of huggingface_hub gives of model `name`, from the local cache where
+    the hub does not answer.
+    """
     silence = None
     try:
-        HfApi().model_info(name, timeout=_PATIENCE)  # a download would ask a silent network again and again
+        # a download would ask a silent network again and again
+        HfApi().model_info(name, timeout=_PATIENCE)
     except Exception as error:  # the hub client's errors share no base class
         silence = error
     try:

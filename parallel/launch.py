@@ -17,25 +17,33 @@ from parallel.environment import place_of
 
 
 def under_launcher() -> bool:
-    """Tell whether this process is already a rank, of torchrun or of `launch`. Raises TierForceError for a broken environment."""
+    """Tell whether this process is already a rank, of torchrun or of `launch`. Raises
+    TierForceError for a broken environment.
+    """
     return place_of().size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
-    """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the first rank that failed, or 0.
+    """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the
+    first rank that failed, or 0.
 
-    When a rank dies the others are ended. A rank that was killed by a signal could not say so itself, so it is said here.
+    When a rank dies the others are ended. A rank that was killed by a signal could not say so
+    itself, so it is said here.
     """
     interrupts: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
         interrupts.append(number)
-        signal.raise_signal(signal.SIGTERM)  # a rank in whose interpreter nothing runs yet would answer SIGINT with a traceback
+        # a rank in whose interpreter nothing runs yet would answer SIGINT with a traceback
+        signal.raise_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGINT, interrupt)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"  # which it passes on to the ranks
-    logging.disable(logging.CRITICAL)  # this process has nothing to log but torch's account of what the ranks say themselves
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))  # else torch warns and takes 1
+    # which it passes on to the ranks
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"
+    # this process has nothing to log but torch's account of what the ranks say themselves
+    logging.disable(logging.CRITICAL)
+    # else torch warns and takes 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     with tempfile.TemporaryDirectory(prefix="tierforce-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -64,8 +72,8 @@ def _exit_code(error: ChildFailedError) -> int:
     number = -failure.exitcode
     if number not in (signal.SIGTERM, signal.SIGINT):
         print(
-            f"tierforce: rank {rank} was killed by {signal.Signals(number).name} (out of memory?). Finished records are safe: "
-            "run the same command again to go on.",
+            f"tierforce: rank {rank} was killed by {signal.Signals(number).name} (out of memory?). "
+            "Finished records are safe: run the same command again to go on.",
             file=sys.stderr,
         )
     return 128 + number

@@ -1,4 +1,6 @@
-"""Sharded layers: the shard rule beside the layer, the collective in plain sight (Shoeybi et al. 2019, Megatron-LM, section 3)."""
+"""Sharded layers: the shard rule beside the layer, the collective in plain sight (Shoeybi et al.
+2019, Megatron-LM, section 3).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class RMSNorm(Module):
 
 
 class ColumnParallelLinear(Module):
-    """y = x W^T + b with the output dimension split over ranks. Several matrices of one input are stacked into one product."""
+    """y = x W^T + b with the output dimension split over ranks. Several matrices of one input are
+    stacked into one product.
+    """
 
     def __init__(self, group: Group, inputs: int, outputs: list[int], bias: bool):
         super().__init__()
@@ -41,26 +45,35 @@ class ColumnParallelLinear(Module):
 
     def load(self, weights: list[TensorSlice], biases: list[TensorSlice]) -> None:
         """Each weight (Dout, Din), read lazily: only this rank's rows."""
-        for rows, share, weight in zip(self.weight.split(self.sizes), self.shares, weights, strict=True):
+        for rows, share, weight in zip(
+            self.weight.split(self.sizes), self.shares, weights, strict=True
+        ):
             rows.copy_(weight[share])
         if self.bias is not None:
-            for rows, share, bias in zip(self.bias.split(self.sizes), self.shares, biases, strict=True):
+            for rows, share, bias in zip(
+                self.bias.split(self.sizes), self.shares, biases, strict=True
+            ):
                 rows.copy_(bias[share])
 
-    def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:  # (T, Din) -> one (T, Dout / ranks) per matrix, from `first` on
+    # (T, Din) -> one (T, Dout / ranks) per matrix, from `first` on
+    def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
         skipped = sum(self.sizes[:first])
         bias = None if self.bias is None else self.bias[skipped:]
         return list(F.linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
 
 
 class RowParallelLinear(Module):
-    """y = x W^T + b with the input dimension split over ranks; the partial sums meet in one all-reduce."""
+    """y = x W^T + b with the input dimension split over ranks; the partial sums meet in one
+    all-reduce.
+    """
 
     def __init__(self, group: Group, inputs: int, outputs: int, bias: bool):
         super().__init__()
         self.group = group
         self.share = group.share(inputs)
-        self.weight = Parameter(torch.empty(outputs, self.share.stop - self.share.start), requires_grad=False)
+        self.weight = Parameter(
+            torch.empty(outputs, self.share.stop - self.share.start), requires_grad=False
+        )
         self.bias = Parameter(torch.empty(outputs), requires_grad=False) if bias else None
 
     def load(self, weight: TensorSlice, bias: TensorSlice | None) -> None:
@@ -69,16 +82,19 @@ class RowParallelLinear(Module):
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias[:])
 
-    def forward(self, x: Tensor) -> Callable[[], Tensor]:  # (T, Din / ranks) -> (T, Dout), to be called for when it is needed
+    # (T, Din / ranks) -> (T, Dout), to be called for when it is needed
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
         total = self.group.start_all_reduce(F.linear(x, self.weight))
         bias = self.bias
         return total if bias is None else lambda: total() + bias
 
 
 class VocabParallelEmbedding(Module):
-    """The vocabulary split over ranks: embeds tokens, and as the head of a model gives their logits.
+    """The vocabulary split over ranks: embeds tokens, and as the head of a model gives their
+    logits.
 
-    The split is even, so that every rank gathers the same; rows past the vocabulary pad the last ranks and hold zeros.
+    The split is even, so that every rank gathers the same; rows past the vocabulary pad the last
+    ranks and hold zeros.
     """
 
     def __init__(self, group: Group, vocab: int, hidden: int):
@@ -93,7 +109,8 @@ class VocabParallelEmbedding(Module):
         self.weight[self.last - self.first :] = 0
         self.weight[: self.last - self.first] = weight[self.first : self.last]
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (T,) -> (T, hidden); a token's owner knows it, the others add zero
+    # (T,) -> (T, hidden); a token's owner knows it, the others add zero
+    def forward(self, tokens: Tensor) -> Tensor:
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first

@@ -1,4 +1,6 @@
-"""From a name to a model in memory: find the folder, build on the meta device, fill shard by shard."""
+"""From a name to a model in memory: find the folder, build on the meta device, fill shard by
+shard.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
 def resolve(name: str, group: Group) -> Path:
-    """A local folder as it is; anything else as a hub name, fetched once by rank 0. Raises CheckpointError."""
+    """A local folder as it is; anything else as a hub name, fetched once by rank 0. Raises
+    CheckpointError.
+    """
     if Path(name).is_dir():
         return Path(name)
     with group.together():
@@ -31,29 +35,45 @@ def resolve(name: str, group: Group) -> Path:
 
 def _download(name: str) -> Path:
     if Path(name).exists():
-        raise CheckpointError(f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors weights.")
+        raise CheckpointError(
+            f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors "
+            "weights."
+        )
     try:
         return from_hub(snapshot_download, name, allow_patterns=_PATTERNS)
     except NotThere as error:
-        raise CheckpointError(f"{name} is neither a local folder nor a model the hub could give ({error}).") from error
+        raise CheckpointError(
+            f"{name} is neither a local folder nor a model the hub could give ({error})."
+        ) from error
 
 
-def pick_dtype(wanted: str, config: ModelConfig, checkpoint: Checkpoint, group: Group) -> torch.dtype:
-    """`auto` is the checkpoint's own dtype, except that a CPU, which is hopeless at float16, takes it as float32, unrounded."""
+def pick_dtype(
+    wanted: str, config: ModelConfig, checkpoint: Checkpoint, group: Group
+) -> torch.dtype:
+    """`auto` is the checkpoint's own dtype, except that a CPU, which is hopeless at float16, takes
+    it as float32, unrounded.
+    """
     if wanted != "auto" and wanted not in DTYPES:
         raise TierForceError(f"--dtype {wanted} is not known: use auto, {', '.join(DTYPES)}.")
     dtype = DTYPES[wanted] if wanted != "auto" else config.dtype or checkpoint.dtype
     if dtype == torch.float16 and group.device.type == "cpu":
         if wanted != "auto":
-            raise TierForceError("float16 is not supported on a CPU: use --dtype float32, or bfloat16.")
+            raise TierForceError(
+                "float16 is not supported on a CPU: use --dtype float32, or bfloat16."
+            )
         return torch.float32
     return dtype
 
 
-def load_model(folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None) -> Llama:
-    """The model of a folder, this rank's share of it on this rank's device. Raises ConfigError or CheckpointError."""
+def load_model(
+    folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None
+) -> Llama:
+    """The model of a folder, this rank's share of it on this rank's device. Raises ConfigError or
+    CheckpointError.
+    """
     config = config or ModelConfig.from_pretrained(folder)
-    config.kv_layout(group.size, torch.float32)  # refuses ranks that do not divide the heads, before anything is read
+    # refuses ranks that do not divide the heads, before anything is read
+    config.kv_layout(group.size, torch.float32)
     checkpoint = Checkpoint(folder)
     kind = pick_dtype(dtype, config, checkpoint, group)
     model = _empty_model(config, group, kind)
@@ -63,7 +83,9 @@ def load_model(folder: Path, group: Group, dtype: str = "auto", config: ModelCon
 
 
 def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
-    """A model of these dimensions with weights that were drawn: it costs what a real one costs, and says nothing."""
+    """A model of these dimensions with weights that were drawn: it costs what a real one costs, and
+    says nothing.
+    """
     model = _empty_model(config, group, dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -74,7 +96,9 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
 
 
 def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
-    """Built on the meta device, its parameters then replaced by empty ones, each once: tied modules stay tied."""
+    """Built on the meta device, its parameters then replaced by empty ones, each once: tied modules
+    stay tied.
+    """
     with init_empty_weights():
         model = Llama(config, group)
     for module in model.modules():

@@ -1,8 +1,9 @@
 """Passes of a sharded model on all ranks: rank 0 decides and announces, the others follow.
 
-All that depends on randomness, drafts included, happens on rank 0 alone. One small message a pass carries it out: which model and
-cache, where that cache stands (the verdict of the round before), and the tokens of the pass. So ranks cannot drift apart, and
-rank 0 may give up a text at any point between two passes.
+All that depends on randomness, drafts included, happens on rank 0 alone. One small message a pass
+carries it out: which model and cache, where that cache stands (the verdict of the round before),
+and the tokens of the pass. So ranks cannot drift apart, and rank 0 may give up a text at any point
+between two passes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from parallel.group import Group, on_device
 from parallel.model import Llama
 
 Sharded = tuple[Llama, Cache]  # a model split over the ranks, and one of the caches it runs on
-Run = Callable[[Llama, Tensor, Cache, int], Tensor]  # how a pass is made of model, tokens, cache and rows: a Replay, say
+# how a pass is made of model, tokens, cache and rows: a Replay, say
+Run = Callable[[Llama, Tensor, Cache, int], Tensor]
 _END = -1  # in place of a cache
 _HEAD = 4  # numbers in front of the tokens: which cache, its length, rows, tokens
 
@@ -30,7 +32,9 @@ class PassLeader:
         self.group: Group = sharded[0][0].group
 
     def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
-        """Logits (rows, V) after the last `rows` of tokens (T,), T <= most, behind the content of `cache`."""
+        """Logits (rows, V) after the last `rows` of tokens (T,), T <= most, behind the content of
+        `cache`.
+        """
         which = next(index for index, (_, known) in enumerate(self.sharded) if known is cache)
         if self.group.size > 1:
             self._announce([which, cache.length, rows, len(tokens), *tokens.tolist()])

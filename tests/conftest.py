@@ -1,4 +1,6 @@
-"""Fixtures all tests share: checkpoints built once a session, links that are closed, and a GPU or a stand-in for one."""
+"""Fixtures all tests share: checkpoints built once a session, links that are closed, and a GPU or a
+stand-in for one.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from support.models import build_checkpoint
 
 @pytest.fixture(autouse=True)
 def gpu(request: pytest.FixtureRequest) -> Iterator[Machine | None]:
-    """For tests marked `cuda`: a stand-in where there is no GPU, which it then is. `cuda(standin=False)` wants the real one."""
+    """For tests marked `cuda`: a stand-in where there is no GPU, which it then is.
+    `cuda(standin=False)` wants the real one.
+    """
     mark = request.node.get_closest_marker("cuda")
     if mark is None:
         yield None
@@ -29,14 +33,18 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Machine | None]:
 
 @pytest.fixture(autouse=True)
 def repeatable() -> None:
-    """Every test draws the same numbers, alone or not. One thread: on a busy machine two wait for each other, ten times as long."""
+    """Every test draws the same numbers, alone or not. One thread: on a busy machine two wait for
+    each other, ten times as long.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`build_checkpoint` less the folder: the same arguments give the same folder, built once. Not to be written to."""
+    """`build_checkpoint` less the folder: the same arguments give the same folder, built once. Not
+    to be written to.
+    """
     built: dict[str, Path] = {}
 
     def get(family: str = "llama", **arguments: object) -> Path:

@@ -1,4 +1,6 @@
-"""The packages are a strict chain, bench -> decoding -> parallel -> offload, and their files stay small."""
+"""The packages are a strict chain, bench -> decoding -> parallel -> offload, and their files stay
+small.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_imports_go_down_the_chain_only(path: Path) -> None:
     left = CHAIN[: CHAIN.index(parts[0])]
     for level, name in imported(path.read_text()):
         assert name.split(".")[0] not in [*left, "tests", "demo"], f"{path} imports {name}"
-        assert level < len(parts), f"{path} reaches out of its package by a relative import of {name}"
+        assert level < len(parts), (
+            f"{path} reaches out of its package by a relative import of {name}"
+        )
 
 
 @every_file
@@ -39,6 +43,20 @@ def test_files_stay_small(path: Path) -> None:
 
 
 def test_the_walk_sees_every_kind_of_import() -> None:
-    source = "import a.b, c\nfrom d.e import f\nfrom . import g\ndef h():\n    from ..i import j\nif False:\n    import k as l\n"
-    assert sorted(imported(source)) == [(0, "a.b"), (0, "c"), (0, "d.e"), (0, "k"), (1, ""), (2, "i")]
-    assert {path.relative_to(ROOT).parts[0] for path in FILES} >= {"decoding", "parallel", "offload"}
+    source = (
+        "import a.b, c\nfrom d.e import f\nfrom . import g\ndef h():\n    from ..i import j\nif "
+        "False:\n    import k as l\n"
+    )
+    assert sorted(imported(source)) == [
+        (0, "a.b"),
+        (0, "c"),
+        (0, "d.e"),
+        (0, "k"),
+        (1, ""),
+        (2, "i"),
+    ]
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} >= {
+        "decoding",
+        "parallel",
+        "offload",
+    }

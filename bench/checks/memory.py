@@ -1,8 +1,10 @@
-"""A plan that says that a text fits is held to it: the text is decoded under an imposed limit of the memory it would need free.
+"""A plan that says that a text fits is held to it: the text is decoded under an imposed limit of
+the memory it would need free.
 
-On a CPU device memory is the process's own. Each setting runs in a process of its own: when the models are loaded its data segment
-may grow by what the plan says, device and host together, over the share of free memory that a plan uses (0.9), and no further.
-For contrast each is also run with half of that, which must fail, or the limit would show nothing.
+On a CPU device memory is the process's own. Each setting runs in a process of its own: when the
+models are loaded its data segment may grow by what the plan says, device and host together, over
+the share of free memory that a plan uses (0.9), and no further. For contrast each is also run with
+half of that, which must fail, or the limit would show nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Setting:
     resident: int | None = None
     budget: int = 4096
     dtype: str = "bfloat16"
-    late: int = 0  # of the resident layers, in the least memory that has room for them behind prefill
+    # of the resident layers, in the least memory that has room for them behind prefill
+    late: int = 0
 
 
 SETTINGS = [
@@ -57,20 +60,36 @@ def data_bytes() -> int:
 
 
 def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
-    """Decode under `share` of the memory that the plan asks for; in a process of its own, for the limit stays."""
+    """Decode under `share` of the memory that the plan asks for; in a process of its own, for the
+    limit stays.
+    """
     prepare(0)
     settings = Settings(
-        mode=setting.mode, dtype=setting.dtype, link=setting.link, resident_layers=setting.resident, budget=setting.budget
+        mode=setting.mode,
+        dtype=setting.dtype,
+        link=setting.link,
+        resident_layers=setting.resident,
+        budget=setting.budget,
     )
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
     if setting.late:
         needs = engine.models.sizes.needs(setting.context, new)
         tiers = device_tiers(
-            needs, engine.models.target.config.layers if setting.resident is None else setting.resident, setting.late
+            needs,
+            engine.models.target.config.layers if setting.resident is None else setting.resident,
+            setting.late,
         )
-        weights = sum(parameter_bytes(each) for each in (engine.models.target, engine.models.draft) if each is not None)
+        weights = sum(
+            parameter_bytes(each)
+            for each in (engine.models.target, engine.models.draft)
+            if each is not None
+        )
         memory = weights + max(sum(phase.values()) for phase in tiers)
-        engine = Engine(engine.models.over(replace(settings, device_memory=memory)), engine.tokenizer, engine.stop_tokens)
+        engine = Engine(
+            engine.models.over(replace(settings, device_memory=memory)),
+            engine.tokenizer,
+            engine.stop_tokens,
+        )
     list(engine.generate([1] * 300, 20))  # threads and their memory
     prompt = prompt_tokens(engine.tokenizer, setting.context)
     place = plan(engine.models, len(prompt), new)
@@ -93,7 +112,11 @@ def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
 
 def run(setting: Setting, share: float, new: int) -> dict[str, Any]:
     answer, _ = apart(limited, setting, share, new)
-    return vars(setting) | {"share": share} | ({"ended": str(answer)} if isinstance(answer, Died) else answer)
+    return (
+        vars(setting)
+        | {"share": share}
+        | ({"ended": str(answer)} if isinstance(answer, Died) else answer)
+    )
 
 
 def main(
@@ -108,5 +131,9 @@ def main(
             progress.print(rows[-1])
     show("Decoding within the memory planned for (1.0), and within half", rows)
     held = all((row["ended"] in ("length", "stop")) == (row["share"] == 1) for row in rows)
-    print("every plan held, and every half failed" if held else "a plan did not hold, or a limit did not bind")
+    print(
+        "every plan held, and every half failed"
+        if held
+        else "a plan did not hold, or a limit did not bind"
+    )
     save(output, {"rows": rows, "held": held})

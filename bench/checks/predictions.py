@@ -1,7 +1,8 @@
 """Predictions held against this machine: what `tierforce plan` would have said, and what it took.
 
-Rates are measured first, on kernels and copies alone (`decoding.probe.kernels`), and no run that is predicted is looked at for
-them. Acceptance is no matter of hardware: a prediction is given the rate that its run then showed, so what is tested is time.
+Rates are measured first, on kernels and copies alone (`decoding.probe.kernels`), and no run that is
+predicted is looked at for them. Acceptance is no matter of hardware: a prediction is given the rate
+that its run then showed, so what is tested is time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Setting:
     def settings(self, dtype: str) -> Settings:
         link = f"emulated:{self.rate}" if self.rate else "view"
         layers = self.resident if self.rate else None
-        base = Settings(mode=self.mode, dtype=dtype, link=link, resident_layers=layers, budget=self.budget)
+        base = Settings(
+            mode=self.mode, dtype=dtype, link=link, resident_layers=layers, budget=self.budget
+        )
         return replace(base, draft_length=self.draft, inner_length=self.inner)
 
 
@@ -72,8 +75,16 @@ def here(engine: Engine) -> Hardware:
     """This machine, as a probe for this model would describe it; the link is each setting's own."""
     device, config = engine.group.device, engine.models.target.config
     rates: dict[str, Any] = pass_rates(config, device, engine.models.dtype)
-    rates |= {"gpus": 1, "device_memory": 1e12, "host_memory": 1e12, "link_in": 1e12, "link_out": 1e12}
-    return Hardware("here", all_reduce_s=0.0, all_reduce_rate=1e15, runs_ahead=device.type == "cuda", **rates)
+    rates |= {
+        "gpus": 1,
+        "device_memory": 1e12,
+        "host_memory": 1e12,
+        "link_in": 1e12,
+        "link_out": 1e12,
+    }
+    return Hardware(
+        "here", all_reduce_s=0.0, all_reduce_rate=1e15, runs_ahead=device.type == "cuda", **rates
+    )
 
 
 def acceptance_of(tokens: float, length: int) -> float:
@@ -94,11 +105,15 @@ def measured(session: Session, new: int) -> tuple[float, float, Decoder]:
     return first_s, seconds / decoder.stats.produced, decoder
 
 
-def predicted(setting: Setting, session: Session, machine: Hardware, decoder: Decoder) -> tuple[Forecast, float]:
+def predicted(
+    setting: Setting, session: Session, machine: Hardware, decoder: Decoder
+) -> tuple[Forecast, float]:
     """And the acceptance rate it was given."""
     rates = [1.0, 1.0]
     levels = [level for level in decoder.levels() if isinstance(level, Speculative)]
-    for index, (level, length) in enumerate(zip(levels, (setting.draft, setting.inner), strict=False)):
+    for index, (level, length) in enumerate(
+        zip(levels, (setting.draft, setting.inner), strict=False)
+    ):
         rates[index] = acceptance_of(level.stats.tokens_per_pass or 1.0, length)
     sizes, prompt = session.models.sizes, len(session.prompt)
     return forecast(sizes, session.plan, machine, prompt, session.new, rates[0], rates[1]), rates[0]
@@ -109,7 +124,9 @@ def main(
     draft: Draft = DEMO / "draft",
     text: Text = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
-    plain_tokens: Annotated[int, typer.Option(help="Tokens per run of plain decoding over a link, which is slow.")] = 12,
+    plain_tokens: Annotated[
+        int, typer.Option(help="Tokens per run of plain decoding over a link, which is slow.")
+    ] = 12,
     dtype: Dtype = "bfloat16",
     threads: Threads = 0,
     output: Output = Path("results/model.json"),
@@ -118,28 +135,50 @@ def main(
     prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
     machine, progress, table = here(engine), Console(stderr=True), []
-    Session(engine.models, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()  # makes kernels, once a process
+    # makes kernels, once a process
+    Session(engine.models, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()
     for setting in SETTINGS:
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
         models = engine.models.over(setting.settings(dtype))
         if setting.rate:
             with closing(Copies(models.link, 4 << 20)) as copies:
-                machine = replace(machine, link_in=copies.rate(out=False), link_out=copies.rate(out=True))
+                machine = replace(
+                    machine, link_in=copies.rate(out=False), link_out=copies.rate(out=True)
+                )
         session = Session(models, prompt_tokens(engine.tokenizer, setting.context, text), new + 1)
         first_s, token_s, decoder = measured(session, new)
         seen, acceptance = predicted(setting, session, machine, decoder)
-        row: dict[str, Any] = {"context": setting.context, "mode": setting.mode, "link GB/s": setting.rate or None}
-        row |= {"resident": session.plan.resident_layers, "budget": setting.budget, "draft": setting.draft, "inner": setting.inner}
+        row: dict[str, Any] = {
+            "context": setting.context,
+            "mode": setting.mode,
+            "link GB/s": setting.rate or None,
+        }
+        row |= {
+            "resident": session.plan.resident_layers,
+            "budget": setting.budget,
+            "draft": setting.draft,
+            "inner": setting.inner,
+        }
         row |= {"acceptance": acceptance if setting.mode != "plain" else None}
         row |= {"first s": first_s, "said": seen.prefill_s, "off": seen.prefill_s / first_s - 1}
-        row |= {"ms/token": 1e3 * token_s, "told": 1e3 * seen.token_s, "out": seen.token_s / token_s - 1}
+        row |= {
+            "ms/token": 1e3 * token_s,
+            "told": 1e3 * seen.token_s,
+            "out": seen.token_s / token_s - 1,
+        }
         row |= {"bound": seen.verification_bound}
         progress.print(" ".join(f"{name}: {value}" for name, value in row.items()))
         table.append(row)
         models.link.close()
     show(f"Predicted (said, told) and measured, {dtype}, {torch.get_num_threads()} threads", table)
-    errors = {"time to first token": [abs(row["off"]) for row in table], "ms/token": [abs(row["out"]) for row in table]}
+    errors = {
+        "time to first token": [abs(row["off"]) for row in table],
+        "ms/token": [abs(row["out"]) for row in table],
+    }
     for name, found in errors.items():
         print(f"{name}: median error {statistics.median(found):.1%}, worst {max(found):.1%}")
-    summary = {name: {"median": statistics.median(found), "worst": max(found)} for name, found in errors.items()}
+    summary = {
+        name: {"median": statistics.median(found), "worst": max(found)}
+        for name, found in errors.items()
+    }
     save(output, {"hardware": vars(machine), "rows": table, "errors": summary})

@@ -1,16 +1,17 @@
-"""How often a retrieval cache's proposals would stand, without the noise of drawing them: texts are decoded once from the target,
-and every policy is led along them.
+"""How often a retrieval cache's proposals would stand, without the noise of drawing them: texts are
+decoded once from the target, and every policy is led along them.
 
-The law p of the target and the law q of the same model on a retrieval cache are both known at every token. A proposal stands with
-probability sum_x min(p(x), q(x)), the overlap, exactly (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). Along a text drawn
-from p, the first k - 1 proposals of a chain stand with the mean of prod min(1, q(x_i) / p(x_i)), so a chain of n proposals yields
+The law p of the target and the law q of the same model on a retrieval cache are both known at every
+token. A proposal stands with probability sum_x min(p(x), q(x)), the overlap, exactly (Leviathan et
+al. 2023, arXiv 2211.17192, theorem 3.5). Along a text drawn from p, the first k - 1 proposals of a
+chain stand with the mean of prod min(1, q(x_i) / p(x_i)), so a chain of n proposals yields
 
     1 + sum_k prod_(i<k) min(1, q(x_i) / p(x_i)) . overlap_k
 
-tokens on average: an unbiased estimate, for a refresh after every n tokens of text, that needs no luck of the draw. (In the
-engine a refresh comes after as many tokens as stood, and sees rows that were rejected; that is for the counted runs to show.)
-Middle pass, verification and refresh are the engine's own. Memory is equal right after a choice; the static policy's window then
-goes on growing.
+tokens on average: an unbiased estimate, for a refresh after every n tokens of text, that needs no
+luck of the draw. (In the engine a refresh comes after as many tokens as stood, and sees rows that
+were rejected; that is for the counted runs to show.) Middle pass, verification and refresh are the
+engine's own. Memory is equal right after a choice; the static policy's window then goes on growing.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ class Variant:
 
     @property
     def name(self) -> str:
-        kind = "" if self.summary == 0 else " + summaries" + (f" of {self.summary}" if self.summary else "")
-        return f"{self.policy}, chunk {self.chunk}{kind}" + (f", 1/{self.turns} anew" if self.turns > 1 else "")
+        kind = (
+            ""
+            if self.summary == 0
+            else " + summaries" + (f" of {self.summary}" if self.summary else "")
+        )
+        return f"{self.policy}, chunk {self.chunk}{kind}" + (
+            f", 1/{self.turns} anew" if self.turns > 1 else ""
+        )
 
 
 STATIC = Variant("static", 768, 8, 0)  # the published policy
@@ -82,9 +89,18 @@ class Chain:
 
 
 class Led:
-    """A prompt, a text of the target's behind it, and a cache for every variant that follows the target along it."""
+    """A prompt, a text of the target's behind it, and a cache for every variant that follows the
+    target along it.
+    """
 
-    def __init__(self, models: Models, prompt: Sequence[int], new: int, variants: Sequence[Variant], rows: int):
+    def __init__(
+        self,
+        models: Models,
+        prompt: Sequence[int],
+        new: int,
+        variants: Sequence[Variant],
+        rows: int,
+    ):
         self.session = Session(models, list(prompt), new + rows + 1)
         target, config = self.session.target, models.target.config
         layout = config.kv_layout(models.target.group.size, models.dtype)
@@ -94,16 +110,28 @@ class Led:
         self.caches: dict[Variant, RetrievalCache] = {}
         for each in variants:
             context = len(prompt) + new + rows + 1
-            shape = RetrievalShape.of(each.budget, each.chunk, each.summary, context, rows, new + rows)
+            shape = RetrievalShape.of(
+                each.budget, each.chunk, each.summary, context, rows, new + rows
+            )
             shape = replace(shape, window=target.recent, block=target.block)
-            cache = RetrievalCache(layout, shape, POLICIES[each.policy](), target.rotary, self.session.prompt.device, 1, each.turns)
+            cache = RetrievalCache(
+                layout,
+                shape,
+                POLICIES[each.policy](),
+                target.rotary,
+                self.session.prompt.device,
+                1,
+                each.turns,
+            )
             self.caches[each] = cache
             target.followers.append(cache)
         self.first = self.session.prefill()  # (1, V)
         self._start = [cache.snapshot() for cache in (target, *self.caches.values())]
 
     def rewind(self) -> None:
-        for cache, state in zip((self.session.target, *self.caches.values()), self._start, strict=True):
+        for cache, state in zip(
+            (self.session.target, *self.caches.values()), self._start, strict=True
+        ):
             cache.restore(state)
 
     def text(self, new: int, sampling: Sampling) -> Tensor:
@@ -121,28 +149,49 @@ class Led:
         return torch.cat(tokens)
 
     def along(self, text: Tensor, interval: int, sampling: Sampling) -> dict[Variant, list[Chain]]:
-        """Verify `interval` tokens of the text at a time, each time after every variant has been led along them."""
+        """Verify `interval` tokens of the text at a time, each time after every variant has been
+        led along them.
+        """
         model, target = self.session.models.target, self.session.target
         chains: dict[Variant, list[Chain]] = {variant: [] for variant in self.caches}
         for start in range(0, len(text) - interval, interval):
-            rows, following = text[start : start + interval], text[start + 1 : start + interval + 1, None]
-            laws = {variant: sampling.law(model(rows, cache, interval)) for variant, cache in self.caches.items()}
-            truth = sampling.law(model(rows, target, interval))  # (n, V); what follows the text gets refreshed here
+            rows, following = (
+                text[start : start + interval],
+                text[start + 1 : start + interval + 1, None],
+            )
+            laws = {
+                variant: sampling.law(model(rows, cache, interval))
+                for variant, cache in self.caches.items()
+            }
+            # (n, V); what follows the text gets refreshed here
+            truth = sampling.law(model(rows, target, interval))
             target.advance(interval)
             for variant, law in laws.items():
-                # a token of the text may be at the nucleus' edge, and out of it in a pass that rounds differently: 0 / 0
-                stands = (law.gather(1, following) / truth.gather(1, following)).clamp(max=1).nan_to_num(nan=1.0).squeeze(1)
+                # a token of the text may be at the nucleus' edge, and out of it in a pass that
+                # rounds differently: 0 / 0
+                stands = (
+                    (law.gather(1, following) / truth.gather(1, following))
+                    .clamp(max=1)
+                    .nan_to_num(nan=1.0)
+                    .squeeze(1)
+                )
                 chains[variant].append(Chain(torch.minimum(truth, law).sum(1), stands))
         self.rewind()
         return chains
 
-    def counted(self, variant: Variant, new: int, draft: int, sampling: Sampling) -> tuple[int, int]:
-        """Decode `new` tokens with drafts of `draft` tokens on the variant's cache: tokens made, and verifications."""
+    def counted(
+        self, variant: Variant, new: int, draft: int, sampling: Sampling
+    ) -> tuple[int, int]:
+        """Decode `new` tokens with drafts of `draft` tokens on the variant's cache: tokens made,
+        and verifications.
+        """
         model, target, cache = self.session.models.target, self.session.target, self.caches[variant]
         generator = Generator(self.first.device).manual_seed(sampling.seed)
         prompt = self.session.prompt.tolist()
         inner = Autoregressive("retrieval", model, cache, prompt, sampling, generator)
-        decoder = Speculative("target", model, target, prompt, inner, Fixed(draft), sampling, generator)
+        decoder = Speculative(
+            "target", model, target, prompt, inner, Fixed(draft), sampling, generator
+        )
         decoder.sync([*prompt, int(draw(sampling.law(self.first)[0], generator))], len(prompt))
         while (missing := new - decoder.stats.produced) > 0:
             decoder.round(missing)
@@ -151,9 +200,14 @@ class Led:
 
 
 def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[list[int]]:
-    """`count` stretches of `context` tokens, spread evenly over the text. Raises TierForceError when it is too short for that."""
+    """`count` stretches of `context` tokens, spread evenly over the text. Raises TierForceError
+    when it is too short for that.
+    """
     spare = len(tokens) - context - new
     if spare < count - 1:
-        raise TierForceError(f"the text has {len(tokens)} tokens, too few for {count} prompts of {context}: use a longer --text.")
+        raise TierForceError(
+            f"the text has {len(tokens)} tokens, too few for {count} prompts of {context}: use a "
+            "longer --text."
+        )
     step = spare // max(1, count - 1)
     return [list(tokens[index * step : index * step + context]) for index in range(count)]

@@ -1,9 +1,12 @@
-"""A model made by hand that can do one thing: recall. For needles, which the built-in pair is too small to find.
+"""A model made by hand that can do one thing: recall. For needles, which the built-in pair is too
+small to find.
 
-Its vocabulary is fillers, facts of several words, questions and answers. One attention head looks, at question i, for the first
-word of fact i, wherever in the text it stands, and at a word of an answer for the fact's next word; the model says what it found.
-Without the fact in view all it knows is that some word of an answer is due. So a cache of recent tokens cannot propose the
-answer, full attention always can, and a retrieval cache can as far as it holds the words that are asked for next.
+Its vocabulary is fillers, facts of several words, questions and answers. One attention head looks,
+at question i, for the first word of fact i, wherever in the text it stands, and at a word of an
+answer for the fact's next word; the model says what it found. Without the fact in view all it knows
+is that some word of an answer is due. So a cache of recent tokens cannot propose the answer, full
+attention always can, and a retrieval cache can as far as it holds the words that are asked for
+next.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ def recall_model(context: int) -> Llama:
         num_key_value_heads=1,
         head_dim=4 * _ALL,
         max_position_embeddings=context,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e18},  # the slower half of the dimensions does not turn at all
+        # the slower half of the dimensions does not turn at all
+        rope_parameters={"rope_type": "default", "rope_theta": 1e18},
         tie_word_embeddings=False,
     )
     model = Llama(ModelConfig.from_hf(config), Group())
@@ -65,7 +69,9 @@ def recall_model(context: int) -> Llama:
 
 
 def _make(model: Llama) -> None:
-    """Hidden dimensions: the word a fact states, the word that is asked for, the word that was found, and noise for fillers."""
+    """Hidden dimensions: the word a fact states, the word that is asked for, the word that was
+    found, and noise for fillers.
+    """
     hidden, dim = model.config.hidden, model.config.head_dim
     states, asks, found = (slice(part * _ALL, (part + 1) * _ALL) for part in range(3))
     eye = torch.eye(_ALL)
@@ -81,12 +87,15 @@ def _make(model: Llama) -> None:
         for word, token in enumerate(answer(index)[:-1]):
             embed[token, asks] = eye[index * WORDS + word + 1]
     q, k, v = layer.qkv.weight.split(dim)
-    still = slice(dim // 4, dim // 4 + _ALL)  # of each rotated pair the first; the pair's frequency is theta ** -0.5 or less
-    scale = (_ASKED * dim**0.5 / hidden) ** 0.5  # a normalised one-hot has the length of the hidden size's root
+    # of each rotated pair the first; the pair's frequency is theta ** -0.5 or less
+    still = slice(dim // 4, dim // 4 + _ALL)
+    # a normalised one-hot has the length of the hidden size's root
+    scale = (_ASKED * dim**0.5 / hidden) ** 0.5
     q[still, asks], k[still, states] = scale * eye, scale * eye
     v[:_ALL, states] = eye / hidden**0.5
     layer.o.weight[found, :_ALL] = eye
     head = model.head.weight
     answers: Tensor = head[FILLERS + _ALL : FILLERS + 2 * _ALL]
-    answers[:, found] = eye * _SURE / (hidden / 2) ** 0.5  # two dimensions of the hidden state are 1 once a word is found
+    # two dimensions of the hidden state are 1 once a word is found
+    answers[:, found] = eye * _SURE / (hidden / 2) ** 0.5
     answers[:, asks] = _DUE / (hidden / 2) ** 0.5

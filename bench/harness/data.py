@@ -1,4 +1,6 @@
-"""Long real documents: PG-19 and NarrativeQA through `datasets`, a folder of text, or what is on every machine."""
+"""Long real documents: PG-19 and NarrativeQA through `datasets`, a folder of text, or what is on
+every machine.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,27 @@ HUB: dict[str, tuple[str, str | None, str, tuple[str, ...], str]] = {
 
 
 def documents(source: str | None, count: int, shortest: int) -> dict[str, str]:
-    """Up to `count` texts of at least `shortest` characters, by name: of `pg19`, `narrativeqa`, a folder or a file; Python's
-    language reference, begun at as many places, where none is named. Raises TierForceError.
+    """Up to `count` texts of at least `shortest` characters, by name: of `pg19`, `narrativeqa`, a
+    folder or a file; Python's language reference, begun at as many places, where none is named.
+    Raises TierForceError.
     """
     if source is None:
         whole, name = long_text(), "python-language-reference"
         if len(whole) < shortest:
-            raise TierForceError(f"{name} has {len(whole):,} characters, fewer than {shortest:,}: name a folder with --data.")
+            raise TierForceError(
+                f"{name} has {len(whole):,} characters, fewer than {shortest:,}: name a folder with"
+                " --data."
+            )
         starts = [number * len(whole) // count for number in range(count)]
-        return {f"{name}-{number + 1}": whole[start:] + whole[:start] for number, start in enumerate(starts)}
-    found = _from_hub(source, count, shortest) if source in HUB else _from_disk(Path(source), count, shortest)
+        return {
+            f"{name}-{number + 1}": whole[start:] + whole[:start]
+            for number, start in enumerate(starts)
+        }
+    found = (
+        _from_hub(source, count, shortest)
+        if source in HUB
+        else _from_disk(Path(source), count, shortest)
+    )
     if not found:
         raise TierForceError(f"--data {source}: no text there has {shortest:,} characters.")
     return found
@@ -42,7 +55,9 @@ def _from_hub(source: str, count: int, shortest: int) -> dict[str, str]:
     try:
         import datasets
     except ImportError as error:
-        raise TierForceError(f"--data {source} needs the package datasets: pip install datasets, or name a folder.") from error
+        raise TierForceError(
+            f"--data {source} needs the package datasets: pip install datasets, or name a folder."
+        ) from error
     name, configuration, split, where, title = HUB[source]
     found: dict[str, str] = {}
     try:
@@ -55,7 +70,9 @@ def _from_hub(source: str, count: int, shortest: int) -> dict[str, str]:
             if len(found) == count:
                 break
     except Exception as error:  # no network, a set that moved, a column that is gone
-        raise TierForceError(f"--data {source}: {name} cannot be had ({one_line(error)}); name a folder instead.") from error
+        raise TierForceError(
+            f"--data {source}: {name} cannot be had ({one_line(error)}); name a folder instead."
+        ) from error
     return found
 
 

@@ -12,10 +12,16 @@ from decoding.speculation.decoders import Decoder
 from parallel.lockstep import PassLeader
 
 
-def continued(session: Session, first: int, sampling: Sampling, lengths: Lengths | None = None) -> tuple[Decoder, float]:
-    """Decode all of the session's new tokens but the `first`, which is given; what did it, with its counts, and the seconds."""
+def continued(
+    session: Session, first: int, sampling: Sampling, lengths: Lengths | None = None
+) -> tuple[Decoder, float]:
+    """Decode all of the session's new tokens but the `first`, which is given; what did it, with its
+    counts, and the seconds.
+    """
     generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
-    decoder = session.decoder(PassLeader(session.sharded, session.most, session.run), sampling, generator, lengths)
+    decoder = session.decoder(
+        PassLeader(session.sharded, session.most, session.run), sampling, generator, lengths
+    )
     prompt = session.prompt.tolist()
     decoder.sync([*prompt, first], len(prompt))
     started = time.perf_counter()

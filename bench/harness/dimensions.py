@@ -1,4 +1,6 @@
-"""Dimensions of the models that published figures are of: what they cost follows from these alone."""
+"""Dimensions of the models that published figures are of: what they cost follows from these
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,17 @@ from transformers import LlamaConfig
 from parallel.config import ModelConfig
 
 Dimensions = dict[str, Any]
-POSITIONS: Dimensions = {"max_position_embeddings": 1 << 17, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
-TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 3}
+POSITIONS: Dimensions = {
+    "max_position_embeddings": 1 << 17,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+}
 LLAMA_68M = {
     "vocab_size": 32_000,
     "hidden_size": 768,

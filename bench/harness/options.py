@@ -7,7 +7,9 @@ import typer
 
 Target = Annotated[Path, typer.Option(help="Target model folder.")]
 Draft = Annotated[Path, typer.Option(help="Draft model folder.")]
-Text = Annotated[Path | None, typer.Option(help="Text to read; Python's language reference by default.")]
+Text = Annotated[
+    Path | None, typer.Option(help="Text to read; Python's language reference by default.")
+]
 Context = Annotated[int, typer.Option(help="Prompt tokens.")]
 Rates = Annotated[str, typer.Option(help="Emulated links, GB/s.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]

@@ -9,7 +9,9 @@ Rows = list[dict[str, Any]]
 
 
 def plots_of(document: dict[str, Any], stem: Path) -> list[tuple[str, Path]]:
-    """Draw what a document has to show, to files whose names begin with `stem`; titles and paths."""
+    """Draw what a document has to show, to files whose names begin with `stem`; titles and
+    paths.
+    """
     rows, found = document.get("rows", []), []
 
     def draw(title: str, name: str, plot: Any, *data: Rows) -> None:
@@ -24,7 +26,13 @@ def plots_of(document: dict[str, Any], stem: Path) -> list[tuple[str, Path]]:
         if document.get("rounds"):
             draw("one round", "round", round_plot, document["rounds"])
     if document.get("budgets") and document.get("temperatures"):
-        draw("acceptance by budget and temperature", "budgets", share_plot, document["budgets"], document["temperatures"])
+        draw(
+            "acceptance by budget and temperature",
+            "budgets",
+            share_plot,
+            document["budgets"],
+            document["temperatures"],
+        )
     if document.get("policies"):
         draw("retrieval policies", "policies", acceptance_plot, document["policies"])
     return found
@@ -45,14 +53,20 @@ def _keep(figure: Any, path: Path) -> None:
 
 
 def speed_plot(rows: Rows, path: Path) -> None:
-    """A panel a context, a bar a peer, fastest first; ours in colour. Those that did not run are in the table."""
+    """A panel a context, a bar a peer, fastest first; ours in colour. Those that did not run are in
+    the table.
+    """
     contexts = list(dict.fromkeys(row["context"] for row in rows))
-    figure, panels = _pyplot().subplots(1, len(contexts), figsize=(6.2 * len(contexts), 6), squeeze=False)
+    figure, panels = _pyplot().subplots(
+        1, len(contexts), figsize=(6.2 * len(contexts), 6), squeeze=False
+    )
     for axes, context in zip(panels[0], contexts, strict=True):
         ran = [row for row in rows if row["context"] == context and row["ms/token"]]
         ran.sort(key=lambda row: -row["ms/token"])
         colors = ["C0" if row["peer"].startswith("ours") else "0.6" for row in ran]
-        bars = axes.barh([row["peer"] for row in ran], [row["ms/token"] for row in ran], color=colors)
+        bars = axes.barh(
+            [row["peer"] for row in ran], [row["ms/token"] for row in ran], color=colors
+        )
         axes.bar_label(bars, [f"{row['ms/token']:,.3g}" for row in ran], padding=3, fontsize=8)
         axes.set(xscale="log", xlabel="ms/token, logarithmic", title=f"{context:,} tokens")
         axes.minorticks_off()
@@ -64,9 +78,17 @@ def speed_plot(rows: Rows, path: Path) -> None:
 def link_plot(rows: Rows, path: Path) -> None:
     """What crosses the link for a token, by context."""
     figure, axes = _pyplot().subplots(figsize=(8, 4.5))
-    for number, peer in enumerate(dict.fromkeys(row["peer"] for row in rows if row["link MB/token"])):
+    for number, peer in enumerate(
+        dict.fromkeys(row["peer"] for row in rows if row["link MB/token"])
+    ):
         mine = [row for row in rows if row["peer"] == peer and row["link MB/token"]]
-        axes.plot([row["context"] for row in mine], [row["link MB/token"] for row in mine], "o-", color=f"C{number}", label=peer)
+        axes.plot(
+            [row["context"] for row in mine],
+            [row["link MB/token"] for row in mine],
+            "o-",
+            color=f"C{number}",
+            label=peer,
+        )
     axes.set(xlabel="context, tokens", ylabel="link MB/token", xscale="log", yscale="log")
     ticks = sorted({row["context"] for row in rows})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -78,16 +100,27 @@ def link_plot(rows: Rows, path: Path) -> None:
 
 
 def round_plot(rounds: Rows, path: Path) -> None:
-    """A round of each method that drafts, medians: drafting, then the verification and, beside it, the link."""
+    """A round of each method that drafts, medians: drafting, then the verification and, beside it,
+    the link.
+    """
     names = [f"{each['peer']}, {each['context']:,}" for each in rounds]
     figure, axes = _pyplot().subplots(figsize=(11, 0.6 + 0.55 * len(rounds)))
     drafts = [each["draft ms"] for each in rounds]
     places = range(len(rounds))
     axes.barh(places, drafts, height=0.5, color="C2", label="drafting")
-    axes.barh(places, [each["verification ms"] for each in rounds], left=drafts, height=0.5, color="C0", label="verification")
+    axes.barh(
+        places,
+        [each["verification ms"] for each in rounds],
+        left=drafts,
+        height=0.5,
+        color="C0",
+        label="verification",
+    )
     link = [each["link ms"] or 0.0 for each in rounds]
     if any(link):
-        axes.barh(places, link, left=drafts, height=0.16, color="C1", label="of it, the link at its rate")
+        axes.barh(
+            places, link, left=drafts, height=0.16, color="C1", label="of it, the link at its rate"
+        )
     for place, each in zip(places, rounds, strict=True):
         end = each["draft ms"] + each["verification ms"]
         axes.annotate(f"  {each['drafted']:.0f} drafted", (end, place), va="center", fontsize=8)
@@ -103,10 +136,21 @@ def round_plot(rounds: Rows, path: Path) -> None:
 def share_plot(budgets: Rows, temperatures: Rows, path: Path) -> None:
     """The share of proposals that would stand, with a refresh every 16 tokens."""
     figure, panels = _pyplot().subplots(1, 2, figsize=(11, 4.5), sharey=True)
-    for axes, rows, key in ((panels[0], budgets, "budget"), (panels[1], temperatures, "temperature")):
-        for number, policy in enumerate(dict.fromkeys(row["policy"].split(", budget")[0] for row in rows)):
+    for axes, rows, key in (
+        (panels[0], budgets, "budget"),
+        (panels[1], temperatures, "temperature"),
+    ):
+        for number, policy in enumerate(
+            dict.fromkeys(row["policy"].split(", budget")[0] for row in rows)
+        ):
             mine = [row for row in rows if row["policy"].split(", budget")[0] == policy]
-            axes.plot([row[key] for row in mine], [1 - row["rejected @16"] for row in mine], "o-", color=f"C{number}", label=policy)
+            axes.plot(
+                [row[key] for row in mine],
+                [1 - row["rejected @16"] for row in mine],
+                "o-",
+                color=f"C{number}",
+                label=policy,
+            )
         axes.set(xlabel=key)
         axes.grid(alpha=0.3)
     panels[0].set(ylabel="acceptance: sum of min(p, q)")
@@ -116,23 +160,40 @@ def share_plot(budgets: Rows, temperatures: Rows, path: Path) -> None:
 
 
 def acceptance_plot(rows: Rows, path: Path) -> None:
-    """Left: rejection by tokens since the refresh. Right: tokens per verification by draft length. For the first context of the
-    rows.
+    """Left: rejection by tokens since the refresh. Right: tokens per verification by draft length.
+    For the first context of the rows.
     """
     context = rows[0]["context"]
     figure, (left, right) = _pyplot().subplots(1, 2, figsize=(13, 6))
     for number, row in enumerate(row for row in rows if row["context"] == context):
-        style = {"color": f"C{number}", "label": row["policy"], "linewidth": 2 if "summaries" in row["policy"] else 1.2}
+        style = {
+            "color": f"C{number}",
+            "label": row["policy"],
+            "linewidth": 2 if "summaries" in row["policy"] else 1.2,
+        }
         by_token = row["overlap by tokens since refresh"]
-        smooth = [1 - sum(part) / len(part) for part in (by_token[at : at + 4] for at in range(0, len(by_token), 4))]
+        smooth = [
+            1 - sum(part) / len(part)
+            for part in (by_token[at : at + 4] for at in range(0, len(by_token), 4))
+        ]
         left.plot([4 * at + 2.5 for at in range(len(smooth))], smooth, **style)
-        lengths = sorted(int(name.removeprefix("tokens n=")) for name in row if name.startswith("tokens n="))
+        lengths = sorted(
+            int(name.removeprefix("tokens n=")) for name in row if name.startswith("tokens n=")
+        )
         right.plot(lengths, [row[f"tokens n={length}"] for length in lengths], marker="o", **style)
-    left.set(xlabel="tokens since the refresh", ylabel="rejected share of proposals", ylim=(0, None))
-    right.set(xlabel="draft length, and tokens between refreshes", ylabel="tokens per verification", ylim=(0, None))
+    left.set(
+        xlabel="tokens since the refresh", ylabel="rejected share of proposals", ylim=(0, None)
+    )
+    right.set(
+        xlabel="draft length, and tokens between refreshes",
+        ylabel="tokens per verification",
+        ylim=(0, None),
+    )
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9, frameon=False)
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9, frameon=False
+    )
     figure.suptitle(f"Retrieval policies at equal device memory behind {context:,} tokens")
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     _keep(figure, path)

@@ -1,4 +1,6 @@
-"""A function in a process of its own: what it holds goes with it, and whatever happens to it is an answer."""
+"""A function in a process of its own: what it holds goes with it, and whatever happens to it is an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ class Died(Exception):
 
 
 def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -> tuple[Any, float]:
-    """What the function returns, a module's own as its arguments are pickled, and the most memory its process held, in GB.
+    """What the function returns, a module's own as its arguments are pickled, and the most memory
+    its process held, in GB.
 
-    A `Died` takes the answer's place where the process ends without one, or takes longer than `limit_s` seconds.
+    A `Died` takes the answer's place where the process ends without one, or takes longer than
+    `limit_s` seconds.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, function, args))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is ours, and ends the child too
+    # inherited: Ctrl-C is ours, and ends the child too
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     child.start()
     signal.signal(signal.SIGINT, before)
     theirs.close()  # so that a child that dies ends the pipe
@@ -54,7 +59,11 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
 def ending(child: Any) -> Died:
     """Why a process that has ended, or is about to, gave no answer."""
     child.join()
-    return Died("killed, most likely for memory" if child.exitcode == -9 else f"ended with exit code {child.exitcode}")
+    return Died(
+        "killed, most likely for memory"
+        if child.exitcode == -9
+        else f"ended with exit code {child.exitcode}"
+    )
 
 
 def _memory_gb(pid: int | None) -> float:

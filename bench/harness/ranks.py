@@ -25,15 +25,23 @@ PRELOAD = [
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(*args)`, a module's own, in `size` fresh processes with torchrun's environment; returns each rank's result.
+    """Call `function(*args)`, a module's own, in `size` fresh processes with torchrun's
+    environment; returns each rank's result.
 
-    The function joins the group itself, as a real rank does: `Group.from_environment("cpu")`. What a rank raises is raised here
-    (torch.multiprocessing.ProcessRaisedException, with the rank's traceback as its text). The processes are forked from a server
-    that imports torch once a session, in seconds less than each for itself; they see the environment the server was started in.
+    The function joins the group itself, as a real rank does: `Group.from_environment("cpu")`. What
+    a rank raises is raised here (torch.multiprocessing.ProcessRaisedException, with the rank's
+    traceback as its text). The processes are forked from a server that imports torch once a
+    session, in seconds less than each for itself; they see the environment the server was started
+    in.
     """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(PRELOAD)
-        mp.start_processes(_rank, (size, free_port(), Path(folder), function, args), size, start_method="forkserver")
+        mp.start_processes(
+            _rank,
+            (size, free_port(), Path(folder), function, args),
+            size,
+            start_method="forkserver",
+        )
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
@@ -43,7 +51,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _rank(rank: int, size: int, port: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    port: int,
+    folder: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),

@@ -1,4 +1,6 @@
-"""How a measurement is kept: a table for people, and one JSON document with the environment, the command and the commit."""
+"""How a measurement is kept: a table for people, and one JSON document with the environment, the
+command and the commit.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from transformers.utils import logging
 
 
 def prepare(threads: int) -> None:
-    """Before a measurement: transformers keeps quiet, and torch has this many threads (0: as many as it likes)."""
+    """Before a measurement: transformers keeps quiet, and torch has this many threads (0: as many
+    as it likes).
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if threads:
@@ -41,7 +45,10 @@ def environment() -> dict[str, Any]:
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("tierforce", "torch", "transformers", "accelerate", "flash-attn")},
+        "versions": {
+            name: _version(name)
+            for name in ("tierforce", "torch", "transformers", "accelerate", "flash-attn")
+        },
     }
 
 
@@ -49,10 +56,15 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print rows of like keys as a table."""
     table = Table(title=title, title_justify="left")
     for name in rows[0]:
-        table.add_column(name, justify="right" if isinstance(rows[0][name], int | float) else "left")
+        table.add_column(
+            name, justify="right" if isinstance(rows[0][name], int | float) else "left"
+        )
     for row in rows:
         table.add_row(
-            *("-" if value is None else _short(value) if isinstance(value, float) else str(value) for value in row.values())
+            *(
+                "-" if value is None else _short(value) if isinstance(value, float) else str(value)
+                for value in row.values()
+            )
         )
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
@@ -76,7 +88,13 @@ def _module() -> str:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
     except OSError:
         return "unknown"
     return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -91,7 +109,10 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def _version(name: str) -> str | None:

@@ -1,6 +1,7 @@
 """README's tables, made of the committed JSON documents and of nothing else.
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`, where NAME is one of VIEWS; `python -m bench report` fills it in anew.
+A table stands between `<!-- NAME -->` and `<!-- end -->`, where NAME is one of VIEWS; `python -m
+bench report` fills it in anew.
 """
 
 from __future__ import annotations
@@ -34,9 +35,22 @@ def _own(*names: str) -> dict[str, str]:
 _COMPARED = {
     **_own("context"),
     "": "peer",
-    **_own("ms/token", "least", "most", "prefill s", "tokens per verification", "acceptance", "link MB/token", "peak GB"),
+    **_own(
+        "ms/token",
+        "least",
+        "most",
+        "prefill s",
+        "tokens per verification",
+        "acceptance",
+        "link MB/token",
+        "peak GB",
+    ),
 }
-_VARIED = {**_own("", "predicted ms"), "ms here": "ms", **_own("acceptance", "tokens per verification")}
+_VARIED = {
+    **_own("", "predicted ms"),
+    "ms here": "ms",
+    **_own("acceptance", "tokens per verification"),
+}
 VIEWS: dict[str, View] = {
     "counts": View(
         "acceptance-cpu.json",
@@ -68,18 +82,28 @@ VIEWS: dict[str, View] = {
     ),
     "needle": View(
         "needle-cpu.json",
-        {**_own("model"), "proposed from": "policy", **_own("planted words' probability", "planted word stands")},
+        {
+            **_own("model"),
+            "proposed from": "policy",
+            **_own("planted words' probability", "planted word stands"),
+        },
         rows="needle",
         keep=lambda row: row["policy"].startswith(("full", "window", "static", "mass + ")),
     ),
     "refresh": View(
         "refresh-cpu.json",
-        {**_own("dtype", "rows", "retrieval cache", "verification ms", "refresh ms"), "share": "share of the verification"},
+        {
+            **_own("dtype", "rows", "retrieval cache", "verification ms", "refresh ms"),
+            "share": "share of the verification",
+        },
         keep=lambda row: not row["retrieval cache"].startswith("static"),
     ),
     "decode": View(
         "decode-cpu.json",
-        {"": "method", **_own("ms/token", "tokens per verification", "acceptance", "link MB/token")},
+        {
+            "": "method",
+            **_own("ms/token", "tokens per verification", "acceptance", "link MB/token"),
+        },
     ),
     "transfer": View(
         "transfer-cpu.json",
@@ -125,10 +149,21 @@ VIEWS: dict[str, View] = {
             **_own("tokens", "ended"),
         },
     ),
-    "compare": View("compare-cpu.json", _COMPARED | _own("note"), keep=lambda row: row["context"] == 65_536, claims="65,536"),
+    "compare": View(
+        "compare-cpu.json",
+        _COMPARED | _own("note"),
+        keep=lambda row: row["context"] == 65_536,
+        claims="65,536",
+    ),
     "greedy": View(
         "compare-greedy-cpu.json",
-        {**_own("context"), "": "peer", **_own("ms/token"), "same text as ours": "same text", **_own("note")},
+        {
+            **_own("context"),
+            "": "peer",
+            **_own("ms/token"),
+            "same text as ours": "same text",
+            **_own("note"),
+        },
     ),
     "onchip": View(
         "recipe-on-chip-cpu.json",
@@ -158,7 +193,13 @@ VIEWS: dict[str, View] = {
     "temperatures": View("recipe-temperatures-cpu.json", _VARIED),
     "summaries": View(
         "recipe-summaries-cpu.json",
-        {**_own("", "predicted ms"), "ms here": "ms", "plain": "plain  ", "times": "times  ", **_own("first token s")},
+        {
+            **_own("", "predicted ms"),
+            "ms here": "ms",
+            "plain": "plain  ",
+            "times": "times  ",
+            **_own("first token s"),
+        },
     ),
     "offload": View(
         "recipe-offload-cpu.json",
@@ -176,7 +217,9 @@ _BLOCK = re.compile(r"(<!-- ([a-z]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(text: str, folder: Path) -> str:
-    """README with its tables made anew from the documents in `folder`. Raises KeyError for a table nobody knows."""
+    """README with its tables made anew from the documents in `folder`. Raises KeyError for a table
+    nobody knows.
+    """
     return _BLOCK.sub(lambda block: block[1] + markdown(VIEWS[block[2]], folder) + block[3], text)
 
 
@@ -187,8 +230,15 @@ def markdown(view: View, folder: Path) -> str:
     if view.columns:
         rows = [row for row in found[view.rows] if view.keep(row)]
         cells = [[cell(row.get(key)) for key in view.columns.values()] for row in rows]
-        lines += ["| " + " | ".join(each) + " |" for each in ([*view.columns], ["---"] * len(view.columns), *cells)]
-    ratios = {claim: value for claim, value in found.get("ratios", {}).items() if claim.startswith(view.claims)}
+        lines += [
+            "| " + " | ".join(each) + " |"
+            for each in ([*view.columns], ["---"] * len(view.columns), *cells)
+        ]
+    ratios = {
+        claim: value
+        for claim, value in found.get("ratios", {}).items()
+        if claim.startswith(view.claims)
+    }
     if ratios:
         lines += ["", *(f"- {claim}: **{value:.2f}**" for claim, value in ratios.items())]
     return "\n".join([*lines, "", provenance(found["environment"], view.file), ""])
@@ -197,11 +247,16 @@ def markdown(view: View, folder: Path) -> str:
 def provenance(environment: Mapping[str, Any], file: str) -> str:
     """One line: the command, the machine, the day and the commit."""
     when = f"{environment['date'][:10]}, commit {commit_of(environment)}"
-    return f"`{environment['command']}` on {machine_of(environment)}, {when} ([{file}](docs/results/{file}))"
+    return (
+        f"`{environment['command']}` on {machine_of(environment)}, {when} "
+        f"([{file}](docs/results/{file}))"
+    )
 
 
 def machine_of(environment: Mapping[str, Any]) -> str:
-    return ", ".join([*environment["gpus"], f"{environment['cpu']}, {environment['threads']} threads"])
+    return ", ".join(
+        [*environment["gpus"], f"{environment['cpu']}, {environment['threads']} threads"]
+    )
 
 
 def commit_of(environment: Mapping[str, Any]) -> str:
@@ -216,5 +271,7 @@ def cell(value: Any) -> str:
         return "" if value is None else str(value)
     if value == int(value):
         return f"{int(value):,}"
-    digits = next((digits for least, digits in ((1000, 0), (10, 1), (1, 2)) if abs(value) >= least), 3)
+    digits = next(
+        (digits for least, digits in ((1000, 0), (10, 1), (1, 2)) if abs(value) >= least), 3
+    )
     return f"{value:,.{digits}f}"

@@ -10,7 +10,9 @@ DEMO = Path(__file__).parents[2] / "demo"  # the built-in pair
 
 
 def long_text(path: Path | None = None) -> str:
-    """The text of a file, or Python's language reference (`pydoc_data.topics`: 465 KB in Python 3.11)."""
+    """The text of a file, or Python's language reference (`pydoc_data.topics`: 465 KB in Python
+    3.11).
+    """
     if path is not None:
         return path.read_text(encoding="utf-8")
     from pydoc_data.topics import topics
@@ -27,5 +29,8 @@ def prompt_tokens(tokenizer, tokens: int, path: Path | None = None) -> list[int]
     """The first `tokens` tokens of that text. Raises TierForceError when it has fewer."""
     found = text_tokens(tokenizer, path)
     if len(found) < tokens:
-        raise TierForceError(f"the text has {len(found)} tokens, fewer than the {tokens} asked for: use a longer --text.")
+        raise TierForceError(
+            f"the text has {len(found)} tokens, fewer than the {tokens} asked for: use a longer "
+            "--text."
+        )
     return found[:tokens]

@@ -14,9 +14,15 @@ from offload.errors import TierForceError
 
 
 def summarized(
-    folder: Path, name: str, documents: Mapping[str, str], options: list[str], say: Callable[[str], None]
+    folder: Path,
+    name: str,
+    documents: Mapping[str, str],
+    options: list[str],
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Run `tierforce summarize` with these options over the documents, anew; its records, in order. Raises TierForceError."""
+    """Run `tierforce summarize` with these options over the documents, anew; its records, in order.
+    Raises TierForceError.
+    """
     texts, output = folder / "documents", folder / f"{name}.jsonl"
     texts.mkdir(parents=True, exist_ok=True)
     for stale in texts.glob("*.txt"):
@@ -28,5 +34,7 @@ def summarized(
     say("$ " + shlex.join(["tierforce", *arguments]))
     code = subprocess.run([sys.executable, "-m", "decoding.cli", *arguments]).returncode
     if code:
-        raise TierForceError(f"tierforce {arguments[0]} ended with exit code {code}; what it said is above.")
+        raise TierForceError(
+            f"tierforce {arguments[0]} ended with exit code {code}; what it said is above."
+        )
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

@@ -38,7 +38,8 @@ class Result:
     tokens_per_verification: float | None = None
     acceptance: dict[str, float | None] = field(default_factory=dict)
     link_bytes_per_token: float | None = None
-    rounds: dict[str, float | None] = field(default_factory=dict)  # medians of a round that drafts: tokens and ms
+    # medians of a round that drafts: tokens and ms
+    rounds: dict[str, float | None] = field(default_factory=dict)
 
 
 class Peer(ABC):

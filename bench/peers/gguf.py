@@ -1,4 +1,6 @@
-"""A target as GGUF, for llama.cpp: the same weights in the same dtype, and no vocabulary, for it is given token ids."""
+"""A target as GGUF, for llama.cpp: the same weights in the same dtype, and no vocabulary, for it is
+given token ids.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,22 @@ _OTHERS = {
 
 
 def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write `path` from the checkpoint in `folder`; bfloat16 or float32. Raises ConfigError for what this does not convert."""
+    """Write `path` from the checkpoint in `folder`; bfloat16 or float32. Raises ConfigError for
+    what this does not convert.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter
 
     config = ModelConfig.from_pretrained(folder)
     rope = config.rope.rope_parameters
-    if rope.get("rope_type", "default") != "default" or config.qkv_bias or config.o_bias or config.mlp_bias:
-        raise ConfigError(f"{folder}: only models with plain RoPE and without biases are converted for llama.cpp.")
+    if (
+        rope.get("rope_type", "default") != "default"
+        or config.qkv_bias
+        or config.o_bias
+        or config.mlp_bias
+    ):
+        raise ConfigError(
+            f"{folder}: only models with plain RoPE and without biases are converted for llama.cpp."
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
     writer = GGUFWriter(unfinished, "llama")
@@ -64,7 +75,9 @@ def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
             if tensor.ndim == 1 or dtype == torch.float32:
                 writer.add_tensor(known, tensor.float().numpy())
             else:
-                raw = tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint8)
+                raw = (
+                    tensor.to(torch.bfloat16).contiguous().view(torch.int16).numpy().view(np.uint8)
+                )
                 writer.add_tensor(known, raw, raw_dtype=GGMLQuantizationType.BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -80,9 +93,15 @@ def _name(name: str) -> str | None:
     if not name.startswith("model.layers."):
         return None
     index, _, rest = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{_LAYER[rest.removesuffix('.weight')]}.weight" if rest.removesuffix(".weight") in _LAYER else None
+    return (
+        f"blk.{index}.{_LAYER[rest.removesuffix('.weight')]}.weight"
+        if rest.removesuffix(".weight") in _LAYER
+        else None
+    )
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows in the order of llama.cpp's RoPE, which turns neighbours, where Hugging Face's turns the two halves of a head."""
+    """Rows in the order of llama.cpp's RoPE, which turns neighbours, where Hugging Face's turns the
+    two halves of a head.
+    """
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)

@@ -1,4 +1,6 @@
-"""transformers' own generate as a peer, with its kinds of cache and of drafting, and accelerate's offloading."""
+"""transformers' own generate as a peer, with its kinds of cache and of drafting, and accelerate's
+offloading.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ def warped(law: Sampling) -> dict[str, Any]:
     """The keyword arguments by which `generate` draws from that law."""
     if law.temperature == 0:
         return {"do_sample": False}
-    return {"do_sample": True, "temperature": law.temperature, "top_p": law.top_p, "top_k": law.top_k}
+    return {
+        "do_sample": True,
+        "temperature": law.temperature,
+        "top_p": law.top_p,
+        "top_k": law.top_k,
+    }
 
 
 class Transformers(Peer):
@@ -46,9 +53,12 @@ class Transformers(Peer):
         self.model: Any = self._load(job.target)
 
     def _load(self, folder: Path) -> Any:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self.job.dtype))
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, self.job.dtype)
+        )
         model = model.to(self.device)
-        model.generation_config = GenerationConfig(pad_token_id=0)  # no stop token: all make as many tokens
+        # no stop token: all make as many tokens
+        model.generation_config = GenerationConfig(pad_token_id=0)
         return model
 
     def run(self) -> Result:
@@ -66,7 +76,9 @@ class Transformers(Peer):
                 **type(self).extra(self),
             )
         first = clock.times[1]  # the first call hands over the prompt
-        return Result(first - started, time.perf_counter() - first, out[0, len(job.prompt) :].tolist())
+        return Result(
+            first - started, time.perf_counter() - first, out[0, len(job.prompt) :].tolist()
+        )
 
 
 def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transformers]:
@@ -74,7 +86,9 @@ def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transf
 
 
 class Accelerate(Transformers):
-    """accelerate's cpu_offload: weights come to the device layer by layer; the cache stays there."""
+    """accelerate's cpu_offload: weights come to the device layer by layer; the cache stays
+    there.
+    """
 
     def _load(self, folder: Path) -> Any:
         from accelerate import cpu_offload

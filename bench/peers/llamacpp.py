@@ -13,7 +13,9 @@ from bench.peers.gguf import to_gguf
 
 
 class LlamaCpp(Peer):
-    """llama.cpp through llama-cpp-python, with the target converted to GGUF once; its KV cache is in float16, as it likes it."""
+    """llama.cpp through llama-cpp-python, with the target converted to GGUF once; its KV cache is
+    in float16, as it likes it.
+    """
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -31,13 +33,21 @@ class LlamaCpp(Peer):
         threads, tokens = torch.get_num_threads(), len(job.prompt) + job.new
         gpu = -1 if torch.cuda.is_available() else 0
         self.model = Llama(
-            str(path), n_ctx=tokens, n_threads=threads, n_threads_batch=threads, n_gpu_layers=gpu, flash_attn=True, verbose=False
+            str(path),
+            n_ctx=tokens,
+            n_threads=threads,
+            n_threads_batch=threads,
+            n_gpu_layers=gpu,
+            flash_attn=True,
+            verbose=False,
         )
 
     def run(self) -> Result:
         self.model.set_seed(self.job.sampling.seed)
         law, tokens, first, started = self.job.sampling, [], 0.0, time.perf_counter()
-        for token in self.model.generate(self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature):
+        for token in self.model.generate(
+            self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature
+        ):
             first = first or time.perf_counter()
             tokens.append(token)
             if len(tokens) == self.job.new:

@@ -39,11 +39,20 @@ class Ours(Peer):
     def run(self) -> Result:
         tokens = list(self.engine.generate(self.job.prompt, self.job.new, self.job.sampling))
         stats = self.engine.stats
-        result = Result(stats.first_token_s, stats.decode_s, tokens, stats.tokens_per_verification, stats.acceptance)
+        result = Result(
+            stats.first_token_s,
+            stats.decode_s,
+            tokens,
+            stats.tokens_per_verification,
+            stats.acceptance,
+        )
         result.link_bytes_per_token = stats.link_bytes_per_token
         if rounds := [each for each in stats.rounds if each.drafted]:
             link = stats.traffic["target"].link_in - stats.prefill_link_in
-            passes, rate = stats.levels[0].stats.passes, getattr(self.engine.models.link, "rate", None)
+            passes, rate = (
+                stats.levels[0].stats.passes,
+                getattr(self.engine.models.link, "rate", None),
+            )
             result.rounds = {
                 "drafted": statistics.median(each.drafted for each in rounds),
                 "draft ms": 1e3 * statistics.median(each.draft_s for each in rounds),

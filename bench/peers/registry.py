@@ -1,4 +1,6 @@
-"""What users would otherwise run, each behind one small interface: the same prompt, as many tokens, the same sampling."""
+"""What users would otherwise run, each behind one small interface: the same prompt, as many tokens,
+the same sampling.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ PEERS: dict[str, type[Peer]] = {
     "ours: plain offloaded": ours(mode="plain", resident_layers=0),
     "ours: hierarchical offloaded": ours(mode="hierarchical", resident_layers=0),
     "transformers: dynamic cache": transformers(lambda peer: {}),
-    "transformers: static cache": transformers(lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}),
+    "transformers: static cache": transformers(
+        lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}
+    ),
     "transformers: offloaded cache": transformers(offloaded),
     "transformers: assisted": transformers(assisted),
     "transformers: prompt lookup": transformers(lambda peer: {"prompt_lookup_num_tokens": 10}),

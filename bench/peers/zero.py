@@ -18,7 +18,9 @@ from bench.peers.zero_kv import initialized
 
 
 class ZeroInference(Transformers):
-    """DeepSpeed-ZeRO-Inference as it is released: stage 3 with parameters in host memory, and its KV cache on the device."""
+    """DeepSpeed-ZeRO-Inference as it is released: stage 3 with parameters in host memory, and its
+    KV cache on the device.
+    """
 
     def _load(self, folder: Path) -> Any:
         if find_spec("deepspeed") is None:
@@ -27,7 +29,9 @@ class ZeroInference(Transformers):
 
 
 class OffloadingZeroInference(Peer):
-    """DeepSpeed-ZeRO-Inference with its KV cache in host memory, by the python that TIERFORCE_ZERO_PYTHON names."""
+    """DeepSpeed-ZeRO-Inference with its KV cache in host memory, by the python that
+    TIERFORCE_ZERO_PYTHON names.
+    """
 
     script = Path(__file__).with_name("zero_kv.py")
 
@@ -35,15 +39,33 @@ class OffloadingZeroInference(Peer):
         super().__init__(job)
         self.python = os.environ.get("TIERFORCE_ZERO_PYTHON", "")
         if not self.python:
-            raise Unavailable("KV offload takes an environment with DeepSpeed's fork: name its python in TIERFORCE_ZERO_PYTHON")
+            raise Unavailable(
+                "KV offload takes an environment with DeepSpeed's fork: name its python in "
+                "TIERFORCE_ZERO_PYTHON"
+            )
 
     def run(self) -> Result:
-        job = {"target": str(self.job.target), "prompt": self.job.prompt, "new": self.job.new, "dtype": self.job.dtype}
-        job |= {"seed": self.job.sampling.seed, "law": warped(self.job.sampling), "port": free_port()}
+        job = {
+            "target": str(self.job.target),
+            "prompt": self.job.prompt,
+            "new": self.job.new,
+            "dtype": self.job.dtype,
+        }
+        job |= {
+            "seed": self.job.sampling.seed,
+            "law": warped(self.job.sampling),
+            "port": free_port(),
+        }
         job["threads"] = torch.get_num_threads()
-        done = subprocess.run([self.python, str(self.script)], input=json.dumps(job), capture_output=True, text=True)
+        done = subprocess.run(
+            [self.python, str(self.script)], input=json.dumps(job), capture_output=True, text=True
+        )
         if done.returncode:
-            raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}")
+            raise RuntimeError(
+                done.stderr.strip().splitlines()[-1]
+                if done.stderr.strip()
+                else f"exit code {done.returncode}"
+            )
         found = json.loads(done.stdout.splitlines()[-1])
         if "unavailable" in found:
             raise Unavailable(found["unavailable"])

@@ -1,8 +1,11 @@
-"""DeepSpeed-ZeRO-Inference with its KV cache in host memory, run by the python of an environment that has it.
+"""DeepSpeed-ZeRO-Inference with its KV cache in host memory, run by the python of an environment
+that has it.
 
-KV offload was never merged: it lives in a fork of transformers of 2023 (github.com/tjruwase/transformers, branch
-kvcache-offload-cpu), which cannot share an environment with ours. So this file imports nothing of this project, which may import
-it: a job comes as JSON on standard input, what became of it goes as one line of JSON to standard output. Not yet run with the fork.
+KV offload was never merged: it lives in a fork of transformers of 2023
+(github.com/tjruwase/transformers, branch kvcache-offload-cpu), which cannot share an environment
+with ours. So this file imports nothing of this project, which may import it: a job comes as JSON on
+standard input, what became of it goes as one line of JSON to standard output. Not yet run with the
+fork.
 """
 
 from __future__ import annotations
@@ -16,8 +19,12 @@ from typing import Any
 
 
 def initialized(model: Any, dtype: str, port: int) -> Any:
-    """The model under ZeRO stage 3 with parameters in host memory, in a group of its own on this port, without an MPI to ask."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """The model under ZeRO stage 3 with parameters in host memory, in a group of its own on this
+    port, without an MPI to ask.
+    """
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     import deepspeed  # pyright: ignore
 
     config = {
@@ -30,15 +37,23 @@ def initialized(model: Any, dtype: str, port: int) -> Any:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, threads, port, and generate's `law`."""
+    """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, threads,
+    port, and generate's `law`.
+    """
     import torch
 
     torch.set_num_threads(job["threads"])
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    model: Any = AutoModelForCausalLM.from_pretrained(job["target"], torch_dtype=getattr(torch, job["dtype"]))
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        job["target"], torch_dtype=getattr(torch, job["dtype"])
+    )
     if not hasattr(model, "set_kv_cache_offload"):
-        return {"unavailable": f"the transformers of {sys.executable} has no KV offload: it takes DeepSpeed's fork"}
+        return {
+            "unavailable": (
+                f"the transformers of {sys.executable} has no KV offload: it takes DeepSpeed's fork"
+            )
+        }
     model = initialized(model, job["dtype"], job["port"])
     cuda = torch.cuda.is_available()
     model.set_kv_cache_offload(True, job["new"], cuda, cuda)  # pinned, and copied behind compute
@@ -57,10 +72,18 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     started = time.perf_counter()
     with torch.no_grad():
         out = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=job["new"], streamer=Clock(), **job["law"]
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=job["new"],
+            streamer=Clock(),
+            **job["law"],
         )
     tokens = out[0, len(job["prompt"]) :].tolist()
-    return {"first_s": times[1] - started, "decode_s": time.perf_counter() - times[1], "tokens": tokens}
+    return {
+        "first_s": times[1] - started,
+        "decode_s": time.perf_counter() - times[1],
+        "tokens": tokens,
+    }
 
 
 if __name__ == "__main__":

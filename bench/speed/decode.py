@@ -1,10 +1,13 @@
-"""Decoding speed on this machine, in one run: transformers, plain decoding, hierarchical decoding, with and without a link.
+"""Decoding speed on this machine, in one run: transformers, plain decoding, hierarchical decoding,
+with and without a link.
 
-The physics: a plain step reads all KV once (attention) or moves it over the link once (offloading), per token. Hierarchical
-decoding does so once per verification, so it gains by tokens per verification as long as verifying and drafting cost less than
-that. On a CPU a verification is not flat in draft length, and shorter drafts win; on a link it is, and longer ones win.
+The physics: a plain step reads all KV once (attention) or moves it over the link once (offloading),
+per token. Hierarchical decoding does so once per verification, so it gains by tokens per
+verification as long as verifying and drafting cost less than that. On a CPU a verification is not
+flat in draft length, and shorter drafts win; on a link it is, and longer ones win.
 
-Methods are interleaved and repeated; the median of the repeats counts. Prefill is done once per method and not timed here.
+Methods are interleaved and repeated; the median of the repeats counts. Prefill is done once per
+method and not timed here.
 """
 
 from __future__ import annotations
@@ -23,7 +26,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from bench.harness.decode_loop import continued
-from bench.harness.options import Context, Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
+from bench.harness.options import (
+    Context,
+    Draft,
+    Dtype,
+    Output,
+    Target,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+)
 from bench.harness.record import prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from bench.peers.hugging_face import warped
@@ -44,7 +57,9 @@ class Run:
 
 
 class Ours:
-    """One of our modes over one link, prefilled; every run starts from the prompt's end, with a draft length of its own."""
+    """One of our modes over one link, prefilled; every run starts from the prompt's end, with a
+    draft length of its own.
+    """
 
     def __init__(self, engine: Engine, settings: Settings, prompt: list[int], new: int):
         self.session = Session(engine.models.over(settings), prompt, new)
@@ -58,20 +73,35 @@ class Ours:
         lengths = draft_lengths(replace(session.models.settings, draft_length=length))
         decoder, seconds = continued(session, self.first, sampling, lengths)
         levels = decoder.levels()
-        acceptance = {level.name: level.stats.acceptance_rate for level in levels if isinstance(level, Speculative)}
+        acceptance = {
+            level.name: level.stats.acceptance_rate
+            for level in levels
+            if isinstance(level, Speculative)
+        }
         return Run(
-            seconds, decoder.stats.produced, decoder.stats.tokens_per_pass, acceptance, session.target.traffic.link_in - before
+            seconds,
+            decoder.stats.produced,
+            decoder.stats.tokens_per_pass,
+            acceptance,
+            session.target.traffic.link_in - before,
         )
 
 
 class Transformers:
-    """transformers' generate with its default (dynamic) cache or its static one, continuing from a prefilled one."""
+    """transformers' generate with its default (dynamic) cache or its static one, continuing from a
+    prefilled one.
+    """
 
     def __init__(self, model: Any, prompt: list[int], new: int, static: bool):
         self.model, self.prompt, self.new = model, torch.tensor([prompt]), new
-        self.cache = StaticCache(model.config, len(prompt) + new) if static else DynamicCache(config=model.config)
+        self.cache = (
+            StaticCache(model.config, len(prompt) + new)
+            if static
+            else DynamicCache(config=model.config)
+        )
         with torch.inference_mode():
-            for part in self.prompt[:, :-1].split(2048, dim=1):  # a static cache's mask is as long as the cache, for every row
+            # a static cache's mask is as long as the cache, for every row
+            for part in self.prompt[:, :-1].split(2048, dim=1):
                 self.model(part, past_key_values=self.cache, logits_to_keep=1)
 
     def run(self, sampling: Sampling) -> Run:
@@ -80,7 +110,9 @@ class Transformers:
         started = time.perf_counter()
         with torch.inference_mode():
             tokens = {"max_new_tokens": self.new, "min_new_tokens": self.new}
-            out = self.model.generate(self.prompt, past_key_values=self.cache, **tokens, **warped(sampling))
+            out = self.model.generate(
+                self.prompt, past_key_values=self.cache, **tokens, **warped(sampling)
+            )
         return Run(time.perf_counter() - started, out.shape[1] - self.prompt.shape[1])
 
     def _rewind(self) -> None:
@@ -89,7 +121,8 @@ class Transformers:
             self.cache.crop(read - self.cache.get_seq_length())
         else:
             layer: Any
-            for layer in self.cache.layers:  # a static cache cannot be cropped, but what lies behind its length is masked
+            # a static cache cannot be cropped, but what lies behind its length is masked
+            for layer in self.cache.layers:
                 layer.cumulative_length.fill_(read)
 
 
@@ -99,7 +132,9 @@ def main(
     text: Text = None,
     context: Context = 32_768,
     new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
-    link_tokens: Annotated[int, typer.Option(help="Tokens per run of plain decoding over the link, which is slow.")] = 12,
+    link_tokens: Annotated[
+        int, typer.Option(help="Tokens per run of plain decoding over the link, which is slow.")
+    ] = 12,
     rate: Annotated[float, typer.Option(help="Emulated link, GB/s.")] = 0.25,
     budget: Annotated[int, typer.Option(help="Retrieval budget, tokens.")] = 4096,
     lengths: Annotated[str, typer.Option(help="Draft lengths without a link.")] = "4,6",
@@ -123,7 +158,9 @@ def main(
     def ours(mode: str, settings: Settings, new: int, lengths: str, where: str) -> None:
         progress.print(f"prefill: {mode}{where}")
         sizes = [int(length) for length in lengths.split(",")]
-        method = Ours(engine, replace(settings, mode=mode, draft_length=max(sizes)), prompt, new + 1)
+        method = Ours(
+            engine, replace(settings, mode=mode, draft_length=max(sizes)), prompt, new + 1
+        )
         for size in sizes:
             name = mode + where if mode == "plain" else f"{mode}, draft {size}{where}"
             methods[name] = partial(method.run, size)
@@ -132,7 +169,9 @@ def main(
     progress.print("prefill: transformers")
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=engine.models.dtype)
     for kind in ("default", "static"):
-        methods[f"transformers, {kind} cache"] = Transformers(peer, prompt, min(new_tokens, 32), kind == "static").run
+        methods[f"transformers, {kind} cache"] = Transformers(
+            peer, prompt, min(new_tokens, 32), kind == "static"
+        ).run
     ours("plain", resident, new_tokens, "1", "")
     ours("retrieval", resident, new_tokens, lengths, "")
     ours("hierarchical", resident, new_tokens, lengths, "")
@@ -143,21 +182,37 @@ def main(
     for repeat in range(repeats):
         for name, method in methods.items():
             runs[name].append(method(Sampling(temperature, top_p=top_p, seed=repeat)))
-            progress.print(f"run {repeat + 1}: {name}: {1e3 * runs[name][-1].seconds / runs[name][-1].tokens:.1f} ms/token")
+            progress.print(
+                f"run {repeat + 1}: {name}: "
+                f"{1e3 * runs[name][-1].seconds / runs[name][-1].tokens:.1f} ms/token"
+            )
     rows = [_row(name, results) for name, results in runs.items()]
     law = f"T {temperature}, top-p {top_p}"
-    show(f"Decoding behind {context:,} tokens, {dtype}, {law}, budget {budget}, {torch.get_num_threads()} threads", rows)
+    show(
+        f"Decoding behind {context:,} tokens, {dtype}, {law}, budget {budget}, "
+        f"{torch.get_num_threads()} threads",
+        rows,
+    )
     ratios = _ratios(rows)
     for claim, value in ratios.items():
         print(f"{claim}: {value:.2f}")
-    settings = {"context": context, "budget": budget, "dtype": dtype, "temperature": temperature, "top_p": top_p, "rate_gbps": rate}
+    settings = {
+        "context": context,
+        "budget": budget,
+        "dtype": dtype,
+        "temperature": temperature,
+        "top_p": top_p,
+        "rate_gbps": rate,
+    }
     save(output, {"settings": settings, "rows": rows, "ratios": ratios})
 
 
 def _row(name: str, runs: list[Run]) -> dict[str, Any]:
     """Medians over the repeats; the spread is of ms/token."""
     times = sorted(1e3 * run.seconds / run.tokens for run in runs)
-    verified = [run.tokens_per_verification for run in runs if run.tokens_per_verification is not None]
+    verified = [
+        run.tokens_per_verification for run in runs if run.tokens_per_verification is not None
+    ]
     rates = [run.acceptance.get("target") for run in runs if run.acceptance]
     known = [rate for rate in rates if rate is not None]
     return {
@@ -172,16 +227,26 @@ def _row(name: str, runs: list[Run]) -> dict[str, Any]:
 
 
 def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the issue asks: speed against transformers, and of the best hierarchical setting against plain, on each link."""
+    """What the issue asks: speed against transformers, and of the best hierarchical setting against
+    plain, on each link.
+    """
     times = {row["method"]: row["ms/token"] for row in rows}
     offload = next(name for name in times if name.startswith("plain, link"))
 
     def best(mode: str, linked: bool) -> float:
-        return min(time for name, time in times.items() if name.startswith(mode) and ("link" in name) == linked)
+        return min(
+            time
+            for name, time in times.items()
+            if name.startswith(mode) and ("link" in name) == linked
+        )
 
     kinds = [name for name in times if name.startswith("transformers")]
     found = {f"plain, times as fast as {name}": times[name] / times["plain"] for name in kinds}
     for mode in ("hierarchical", "retrieval"):
-        found[f"{mode} at its best length, times as fast as plain"] = times["plain"] / best(mode, False)
-        found[f"{mode} at its best length, times as fast as plain over the link"] = times[offload] / best(mode, True)
+        found[f"{mode} at its best length, times as fast as plain"] = times["plain"] / best(
+            mode, False
+        )
+        found[f"{mode} at its best length, times as fast as plain over the link"] = times[
+            offload
+        ] / best(mode, True)
     return found

@@ -1,7 +1,9 @@
-"""What one pass costs, by context: a plain step, a verification, a refresh, a pass over the retrieval cache, one of the draft.
+"""What one pass costs, by context: a plain step, a verification, a refresh, a pass over the
+retrieval cache, one of the draft.
 
-The physics: a step and a verification read the whole KV, so they grow with the context; a verification's further rows cost
-arithmetic only. Passes of the lower levels run on caches of fixed size and must not grow. One rank and no link.
+The physics: a step and a verification read the whole KV, so they grow with the context; a
+verification's further rows cost arithmetic only. Passes of the lower levels run on caches of fixed
+size and must not grow. One rank and no link.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ from parallel.model import Llama
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
 
 
-def pass_seconds(model: Llama, cache: Cache, tokens: torch.Tensor, run: Run = Llama.__call__) -> float:
+def pass_seconds(
+    model: Llama, cache: Cache, tokens: torch.Tensor, run: Run = Llama.__call__
+) -> float:
     """One pass over these tokens, until its logits are there; the cache stays where it is."""
     started = time.perf_counter()
     run(model, tokens, cache, len(tokens))[-1, 0].item()
     return time.perf_counter() - started
 
 
-def pass_ms(model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: Run = Llama.__call__) -> float:
+def pass_ms(
+    model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: Run = Llama.__call__
+) -> float:
     """Median milliseconds of such passes."""
     pass_seconds(model, cache, tokens, run)  # warms up
     return 1e3 * statistics.median(pass_seconds(model, cache, tokens, run) for _ in range(repeats))
@@ -46,19 +52,32 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
     """Milliseconds by level and rows of a pass."""
     target, model, tokens = session.target, session.models.target, session.prompt
     followers, target.followers = target.followers, []
-    found = {f"target {rows}": pass_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)}
+    found = {
+        f"target {rows}": pass_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
+    }
     target.followers = followers
     if session.retrieval is not None:
         session.retrieval.every = 0  # the text stands still, and is chosen from all the same
         found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
-            found |= short_passes(session.run, f"retrieval {rows}", model, session.retrieval, tokens[:rows], 5 * repeats)
+            found |= short_passes(
+                session.run,
+                f"retrieval {rows}",
+                model,
+                session.retrieval,
+                tokens[:rows],
+                5 * repeats,
+            )
     if session.draft is not None and session.models.draft is not None:
-        found |= short_passes(session.run, "draft 1", session.models.draft, session.draft, tokens[:1], 5 * repeats)
+        found |= short_passes(
+            session.run, "draft 1", session.models.draft, session.draft, tokens[:1], 5 * repeats
+        )
     return found
 
 
-def short_passes(run: Replay, name: str, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int) -> dict[str, float]:
+def short_passes(
+    run: Replay, name: str, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int
+) -> dict[str, float]:
     """As a session makes them, and where these are recorded, as they would be otherwise."""
     run.warm(model, tokens, cache, len(tokens))
     found = {name: pass_ms(model, cache, tokens, repeats, run)}
@@ -80,11 +99,18 @@ def main(
 ) -> None:
     """Read prompts of growing length, and time every kind of pass behind each."""
     prepare(threads)
-    engine, peak = Engine.from_pretrained(model, draft, Settings(mode="hierarchical", dtype=dtype, budget=budget)), 0
+    engine, peak = (
+        Engine.from_pretrained(
+            model, draft, Settings(mode="hierarchical", dtype=dtype, budget=budget)
+        ),
+        0,
+    )
     tokens, progress, table = text_tokens(engine.tokenizer, text), Console(stderr=True), []
     for context in map(int, contexts.split(",")):
         if context > len(tokens):
-            raise typer.BadParameter(f"the text has {len(tokens)} tokens, fewer than {context}", param_hint="--contexts")
+            raise typer.BadParameter(
+                f"the text has {len(tokens)} tokens, fewer than {context}", param_hint="--contexts"
+            )
         started = time.perf_counter()
         session = Session(engine.models, tokens[:context], DRAFTED)
         session.prefill()
@@ -95,8 +121,14 @@ def main(
         progress.print(" ".join(f"{name}: {value:,.1f}" for name, value in row.items()))
         table.append(row)
     first, last = table[0], table[-1]
-    show(f"Milliseconds a pass, by level and rows: {dtype}, budget {budget}, {torch.get_num_threads()} threads", table)
-    grown = {name: last[name] / first[name] for name in first if name not in ("tokens", "prefill s")}
+    show(
+        f"Milliseconds a pass, by level and rows: {dtype}, budget {budget}, "
+        f"{torch.get_num_threads()} threads",
+        table,
+    )
+    grown = {
+        name: last[name] / first[name] for name in first if name not in ("tokens", "prefill s")
+    }
     print(f"from {first['tokens']:,} to {last['tokens']:,} tokens, times as long:")
     for name, ratio in grown.items():
         print(f"  {name}: {ratio:.2f}")
@@ -106,5 +138,11 @@ def main(
     print(f"peak memory of the process: {peak / 1e9:.1f} GB")
     save(
         output,
-        {"settings": {"dtype": dtype, "budget": budget}, "rows": table, "grown": grown, "steps": steps, "peak_rss_bytes": peak},
+        {
+            "settings": {"dtype": dtype, "budget": budget},
+            "rows": table,
+            "grown": grown,
+            "steps": steps,
+            "peak_rss_bytes": peak,
+        },
     )

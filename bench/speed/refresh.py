@@ -1,8 +1,10 @@
-"""What a refresh costs: verification passes with a retrieval cache that is chosen anew in each, and the same passes without.
+"""What a refresh costs: verification passes with a retrieval cache that is chosen anew in each, and
+the same passes without.
 
-The physics: choosing reads the prefix's keys for the scores of some rows, and keys and values once more for the summaries: about
-two passes over memory that has just been read. On a GPU that is a few percent of the time the link takes to bring it; on a CPU
-without a link it is dear, and that is measured here. A cache that was chosen once and takes over the new rows is the base.
+The physics: choosing reads the prefix's keys for the scores of some rows, and keys and values once
+more for the summaries: about two passes over memory that has just been read. On a GPU that is a few
+percent of the time the link takes to bring it; on a CPU without a link it is dear, and that is
+measured here. A cache that was chosen once and takes over the new rows is the base.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def main(
     table = []
     for dtype in dtypes.split(","):
         engine = Engine.from_pretrained(model, settings=Settings(mode="retrieval", dtype=dtype))
-        variants = [replace(each, budget=budget) for each in (STATIC, replace(OURS, summary=0), OURS, COMPUTE)]
+        variants = [
+            replace(each, budget=budget)
+            for each in (STATIC, replace(OURS, summary=0), OURS, COMPUTE)
+        ]
         led = Led(engine.models, prompt_tokens(engine.tokenizer, context, text), 64, variants, 64)
         for count in map(int, rows.split(",")):
             times: dict[Variant, list[float]] = {variant: [] for variant in led.caches}
@@ -48,12 +53,30 @@ def main(
                 cache.every = 0  # the text stands still, and is chosen from all the same
                 led.session.target.followers = [cache]
                 session = led.session
-                times[variant].append(1e3 * pass_seconds(engine.models.target, session.target, session.prompt[:count]))
+                times[variant].append(
+                    1e3 * pass_seconds(engine.models.target, session.target, session.prompt[:count])
+                )
             base_ms = statistics.median(times[variants[0]][1:])
             for variant, found in times.items():
                 ms = statistics.median(found[1:])  # the first one warms up
-                row = {"dtype": dtype, "rows": count, "retrieval cache": variant.name, "verification ms": ms, "least": min(found)}
-                row |= {"refresh ms": ms - base_ms, "share of the verification": (ms - base_ms) / base_ms}
+                row = {
+                    "dtype": dtype,
+                    "rows": count,
+                    "retrieval cache": variant.name,
+                    "verification ms": ms,
+                    "least": min(found),
+                }
+                row |= {
+                    "refresh ms": ms - base_ms,
+                    "share of the verification": (ms - base_ms) / base_ms,
+                }
                 table.append({**row, "choices so far": led.caches[variant].refreshes})
-    show(f"Verification behind {context:,} tokens, budget {budget}, {torch.get_num_threads()} threads", table)
-    save(output, {"settings": {"context": context, "budget": budget, "repeats": repeats}, "rows": table})
+    show(
+        f"Verification behind {context:,} tokens, budget {budget}, {torch.get_num_threads()} "
+        "threads",
+        table,
+    )
+    save(
+        output,
+        {"settings": {"context": context, "budget": budget, "repeats": repeats}, "rows": table},
+    )

@@ -1,8 +1,10 @@
-"""Does the ring overlap? Verification's wall time against the larger of its link time and its compute time.
+"""Does the ring overlap? Verification's wall time against the larger of its link time and its
+compute time.
 
-The physics: a verification has to move the flushed KV of every host layer (bytes / rate) and to compute over it (what the same pass
-takes when host memory is device memory). With perfect overlap the wall time is the larger of the two. What is lost is the first
-chunk, which nothing hides, and the compute on the last.
+The physics: a verification has to move the flushed KV of every host layer (bytes / rate) and to
+compute over it (what the same pass takes when host memory is device memory). With perfect overlap
+the wall time is the larger of the two. What is lost is the first chunk, which nothing hides, and
+the compute on the last.
 """
 
 from __future__ import annotations
@@ -60,5 +62,9 @@ def main(
             }
         )
         models.link.close()
-    show(f"Verification of {rows} tokens behind {context:,}, no layer resident, {torch.get_num_threads()} threads", table)
+    show(
+        f"Verification of {rows} tokens behind {context:,}, no layer resident, "
+        f"{torch.get_num_threads()} threads",
+        table,
+    )
     save(output, {"settings": {"context": context, "rows": rows}, "rows": table})

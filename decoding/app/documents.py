@@ -1,4 +1,6 @@
-"""Finding and reading what is to be summarised: a folder of text, one file, or JSON lines with `id` and `text`."""
+"""Finding and reading what is to be summarised: a folder of text, one file, or JSON lines with `id`
+and `text`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Document:
     offset: int | None = None  # of its line in a JSONL file
 
     def read(self) -> str:
-        """The text. Raises DocumentError when it is empty, binary, not UTF-8, or not there any more."""
+        """The text. Raises DocumentError when it is empty, binary, not UTF-8, or not there any
+        more.
+        """
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset or 0)
@@ -30,12 +34,15 @@ class Document:
         except OSError as error:
             raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
         if b"\0" in raw:
-            raise DocumentError("the document is binary (it has NUL bytes); only text can be summarised.")
+            raise DocumentError(
+                "the document is binary (it has NUL bytes); only text can be summarised."
+            )
         try:
             text = raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DocumentError(
-                f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert it first."
+                f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert"
+                " it first."
             ) from error
         if self.offset is not None:
             text = _text(text)
@@ -45,14 +52,22 @@ class Document:
 
 
 def find_documents(source: Path) -> list[Document]:
-    """All documents of a folder (searched through, by name), a text file, or a .jsonl file, in order.
+    """All documents of a folder (searched through, by name), a text file, or a .jsonl file, in
+    order.
 
-    Raises TierForceError when there is none, when the source cannot be read, or when two share an id.
+    Raises TierForceError when there is none, when the source cannot be read, or when two share an
+    id.
     """
     try:
         if source.is_dir():
-            paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-            found = [Document(str(path.relative_to(source)), path, path.stat().st_size) for path in paths]
+            paths = sorted(
+                path
+                for path in source.rglob("*")
+                if path.suffix.lower() in SUFFIXES and path.is_file()
+            )
+            found = [
+                Document(str(path.relative_to(source)), path, path.stat().st_size) for path in paths
+            ]
         elif source.suffix.lower() == ".jsonl":
             found = _lines(source)
         else:
@@ -66,7 +81,10 @@ def find_documents(source: Path) -> list[Document]:
     seen: set[str] = set()
     for document in found:
         if document.id in seen:
-            raise TierForceError(f"--input {source}: the id {document.id!r} appears more than once; ids tell records apart.")
+            raise TierForceError(
+                f"--input {source}: the id {document.id!r} appears more than once; ids tell records"
+                " apart."
+            )
         seen.add(document.id)
     return found
 
@@ -106,5 +124,7 @@ def _text(line: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DocumentError(f"the text has half a character: a lone surrogate at index {error.start}.") from error
+        raise DocumentError(
+            f"the text has half a character: a lone surrogate at index {error.start}."
+        ) from error
     return text

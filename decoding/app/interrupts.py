@@ -9,10 +9,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """From its making on, a signal makes a thread call `last_words(name)` and end the process with 128 + the signal's number.
+    """From its making on, a signal makes a thread call `last_words(name)` and end the process with
+    128 + the signal's number.
 
-    A Python signal handler would have to wait for the main thread, which may sit in a collective whose peer is gone. Records are
-    on disk as soon as they exist, so there is nothing to unwind.
+    A Python signal handler would have to wait for the main thread, which may sit in a collective
+    whose peer is gone. Records are on disk as soon as they exist, so there is nothing to unwind.
     """
 
     def __init__(self, last_words: Callable[[str], None]):

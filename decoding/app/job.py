@@ -1,4 +1,6 @@
-"""What a batch asks of every document, and a digest of it, which tells a later run what is still as it would write it."""
+"""What a batch asks of every document, and a digest of it, which tells a later run what is still as
+it would write it.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,18 @@ from typing import Any
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 
-_PART = 1 << 20  # bytes of each end of a weight file that tell it from another: reading all of a 13B model takes minutes
+# bytes of each end of a weight file that tell it from another: reading all of a 13B model takes
+# minutes
+_PART = 1 << 20
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that shapes a summary beside the document's text: the law of what is written, and who it was asked of.
+    """All that shapes a summary beside the document's text: the law of what is written, and who it
+    was asked of.
 
-    `model` and `draft` are names, without the folders they lie in; `weights` is a digest of the model's files.
+    `model` and `draft` are names, without the folders they lie in; `weights` is a digest of the
+    model's files.
     """
 
     model: str
@@ -32,9 +38,11 @@ class Job:
     sampling: Sampling
 
     def digest(self, text: str) -> str:
-        """Return 16 hexadecimal digits that change with the text and with all that shapes its summary.
+        """Return 16 hexadecimal digits that change with the text and with all that shapes its
+        summary.
 
-        The draft, the device and what memory is spent on are left out: they shape how fast a summary comes, not its law.
+        The draft, the device and what memory is spent on are left out: they shape how fast a
+        summary comes, not its law.
         """
         shaping = {
             "text": hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest(),
@@ -43,7 +51,12 @@ class Job:
             "max_new_tokens": self.max_new_tokens,
             "context": self.context,
             "dtype": self.dtype,
-            "law": [self.sampling.temperature, self.sampling.top_k, self.sampling.top_p, self.sampling.seed],
+            "law": [
+                self.sampling.temperature,
+                self.sampling.top_k,
+                self.sampling.top_p,
+                self.sampling.seed,
+            ],
         }
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -62,12 +75,15 @@ class Job:
 
 
 def model_name(name: str) -> str:
-    """Return how records call a model: a hub name as it is, of a folder its own name and no path."""
+    """Return how records call a model: a hub name as it is, of a folder its own name and no
+    path.
+    """
     return Path(name).resolve().name if Path(name).exists() else name
 
 
 def model_digest(folder: Path) -> str:
-    """Digest the files that make a model: configs and tokenizer whole, of each weight file its size and both ends.
+    """Digest the files that make a model: configs and tokenizer whole, of each weight file its size
+    and both ends.
 
     Raises TierForceError where one of them cannot be read.
     """
@@ -77,7 +93,9 @@ def model_digest(folder: Path) -> str:
             for part in _telling_parts(path):
                 digest.update(f"{path.name} {len(part)} ".encode(errors="surrogateescape") + part)
     except OSError as error:
-        raise TierForceError(f"the model's folder {folder} cannot be read: {error.strerror}.") from error
+        raise TierForceError(
+            f"the model's folder {folder} cannot be read: {error.strerror}."
+        ) from error
     return digest.hexdigest()[:16]
 
 

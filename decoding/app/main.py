@@ -1,4 +1,6 @@
-"""The entry: `tierforce`, or `-m decoding.cli` under torchrun. Whatever goes wrong is one line and a non-zero exit on all ranks."""
+"""The entry: `tierforce`, or `-m decoding.cli` under torchrun. Whatever goes wrong is one line and
+a non-zero exit on all ranks.
+"""
 
 import os
 import signal
@@ -10,7 +12,8 @@ from typing import Any, cast
 
 def main() -> None:
     """Run the command line, and leave."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports take seconds: until `Interrupts` listens, Ctrl-C just ends them
+    # the imports take seconds: until `Interrupts` listens, Ctrl-C just ends them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from decoding.app.terminal import Unread, say
     from offload.errors import TierForceError
     from parallel.environment import place_of
@@ -56,16 +59,21 @@ def _run(rank: int) -> int:
         say(f"tierforce: {error} Finished records are safe: run the same command again to go on.")
     except TierForceError as error:
         say(f"tierforce: {error}")
-        time.sleep(rank and 10)  # launchers end the other ranks when the first leaves: let rank 0 speak, however slow it is
+        # launchers end the other ranks when the first leaves: let rank 0 speak, however slow it is
+        time.sleep(rank and 10)
     except Exception as error:
         if is_out_of_memory(error):
             _fault(
-                rank, f"out of memory: {one_line(error)} Finished records are safe: free memory, and run the same command again."
+                rank,
+                f"out of memory: {one_line(error)} Finished records are safe: free memory, and run "
+                "the same command again.",
             )
         elif os.environ.get("TIERFORCE_DEBUG"):
             raise
         else:
-            _fault(rank, f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)")
+            _fault(
+                rank, f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)"
+            )
     return 1
 
 

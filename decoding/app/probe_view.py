@@ -6,7 +6,13 @@ from typing import Any
 
 from rich.table import Table
 
-_UNITS = {"link_in": "GB/s", "link_in_alone": "GB/s", "link_out": "GB/s", "memory_rate": "GB/s", "all_reduce_rate": "GB/s"}
+_UNITS = {
+    "link_in": "GB/s",
+    "link_in_alone": "GB/s",
+    "link_out": "GB/s",
+    "memory_rate": "GB/s",
+    "all_reduce_rate": "GB/s",
+}
 _UNITS |= {"kv_rate": "GB/s", "score_rate": "GB/s", "summary_rate": "GB/s", "weigh_rate": "GB/s"}
 _UNITS |= dict.fromkeys(("matmul_alone", "matmul", "attention", "prefill_attention"), "TFLOP/s")
 _UNITS |= dict.fromkeys(("pass_s", "sample_s", "draw_s"), "microseconds")

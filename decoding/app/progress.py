@@ -12,10 +12,11 @@ from decoding.stats import Stats
 
 
 class Display:
-    """One bar for the batch and one for the document at hand: prefill percent, then tokens and acceptance.
+    """One bar for the batch and one for the document at hand: prefill percent, then tokens and
+    acceptance.
 
-    Names of documents are shown as they are, without their control characters, and never read as markup. A terminal that is gone
-    shows nothing, and ends nothing.
+    Names of documents are shown as they are, without their control characters, and never read as
+    markup. A terminal that is gone shows nothing, and ends nothing.
     """
 
     def __init__(self, documents: int, stream: TextIO):
@@ -47,8 +48,14 @@ class Display:
         self._update(done, total, f"prefill {100 * done // total}%")
 
     def decode(self, stats: Stats, most: int) -> None:
-        rates = " ".join(f"{name} {rate:.2f}" for name, rate in stats.acceptance.items() if rate is not None)
-        self._update(stats.new_tokens, most, f"{stats.new_tokens} tokens" + (f", acceptance {rates}" if rates else ""))
+        rates = " ".join(
+            f"{name} {rate:.2f}" for name, rate in stats.acceptance.items() if rate is not None
+        )
+        self._update(
+            stats.new_tokens,
+            most,
+            f"{stats.new_tokens} tokens" + (f", acceptance {rates}" if rates else ""),
+        )
 
     def end(self, line: str) -> None:
         """The document is done: its line stays on the screen."""
@@ -59,7 +66,13 @@ class Display:
         self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
-        self.console.print(f"warning: {printable(line)}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(
+            f"warning: {printable(line)}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
     def stop(self) -> None:
         self._progress.stop()

@@ -1,4 +1,6 @@
-"""The output file: one JSON record a line, on disk before the next document starts, and good to resume from."""
+"""The output file: one JSON record a line, on disk before the next document starts, and good to
+resume from.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,17 @@ from offload.errors import TierForceError
 class Finished:
     """What later runs need to know of a finished record."""
 
-    digest: str | None  # of all that shaped its summary (`Job.digest`); None in records of before there was one
+    # of all that shaped its summary (`Job.digest`); None in records of before there was one
+    digest: str | None
     cut: bool  # whether the document was longer than the context
 
 
 class Records:
-    """Appends records to a JSONL file. Opening it repairs a torn last line and drops error records, whose documents are due again.
+    """Appends records to a JSONL file. Opening it repairs a torn last line and drops error records,
+    whose documents are due again.
 
-    Only one job at a time may hold a file. Raises TierForceError when the file cannot be written, is held, or is not such a file.
+    Only one job at a time may hold a file. Raises TierForceError when the file cannot be written,
+    is held, or is not such a file.
     """
 
     def __init__(self, path: Path):
@@ -36,7 +41,8 @@ class Records:
             self._file = self._held(self._place.open("ab", buffering=0))
             content = self._place.read_bytes()
             kept = self._finished(content)
-            self.finished: dict[str, Finished] = {}  # by id; of several records of one id the last counts
+            # by id; of several records of one id the last counts
+            self.finished: dict[str, Finished] = {}
             for line in kept:
                 self._note(json.loads(line))
             if (repaired := b"".join(line + b"\n" for line in kept)) != content:
@@ -46,9 +52,12 @@ class Records:
             raise self._unwritable(error) from error
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one record and wait until it is on disk. Raises TierForceError when the disk will not take it."""
+        """Write one record and wait until it is on disk. Raises TierForceError when the disk will
+        not take it.
+        """
         text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-        line = text.encode(errors="backslashreplace")  # an id may have what UTF-8 cannot say: JSON can, by the same escape
+        # an id may have what UTF-8 cannot say: JSON can, by the same escape
+        line = text.encode(errors="backslashreplace")
         try:
             _write(self._file, line)
         except OSError as error:
@@ -57,21 +66,29 @@ class Records:
             self._note(record)
 
     def _note(self, record: dict[str, Any]) -> None:
-        self.finished[record["id"]] = Finished(record.get("digest"), bool(record.get("dropped_tokens")))
+        self.finished[record["id"]] = Finished(
+            record.get("digest"), bool(record.get("dropped_tokens"))
+        )
 
     def _held(self, file: FileIO) -> FileIO:
         """The file, locked for this job."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.path.samestat(os.fstat(file.fileno()), self._place.stat())  # a repair may have put another in its place
+            # a repair may have put another in its place
+            held = os.path.samestat(os.fstat(file.fileno()), self._place.stat())
         except BlockingIOError:
             held = False
         if not held:
-            raise TierForceError(f"--output {self.path} is being written by another job; wait for it, or choose another file.")
+            raise TierForceError(
+                f"--output {self.path} is being written by another job; wait for it, or choose "
+                "another file."
+            )
         return file
 
     def _finished(self, content: bytes) -> list[bytes]:
-        """The lines of finished records. Raises TierForceError for a line that no job wrote, so that no other file is harmed."""
+        """The lines of finished records. Raises TierForceError for a line that no job wrote, so
+        that no other file is harmed.
+        """
         *lines, last = content.split(b"\n")
         if not _torn(last):
             lines.append(last)
@@ -80,14 +97,17 @@ class Records:
             record = _record(line)
             if record is None:
                 raise TierForceError(
-                    f"--output {self.path} exists, but its line {number} is not a summary record; choose another file."
+                    f"--output {self.path} exists, but its line {number} is not a summary record; "
+                    "choose another file."
                 )
             if "summary" in record:
                 kept.append(line)
         return kept
 
     def _replace(self, content: bytes) -> None:
-        """Swap the file for a repaired copy in one step, so that a crash leaves the one or the other."""
+        """Swap the file for a repaired copy in one step, so that a crash leaves the one or the
+        other.
+        """
         fresh = self._place.with_name(self._place.name + ".repair")
         file = fresh.open("wb", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -114,18 +134,26 @@ class Records:
     def __enter__(self) -> Records:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def _write(file: FileIO, content: bytes) -> None:
     while content:
-        content = content[file.write(content) :]  # what did not fit on the disk raises when it is tried again
+        # what did not fit on the disk raises when it is tried again
+        content = content[file.write(content) :]
     os.fsync(file.fileno())
 
 
 def _torn(line: bytes) -> bool:
-    """Whether this is what a crash leaves of a record behind the last newline: nothing, or the beginning of one."""
+    """Whether this is what a crash leaves of a record behind the last newline: nothing, or the
+    beginning of one.
+    """
     try:
         json.loads(line)
     except ValueError:

@@ -17,10 +17,15 @@ from offload.memory_plan import MemoryPlan
 
 def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Display) -> None:
     """Continue `text` on standard output; progress, warnings and what it took go to `display`."""
-    prompt, dropped = Template.plain(engine.tokenizer).fill(engine.tokenizer, text, engine.context - new, keep_end=True)
+    prompt, dropped = Template.plain(engine.tokenizer).fill(
+        engine.tokenizer, text, engine.context - new, keep_end=True
+    )
     printer = TextStreamer(engine.tokenizer, skip_special_tokens=True)
     if dropped:
-        display.warn(f"longer than the context of {engine.context} tokens; the first {dropped} tokens were dropped")
+        display.warn(
+            f"longer than the context of {engine.context} tokens; the first {dropped} tokens were "
+            "dropped"
+        )
     display.begin("prompt")
     for token in engine.generate(prompt, new, sampling, display.prefill):
         if engine.stats.new_tokens == 1:
@@ -32,7 +37,9 @@ def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Dis
 
 
 def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
-    """Say what runs where: devices, dtype, mode, context, and where the layers of a prompt of so many tokens go."""
+    """Say what runs where: devices, dtype, mode, context, and where the layers of a prompt of so
+    many tokens go.
+    """
     group, models = engine.group, engine.models
     if group.device.type == "cuda":
         where = f"{group.size} x {torch.cuda.get_device_name(group.device)}"
@@ -43,12 +50,18 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     if place is None:
         return line
     layers = models.target.config.layers
-    return f"{line}; at {prompt:,} prompt tokens {layers - place.resident_layers} of {layers} layers are on the host"
+    return (
+        f"{line}; at {prompt:,} prompt tokens {layers - place.resident_layers} of {layers} layers "
+        "are on the host"
+    )
 
 
 def describe(stats: Stats) -> str:
     """What a text took, in one line."""
-    parts = [f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s, {stats.new_tokens} written"]
+    parts = [
+        f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s, {stats.new_tokens} "
+        "written"
+    ]
     if stats.ms_per_token is not None:
         parts.append(f"{stats.ms_per_token:.1f} ms/token")
     if stats.tokens_per_verification is not None and stats.mode != "plain":

@@ -29,18 +29,25 @@ class Longest:
     tokens: int  # of its prompt, cut to the context
 
 
-def longest_prompt(engine: Engine, documents: Sequence[Document], template: Template, new: int) -> Longest | None:
+def longest_prompt(
+    engine: Engine, documents: Sequence[Document], template: Template, new: int
+) -> Longest | None:
     """Find the largest document that can be read; None where none can."""
     for document in sorted(documents, key=lambda document: document.size, reverse=True):
         try:
-            return Longest(document.id, len(template.fill(engine.tokenizer, document.read(), engine.context - new)[0]))
+            return Longest(
+                document.id,
+                len(template.fill(engine.tokenizer, document.read(), engine.context - new)[0]),
+            )
         except DocumentError:
             continue
     return None
 
 
 def due_documents(documents: Sequence[Document], records: Records, job: Job) -> list[Document]:
-    """Return those without a finished record of this very job: the same text, asked of the same model, by the same law."""
+    """Return those without a finished record of this very job: the same text, asked of the same
+    model, by the same law.
+    """
     due = []
     for document in documents:
         if (finished := records.finished.get(document.id)) is not None:
@@ -64,7 +71,8 @@ def summarize(
 ) -> int:
     """Summarise, of all the documents, those that are due; on rank 0. Returns how many failed.
 
-    A document that cannot be processed gets a record with `error` in place of `summary`, and the batch goes on.
+    A document that cannot be processed gets a record with `error` in place of `summary`, and the
+    batch goes on.
     """
     failed, wanted = 0, {document.id for document in due}
     for document in documents:
@@ -78,7 +86,13 @@ def summarize(
         except RankLost:
             raise
         except TierForceError as error:
-            record = {"id": document.id, "error": str(error), "kind": type(error).__name__, "date": _now(), "versions": versions()}
+            record = {
+                "id": document.id,
+                "error": str(error),
+                "kind": type(error).__name__,
+                "date": _now(),
+                "versions": versions(),
+            }
             line = f"failed: {error}"
             failed += 1
         records.append(record)
@@ -86,11 +100,16 @@ def summarize(
     return failed
 
 
-def _summary(engine: Engine, document: Document, template: Template, job: Job, display: Display) -> dict[str, Any]:
+def _summary(
+    engine: Engine, document: Document, template: Template, job: Job, display: Display
+) -> dict[str, Any]:
     text, new = document.read(), job.max_new_tokens
     prompt, dropped = template.fill(engine.tokenizer, text, engine.context - new)
     if dropped:
-        display.warn(f"{document.id}: longer than the context of {engine.context} tokens; the last {dropped} tokens were dropped")
+        display.warn(
+            f"{document.id}: longer than the context of {engine.context} tokens; the last {dropped}"
+            " tokens were dropped"
+        )
     tokens = []
     for token in engine.generate(prompt, new, job.sampling, display.prefill):
         tokens.append(token)

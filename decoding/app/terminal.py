@@ -1,4 +1,6 @@
-"""Lines for the person at the terminal: never an escape sequence that a document's name brought along, never the end of a job."""
+"""Lines for the person at the terminal: never an escape sequence that a document's name brought
+along, never the end of a job.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from typing import Any, TextIO
 
 
 class Unread:
-    """A text stream that may have lost its reader: what cannot be written is dropped, since progress must not end a job."""
+    """A text stream that may have lost its reader: what cannot be written is dropped, since
+    progress must not end a job.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # a closed pipe, a full disk, a terminal that is gone; a closed file
+        # a closed pipe, a full disk, a terminal that is gone; a closed file
+        with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
@@ -27,8 +32,12 @@ class Unread:
 
 
 def printable(text: str) -> str:
-    """Spell out control characters, so that no id or file name can steer the terminal: ESC becomes \\x1b."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+    """Spell out control characters, so that no id or file name can steer the terminal: ESC becomes
+    \\x1b.
+    """
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def say(line: str) -> None:

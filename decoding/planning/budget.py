@@ -1,8 +1,10 @@
-"""What a text's device memory is spent on, retrieval budget or resident layers, by what past texts took.
+"""What a text's device memory is spent on, retrieval budget or resident layers, by what past texts
+took.
 
-A layer more on the device saves its share of a verification's link time; budget raises acceptance, and makes drafting dearer. The
-first price follows from bytes and the link's rate; the others are seen while texts are decoded, so a text's choice depends on
-texts before it alone, and its law is what it would be with any.
+A layer more on the device saves its share of a verification's link time; budget raises acceptance,
+and makes drafting dearer. The first price follows from bytes and the link's rate; the others are
+seen while texts are decoded, so a text's choice depends on texts before it alone, and its law is
+what it would be with any.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from offload.memory_plan import MemoryPlan
 from parallel.loading import parameter_bytes
 
 _RATE, _PRIOR = 0.07, 24.0  # rejected with BUDGET, on so many tokens, before anything was seen
-_OWN = 200.0  # tokens seen with a budget from which its own rejections count for more than what others say of it
+# tokens seen with a budget from which its own rejections count for more than what others say of it
+_OWN = 200.0
 _FORGET = 0.5  # what a text still counts after the next with its budget
 _WORTH = 0.95  # of the predicted time with the budget in use: a change must promise as little
 _ROUNDS = 4  # a text of fewer says nothing
@@ -48,7 +51,9 @@ class Choice:
 
 
 def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
-    """Where a text's KV would go, by the budgets that fit, of those that differ for it. Raises FitError where none does."""
+    """Where a text's KV would go, by the budgets that fit, of those that differ for it. Raises
+    FitError where none does.
+    """
     if models.settings.budget is not None or not models.sizes.has_retrieval:
         return {models.sizes.budget: plan(models, prompt, new)}
     found, refusal = {}, None
@@ -58,12 +63,16 @@ def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
         except FitError as error:
             refusal = refusal or error
     if not found:
-        raise refusal or FitError(f"--chunk-size {models.settings.chunk_size} is larger than any budget: give --budget.")
+        raise refusal or FitError(
+            f"--chunk-size {models.settings.chunk_size} is larger than any budget: give --budget."
+        )
     return found
 
 
 def link_rate(models: Models) -> float:
-    """Bytes a second of the slowest rank's link while all copy: GPUs may share lanes. All ranks call it. Raises FitError."""
+    """Bytes a second of the slowest rank's link while all copy: GPUs may share lanes. All ranks
+    call it. Raises FitError.
+    """
     group = models.target.group
     with group.together():
         copies = Copies(models.link, _PROBED)
@@ -77,42 +86,77 @@ class Split:
     def __init__(self) -> None:
         self._past: dict[int, Past] = {}
         self._budget = BUDGET
-        self._verify_s = self._link_s = 0.0  # of the last text's verifications: what they took, and the link's part
+        # of the last text's verifications: what they took, and the link's part
+        self._verify_s = self._link_s = 0.0
 
-    def choose(self, models: Models, plans: Mapping[int, MemoryPlan], prompt: int, link_rate: float | None) -> Choice:
-        """One of the budgets planned for. `link_rate`: bytes a second; None where nothing is copied."""
+    def choose(
+        self, models: Models, plans: Mapping[int, MemoryPlan], prompt: int, link_rate: float | None
+    ) -> Choice:
+        """One of the budgets planned for. `link_rate`: bytes a second; None where nothing is
+        copied.
+        """
         if len(plans) == 1:
             (budget,) = plans
             return Choice(budget, "the only one that fits or differs")
         usual = max((budget for budget in plans if budget <= self._budget), default=min(plans))
         if not self._past:
-            refused = next((each for each in models.sizes.budgets(prompt) if usual < each <= BUDGET), None)
-            return Choice(usual, "nothing is known of these models yet" + (f"; {refused} does not fit" if refused else ""))
-        times = {budget: self._token_s(models, budget, place, prompt, link_rate) for budget, place in plans.items()}
+            refused = next(
+                (each for each in models.sizes.budgets(prompt) if usual < each <= BUDGET), None
+            )
+            return Choice(
+                usual,
+                "nothing is known of these models yet"
+                + (f"; {refused} does not fit" if refused else ""),
+            )
+        times = {
+            budget: self._token_s(models, budget, place, prompt, link_rate)
+            for budget, place in plans.items()
+        }
         best = min(times, key=times.__getitem__)
         if times[best] > _WORTH * times[usual]:
             best = usual
-        said = f"{1e3 * times[best]:.4g} ms/token predicted with {plans[best].resident_layers} layers on the device"
+        said = (
+            f"{1e3 * times[best]:.4g} ms/token predicted with {plans[best].resident_layers} layers "
+            "on the device"
+        )
         other = min((budget for budget in times if budget != best), key=times.__getitem__)
-        said += f", {1e3 * times[other]:.4g} with budget {other} and {plans[other].resident_layers} layers"
+        said += (
+            f", {1e3 * times[other]:.4g} with budget {other} and {plans[other].resident_layers} "
+            "layers"
+        )
         return Choice(best, said)
 
-    def record(self, models: Models, place: MemoryPlan, prompt: int, link_rate: float | None, rounds: list[Round]) -> None:
-        """A text is over. One that its budget held whole says nothing of longer ones: its proposals are the target's own."""
+    def record(
+        self,
+        models: Models,
+        place: MemoryPlan,
+        prompt: int,
+        link_rate: float | None,
+        rounds: list[Round],
+    ) -> None:
+        """A text is over. One that its budget held whole says nothing of longer ones: its proposals
+        are the target's own.
+        """
         budget = models.sizes.budget
         whole = [past for past in rounds if past.drafted]
         if len(whole) < _ROUNDS or prompt <= budget:
             return
         self._budget = budget
         past = self._past.setdefault(budget, Past())
-        past.tested = _FORGET * past.tested + sum(each.accepted + (each.accepted < each.drafted) for each in whole)
-        past.rejected = _FORGET * past.rejected + sum(each.accepted < each.drafted for each in whole)
+        past.tested = _FORGET * past.tested + sum(
+            each.accepted + (each.accepted < each.drafted) for each in whole
+        )
+        past.rejected = _FORGET * past.rejected + sum(
+            each.accepted < each.drafted for each in whole
+        )
         past.drafted_s = _middle(each.draft_s / each.drafted for each in whole)
         self._verify_s = _middle(each.verify_s for each in whole)
         self._link_s = _link_s(models, place, prompt, link_rate)
 
     def rejection(self, budget: int) -> float:
-        """How often a drafted token is rejected when all before it stand, by all texts, those of this budget above others."""
+        """How often a drafted token is rejected when all before it stand, by all texts, those of
+        this budget above others.
+        """
         others = [(past, (seen / BUDGET) ** -EXPONENT) for seen, past in self._past.items()]
         usual = (_RATE * _PRIOR + sum(past.rejected for past, _ in others)) / (
             _PRIOR + sum(past.tested * scale for past, scale in others)
@@ -120,21 +164,34 @@ class Split:
         expected, own = 1 - accepted_with(1 - usual, budget), self._past.get(budget, Past())
         return (own.rejected + _OWN * expected) / (own.tested + _OWN)
 
-    def _token_s(self, models: Models, budget: int, place: MemoryPlan, prompt: int, link_rate: float | None) -> float:
+    def _token_s(
+        self, models: Models, budget: int, place: MemoryPlan, prompt: int, link_rate: float | None
+    ) -> float:
         """Seconds a token, at the draft length that suits the budget."""
         link = _link_s(models, place, prompt, link_rate)
-        compute = self._verify_s if self._verify_s > _LATE * self._link_s else 0.0  # hidden, as far as is known
+        # hidden, as far as is known
+        compute = self._verify_s if self._verify_s > _LATE * self._link_s else 0.0
         verify = max(link, compute) + max(0.0, self._verify_s - max(self._link_s, compute))
         drafted, accepted = self._drafted_s(models, budget), 1 - self.rejection(budget)
-        lengths = range(1, MOST + 1) if models.settings.draft_length is None else [models.settings.draft_length]
+        lengths = (
+            range(1, MOST + 1)
+            if models.settings.draft_length is None
+            else [models.settings.draft_length]
+        )
         return min((verify + n * drafted) / expected_tokens(accepted, n) for n in lengths)
 
     def _drafted_s(self, models: Models, budget: int) -> float:
-        """Seconds a drafted token; of a budget not seen, from the nearest that was, by what a retrieval pass reads."""
+        """Seconds a drafted token; of a budget not seen, from the nearest that was, by what a
+        retrieval pass reads.
+        """
         near = min(self._past, key=lambda seen: (max(seen, budget) / min(seen, budget), seen))
         layout = models.target.config.kv_layout(models.target.group.size, models.dtype)
         weights = parameter_bytes(models.target)
-        return self._past[near].drafted_s * (weights + layout.bytes(budget)) / (weights + layout.bytes(near))
+        return (
+            self._past[near].drafted_s
+            * (weights + layout.bytes(budget))
+            / (weights + layout.bytes(near))
+        )
 
 
 def _link_s(models: Models, place: MemoryPlan, prompt: int, link_rate: float | None) -> float:

@@ -1,9 +1,11 @@
-"""How long things will take, from a machine's numbers and a model's config alone: pure functions, no measurement.
+"""How long things will take, from a machine's numbers and a model's config alone: pure functions,
+no measurement.
 
     time per token = (max(link, compute) of a verification + drafting) / tokens per verification
 
-A prediction is as good as its numbers: rates of the hardware (`profiles.json` says where each is from) and acceptance, which
-depends on models and text, and which the records of finished documents tell.
+A prediction is as good as its numbers: rates of the hardware (`profiles.json` says where each is
+from) and acceptance, which depends on models and text, and which the records of finished documents
+tell.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from offload.memory_plan import MemoryPlan
 from offload.selection import POLICIES
 from parallel.config import ModelConfig
 
-EXPONENT = 0.45  # rejections fall with the budget to this power: 512 to 3072 tokens of bench acceptance
+# rejections fall with the budget to this power: 512 to 3072 tokens of bench acceptance
+EXPONENT = 0.45
 ACCEPTANCE = 0.9  # what the published 108 ms/token of Llama-2-7B imply, see docs/design.md
 INNER_ACCEPTANCE, INNER_LENGTH = 0.7, 2  # assumed
 
@@ -50,15 +53,28 @@ class Forecast:
 
 
 def forecast(
-    sizes: Sizes, plan: MemoryPlan, hardware: Hardware, prompt: int, new: int, acceptance: float, inner_acceptance: float
+    sizes: Sizes,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    prompt: int,
+    new: int,
+    acceptance: float,
+    inner_acceptance: float,
 ) -> Forecast:
-    """For one document of `prompt` + `new` tokens. Acceptance rates are those of the target and of the retrieval level."""
+    """For one document of `prompt` + `new` tokens. Acceptance rates are those of the target and of
+    the retrieval level.
+    """
     target, layout = sizes.target, sizes.target.kv_layout(sizes.ranks, sizes.dtype)
     far = target.layers - plan.resident_layers if sizes.copies else 0
     kv, streamed = layout.bytes(prompt), layout.bytes(prompt, far)
     link = streamed / hardware.link_in
-    # nothing hides the first slot's copy where no layer computes before it; where the link is the cost, it is part of that
-    first = plan.slot_heads * layout.bytes(prompt, 1) / layout.heads / hardware.link_in if far == target.layers else 0.0
+    # nothing hides the first slot's copy where no layer computes before it; where the link is the
+    # cost, it is part of that
+    first = (
+        plan.slot_heads * layout.bytes(prompt, 1) / layout.heads / hardware.link_in
+        if far == target.layers
+        else 0.0
+    )
 
     def walled(compute: float) -> tuple[float, str]:
         """Seconds, and what they wait for."""
@@ -89,9 +105,13 @@ def forecast(
 
     each = per_drafted_s(sizes, retrieval, draft, inner_acceptance)
     length, token_s = 0, step_s
-    lengths = range(1, MOST + 1) if sizes.settings.draft_length is None else [sizes.settings.draft_length]
+    lengths = (
+        range(1, MOST + 1) if sizes.settings.draft_length is None else [sizes.settings.draft_length]
+    )
     if sizes.mode != "plain":
-        rounds = {n: (walled(computed(n))[0] + n * each) / expected_tokens(acceptance, n) for n in lengths}
+        rounds = {
+            n: (walled(computed(n))[0] + n * each) / expected_tokens(acceptance, n) for n in lengths
+        }
         length = min(rounds, key=rounds.__getitem__)
         token_s = rounds[length]
     verified, bound = walled(computed(length))
@@ -117,10 +137,25 @@ def forecast(
     )
 
 
-def pass_s(hardware: Hardware, config: ModelConfig, ranks: int, dtype: torch.dtype, rows: int, attended: int) -> float:
-    """A short pass of `rows` tokens that attend to so many each, on each of the ranks, and drawing from what it says."""
-    kv_rate, attention = hardware.kv_rate or hardware.memory_rate, hardware.attention or hardware.matmul
-    memory = read_bytes(config, ranks, dtype) / hardware.memory_rate + config.kv_layout(ranks, dtype).bytes(attended) / kv_rate
+def pass_s(
+    hardware: Hardware,
+    config: ModelConfig,
+    ranks: int,
+    dtype: torch.dtype,
+    rows: int,
+    attended: int,
+) -> float:
+    """A short pass of `rows` tokens that attend to so many each, on each of the ranks, and drawing
+    from what it says.
+    """
+    kv_rate, attention = (
+        hardware.kv_rate or hardware.memory_rate,
+        hardware.attention or hardware.matmul,
+    )
+    memory = (
+        read_bytes(config, ranks, dtype) / hardware.memory_rate
+        + config.kv_layout(ranks, dtype).bytes(attended) / kv_rate
+    )
     products = rows * matmul_flops(config) / ranks / hardware.matmul
     scores = rows * attention_flops(config) * attended / ranks / attention
     launches = config.layers * hardware.layer_s + hardware.pass_s
@@ -128,27 +163,36 @@ def pass_s(hardware: Hardware, config: ModelConfig, ranks: int, dtype: torch.dty
     sums = 2 * config.layers * all_reduce_s(hardware, ranks, rows * config.hidden * dtype.itemsize)
     if hardware.runs_ahead:
         return max(memory, products + scores, launches) + sums + drawn
-    return memory + products + scores * (rows - 1) / rows + launches + sums + drawn  # kv_rate was measured with a row's arithmetic
+    # kv_rate was measured with a row's arithmetic
+    return memory + products + scores * (rows - 1) / rows + launches + sums + drawn
 
 
 def choice_s(hardware: Hardware, kv: float, turns: int) -> float:
-    """A refresh over `kv` bytes of one rank, which makes one in `turns` of the summaries anew, and the weights of all."""
+    """A refresh over `kv` bytes of one rank, which makes one in `turns` of the summaries anew, and
+    the weights of all.
+    """
     scores = hardware.score_rate or 2 * hardware.memory_rate
     weights = kv / hardware.weigh_rate if hardware.weigh_rate else 0.0
     return kv / scores + weights + kv / turns / (hardware.summary_rate or hardware.memory_rate)
 
 
 def accepted_with(acceptance: float, budget: int) -> float:
-    """An acceptance rate with another budget than BUDGET: rejections fall with a power of it (docs/design.md)."""
+    """An acceptance rate with another budget than BUDGET: rejections fall with a power of it
+    (docs/design.md).
+    """
     return 1 - min(1.0, (1 - acceptance) * (budget / BUDGET) ** -EXPONENT)
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens of one verification of `length` drafted ones (Leviathan et al. 2023, arXiv 2211.17192, equation 1)."""
+    """Tokens of one verification of `length` drafted ones (Leviathan et al. 2023, arXiv 2211.17192,
+    equation 1).
+    """
     return length + 1 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
-def per_drafted_s(sizes: Sizes, retrieval_s: float, draft_s: float, inner_acceptance: float) -> float:
+def per_drafted_s(
+    sizes: Sizes, retrieval_s: float, draft_s: float, inner_acceptance: float
+) -> float:
     """Seconds a token put before the target takes."""
     if not sizes.has_retrieval:
         return draft_s
@@ -163,11 +207,19 @@ def all_reduce_s(hardware: Hardware, ranks: int, nbytes: int) -> float:
 
 
 def prefill_s(sizes: Sizes, hardware: Hardware, tokens: int, written: int) -> tuple[float, str]:
-    """Seconds of a layer-major prefill, and what bounds it: the three overlap. `written`: bytes of a rank's KV for the host."""
+    """Seconds of a layer-major prefill, and what bounds it: the three overlap. `written`: bytes of
+    a rank's KV for the host.
+    """
     config = sizes.target
-    sums = 2 * (config.layers - 1) * all_reduce_s(hardware, sizes.ranks, tokens * config.hidden * sizes.dtype.itemsize)
+    sums = (
+        2
+        * (config.layers - 1)
+        * all_reduce_s(hardware, sizes.ranks, tokens * config.hidden * sizes.dtype.itemsize)
+    )
     products, scores = prefill_flops(config, tokens)
-    arithmetic = products / hardware.matmul + scores / (hardware.prefill_attention or hardware.matmul)
+    arithmetic = products / hardware.matmul + scores / (
+        hardware.prefill_attention or hardware.matmul
+    )
     times = {
         "arithmetic": arithmetic / sizes.ranks,
         "sums over ranks": sums,
@@ -178,7 +230,9 @@ def prefill_s(sizes: Sizes, hardware: Hardware, tokens: int, written: int) -> tu
 
 
 def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Weights that a pass reads: all but the embedding, of which it takes a row, unless that is the head too."""
+    """Weights that a pass reads: all but the embedding, of which it takes a row, unless that is the
+    head too.
+    """
     embedding = 0 if config.tied else -(-config.vocab // ranks) * config.hidden * dtype.itemsize
     return weight_bytes(config, ranks, dtype) - embedding
 
@@ -190,11 +244,20 @@ def matmul_flops(config: ModelConfig) -> float:
 
 
 def attention_flops(config: ModelConfig) -> float:
-    """Operations of a row's attention a token that it sees, in all layers: two for QK^T and two for PV a dimension."""
+    """Operations of a row's attention a token that it sees, in all layers: two for QK^T and two for
+    PV a dimension.
+    """
     return 4.0 * config.layers * config.heads * config.head_dim
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
-    """Operations of a prefill: products, and attention of each pair of tokens. Of the last layer only keys and values are made."""
-    whole, last = (config.layers - 1) / config.layers, 4.0 * config.hidden * config.kv_heads * config.head_dim
-    return (whole * matmul_flops(config) + last) * tokens, whole * attention_flops(config) * tokens * (tokens + 1) / 2
+    """Operations of a prefill: products, and attention of each pair of tokens. Of the last layer
+    only keys and values are made.
+    """
+    whole, last = (
+        (config.layers - 1) / config.layers,
+        4.0 * config.hidden * config.kv_heads * config.head_dim,
+    )
+    return (whole * matmul_flops(config) + last) * tokens, whole * attention_flops(
+        config
+    ) * tokens * (tokens + 1) / 2

@@ -1,4 +1,6 @@
-"""What a machine can do, in numbers with a source each: profiles that are shipped, and files of the same form."""
+"""What a machine can do, in numbers with a source each: profiles that are shipped, and files of the
+same form.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from offload.errors import TierForceError
 
 @dataclass(frozen=True)
 class Hardware:
-    """One machine. Bytes, seconds, and bytes or operations a second; rates are of each GPU while all are at work."""
+    """One machine. Bytes, seconds, and bytes or operations a second; rates are of each GPU while
+    all are at work.
+    """
 
     name: str
     gpus: int
@@ -31,13 +35,16 @@ class Hardware:
     kv_rate: float | None = None  # reading KV in attention of one row; memory_rate
     attention: float | None = None  # operations of a further row of a short pass; matmul
     prefill_attention: float | None = None  # operations of many rows; matmul
-    score_rate: float | None = None  # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
+    # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
+    score_rate: float | None = None
     summary_rate: float | None = None  # bytes of KV a second that are summarised; memory_rate
-    weigh_rate: float | None = None  # bytes of KV a second whose summaries get new weights; a choice's scores leave none to pay
+    # bytes of KV a second whose summaries get new weights; a choice's scores leave none to pay
+    weigh_rate: float | None = None
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host
-    runs_ahead: bool = True  # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
+    # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
+    runs_ahead: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -46,24 +53,40 @@ class Hardware:
                 continue
             if field.name == "runs_ahead":
                 if not isinstance(value, bool):
-                    raise TierForceError(f"hardware {self.name}: runs_ahead must be true or false, found {value!r}.")
+                    raise TierForceError(
+                        f"hardware {self.name}: runs_ahead must be true or false, found {value!r}."
+                    )
                 continue
             zero = field.name in ("all_reduce_s", "layer_s", "pass_s", "sample_s", "draw_s")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise TierForceError(f"hardware {self.name}: {field.name} must be a number, found {value!r}.")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not math.isfinite(value)
+                or value < 0
+            ):
+                raise TierForceError(
+                    f"hardware {self.name}: {field.name} must be a number, found {value!r}."
+                )
             if not value and not zero:
                 raise TierForceError(f"hardware {self.name}: {field.name} must be above 0.")
         if self.gpus != int(self.gpus):
-            raise TierForceError(f"hardware {self.name}: gpus must be a whole number, found {self.gpus}.")
+            raise TierForceError(
+                f"hardware {self.name}: gpus must be a whole number, found {self.gpus}."
+            )
 
     @classmethod
     def find(cls, name: str) -> Hardware:
-        """A shipped profile, or a JSON file of the same form: numbers, or objects with `value` and `source`. TierForceError."""
+        """A shipped profile, or a JSON file of the same form: numbers, or objects with `value` and
+        `source`. TierForceError.
+        """
         shipped = json.loads(files("decoding.planning").joinpath("profiles.json").read_text())
         if name in shipped:
             return cls._of(name, shipped[name])
         if not Path(name).is_file():
-            raise TierForceError(f"--hardware {name} is not known: use {', '.join(shipped)}, or a JSON file of that form.")
+            raise TierForceError(
+                f"--hardware {name} is not known: use {', '.join(shipped)}, or a JSON file of that "
+                "form."
+            )
         try:
             found = json.loads(Path(name).read_text())
         except (OSError, ValueError) as error:
@@ -73,9 +96,15 @@ class Hardware:
     @classmethod
     def _of(cls, name: str, found: Any) -> Hardware:
         known = [field.name for field in fields(cls) if field.name != "name"]
-        wanted = [field.name for field in fields(cls) if field.name != "name" and field.default is MISSING]
-        if not isinstance(found, dict) or (missing := [field for field in wanted if field not in found]):
-            lacks = f"lacks {', '.join(missing)}" if isinstance(found, dict) else "is not a JSON object"
+        wanted = [
+            field.name for field in fields(cls) if field.name != "name" and field.default is MISSING
+        ]
+        if not isinstance(found, dict) or (
+            missing := [field for field in wanted if field not in found]
+        ):
+            lacks = (
+                f"lacks {', '.join(missing)}" if isinstance(found, dict) else "is not a JSON object"
+            )
             raise TierForceError(f"hardware {name} {lacks}: it needs {', '.join(wanted)}.")
         values = {
             field: found[field].get("value") if isinstance(found[field], dict) else found[field]

@@ -23,19 +23,27 @@ from parallel.group import Group
 SMALL = 8192  # bytes of a small all-reduce: one token's hidden state in a 7B model
 
 
-def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """A hardware file's content, with what the system tells and warnings beside the numbers. All ranks call it.
+def profile(
+    group: Group, model: str | None = None, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """A hardware file's content, with what the system tells and warnings beside the numbers. All
+    ranks call it.
 
-    Rates are the slowest rank's while all are at work, `link_in_alone` those of each while the others wait; those of kernels are
-    for layers of the named model's dimensions. Without a GPU the device is the host. What goes wrong on one rank is raised on
-    all (TierForceError).
+    Rates are the slowest rank's while all are at work, `link_in_alone` those of each while the
+    others wait; those of kernels are for layers of the named model's dimensions. Without a GPU the
+    device is the host. What goes wrong on one rank is raised on all (TierForceError).
     """
     cuda = group.device.type == "cuda"
     with group.together():
         if not cuda and dtype == torch.float16:
-            raise TierForceError("float16 is not supported on a CPU: use --dtype float32, or bfloat16.")
+            raise TierForceError(
+                "float16 is not supported on a CPU: use --dtype float32, or bfloat16."
+            )
         config = ModelConfig.find(model) if model is not None else usual(group.device)
-    numbers: dict[str, float] = {"gpus": group.size, "host_memory": group.broadcast(Machine.here().host_available)}
+    numbers: dict[str, float] = {
+        "gpus": group.size,
+        "host_memory": group.broadcast(Machine.here().host_available),
+    }
     with group.together():
         link = make_link("auto", group.device)
         copies = Copies(link)
@@ -59,7 +67,9 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
             with torch.inference_mode():
                 own |= pass_rates(config, group.device, dtype)
         except (RuntimeError, MemoryError) as error:  # torch raises the first for want of memory
-            raise TierForceError(f"layers of these dimensions cannot be measured here ({one_line(error)}).") from error
+            raise TierForceError(
+                f"layers of these dimensions cannot be measured here ({one_line(error)})."
+            ) from error
         link.close()
     every = group.gather(own)
     numbers |= {
@@ -72,14 +82,23 @@ def profile(group: Group, model: str | None = None, dtype: torch.dtype = torch.b
         numbers["all_reduce_s"] = max(group.gather(rates.sum_seconds(group, SMALL)))
         numbers["all_reduce_rate"] = min(group.gather(rates.sum_rate(group)))
     of = f"with layers of {model or 'usual dimensions'} in {str(dtype).removeprefix('torch.')}"
-    source = f"measured {date.today().isoformat()} on {torch.cuda.get_device_name(group.device) if cuda else 'a CPU'}, {of}"
+    source = (
+        f"measured {date.today().isoformat()} on "
+        f"{torch.cuda.get_device_name(group.device) if cuda else 'a CPU'}, {of}"
+    )
     if group.size == 1:
         source += ", one rank"
-    found: dict[str, Any] = {name: {"value": value, "source": source} for name, value in numbers.items()}
+    found: dict[str, Any] = {
+        name: {"value": value, "source": source} for name, value in numbers.items()
+    }
     found["link_in_alone"] = {"value": min(alone), "of each": alone, "source": source}
-    used = group.gather(busy.at(gpu_address(group.device))) if cuda else []  # each rank says where it may run itself
+    # each rank says where it may run itself
+    used = group.gather(busy.at(gpu_address(group.device))) if cuda else []
     said = warnings(busy, used, numbers["link_in"], alone)
-    found["runs_ahead"] = {"value": cuda, "source": "a GPU's host runs ahead of it, a CPU does all by itself"}
+    found["runs_ahead"] = {
+        "value": cuda,
+        "source": "a GPU's host runs ahead of it, a CPU does all by itself",
+    }
     return {**found, "machine": busy.as_dict(), "warnings": said}
 
 

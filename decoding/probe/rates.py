@@ -32,7 +32,9 @@ def sum_rate(group: Group, size: int = _SUM) -> float:
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:
-    """Of one of several runs on the device, with one wait for all; the least of a few times, the first of which does not count."""
+    """Of one of several runs on the device, with one wait for all; the least of a few times, the
+    first of which does not count.
+    """
     times = []
     for _ in range(_REPEATS + 1):
         started = time.perf_counter()

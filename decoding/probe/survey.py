@@ -27,7 +27,9 @@ class Gpu:
     numa_node: int | None
     address: str = ""  # on the PCI bus, as sysfs writes it
     near: bool = True  # whether this process may run on CPUs of its NUMA node
-    iommu: str | None = None  # how the kernel maps its copies: identity, or translated in some way; None where it does not say
+    # how the kernel maps its copies: identity, or translated in some way; None where it does not
+    # say
+    iommu: str | None = None
     peers: tuple[int, ...] = ()  # of NVML's GPUs, those whose memory it reads without the host
 
 
@@ -50,13 +52,23 @@ class Machine:
         version = Path("/proc/version")
         wsl = version.exists() and "microsoft" in version.read_text().lower()
         limit = None if soft == resource.RLIM_INFINITY else soft
-        return cls(gpus, driver, os.cpu_count() or 1, len(os.sched_getaffinity(0)), host_available(), limit, wsl)
+        return cls(
+            gpus,
+            driver,
+            os.cpu_count() or 1,
+            len(os.sched_getaffinity(0)),
+            host_available(),
+            limit,
+            wsl,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def at(self, address: str) -> Gpu:
-        """Its GPU at a PCI address: NVML counts others, and in another order, than a process sees."""
+        """Its GPU at a PCI address: NVML counts others, and in another order, than a process
+        sees.
+        """
         unknown = Gpu("unknown to NVML", 0, 0, 0, 0, 0, None, address)
         return next((gpu for gpu in self.gpus if gpu.address == address), unknown)
 
@@ -78,8 +90,17 @@ def _gpus() -> tuple[list[Gpu], str]:
             except pynvml.NVMLError as error:
                 handles.pop(index, None)
                 said += f", GPU {index} does not answer: {error}"
-        peers = ([other for other in handles if other != index and _reads(handles[index], handles[other])] for index in handles)
-        found = [replace(gpu, peers=tuple(reached)) for gpu, reached in zip(found, peers, strict=True)]
+        peers = (
+            [
+                other
+                for other in handles
+                if other != index and _reads(handles[index], handles[other])
+            ]
+            for index in handles
+        )
+        found = [
+            replace(gpu, peers=tuple(reached)) for gpu, reached in zip(found, peers, strict=True)
+        ]
     except pynvml.NVMLError as error:
         said += f", which does not answer: {error}"
     finally:
@@ -88,9 +109,13 @@ def _gpus() -> tuple[list[Gpu], str]:
 
 
 def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:
-    """How the kernel maps what a device at this PCI address copies; None where there is no IOMMU, or it is not told."""
+    """How the kernel maps what a device at this PCI address copies; None where there is no IOMMU,
+    or it is not told.
+    """
     try:
-        return (sysfs / "bus/pci/devices" / address / "iommu_group/type").read_text().strip() or None
+        return (
+            sysfs / "bus/pci/devices" / address / "iommu_group/type"
+        ).read_text().strip() or None
     except OSError:
         return None
 
@@ -117,7 +142,10 @@ def _gpu(handle: Any) -> Gpu:
 def _reads(handle: Any, other: Any) -> bool:
     """Whether one GPU reads the other's memory without the host, by what the driver says."""
     try:
-        return pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_READ) == pynvml.NVML_P2P_STATUS_OK
+        return (
+            pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_READ)
+            == pynvml.NVML_P2P_STATUS_OK
+        )
     except pynvml.NVMLError:
         return False
 

@@ -1,1 +1,3 @@
-"""Drafts and their exact verification: sampling laws, decoders that nest, prompt lookup, draft lengths."""
+"""Drafts and their exact verification: sampling laws, decoders that nest, prompt lookup, draft
+lengths.
+"""

@@ -1,7 +1,9 @@
-"""Decoders that nest: hierarchy is one `Speculative` inside another, down to an `Autoregressive` leaf.
+"""Decoders that nest: hierarchy is one `Speculative` inside another, down to an `Autoregressive`
+leaf.
 
-Verification is exact, so a level's output law is its model's law, and a level is a valid proposer for the level above it
-(TriForce, arXiv 2404.11912, section 4.2, with Leviathan's residual redraw at every level).
+Verification is exact, so a level's output law is its model's law, and a level is a valid proposer
+for the level above it (TriForce, arXiv 2404.11912, section 4.2, with Leviathan's residual redraw at
+every level).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from offload.cache import Cache
 from parallel.group import on_device
 
 CATCH_UP = 32  # pending tokens a model reads in one pass
-Forward = Callable[[Tensor, Cache, int], Tensor]  # tokens (T,), their cache, rows -> logits (rows, V) of the last rows
+# tokens (T,), their cache, rows -> logits (rows, V) of the last rows
+Forward = Callable[[Tensor, Cache, int], Tensor]
 
 
 @dataclass
@@ -55,10 +58,14 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, n: int) -> Draft:
-        """Append up to n >= 1 tokens to `tokens`, a model all n; row i of probs is the exact law token i was drawn from."""
+        """Append up to n >= 1 tokens to `tokens`, a model all n; row i of probs is the exact law
+        token i was drawn from.
+        """
 
     def sync(self, tokens: list[int], since: int) -> None:
-        """The text is `tokens` now; it may differ from what this level knows from index `since` on."""
+        """The text is `tokens` now; it may differ from what this level knows from index `since`
+        on.
+        """
         self._agree(tokens, since)
 
     def levels(self) -> list[Proposer]:
@@ -77,18 +84,34 @@ class Proposer(ABC):
 class Decoder(Proposer):
     """One model on one cache, which holds all of the text but a pending end."""
 
-    def __init__(self, name: str, forward: Forward, cache: Cache, prompt: list[int], sampling: Sampling, generator: Generator):
+    def __init__(
+        self,
+        name: str,
+        forward: Forward,
+        cache: Cache,
+        prompt: list[int],
+        sampling: Sampling,
+        generator: Generator,
+    ):
         """`prompt` is what the cache has read."""
         super().__init__(name, prompt)
-        self.forward, self.cache, self.sampling, self.generator = forward, cache, sampling, generator
+        self.forward, self.cache, self.sampling, self.generator = (
+            forward,
+            cache,
+            sampling,
+            generator,
+        )
 
     @abstractmethod
     def round(self, limit: int) -> list[int]:
-        """One pass of this level's model as the outermost level: appends and returns 1 to `limit` tokens of its law."""
+        """One pass of this level's model as the outermost level: appends and returns 1 to `limit`
+        tokens of its law.
+        """
 
     def sync(self, tokens: list[int], since: int) -> None:
         keep = self._agree(tokens, since)
-        self.cache.crop(min(keep, len(tokens) - 1))  # at least one token is pending: a pass needs a row
+        # at least one token is pending: a pass needs a row
+        self.cache.crop(min(keep, len(tokens) - 1))
 
     def _pending(self) -> Tensor:  # (P,) the tokens whose KV the cache lacks
         return on_device(self.tokens[self.cache.length :], self.generator.device)
@@ -113,7 +136,8 @@ class Autoregressive(Decoder):
         for _ in range(n):
             law = self.sampling.law(self.forward(rows, self.cache, 1))  # (1, V)
             self.cache.advance(len(rows))
-            rows = draw(law[0], self.generator)  # (1,), on the device: no waiting until the draft is done
+            # (1,), on the device: no waiting until the draft is done
+            rows = draw(law[0], self.generator)
             tokens.append(rows)
             laws.append(law)
         self.stats.passes += n
@@ -121,7 +145,9 @@ class Autoregressive(Decoder):
         return Draft(torch.cat(tokens), torch.cat(laws))
 
     def _caught_up(self) -> Tensor:
-        """The pending tokens, few enough for one pass: a level that was not asked for long has many."""
+        """The pending tokens, few enough for one pass: a level that was not asked for long has
+        many.
+        """
         rows = self._pending()
         while len(rows) > CATCH_UP:
             self.forward(rows[:CATCH_UP], self.cache, 1)
@@ -131,7 +157,9 @@ class Autoregressive(Decoder):
 
 
 class Speculative(Decoder):
-    """Draws from the model's law, faster: `inner` drafts some tokens, as many as `length` says, and one pass verifies them all."""
+    """Draws from the model's law, faster: `inner` drafts some tokens, as many as `length` says, and
+    one pass verifies them all.
+    """
 
     def __init__(
         self,
@@ -167,15 +195,27 @@ class Speculative(Decoder):
         return [self, *self.inner.levels()]
 
     def _verified(self, limit: int) -> Tensor:
-        """One round: draft, verify, append the 1 to `limit` tokens that stand. Returns the laws (A + 1, V) they are draws of."""
+        """One round: draft, verify, append the 1 to `limit` tokens that stand. Returns the laws (A
+        + 1, V) they are draws of.
+        """
         started, known = time.perf_counter(), len(self.tokens)
         draft = self._draft(min(self.length.next(), limit - 1))
-        drafted = time.perf_counter()  # every draft ends on the host, so no compute of it is still under way
+        # every draft ends on the host, so no compute of it is still under way
+        drafted = time.perf_counter()
         pending = self._pending()  # (P,)
         rows = torch.cat((pending, draft.tokens))
-        laws = self.sampling.law(self.forward(rows, self.cache, len(draft.tokens) + 1))  # (N + 1, V)
+        # (N + 1, V)
+        laws = self.sampling.law(self.forward(rows, self.cache, len(draft.tokens) + 1))
         accepted, following = verify(draft, laws, self.generator)
-        self.length.record(Round(len(draft.tokens), accepted, len(rows), drafted - started, time.perf_counter() - drafted))
+        self.length.record(
+            Round(
+                len(draft.tokens),
+                accepted,
+                len(rows),
+                drafted - started,
+                time.perf_counter() - drafted,
+            )
+        )
         self.cache.advance(len(pending) + accepted)
         self.tokens += [*self.inner.tokens[known : known + accepted], following]
         self.stats.passes += 1

@@ -1,4 +1,6 @@
-"""How long to draft: a fixed length, or the one that pays best by what past rounds took and what stood of them."""
+"""How long to draft: a fixed length, or the one that pays best by what past rounds took and what
+stood of them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Round:
 
 
 class DraftLength(ABC):
-    """The length of a level's next draft. It may follow from past rounds only: then the output law stays what it is."""
+    """The length of a level's next draft. It may follow from past rounds only: then the output law
+    stays what it is.
+    """
 
     @abstractmethod
     def begin(self, start: int) -> None:
@@ -70,17 +74,20 @@ class Fixed(DraftLength):
 
 
 class Adaptive(DraftLength):
-    """The n that makes most tokens a second, (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft), from 1 to `most`.
+    """The n that makes most tokens a second, (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft),
+    from 1 to `most`.
 
-    The numerator is what a draft of n yields when each token stands with probability a (Leviathan et al. 2023, arXiv 2211.17192,
-    equation 1). a, the seconds a drafted token takes and those of a verifying pass, a line in its rows, are averages of past
-    rounds that forget: a text changes, and so does a machine. Of one text a little is remembered in the next.
+    The numerator is what a draft of n yields when each token stands with probability a (Leviathan
+    et al. 2023, arXiv 2211.17192, equation 1). a, the seconds a drafted token takes and those of a
+    verifying pass, a line in its rows, are averages of past rounds that forget: a text changes, and
+    so does a machine. Of one text a little is remembered in the next.
     """
 
     _FORGET = 0.95  # what a round still counts after the next
     _PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
     _RATE = 0.93
-    _STIFF = 4.0  # rows squared: how much variation it takes to believe in a slope other than the one supposed
+    # rows squared: how much variation it takes to believe in a slope other than the one supposed
+    _STIFF = 4.0
     _FLAT_ROWS = 32.0  # supposed at first: a pass of so many rows more costs twice as much
     _FLATTEST = 1024.0
     _KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
@@ -98,10 +105,13 @@ class Adaptive(DraftLength):
             self._next = min(start, self.most)
         kept = min(1.0, self._KEPT / self._tested)
         self._accepted, self._tested = kept * self._accepted, kept * self._tested
-        if self._weight:  # behind another context a pass costs something else, but is about as flat in its rows
+        # behind another context a pass costs something else, but is about as flat in its rows
+        if self._weight:
             slope = self._slope()
             base = (self._seconds - slope * self._rows) / self._weight
-            self._flat_rows = min(self._FLATTEST, max(1.0, base / slope)) if slope else self._FLATTEST
+            self._flat_rows = (
+                min(self._FLATTEST, max(1.0, base / slope)) if slope else self._FLATTEST
+            )
             self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
 
     def next(self) -> int:
@@ -110,7 +120,8 @@ class Adaptive(DraftLength):
     def record(self, past: Round) -> None:
         keep = self._FORGET
         verify_s = past.verify_s
-        if self._weight > 1:  # a machine that was away for a moment says nothing of a pass; a new text does
+        # a machine that was away for a moment says nothing of a pass; a new text does
+        if self._weight > 1:
             verify_s = min(verify_s, 3 * self._verify()(past.rows))
         self._weight = keep * self._weight + 1
         self._rows = keep * self._rows + past.rows
@@ -119,7 +130,8 @@ class Adaptive(DraftLength):
         self._cross = keep * self._cross + past.rows * verify_s
         if past.drafted:
             draft_s = past.draft_s
-            if self._drafted:  # nor does a draft model that had to catch up say what a drafted token takes
+            # nor does a draft model that had to catch up say what a drafted token takes
+            if self._drafted:
                 draft_s = min(draft_s, 3 * past.drafted * self._draft_s / self._drafted)
             self._accepted = keep * self._accepted + past.accepted
             self._tested = keep * self._tested + past.accepted + (past.accepted < past.drafted)
@@ -133,7 +145,9 @@ class Adaptive(DraftLength):
         return self._accepted / self._tested
 
     def _slope(self) -> float:
-        """Seconds a row of a verifying pass: least squares over past rounds, drawn to what is supposed if they say little."""
+        """Seconds a row of a verifying pass: least squares over past rounds, drawn to what is
+        supposed if they say little.
+        """
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         spread = self._rows2 - self._weight * mean_rows**2
         together = self._cross - self._weight * mean_rows * mean
@@ -142,7 +156,11 @@ class Adaptive(DraftLength):
 
     def _verify(self) -> Callable[[int], float]:
         """Seconds of a verifying pass by its rows."""
-        mean_rows, mean, slope = self._rows / self._weight, self._seconds / self._weight, self._slope()
+        mean_rows, mean, slope = (
+            self._rows / self._weight,
+            self._seconds / self._weight,
+            self._slope(),
+        )
         return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
 
     def _best(self) -> int:

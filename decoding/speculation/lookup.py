@@ -1,4 +1,6 @@
-"""Prompt lookup: what stood behind these tokens the last time is proposed again. A proposer with no model."""
+"""Prompt lookup: what stood behind these tokens the last time is proposed again. A proposer with no
+model.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,31 @@ from parallel.group import on_device
 
 
 class Lookup(Proposer):
-    """Proposes what followed the text's last tokens earlier in the text. Its law is one-hot, so verification is exact.
+    """Proposes what followed the text's last tokens earlier in the text. Its law is one-hot, so
+    verification is exact.
 
-    Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). Of all places where the last
-    `ngram` tokens occur it takes the one where most tokens before them agree too; of equals the latest that n tokens follow.
-    Where they occur nowhere else, `inner` proposes; without one, nothing is proposed, and the level above makes one token.
+    Source: prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding). Of
+    all places where the last `ngram` tokens occur it takes the one where most tokens before them
+    agree too; of equals the latest that n tokens follow. Where they occur nowhere else, `inner`
+    proposes; without one, nothing is proposed, and the level above makes one token.
     """
 
     _AGREE = 32  # tokens before the n-gram that are compared, at most
 
-    def __init__(self, tokens: list[int], ngram: int, vocab: int, device: torch.device, inner: Proposer | None = None):
+    def __init__(
+        self,
+        tokens: list[int],
+        ngram: int,
+        vocab: int,
+        device: torch.device,
+        inner: Proposer | None = None,
+    ):
         super().__init__("lookup", tokens)
         if ngram < 1:
             raise ValueError(f"a lookup needs an n-gram of at least 1 token, found {ngram}")
         self.ngram, self.vocab, self.device, self.inner = ngram, vocab, device, inner
-        self._text = np.array(tokens, dtype=np.int64)  # `tokens` again, with room behind: searched without a copy
+        # `tokens` again, with room behind: searched without a copy
+        self._text = np.array(tokens, dtype=np.int64)
         self._known = len(tokens)  # tokens that the inner level has too
 
     def propose(self, n: int) -> Draft:
@@ -55,7 +67,8 @@ class Lookup(Proposer):
         size, text = self.ngram, self._text[: len(self.tokens)]
         if len(text) <= size:
             return []
-        ends = np.flatnonzero(text[size - 1 : -1] == text[-1]) + size - 1  # places that something follows
+        # places that something follows
+        ends = np.flatnonzero(text[size - 1 : -1] == text[-1]) + size - 1
         for back in range(1, size):
             ends = ends[text[ends - back] == text[-1 - back]]
         if not len(ends):
@@ -65,7 +78,8 @@ class Lookup(Proposer):
             if not len(longer):
                 break
             ends = longer
-        enough = ends[ends < len(text) - n]  # in a text that repeats itself the latest place is soon at the end
+        # in a text that repeats itself the latest place is soon at the end
+        enough = ends[ends < len(text) - n]
         start = int(enough[-1] if len(enough) else ends[0]) + 1
         return text[start : start + n].tolist()
 
@@ -75,5 +89,7 @@ class Lookup(Proposer):
 
     def _write(self, tokens: list[int], at: int) -> None:
         if at + len(tokens) > len(self._text):
-            self._text = np.concatenate((self._text, np.zeros(max(1024, len(tokens)), dtype=np.int64)))
+            self._text = np.concatenate(
+                (self._text, np.zeros(max(1024, len(tokens)), dtype=np.int64))
+            )
         self._text[at : at + len(tokens)] = tokens

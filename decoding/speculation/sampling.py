@@ -12,7 +12,9 @@ from offload.errors import TierForceError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every level warps its logits. temperature 0 is greedy; top_k 0 and top_p 1 keep all tokens."""
+    """How every level warps its logits. temperature 0 is greedy; top_k 0 and top_p 1 keep all
+    tokens.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -30,9 +32,11 @@ class Sampling:
             raise TierForceError(f"seed must be between 0 and 2**63 - 1, found {self.seed}")
 
     def law(self, logits: Tensor) -> Tensor:
-        """The law (T, V) float32 that these logits (T, V) stand for. A row with a NaN stays NaN, for `verify` to find.
+        """The law (T, V) float32 that these logits (T, V) stand for. A row with a NaN stays NaN,
+        for `verify` to find.
 
-        Temperature, then top-k, then top-p: the smallest set of tokens whose mass reaches top_p (Holtzman et al. 2019).
+        Temperature, then top-k, then top-p: the smallest set of tokens whose mass reaches top_p
+        (Holtzman et al. 2019).
         """
         if self.temperature == 0:
             greedy = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
@@ -45,7 +49,8 @@ class Sampling:
         if self.top_p == 1:
             return probs
         ordered, order = probs.sort(dim=1, descending=True)
-        outside = ordered.cumsum(1) - ordered >= self.top_p  # the token that crosses the threshold is in
+        # the token that crosses the threshold is in
+        outside = ordered.cumsum(1) - ordered >= self.top_p
         kept = probs.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), 0)
         return kept / kept.sum(1, keepdim=True)
 
@@ -53,8 +58,14 @@ class Sampling:
 def draw(law: Tensor, generator: Generator) -> Tensor:
     """One token (1,) from a law (V,), which need not be normalised, without waiting for the device.
 
-    The index of the least E_i / law_i with E_i standard exponential is distributed as the law; a law of one token has no noise.
+    The index of the least E_i / law_i with E_i standard exponential is distributed as the law; a
+    law of one token has no noise.
     """
-    # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a vocabulary that are rarer than that
-    noise = torch.empty_like(law, dtype=torch.float64).exponential_(generator=generator).clamp_(min=torch.finfo(torch.float64).tiny)
+    # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
+    # vocabulary that are rarer than that
+    noise = (
+        torch.empty_like(law, dtype=torch.float64)
+        .exponential_(generator=generator)
+        .clamp_(min=torch.finfo(torch.float64).tiny)
+    )
     return (law / noise).argmax(0, keepdim=True)

@@ -22,9 +22,9 @@ class Draft:
 def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[int, int]:
     """Accept a prefix of the draft and draw one more token, leaving the target's law unchanged.
 
-    Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1. target_probs is (N + 1, V): row i is the target's law after i accepted
-    tokens. Returns how many tokens stand, and the token that follows them, after one wait for the device. Raises DocumentError
-    when a law it needs is NaN.
+    Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1. target_probs is (N + 1, V): row i is the
+    target's law after i accepted tokens. Returns how many tokens stand, and the token that follows
+    them, after one wait for the device. Raises DocumentError when a law it needs is NaN.
     """
     n = len(draft.tokens)
     p = target_probs[:n].gather(1, draft.tokens[:, None]).squeeze(1)  # (N,)
@@ -34,18 +34,25 @@ def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[in
     law = target_probs.index_select(0, accepted)[0]  # (V,)
     proposed = torch.zeros_like(law)  # nothing is taken off where all of the draft stands
     if n:
-        proposed = torch.where(accepted < n, draft.probs.index_select(0, accepted.clamp(max=n - 1))[0], proposed)
+        proposed = torch.where(
+            accepted < n, draft.probs.index_select(0, accepted.clamp(max=n - 1))[0], proposed
+        )
     following = draw(residual(law, proposed), generator)
     stood, token = read(torch.cat((accepted, following)), law, proposed)
     return stood, token
 
 
 def read(numbers: Tensor, *laws: Tensor) -> list[int]:
-    """Whole numbers (N,) from the device, and in the same wait whether these laws are made of numbers. DocumentError where not."""
+    """Whole numbers (N,) from the device, and in the same wait whether these laws are made of
+    numbers. DocumentError where not.
+    """
     good = torch.stack([law.isfinite().all() for law in laws]).all(0, keepdim=True)
     *found, fine = torch.cat((numbers, good.to(numbers.dtype))).tolist()
     if not fine:
-        raise DocumentError("a model's logits are not numbers (NaN): its weights, or this text in its dtype, overflow.")
+        raise DocumentError(
+            "a model's logits are not numbers (NaN): its weights, or this text in its dtype, "
+            "overflow."
+        )
     return found
 
 

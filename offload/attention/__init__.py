@@ -1,8 +1,10 @@
-"""Exact attention over any split of the KV: partial results carry their log-sum-exp and merge by it.
+"""Exact attention over any split of the KV: partial results carry their log-sum-exp and merge by
+it.
 
-The one seam for attention kernels. Layout at the boundary: q (T, Hq, D), k and v (N, Hkv, D), out (T, Hq, D), lse (T, Hq).
-`causal` means that the last T keys are the T queries' own tokens (bottom-right alignment, as in flash-attn), so a caller may
-hand over a prefix and its new tokens as one segment.
+The one seam for attention kernels. Layout at the boundary: q (T, Hq, D), k and v (N, Hkv, D), out
+(T, Hq, D), lse (T, Hq). `causal` means that the last T keys are the T queries' own tokens
+(bottom-right alignment, as in flash-attn), so a caller may hand over a prefix and its new tokens as
+one segment.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from offload.attention.folding import Partial, attend_masked, attend_with_mask
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], Partial]
 
 
-def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> Partial:
+def partial_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None
+) -> Partial:
     """softmax(q k^T / sqrt(D) + bias) v over these keys, with its log-sum-exp.
 
-    q (T, Hq, D); k, v (N, Hkv, D) of the same dtype, Hq a multiple of Hkv; N >= T if causal. bias (Hkv, N) float32 is a weight
-    per key, in logarithms; -inf leaves a key out. It is meant for few rows, and at least one key of a row must be left in.
+    q (T, Hq, D); k, v (N, Hkv, D) of the same dtype, Hq a multiple of Hkv; N >= T if causal. bias
+    (Hkv, N) float32 is a weight per key, in logarithms; -inf leaves a key out. It is meant for few
+    rows, and at least one key of a row must be left in.
     """
     rows, heads, _ = q.shape
     if len(k) == 0:
@@ -36,7 +41,9 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tenso
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
-    """`partial_attention` of few rows, with what is added to their scores given whole: mask (Hkv or 1, T, N) float32."""
+    """`partial_attention` of few rows, with what is added to their scores given whole: mask (Hkv or
+    1, T, N) float32.
+    """
     op = cpu_op if q.device.type == "cpu" else matmul_op
     return attend_with_mask(op, q, k, v, mask.repeat_interleave(q.shape[1] // k.shape[1], 1))
 

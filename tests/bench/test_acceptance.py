@@ -35,8 +35,12 @@ def test_tokens_of_a_chain() -> None:
 
 
 def test_expected_yields_count_a_draft_only_as_far_as_it_was_tested() -> None:
-    rounds = [Round(drafted, accepted, drafted + 1, 1.0, 1.0) for drafted, accepted in ((0, 0), (1, 1), (2, 1), (3, 0), (3, 3))]
-    first, second, third = 3 / 4, 1 / 2, 1  # of drafts that got so far, those whose next token stood
+    rounds = [
+        Round(drafted, accepted, drafted + 1, 1.0, 1.0)
+        for drafted, accepted in ((0, 0), (1, 1), (2, 1), (3, 0), (3, 3))
+    ]
+    # of drafts that got so far, those whose next token stood
+    first, second, third = 3 / 4, 1 / 2, 1
     assert expected_yields(rounds) == pytest.approx(
         [1, 1 + first, 1 + first + first * second, 1 + first + first * second * (1 + third)]
     )
@@ -60,7 +64,8 @@ def test_what_is_expected_is_what_is_counted(models: Models) -> None:
     runs = [led.counted(STATIC, 200, 8, Sampling(0.6, top_p=0.9, seed=seed)) for seed in (1, 2)]
     made, passes = (sum(each) for each in zip(*runs, strict=True))
     assert made == 400
-    assert made / passes == pytest.approx(sum(expected) / len(expected), rel=0.2)  # the count has a deviation of some 6%
+    # the count has a deviation of some 6%
+    assert made / passes == pytest.approx(sum(expected) / len(expected), rel=0.2)
 
 
 def test_a_rewound_text_is_the_same_text(models: Models) -> None:
@@ -72,7 +77,9 @@ def test_a_rewound_text_is_the_same_text(models: Models) -> None:
 
 
 def test_prompts_are_spread_over_the_text() -> None:
-    assert prompts(range(100), 10, 4, 6) == [list(range(start, start + 10)) for start in (0, 28, 56, 84)]
+    assert prompts(range(100), 10, 4, 6) == [
+        list(range(start, start + 10)) for start in (0, 28, 56, 84)
+    ]
     assert prompts(range(100), 10, 1, 6) == [list(range(10))]
 
 

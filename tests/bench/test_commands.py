@@ -36,7 +36,12 @@ def test_a_name_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_help_names_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "bench", "report", "--help"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench", "report", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert "python -m bench report" in done.stdout
 

@@ -1,4 +1,6 @@
-"""Peers side by side: the same text where arithmetic is the same, a row with the reason where there is none."""
+"""Peers side by side: the same text where arithmetic is the same, a row with the reason where there
+is none.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from support.models import random_tokens
 def job(**changes: object) -> Job:
     places = {"target": DEMO / "target", "draft": DEMO / "draft", "scratch": Path("nowhere")}
     found = Job(
-        **places, prompt=random_tokens(300).tolist(), new=6, sampling=Sampling(), dtype="float32", budget=None, link="emulated:50"
+        **places,
+        prompt=random_tokens(300).tolist(),
+        new=6,
+        sampling=Sampling(),
+        dtype="float32",
+        budget=None,
+        link="emulated:50",
     )
     return Job(**{**vars(found), **changes})
 
@@ -43,7 +51,21 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
         "llama.cpp",
     ]
     main(
-        DEMO / "target", DEMO / "draft", None, "600", 8, ",".join(names), "emulated:50", 256, "float32", 0.0, 1.0, 1, 1, 300, output
+        DEMO / "target",
+        DEMO / "draft",
+        None,
+        "600",
+        8,
+        ",".join(names),
+        "emulated:50",
+        256,
+        "float32",
+        0.0,
+        1.0,
+        1,
+        1,
+        300,
+        output,
     )
     found = json.loads(output.read_text())
     rows = {each["peer"]: each for each in found["rows"]}
@@ -63,7 +85,9 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
     assert rows["ours: hierarchical offloaded"]["link MB/token"] > 0
     assert rows["ours: plain"]["link MB/token"] is None
     claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded"
-    gain = rows["ours: plain offloaded"]["ms/token"] / rows["ours: hierarchical offloaded"]["ms/token"]
+    gain = (
+        rows["ours: plain offloaded"]["ms/token"] / rows["ours: hierarchical offloaded"]["ms/token"]
+    )
     assert found["ratios"][claim] == pytest.approx(gain)
 
 
@@ -77,7 +101,9 @@ def test_whatever_fails_is_a_reason() -> None:
     assert outcome == "failed: took more than 0 s"
 
 
-@pytest.mark.parametrize(("code", "words"), [(-9, "killed, most likely for memory"), (3, "ended with exit code 3")])
+@pytest.mark.parametrize(
+    ("code", "words"), [(-9, "killed, most likely for memory"), (3, "ended with exit code 3")]
+)
 def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
     assert words in str(ending(SimpleNamespace(exitcode=code, join=lambda: None)))
 
@@ -88,22 +114,43 @@ def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
         for first, decode, peak in ((1.0, 0.4, 2.0), (3.0, 0.8, 1.0), (2.0, 2.0, 1.5))
     ]
     found = row(600, "somebody", [*runs, ("failed: once", 0.0)], [1, 2, 9, 4, 5])
-    assert (found["prefill s"], found["ms/token"], found["least"], found["most"]) == (2.0, 200.0, 100.0, 500.0)
-    assert (found["peak GB"], found["same text"], found["note"]) == (2.0, "to token 2", "failed: once")
+    assert (found["prefill s"], found["ms/token"], found["least"], found["most"]) == (
+        2.0,
+        200.0,
+        100.0,
+        500.0,
+    )
+    assert (found["peak GB"], found["same text"], found["note"]) == (
+        2.0,
+        "to token 2",
+        "failed: once",
+    )
     assert row(600, "somebody", runs, None)["same text"] is None
     assert row(600, "somebody", runs, [1, 2, 3, 4, 5])["same text"] == "yes"
     assert row(600, "nobody", [("skipped: not here", 0.0)], [1])["note"] == "skipped: not here"
 
 
 def test_ratios_are_of_the_rows_that_there_are() -> None:
-    times = {"ours: plain": 40.0, "ours: hierarchical": 10.0, "transformers: static cache": 30.0, "llama.cpp": None}
-    rows = [{"context": context, "peer": peer, "ms/token": ms} for context in (8192, 65_536) for peer, ms in times.items()]
-    rows = [each for each in rows if each != {"context": 8192, "peer": "ours: plain", "ms/token": 40.0}]
+    times = {
+        "ours: plain": 40.0,
+        "ours: hierarchical": 10.0,
+        "transformers: static cache": 30.0,
+        "llama.cpp": None,
+    }
+    rows = [
+        {"context": context, "peer": peer, "ms/token": ms}
+        for context in (8192, 65_536)
+        for peer, ms in times.items()
+    ]
+    rows = [
+        each for each in rows if each != {"context": 8192, "peer": "ours: plain", "ms/token": 40.0}
+    ]
+    fastest = "times as fast as the fastest other, transformers: static cache"
     assert ratios(rows) == {
-        "8,192 tokens: ours: hierarchical, times as fast as the fastest other, transformers: static cache": 3.0,
+        f"8,192 tokens: ours: hierarchical, {fastest}": 3.0,
         "65,536 tokens: ours: hierarchical, times as fast as ours: plain (aim: 2.5)": 4.0,
         "65,536 tokens: ours: plain, times as fast as transformers: static cache (aim: 1.5)": 0.75,
-        "65,536 tokens: ours: hierarchical, times as fast as the fastest other, transformers: static cache": 3.0,
+        f"65,536 tokens: ours: hierarchical, {fastest}": 3.0,
     }
 
 
@@ -135,11 +182,16 @@ sys.modules |= {"transformers": transformers, "deepspeed": deepspeed}
 """
 
 
-def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in for the fork, which cannot share an environment with ours."""
     (tmp_path / "fork.py").write_text(FORK)
     python = tmp_path / "python"
-    start = f'exec {sys.executable} -c \'import sys, runpy, fork; runpy.run_path(sys.argv[1], run_name="__main__")\' "$@"'
+    start = (
+        f"exec {sys.executable} -c 'import sys, runpy, fork; runpy.run_path(sys.argv[1],"
+        ' run_name="__main__")\' "$@"'
+    )
     python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} {start}\n")
     python.chmod(0o755)
     monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", str(python))
@@ -156,9 +208,30 @@ def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(tmp_path: Pa
 
 def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
-    options = ["--context", "600,900", "--new-tokens", "4", "--peers", "ours: plain", "--output", str(output)]
-    command = [sys.executable, "-m", "bench", "compare", *options, "--link", "emulated:5", "--budget", "128"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as job:
+    options = [
+        "--context",
+        "600,900",
+        "--new-tokens",
+        "4",
+        "--peers",
+        "ours: plain",
+        "--output",
+        str(output),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "compare",
+        *options,
+        "--link",
+        "emulated:5",
+        "--budget",
+        "128",
+    ]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as job:
         while not output.exists() and job.poll() is None:
             time.sleep(0.05)
         os.killpg(job.pid, signal.SIGINT)

@@ -1,4 +1,6 @@
-"""Recipes: every published row has a command the product takes, a prediction, and, where it can be, a run at reduced size."""
+"""Recipes: every published row has a command the product takes, a prediction, and, where it can be,
+a run at reduced size.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def run(*arguments: str):
 def test_the_commands_at_full_size_are_ones_the_product_takes(row: Row, tmp_path: Path) -> None:
     """Up to the missing checkpoint: options and their values are read before it."""
     (tmp_path / "book.txt").write_text("It was the best of times.")
-    places = {"--model": "/no/such/folder", "--input": str(tmp_path), "--output": str(tmp_path / "out.jsonl"), "--gpus": "1"}
+    places = {
+        "--model": "/no/such/folder",
+        "--input": str(tmp_path),
+        "--output": str(tmp_path / "out.jsonl"),
+        "--gpus": "1",
+    }
     for line in published_commands(row):
         program, *arguments = shlex.split(line)
         assert program == "tierforce"
@@ -45,25 +52,44 @@ def test_the_commands_at_full_size_are_ones_the_product_takes(row: Row, tmp_path
 
 
 def test_predictions_come_near_what_was_published() -> None:
-    """With the settings of the published runs; what they imply of acceptance was read off the first row alone."""
+    """With the settings of the published runs; what they imply of acceptance was read off the first
+    row alone.
+    """
     for row in RECIPES["offload"].rows:
         assert row.published is not None
         assert predicted(row, "hierarchical")[0] == pytest.approx(row.published, rel=0.35), row.name
         if row.baseline is None:  # that of another engine is not what is predicted
-            assert predicted(row, "plain")[0] == pytest.approx(row.published_plain, rel=0.1), row.name
+            assert predicted(row, "plain")[0] == pytest.approx(row.published_plain, rel=0.1), (
+                row.name
+            )
 
 
 def test_what_is_on_chip_is_predicted_without_a_link() -> None:
     row = RECIPES["on-chip"].rows[0]
-    on_chip, offloaded = (predicted(each, "plain")[0] for each in (row, replace(row, full=row.full | {"resident_layers": 0})))
+    on_chip, offloaded = (
+        predicted(each, "plain")[0]
+        for each in (row, replace(row, full=row.full | {"resident_layers": 0}))
+    )
     assert on_chip < 0.05 * offloaded
     assert 1.5 < on_chip / predicted(row, "hierarchical")[0] < 4
 
 
-def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"context": 1200, "max_new_tokens": 12, "device": "cpu", "gpus": 1, "budget": 128, "link": "emulated:5"}
+def test_a_row_runs_at_reduced_size_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        "context": 1200,
+        "max_new_tokens": 12,
+        "device": "cpu",
+        "gpus": 1,
+        "budget": 128,
+        "link": "emulated:5",
+    }
     full = ROWS[0].full
-    rows = (Row("one", full, small, published=108, published_plain=840, published_gain=7.78), Row("two", full, None))
+    rows = (
+        Row("one", full, small, published=108, published_plain=840, published_gain=7.78),
+        Row("two", full, None),
+    )
     monkeypatch.setattr(bench.paper.recipes, "RECIPES", {"offload": Recipe("about", rows)})
     output = tmp_path / "found.json"
     done = run("offload", "--output", str(output))
@@ -83,7 +109,10 @@ def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path, monkeypatch: pyt
     [
         (["nothing"], "nothing is not one of offload"),
         (["offload", "--rows", "nobody"], "no row is named like that"),
-        (["offload", "--rows", "Llama-2-7B, 1x4090", "--data", "/no/such/folder"], "/no/such/folder cannot be read"),
+        (
+            ["offload", "--rows", "Llama-2-7B, 1x4090", "--data", "/no/such/folder"],
+            "/no/such/folder cannot be read",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_told(arguments: list[str], words: str, tmp_path: Path) -> None:
@@ -107,7 +136,9 @@ def test_texts_of_a_folder_are_those_long_enough(tmp_path: Path) -> None:
 
 
 def streamed(rows: list[dict[str, Any]]) -> SimpleNamespace:
-    def load_dataset(name: str, configuration: str | None, split: str, streaming: bool) -> Iterator[dict[str, Any]]:
+    def load_dataset(
+        name: str, configuration: str | None, split: str, streaming: bool
+    ) -> Iterator[dict[str, Any]]:
         assert streaming
         yield from rows
 
@@ -118,7 +149,9 @@ def test_books_of_the_hub_are_read_once_each(monkeypatch: pytest.MonkeyPatch) ->
     books = [{"document": {"id": name, "text": name * 300}} for name in ("a", "a", "b", "c")]
     monkeypatch.setitem(sys.modules, "datasets", streamed(books))
     assert list(documents("narrativeqa", 2, 100)) == ["a", "b"]
-    monkeypatch.setitem(sys.modules, "datasets", streamed([{"short_book_title": "x/y", "text": "z" * 300}]))
+    monkeypatch.setitem(
+        sys.modules, "datasets", streamed([{"short_book_title": "x/y", "text": "z" * 300}])
+    )
     assert documents("pg19", 2, 100) == {"x-y": "z" * 300}
     monkeypatch.setitem(sys.modules, "datasets", streamed([{"other": 1}]))
     with pytest.raises(TierForceError, match="--data pg19: emozilla/pg19-test cannot be had"):

@@ -37,7 +37,12 @@ def compared() -> dict:
     ]
     times = {"drafted": 8, "draft ms": 30.0, "verification ms": 60.0, "link ms": 50}
     rounds = [{"context": 8192, "peer": "ours: hierarchical offloaded", **times}]
-    return {"settings": {"link": "emulated:0.5"}, "rows": rows, "rounds": rounds, "environment": ENVIRONMENT}
+    return {
+        "settings": {"link": "emulated:0.5"},
+        "rows": rows,
+        "rounds": rounds,
+        "environment": ENVIRONMENT,
+    }
 
 
 def run(*arguments: object):
@@ -53,13 +58,19 @@ def test_a_page_holds_everything_by_itself(tmp_path: Path) -> None:
     text = page.read_text()
     assert not re.search(r'(src|href)="(?!data:|#)', text)  # nothing from elsewhere
     assert len(re.findall('src="data:image/png;base64,', text)) == 3
-    assert sorted(path.name for path in page.parent.glob("*.png")) == ["compare-link.png", "compare-round.png", "compare-speed.png"]
+    assert sorted(path.name for path in page.parent.glob("*.png")) == [
+        "compare-link.png",
+        "compare-round.png",
+        "compare-speed.png",
+    ]
     assert "skipped: &lt;not&gt; here" in text
     assert "a &lt;fast&gt; one" in text
     assert "18.2" in text
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"environment": 3}', '{"environment": {"gpus": []}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"environment": 3}', '{"environment": {"gpus": []}}']
+)
 def test_a_file_that_is_no_document_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "other.json").write_text(content)
     done = run(tmp_path / "other.json", "--output", tmp_path / "page.html")
@@ -81,11 +92,27 @@ def test_a_table_has_the_columns_asked_for_and_says_where_it_is_from(tmp_path: P
     lines = markdown(VIEWS["compare"], tmp_path).splitlines()
     assert lines[0].startswith("| context |  | ms/token |")
     assert any(line.startswith("| 65,536 | ours: plain | 20 |") for line in lines)
-    assert "`python -m bench compare` on a <fast> one, 2 threads, 2026-11-20, commit 0123456" in lines[-1]
+    assert (
+        "`python -m bench compare` on a <fast> one, 2 threads, 2026-11-20, commit 0123456"
+        in lines[-1]
+    )
     before = "a\n<!-- compare -->\nold\n<!-- end -->\nb"
-    assert filled(before, tmp_path) == "a\n<!-- compare -->\n" + "\n".join(lines) + "\n<!-- end -->\nb"
+    assert (
+        filled(before, tmp_path) == "a\n<!-- compare -->\n" + "\n".join(lines) + "\n<!-- end -->\nb"
+    )
 
 
 def test_cells() -> None:
     values = [None, "text", True, 3, 32_768, 1234.5, 12.34, 1.234, 0.12345, 0.0]
-    assert [cell(value) for value in values] == ["", "text", "True", "3", "32,768", "1,234", "12.3", "1.23", "0.123", "0"]
+    assert [cell(value) for value in values] == [
+        "",
+        "text",
+        "True",
+        "3",
+        "32,768",
+        "1,234",
+        "12.3",
+        "1.23",
+        "0.123",
+        "0",
+    ]

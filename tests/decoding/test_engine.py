@@ -1,4 +1,6 @@
-"""One engine, text after text: what it writes depends on the prompt, the sampling and the mode, and on nothing else."""
+"""One engine, text after text: what it writes depends on the prompt, the sampling and the mode, and
+on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,17 @@ from support.engines import DEMO, Pair
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-# so that even short texts outgrow every cache; with lengths of their own, for those that adapt go by the clock
-SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2, "refresh": 1}
+# so that even short texts outgrow every cache; with lengths of their own, for those that adapt go
+# by the clock
+SMALL = {
+    "budget": 32,
+    "chunk_size": 4,
+    "window": 12,
+    "sinks": 2,
+    "draft_length": 5,
+    "inner_length": 2,
+    "refresh": 1,
+}
 FULL = Sampling(1.0, seed=5)
 PROMPT = random_tokens(90).tolist()
 OTHER = random_tokens(140, seed=1).tolist()
@@ -36,8 +47,12 @@ def pair(checkpoint: Callable[..., Path], target: Path) -> Pair:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sampling", [FULL, Sampling(0.6, top_p=0.9, seed=6)], ids=["full", "nucleus"])
-def test_memory_and_link_do_not_change_a_sampled_text(mode: str, sampling: Sampling, pair: Pair) -> None:
+@pytest.mark.parametrize(
+    "sampling", [FULL, Sampling(0.6, top_p=0.9, seed=6)], ids=["full", "nucleus"]
+)
+def test_memory_and_link_do_not_change_a_sampled_text(
+    mode: str, sampling: Sampling, pair: Pair
+) -> None:
     places: list[dict[str, Any]] = [
         {"resident_layers": 0},
         {"resident_layers": 2, "link": "emulated:50"},
@@ -52,7 +67,9 @@ def test_memory_and_link_do_not_change_a_sampled_text(mode: str, sampling: Sampl
 @pytest.mark.parametrize("mode", MODES)
 def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
     with pair.engine(mode, **SMALL) as engine:
-        first, other, again = (list(engine.generate(PROMPT, 40, Sampling(1.0, seed=seed))) for seed in (1, 2, 1))
+        first, other, again = (
+            list(engine.generate(PROMPT, 40, Sampling(1.0, seed=seed))) for seed in (1, 2, 1)
+        )
     assert first == again
     assert first != other
 
@@ -60,7 +77,8 @@ def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("prompt", [*range(1, 10), 14, 15, 31, 32, 33, 80])
 def test_prompts_from_one_token_up(mode: str, prompt: int, pair: Pair, target: Path) -> None:
-    # around the sinks, the chunk, the window and the budget: sizes at which some part of some cache is empty
+    # around the sinks, the chunk, the window and the budget: sizes at which some part of some cache
+    # is empty
     tokens = PROMPT[:prompt]
     found = pair.text(mode, tokens, 30, resident_layers=1, **SMALL)
     assert found == greedy_by_transformers(target, tokens, 30)
@@ -69,12 +87,16 @@ def test_prompts_from_one_token_up(mode: str, prompt: int, pair: Pair, target: P
 def greedy_by_transformers(folder: Path, tokens: list[int], new: int) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    return model.generate(torch.tensor([tokens]), max_new_tokens=new, do_sample=False)[0, len(tokens) :].tolist()
+    return model.generate(torch.tensor([tokens]), max_new_tokens=new, do_sample=False)[
+        0, len(tokens) :
+    ].tolist()
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
 @pytest.mark.parametrize(("draft_length", "inner_length"), [(20, 2), (70, 1), (3, 40)])
-def test_a_window_shorter_than_a_draft(mode: str, draft_length: int, inner_length: int, pair: Pair) -> None:
+def test_a_window_shorter_than_a_draft(
+    mode: str, draft_length: int, inner_length: int, pair: Pair
+) -> None:
     # it slides amid a draft, of which verification then takes back most
     lengths = {"draft_length": draft_length, "inner_length": inner_length}
     found = pair.text(mode, PROMPT, 150, budget=16, chunk_size=4, window=1, sinks=1, **lengths)
@@ -106,9 +128,12 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it(mode: str, pair: Pair) 
 def test_a_stop_token_amid_a_round_ends_it_there(target: Path) -> None:
     with Pair(target, target).engine("speculative", draft_length=9, window=300) as engine:
         whole = list(engine.generate(PROMPT, 40, FULL))
-        assert engine.stats.levels[0].stats.passes == 4  # a draft by the target itself: rounds of 10, behind the first token
+        # a draft by the target itself: rounds of 10, behind the first token
+        assert engine.stats.levels[0].stats.passes == 4
     amid = next(place for place in range(2, 9) if whole[place] not in whole[:place])
-    with Pair(target, target).engine("speculative", stop=[whole[amid]], draft_length=9, window=300) as engine:
+    with Pair(target, target).engine(
+        "speculative", stop=[whole[amid]], draft_length=9, window=300
+    ) as engine:
         assert list(engine.generate(PROMPT, 40, FULL)) == whole[:amid]
         assert engine.stats.levels[0].stats.produced == 10
 
@@ -140,9 +165,13 @@ def test_texts_do_not_mix(pair: Pair) -> None:
 
 
 def test_a_string_is_its_tokens() -> None:
-    engine = Engine.from_pretrained(DEMO / "target", settings=Settings(dtype="float32"), group=Group())
+    engine = Engine.from_pretrained(
+        DEMO / "target", settings=Settings(dtype="float32"), group=Group()
+    )
     text = "The sun was low over the hills, and nobody spoke."
-    assert list(engine.generate(text, 12)) == list(engine.generate(engine.tokenizer(text).input_ids, 12))
+    assert list(engine.generate(text, 12)) == list(
+        engine.generate(engine.tokenizer(text).input_ids, 12)
+    )
     assert engine.stats.prompt_tokens == len(engine.tokenizer(text).input_ids) > 5
     engine.close()
 

@@ -22,7 +22,14 @@ from support.models import random_tokens
 
 PROMPT = random_tokens(90).tolist()
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-SMALL = {"budget": 32, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2}
+SMALL = {
+    "budget": 32,
+    "chunk_size": 4,
+    "window": 12,
+    "sinks": 2,
+    "draft_length": 5,
+    "inner_length": 2,
+}
 BLOCK = 256
 LINKS = ["view", "emulated:50"]
 
@@ -56,7 +63,10 @@ class Passes:
 
     def streamed(self) -> list[int]:
         assert self._cache is not None
-        return [after - before for before, after in pairwise([*self._before, self._cache.traffic.link_in])]
+        return [
+            after - before
+            for before, after in pairwise([*self._before, self._cache.traffic.link_in])
+        ]
 
 
 @pytest.fixture
@@ -73,39 +83,57 @@ def boundary(engine: Engine, length: int, new: int) -> int:
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("resident", range(4))
 @pytest.mark.parametrize("new", [2, 30, BLOCK - 89, BLOCK - 88, 2 * BLOCK + 60])
-def test_plain_decoding_streams_the_host_prefix_once_a_token(link: str, resident: int, new: int, pair: Pair) -> None:
+def test_plain_decoding_streams_the_host_prefix_once_a_token(
+    link: str, resident: int, new: int, pair: Pair
+) -> None:
     with pair.engine("plain", link=link, resident_layers=resident) as engine:
         assert engine.models.sizes.recent(len(PROMPT), new) == (0, BLOCK)
         assert len(list(engine.generate(PROMPT, new))) == new
-        written = [(len(PROMPT) + index) // BLOCK * BLOCK for index in range(new - 1)]  # by the pass for each token but the first
+        # by the pass for each token but the first
+        written = [(len(PROMPT) + index) // BLOCK * BLOCK for index in range(new - 1)]
         streamed = sum(written)
         assert (streamed > 0) == (new > BLOCK - len(PROMPT) + 1)
-        assert engine.stats.link_bytes_per_token == (3 - resident) * token_bytes(engine) * streamed / (new - 1)
+        assert engine.stats.link_bytes_per_token == (3 - resident) * token_bytes(
+            engine
+        ) * streamed / (new - 1)
         traffic = engine.stats.traffic["target"]
         assert traffic.link_in == (3 - resident) * token_bytes(engine) * streamed
-        assert engine.stats.prefill_link_out == 0  # a prompt of less than a block stays on the device
+        # a prompt of less than a block stays on the device
+        assert engine.stats.prefill_link_out == 0
         assert traffic.link_out == (3 - resident) * token_bytes(engine) * written[-1]
 
 
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("mode", MODES)
-def test_only_the_target_uses_the_link_and_once_a_pass(mode: str, link: str, pair: Pair, passes: Passes) -> None:
+def test_only_the_target_uses_the_link_and_once_a_pass(
+    mode: str, link: str, pair: Pair, passes: Passes
+) -> None:
     prompt = PROMPT * 3  # past the block of the modes that have one of 256
     with pair.engine(mode, link=link, resident_layers=1, **SMALL) as engine:
         list(engine.generate(prompt, 60, Sampling(1.0)))
-        wanted = [2 * token_bytes(engine) * boundary(engine, length, 60) for length in passes.lengths]
+        wanted = [
+            2 * token_bytes(engine) * boundary(engine, length, 60) for length in passes.lengths
+        ]
         assert passes.streamed() == wanted
         assert len(wanted) == engine.stats.levels[0].stats.passes
         assert engine.stats.link_bytes_per_token == sum(wanted) / 59 > 0
         out = engine.stats.traffic["target"].link_out
-        assert engine.stats.prefill_link_out == 2 * token_bytes(engine) * boundary(engine, len(prompt), 60)
+        assert engine.stats.prefill_link_out == 2 * token_bytes(engine) * boundary(
+            engine, len(prompt), 60
+        )
         assert out == wanted[-1]  # every token of the prefix left once
-        assert all(each.link_in == each.link_out == 0 for name, each in engine.stats.traffic.items() if name != "target")
+        assert all(
+            each.link_in == each.link_out == 0
+            for name, each in engine.stats.traffic.items()
+            if name != "target"
+        )
 
 
 @pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
 def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Passes) -> None:
-    """A pass from so many tokens streams the same, whatever follows the target and however often it chooses."""
+    """A pass from so many tokens streams the same, whatever follows the target and however often it
+    chooses.
+    """
     by_length: dict[int, set[int]] = {}
     for policy, summary, refresh in [*product(POLICIES, (0, None), (1,)), ("mass", None, 20)]:
         choices = {"policy": policy, "summary_size": summary, "refresh": refresh, **SMALL}
@@ -117,12 +145,19 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
                 by_length.setdefault(length, set()).add(streamed)
             assert engine.stats.retrieval is not None
             assert (engine.stats.retrieval.refreshes == 1) == (policy == "static")
-    assert by_length == {length: {2 * token_bytes(engine) * boundary(engine, length, 60)} for length in by_length}
+    assert by_length == {
+        length: {2 * token_bytes(engine) * boundary(engine, length, 60)} for length in by_length
+    }
     assert len(by_length) > 40
 
 
-@pytest.mark.parametrize(("link", "resident", "often"), [("emulated:50", 0, True), ("emulated:50", 3, False), ("view", 0, False)])
-def test_where_a_choice_costs_compute_it_comes_seldom_and_does_less(link: str, resident: int, often: bool, pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("link", "resident", "often"),
+    [("emulated:50", 0, True), ("emulated:50", 3, False), ("view", 0, False)],
+)
+def test_where_a_choice_costs_compute_it_comes_seldom_and_does_less(
+    link: str, resident: int, often: bool, pair: Pair
+) -> None:
     with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
         cache = Session(engine.models, PROMPT, 60).retrieval
         assert cache is not None
@@ -142,18 +177,26 @@ def test_the_plan_asks_for_what_the_session_allocates(
         return plan_memory(needs, *arguments)
 
     monkeypatch.setattr(decoding.runtime, "plan_memory", noted)
-    with pair.engine("hierarchical", resident_layers=1, policy=policy, summary_size=summary, **SMALL) as engine:
+    with pair.engine(
+        "hierarchical", resident_layers=1, policy=policy, summary_size=summary, **SMALL
+    ) as engine:
         list(engine.generate(PROMPT, new, Sampling(1.0)))
         layout = engine.models.target.config.kv_layout(1, engine.models.dtype)
         levels, middle = engine.stats.levels, engine.stats.retrieval
         target = levels[0].cache
-        needs, fixed = asked[-1], [level.cache.device_bytes for level in levels if level.name == "draft"]
-        assert target.device_bytes == layout.bytes(len(PROMPT) + new, 1) + layout.bytes(needs.tail, 2)
+        needs, fixed = (
+            asked[-1],
+            [level.cache.device_bytes for level in levels if level.name == "draft"],
+        )
+        assert target.device_bytes == layout.bytes(len(PROMPT) + new, 1) + layout.bytes(
+            needs.tail, 2
+        )
         assert [needs.draft] == fixed
         rows = (1 if policy == "static" else 4) * 2  # of 4 query heads to 2 KV heads
         assert needs.retrieval == middle.device_bytes + middle.shape.scratch_bytes(layout, rows)
         held = target.device_bytes + needs.retrieval + needs.draft + needs.tables
-        assert engine.stats.plan.device_bytes == held + max(needs.hidden, needs.passes)  # in the larger phase
+        # in the larger phase
+        assert engine.stats.plan.device_bytes == held + max(needs.hidden, needs.passes)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -179,16 +222,26 @@ def test_the_levels_account_for_every_token(mode: str, pair: Pair) -> None:
             assert above.stats.proposed == below.stats.produced
             assert stats.acceptance[above.name] == above.stats.accepted / above.stats.proposed
         assert levels[-1].stats.passes == levels[-1].stats.produced
-        names = {"hierarchical": ["target", "retrieval", "draft"], "retrieval": ["target", "retrieval"]}
-        assert [level.name for level in levels] == names.get(mode, ["target", "draft"] if mode == "speculative" else ["target"])
+        names = {
+            "hierarchical": ["target", "retrieval", "draft"],
+            "retrieval": ["target", "retrieval"],
+        }
+        assert [level.name for level in levels] == names.get(
+            mode, ["target", "draft"] if mode == "speculative" else ["target"]
+        )
         assert set(stats.acceptance) == {level.name for level in levels[:-1]}
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
-def test_a_draft_that_is_the_target_is_always_right(mode: str, checkpoint: Callable[..., Path]) -> None:
-    # with a window and a budget that hold the whole text: any cache out of step would cost acceptance
+def test_a_draft_that_is_the_target_is_always_right(
+    mode: str, checkpoint: Callable[..., Path]
+) -> None:
+    # with a window and a budget that hold the whole text: any cache out of step would cost
+    # acceptance
     folder = checkpoint(max_position_embeddings=4096)
-    with Pair(folder, folder).engine(mode, budget=300, window=300, draft_length=6, inner_length=3) as engine:
+    with Pair(folder, folder).engine(
+        mode, budget=300, window=300, draft_length=6, inner_length=3
+    ) as engine:
         list(engine.generate(PROMPT, 200, Sampling(1.0)))
         assert list(engine.stats.acceptance.values()) == [1.0] * (len(engine.stats.levels) - 1)
         assert engine.stats.levels[0].stats.proposed > 150
@@ -202,7 +255,8 @@ def test_counts_start_anew_with_each_text(pair: Pair) -> None:
         first = engine.stats.as_dict()
         list(engine.generate(PROMPT, 30))
         second = engine.stats.as_dict()
-    for peaks in (first.pop("peak_memory_bytes"), second.pop("peak_memory_bytes")):  # of this process, for here it is the device
+    # of this process, for here it is the device
+    for peaks in (first.pop("peak_memory_bytes"), second.pop("peak_memory_bytes")):
         assert all(held // 2 < peaks[phase] < held + (1 << 29) for phase in ("prefill", "decoding"))
     clocks = {"time_to_first_token_s", "decode_s", "ms_per_token"}
     assert {key: value for key, value in first.items() if key not in clocks} == {

@@ -44,7 +44,9 @@ def pair(folders: tuple[Path, Path]) -> Pair:
         ([5, -1, 7], 5, "-1, outside the model's vocabulary"),
     ],
 )
-def test_a_text_that_makes_no_sense_is_refused(prompt: list[int], new: int, message: str, pair: Pair) -> None:
+def test_a_text_that_makes_no_sense_is_refused(
+    prompt: list[int], new: int, message: str, pair: Pair
+) -> None:
     with pair.engine("hierarchical", context=100) as engine:
         with pytest.raises(DocumentError, match=message):
             list(engine.generate(prompt, new))
@@ -52,7 +54,10 @@ def test_a_text_that_makes_no_sense_is_refused(prompt: list[int], new: int, mess
 
 
 def test_a_context_longer_than_the_model_is_refused(pair: Pair) -> None:
-    with pytest.raises(TierForceError, match="4097 is more than the model's 4096"), pair.engine("plain", context=4097):
+    with (
+        pytest.raises(TierForceError, match="4097 is more than the model's 4096"),
+        pair.engine("plain", context=4097),
+    ):
         pass
 
 
@@ -68,11 +73,14 @@ def spoilt(folders: tuple[Path, Path], token: int, where: str) -> Pair:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", [0, 50, 89], ids=["first", "amid", "last"])
-def test_a_prompt_that_gives_nan_fails_alone(mode: str, place: int, folders: tuple[Path, Path], pair: Pair) -> None:
+def test_a_prompt_that_gives_nan_fails_alone(
+    mode: str, place: int, folders: tuple[Path, Path], pair: Pair
+) -> None:
     want = pair.text("plain", PROMPT, 25)
     token = next(token for token in range(VOCAB) if token not in {*PROMPT, *want})
     bad = [*PROMPT[:place], token, *PROMPT[place + 1 :]]
-    with spoilt(folders, token, "target").engine(mode, budget=200, resident_layers=1) as engine:  # lest a draft strays onto it
+    # lest a draft strays onto it
+    with spoilt(folders, token, "target").engine(mode, budget=200, resident_layers=1) as engine:
         for _ in range(2):
             with pytest.raises(DocumentError, match="not numbers"):
                 list(engine.generate(bad, 25))
@@ -80,18 +88,26 @@ def test_a_prompt_that_gives_nan_fails_alone(mode: str, place: int, folders: tup
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_text_that_runs_into_nan_is_right_up_to_there(mode: str, folders: tuple[Path, Path], pair: Pair) -> None:
+def test_a_text_that_runs_into_nan_is_right_up_to_there(
+    mode: str, folders: tuple[Path, Path], pair: Pair
+) -> None:
     want = pair.text("plain", PROMPT, 40)
     place = next(place for place in range(3, 40) if want[place] not in {*PROMPT, *want[:place]})
     found: list[int] = []
-    with spoilt(folders, want[place], "target").engine(mode) as engine, pytest.raises(DocumentError, match="not numbers"):
+    with (
+        spoilt(folders, want[place], "target").engine(mode) as engine,
+        pytest.raises(DocumentError, match="not numbers"),
+    ):
         found.extend(engine.generate(PROMPT, 40))  # keeps what came before the error
     assert found == want[: len(found)]
     assert mode != "plain" or len(found) == place + 1
 
 
 def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: tuple[Path, Path]) -> None:
-    with spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine, pytest.raises(DocumentError, match="not numbers"):
+    with (
+        spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine,
+        pytest.raises(DocumentError, match="not numbers"),
+    ):
         list(engine.generate(PROMPT, 25))
 
 
@@ -100,9 +116,13 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> 
     assert pair.draft is not None
     weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
     with pair.engine(mode, device_memory=weights + 100_000) as engine:
-        with pytest.raises(FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available") as caught:
+        with pytest.raises(
+            FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available"
+        ) as caught:
             list(engine.generate(PROMPT * 10, 20))
-        needed, available = (float(x) for x in re.findall(r"(\d\.\d+) GB (?:of device|are)", str(caught.value)))
+        needed, available = (
+            float(x) for x in re.findall(r"(\d\.\d+) GB (?:of device|are)", str(caught.value))
+        )
         assert needed > available
 
 
@@ -111,20 +131,36 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pa
     with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
         list(engine.generate(PROMPT, 4))
         assert engine.stats.plan is not None
-        room = parameter_bytes(pair.target) + parameter_bytes(pair.draft) + engine.stats.plan.device_bytes
-    with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room) as engine:
+        room = (
+            parameter_bytes(pair.target)
+            + parameter_bytes(pair.draft)
+            + engine.stats.plan.device_bytes
+        )
+    with pair.engine(
+        "retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room
+    ) as engine:
         assert len(list(engine.generate(PROMPT, 4))) == 4
-    larger = pair.engine("retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room)
-    with larger as engine, pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller --budget"):
+    larger = pair.engine(
+        "retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room
+    )
+    with (
+        larger as engine,
+        pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller --budget"),
+    ):
         list(engine.generate(PROMPT, 4))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_host_memory_too_small_is_told_and_leaves_the_engine_good(mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
+    mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pair.engine(mode, resident_layers=0) as engine:
         with monkeypatch.context() as little:
             little.setattr("decoding.runtime.host_available", lambda: 10_000)
-            with pytest.raises(FitError, match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available"):
+            with pytest.raises(
+                FitError,
+                match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available",
+            ):
                 list(engine.generate(PROMPT, 20))
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
@@ -150,7 +186,13 @@ def test_a_draft_with_another_vocabulary_is_refused(kind: str, tmp_path: Path) -
 
 def test_summaries_that_fill_the_budget_are_told(pair: Pair) -> None:
     too_small = pair.engine("retrieval", budget=40, summary_size=2)
-    with too_small as engine, pytest.raises(FitError, match=r"--summary-size 2: 94 tokens need 47 summaries.*--budget 40"):
+    with (
+        too_small as engine,
+        pytest.raises(
+            FitError, match=r"--summary-size 2: 94 tokens need 47 summaries.*--budget 40"
+        ),
+    ):
         list(engine.generate(PROMPT, 4))
-    with pair.engine("retrieval", budget=100, summary_size=1) as engine:  # a text within the budget needs none
+    # a text within the budget needs none
+    with pair.engine("retrieval", budget=100, summary_size=1) as engine:
         assert list(engine.generate(PROMPT, 4)) == pair.text("plain", PROMPT, 4)

@@ -1,4 +1,6 @@
-"""Sampled text of the whole engine, on models with attention and caches, follows the law transformers computes for it."""
+"""Sampled text of the whole engine, on models with attention and caches, follows the law
+transformers computes for it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from support.models import random_tokens, reference_logits
 
 PROMPT = random_tokens(70, seed=2).tolist()
 CELLS = 20
-SAMPLINGS = {"full": Sampling(1.0, seed=1), "nucleus": Sampling(0.6, top_p=0.9, seed=1), "top-k": Sampling(0.9, top_k=12, seed=1)}
+SAMPLINGS = {
+    "full": Sampling(1.0, seed=1),
+    "nucleus": Sampling(0.6, top_p=0.9, seed=1),
+    "top-k": Sampling(0.9, top_k=12, seed=1),
+}
 FOLDERS = tuple[Path, Path]
 
 
@@ -31,15 +37,21 @@ def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
 
 
 def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
-    """Where each new token stands in its law, (N,): uniform in [0, 1] and independent if that is the target's.
+    """Where each new token stands in its law, (N,): uniform in [0, 1] and independent if that is
+    the target's.
 
-    The probability integral transform, with the vocabulary in order of how far the target prefers a token to the draft, so that
-    a leaning towards the draft shows; a token of no probability gives NaN.
+    The probability integral transform, with the vocabulary in order of how far the target prefers a
+    token to the draft, so that a leaning towards the draft shows; a token of no probability gives
+    NaN.
     """
     tokens = torch.tensor([*PROMPT, *text])
-    p, q = (sampling.law(reference_logits(folder, tokens)[len(PROMPT) - 1 : -1]).double() for folder in folders)
+    p, q = (
+        sampling.law(reference_logits(folder, tokens)[len(PROMPT) - 1 : -1]).double()
+        for folder in folders
+    )
     order = (p - q).argsort(1)
-    ordered, place = p.gather(1, order), order.argsort(1).gather(1, tokens[len(PROMPT) :, None])  # (N, V), (N, 1)
+    # (N, V), (N, 1)
+    ordered, place = p.gather(1, order), order.argsort(1).gather(1, tokens[len(PROMPT) :, None])
     share = ordered.gather(1, place)
     noise = torch.rand(share.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = (ordered.cumsum(1).gather(1, place) - noise * share)[:, 0]
@@ -48,8 +60,17 @@ def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
 
 def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
     pair = Pair(*folders)
-    lengths = {"draft_length": 4, "inner_length": 2}  # those that adapt go by the clock, and give another text each time
-    small = {"budget": 16, "chunk_size": 4, "window": 12, "sinks": 2, "resident_layers": 1, **lengths, **choices}
+    # those that adapt go by the clock, and give another text each time
+    lengths = {"draft_length": 4, "inner_length": 2}
+    small = {
+        "budget": 16,
+        "chunk_size": 4,
+        "window": 12,
+        "sinks": 2,
+        "resident_layers": 1,
+        **lengths,
+        **choices,
+    }
     text = pair.text(mode, PROMPT, new, sampling, **small)
     found = places(text, sampling, folders)
     if found.isnan().any():
@@ -74,19 +95,39 @@ def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: F
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_long_text_follows_the_target_law_whatever_is_selected(policy: str, folders: FOLDERS) -> None:
+def test_a_long_text_follows_the_target_law_whatever_is_selected(
+    policy: str, folders: FOLDERS
+) -> None:
     summaries = 32 if policy in ("mass", "static") else 0
     choices = {"policy": policy, "budget": 64, "summary_size": summaries, "refresh": 1}
     assert likelihood("hierarchical", SAMPLINGS["full"], folders, 1_000, **choices) > LIKELY
 
 
 @pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
-def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(mode: str, folders: FOLDERS) -> None:
-    assert likelihood(mode, SAMPLINGS["nucleus"], folders, 1_000, draft_length=None, inner_length=None, lookup=1) > LIKELY
+def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
+    mode: str, folders: FOLDERS
+) -> None:
+    assert (
+        likelihood(
+            mode,
+            SAMPLINGS["nucleus"],
+            folders,
+            1_000,
+            draft_length=None,
+            inner_length=None,
+            lookup=1,
+        )
+        > LIKELY
+    )
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
-def test_a_plain_redraw_is_found_out(mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_redraw_is_found_out(
+    mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decoding.speculation.verify, "residual", lambda p, q: p)
     # a window, for a good selection drafts too well for it to matter much
-    assert likelihood(mode, SAMPLINGS["full"], folders, 3_000, policy="window", summary_size=0) < BROKEN
+    assert (
+        likelihood(mode, SAMPLINGS["full"], folders, 3_000, policy="window", summary_size=0)
+        < BROKEN
+    )

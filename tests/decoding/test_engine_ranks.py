@@ -53,7 +53,9 @@ def folders(checkpoint: Callable[..., Path]) -> Folders:
 @pytest.fixture(scope="module")
 def deep(checkpoint: Callable[..., Path]) -> Folders:
     """With a target of which the host may hold some layers to good effect."""
-    return checkpoint(num_hidden_layers=DEEP, max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
+    return checkpoint(num_hidden_layers=DEEP, max_position_embeddings=4096), checkpoint(
+        seed=1, num_hidden_layers=1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,9 @@ def given_up(engine: Engine) -> list[list[int]]:
 
 
 def plans_differ(pair: Pair) -> tuple[int, list[int]]:
-    """How many layers stay on this rank, where rank 1's share just fits and rank 0 has the draft to hold too; and the text."""
+    """How many layers stay on this rank, where rank 1's share just fits and rank 0 has the draft to
+    hold too; and the text.
+    """
     choices = {"budget": 32, "link": "emulated:50"}
     with pair.engine("hierarchical", **choices) as engine:
         needed = parameter_bytes(pair.target) + plan(engine.models, len(LONG), NEW).device_bytes
@@ -124,7 +128,10 @@ def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
     with pair.engine("hierarchical", **SMALL) as engine:
         if pair.group.rank:
             decoding.runtime.host_available = lambda: 10_000
-        for attempt in (lambda: engine.check(len(PROMPT), NEW), lambda: list(engine.generate(PROMPT, NEW, FULL))):
+        for attempt in (
+            lambda: engine.check(len(PROMPT), NEW),
+            lambda: list(engine.generate(PROMPT, NEW, FULL)),
+        ):
             try:
                 found.append(attempt())
             except FitError as error:
@@ -135,7 +142,9 @@ def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
 
 
 def late_layers(pair: Pair) -> list[str | list[int]]:
-    """A text whose resident layer comes late, one where rank 1 has no memory for it any more, and the first again."""
+    """A text whose resident layer comes late, one where rank 1 has no memory for it any more, and
+    the first again.
+    """
     planned, found = decoding.session.plan, list[str | list[int]]()
     layer = TieredCache._layer
 
@@ -143,11 +152,15 @@ def late_layers(pair: Pair) -> list[str | list[int]]:
         raise torch.OutOfMemoryError("gone")
 
     with (
-        patch.object(decoding.session, "plan", lambda *text: replace(planned(*text), late_layers=1)),
+        patch.object(
+            decoding.session, "plan", lambda *text: replace(planned(*text), late_layers=1)
+        ),
         pair.engine("hierarchical", **SMALL) as engine,
     ):
         for without in (False, True, False):
-            with patch.object(TieredCache, "_layer", lost if without and pair.group.rank else layer):
+            with patch.object(
+                TieredCache, "_layer", lost if without and pair.group.rank else layer
+            ):
                 try:
                     found.append(list(engine.generate(PROMPT, NEW, FULL)))
                 except FitError as error:
@@ -160,7 +173,9 @@ def nan_in_one_text(pair: Pair) -> list[str | list[int]]:
     found: list[str | list[int]] = []
     with pair.engine("plain", **SMALL) as engine:
         found.append(list(engine.generate(OTHER, 5)))
-        spoilt = next(token for token in range(101) if token not in {*OTHER, *pair.group.broadcast(found[0])})
+        spoilt = next(
+            token for token in range(101) if token not in {*OTHER, *pair.group.broadcast(found[0])}
+        )
         spoil(pair.target.embed, spoilt)
         for prompt in ([*OTHER, spoilt], OTHER):
             try:
@@ -177,11 +192,15 @@ def spoil(embed: VocabParallelEmbedding, token: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_sampled_text_is_that_of_one_rank(mode: str, reports: list[Report], alone: dict[str, list[int]]) -> None:
+def test_sampled_text_is_that_of_one_rank(
+    mode: str, reports: list[Report], alone: dict[str, list[int]]
+) -> None:
     assert reports[0][mode] == alone[mode]
 
 
-def test_texts_given_up_or_refused_leave_no_trace(reports: list[Report], alone: dict[str, list[int]]) -> None:
+def test_texts_given_up_or_refused_leave_no_trace(
+    reports: list[Report], alone: dict[str, list[int]]
+) -> None:
     assert reports[0]["given up"] == [alone["hierarchical"]] * 3
 
 
@@ -191,7 +210,9 @@ def test_ranks_may_keep_different_layers(reports: list[Report], deep: Folders) -
     assert text == Pair(*deep).text("plain", LONG, NEW)
 
 
-def test_what_does_not_fit_one_rank_is_raised_on_both(reports: list[Report], alone: dict[str, list[int]]) -> None:
+def test_what_does_not_fit_one_rank_is_raised_on_both(
+    reports: list[Report], alone: dict[str, list[int]]
+) -> None:
     (checked, generated, text), (checked_there, *followed) = (report["fit"] for report in reports)
     assert "host memory per rank" in checked
     assert checked == checked_there == generated
@@ -205,7 +226,9 @@ def test_a_nan_fails_its_text_alone(reports: list[Report]) -> None:
     assert first == again
 
 
-def test_a_layer_that_finds_its_memory_gone_fails_its_text_alone(reports: list[Report], alone: dict[str, list[int]]) -> None:
+def test_a_layer_that_finds_its_memory_gone_fails_its_text_alone(
+    reports: list[Report], alone: dict[str, list[int]]
+) -> None:
     first, failed, again = reports[0]["late"]
     assert first == again == alone["hierarchical"]
     assert "others took device memory meant for 1 layers" in failed

@@ -1,5 +1,5 @@
-"""Whatever is proposed, the text is the target's: every policy, with and without summaries, adaptive lengths, lookup, split
-drafts.
+"""Whatever is proposed, the text is the target's: every policy, with and without summaries,
+adaptive lengths, lookup, split drafts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def test_every_policy_writes_the_target_own_text(
 
 @pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
 @pytest.mark.parametrize("lookup", [0, 1, 3])
-@pytest.mark.parametrize("lengths", [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}])
+@pytest.mark.parametrize(
+    "lengths", [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}]
+)
 def test_every_proposer_and_length_write_the_target_own_text(
     mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
 ) -> None:
@@ -92,7 +94,14 @@ def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple
 def test_a_large_draft_is_split_over_the_ranks(
     mode: str, shard: bool | None, large: int, ranks: tuple[int, int], plain: list[int]
 ) -> None:
-    choices: dict[str, Any] = {"mode": mode, "budget": 300, "lookup": 3, "draft_length": 9, "shard_draft": shard, **LINKED}
+    choices: dict[str, Any] = {
+        "mode": mode,
+        "budget": 300,
+        "lookup": 3,
+        "draft_length": 9,
+        "shard_draft": shard,
+        **LINKED,
+    }
     (text, first), (nothing, second) = run_ranks(2, split_draft, prompt("typing"), choices, large)
     assert text == plain
     assert nothing == []

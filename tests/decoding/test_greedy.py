@@ -1,4 +1,6 @@
-"""Greedy text of the demo pair, in every mode: token for token the target's own, and transformers' own."""
+"""Greedy text of the demo pair, in every mode: token for token the target's own, and transformers'
+own.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,42 @@ def plain(pair: Pair) -> dict[str, list[int]]:
     ("name", "mode", "choices"),
     [
         ("documentation", "hierarchical", {"budget": 256}),
-        ("documentation", "retrieval", {"budget": 64, "chunk_size": 16, "link": "emulated:50", "resident_layers": 5}),
+        (
+            "documentation",
+            "retrieval",
+            {"budget": 64, "chunk_size": 16, "link": "emulated:50", "resident_layers": 5},
+        ),
         ("documentation", "speculative", {"draft_length": 1}),
-        ("argparse", "hierarchical", {"budget": 512, "link": "emulated:50", "resident_layers": 2, "inner_length": 1}),
-        ("argparse", "retrieval", {"budget": 40, "chunk_size": 5, "draft_length": 32, "resident_layers": 0}),
-        ("argparse", "speculative", {"draft_length": 12, "window": 8, "sinks": 1}),  # the draft's window slides within a draft
+        (
+            "argparse",
+            "hierarchical",
+            {"budget": 512, "link": "emulated:50", "resident_layers": 2, "inner_length": 1},
+        ),
+        (
+            "argparse",
+            "retrieval",
+            {"budget": 40, "chunk_size": 5, "draft_length": 32, "resident_layers": 0},
+        ),
+        # the draft's window slides within a draft
+        ("argparse", "speculative", {"draft_length": 12, "window": 8, "sinks": 1}),
         (
             "typing",
             "hierarchical",
-            {"budget": 100, "draft_length": 9, "inner_length": 5, "link": "emulated:50", "resident_layers": 0},
+            {
+                "budget": 100,
+                "draft_length": 9,
+                "inner_length": 5,
+                "link": "emulated:50",
+                "resident_layers": 0,
+            },
         ),
-        ("typing", "retrieval", {"budget": 4096, "draft_length": 40}),  # a budget that holds all of the text
-        ("typing", "speculative", {"draft_length": 4, "prefill_chunk": 333, "link": "emulated:50", "resident_layers": 3}),
+        # a budget that holds all of the text
+        ("typing", "retrieval", {"budget": 4096, "draft_length": 40}),
+        (
+            "typing",
+            "speculative",
+            {"draft_length": 4, "prefill_chunk": 333, "link": "emulated:50", "resident_layers": 3},
+        ),
     ],
 )
 def test_every_mode_writes_the_target_own_text(
@@ -62,7 +88,10 @@ def test_plain_text_is_that_of_transformers(plain: dict[str, list[int]]) -> None
 def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[list[int]]:
     group = Group.from_environment("cpu")
     pair = Pair(target, draft, group)
-    modes = [("hierarchical", {"budget": 256, "link": "emulated:50", "resident_layers": 4}), ("retrieval", {"budget": 512})]
+    modes = [
+        ("hierarchical", {"budget": 256, "link": "emulated:50", "resident_layers": 4}),
+        ("retrieval", {"budget": 512}),
+    ]
     texts = []
     for mode, choices in modes:
         with pair.engine(mode, **choices) as engine:

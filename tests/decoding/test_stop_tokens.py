@@ -1,4 +1,6 @@
-"""Which tokens end a text: all that the generation config names, else those of the model's config."""
+"""Which tokens end a text: all that the generation config names, else those of the model's
+config.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ DEMO = Path(__file__).parents[2] / "demo"
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [([1, 7, 9], 1, {1, 7, 9}), (5, 1, {5}), (None, 3, {3}), (None, [3, 4], {3, 4}), ("no file", 8, {8})],
+    [
+        ([1, 7, 9], 1, {1, 7, 9}),
+        (5, 1, {5}),
+        (None, 3, {3}),
+        (None, [3, 4], {3, 4}),
+        ("no file", 8, {8}),
+    ],
 )
 def test_stop_tokens_come_from_the_generation_config_first(
     tmp_path: Path, generation: object, config: object, expected: set[int]

@@ -1,6 +1,8 @@
-"""The engine on a GPU writes what it writes on a CPU: wherever the KV lives, whatever the mode, and over two ranks.
+"""The engine on a GPU writes what it writes on a CPU: wherever the KV lives, whatever the mode, and
+over two ranks.
 
-Where there is no GPU a stand-in takes its place (tests/standin), which also sees races and counts waits.
+Where there is no GPU a stand-in takes its place (tests/standin), which also sees races and counts
+waits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from support.engines import DEMO
 from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
-PROMPT, NEW = prompt("argparse")[:1000], 24  # far more than the retrieval budget, and enough for a few rounds
+# far more than the retrieval budget, and enough for a few rounds
+PROMPT, NEW = prompt("argparse")[:1000], 24
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
@@ -71,7 +74,9 @@ def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_passes_write_the_same(
+    mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     group = Group(device=torch.device("cuda", 0))
     assert group.records()
     monkeypatch.setattr(parallel.graphs, "USES", 2)
@@ -84,8 +89,13 @@ def test_recorded_passes_write_the_same(mode: str, wanted: list[int], monkeypatc
             if graphs:
                 assert engine.stats.fixed_shapes is not None
                 assert engine.stats.fixed_shapes["replayed"] > 0
-                assert (engine.stats.fixed_shapes["refused"], engine.stats.fixed_shapes["why"]) == (0, None)
-            seen.append([(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels])
+                assert (engine.stats.fixed_shapes["refused"], engine.stats.fixed_shapes["why"]) == (
+                    0,
+                    None,
+                )
+            seen.append(
+                [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels]
+            )
         engine.close()
     assert seen[0] == seen[1] == seen[2] == seen[3]
 
@@ -127,10 +137,14 @@ def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> N
 
 @pytest.mark.parametrize("resident", [2, 6])
 @pytest.mark.parametrize("mode", MODES)
-def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(mode: str, resident: int, gpu: Machine | None) -> None:
+def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
+    mode: str, resident: int, gpu: Machine | None
+) -> None:
     if gpu is None:
         pytest.skip("only a stand-in counts waits")
-    engine = opened(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident, graphs=False)
+    engine = opened(
+        Group(device=torch.device("cuda", 0)), mode, resident_layers=resident, graphs=False
+    )
     text = engine.generate(PROMPT, NEW)
     next(text)
     gpu.waits.clear()
@@ -160,7 +174,9 @@ def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any
 
 
 @pytest.mark.parametrize("layer", [4, 40])  # in prefill, and in a pass that streams
-def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None) -> None:
+def test_a_text_given_up_leaves_no_copy_and_no_memory(
+    layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None
+) -> None:
     engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
     gc.disable()  # what only a collection frees is still there when the next text is planned
     try:
@@ -180,9 +196,13 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(layer: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("layer", [4, 40])
-def test_a_gpu_that_is_full_fails_one_text(layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]) -> None:
+def test_a_gpu_that_is_full_fails_one_text(
+    layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]
+) -> None:
     engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
-    monkeypatch.setattr(Layer, "steps", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory.")))
+    monkeypatch.setattr(
+        Layer, "steps", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory."))
+    )
     with pytest.raises(FitError, match="out of memory"):
         list(engine.generate(PROMPT, NEW))
     assert list(engine.generate(PROMPT, NEW)) == wanted
@@ -229,8 +249,14 @@ def test_nccl_that_does_not_start_is_one_line() -> None:
 
 
 def without_nccl() -> None:
-    refused = pytest.raises(TierForceError, match=r"NCCL does not start on these GPUs \(unhandled system error\)")
-    with gpu_or_standin(), patch.object(dist, "all_reduce", side_effect=RuntimeError("unhandled system error")), refused:
+    refused = pytest.raises(
+        TierForceError, match=r"NCCL does not start on these GPUs \(unhandled system error\)"
+    )
+    with (
+        gpu_or_standin(),
+        patch.object(dist, "all_reduce", side_effect=RuntimeError("unhandled system error")),
+        refused,
+    ):
         Group.from_environment("cuda")
 
 

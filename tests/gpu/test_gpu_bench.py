@@ -21,10 +21,24 @@ app.command()(main)
 
 def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    arguments = ["--pair", "tiny", "--context", "1024", "--budget", "256", "--device", "cpu", "--no-tests"]
-    done = CliRunner().invoke(app, [*arguments, "--link", "emulated:1", "--resident-layers", "1", "--output", str(output)])
+    arguments = [
+        "--pair",
+        "tiny",
+        "--context",
+        "1024",
+        "--budget",
+        "256",
+        "--device",
+        "cpu",
+        "--no-tests",
+    ]
+    done = CliRunner().invoke(
+        app, [*arguments, "--link", "emulated:1", "--resident-layers", "1", "--output", str(output)]
+    )
     assert done.exit_code == 0, done.output
-    rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
+    rows = {
+        (row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]
+    }
     assert {part for part, _ in rows} == {"device", "link", "prefill", "passes", "rounds"}
     assert rows["device", "short passes can be recorded as CUDA graphs"] == "no"
     assert rows["rounds", "kinds of short passes: replayed"] == 0
@@ -43,13 +57,29 @@ def whole_memory(gpu: object) -> Iterator[None]:
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("whole_memory")
-def test_every_part_runs_on_a_gpu_with_short_passes_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)  # too large for a stand-in
+def test_every_part_runs_on_a_gpu_with_short_passes_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # too large for a stand-in
+    monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)
     output = tmp_path / "gpu.json"
-    arguments = ["--pair", "tiny", "--context", "1024", "--budget", "256", "--resident-layers", "1", "--device-memory", "1"]
+    arguments = [
+        "--pair",
+        "tiny",
+        "--context",
+        "1024",
+        "--budget",
+        "256",
+        "--resident-layers",
+        "1",
+        "--device-memory",
+        "1",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--no-tests", "--output", str(output)])
     assert done.exit_code == 0, done.output
-    rows = {(row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]}
+    rows = {
+        (row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]
+    }
     assert rows["device", "short passes can be recorded as CUDA graphs"] == "yes"
     assert rows["rounds", "kinds of short passes: replayed"] > 0
     assert rows["rounds", "kinds of short passes: refused"] == 0

@@ -45,7 +45,9 @@ def test_a_read_that_does_not_wait_for_its_copy_is_a_race(machine: Machine) -> N
     host, device = host_and_device(link)
     ticket = link.copy([(device[0], host[0])])
     device[1] += 1  # another part of the same memory
-    with pytest.raises(Race, match=r"default stream: .* reads the result of .* that stream 2: .* writes"):
+    with pytest.raises(
+        Race, match=r"default stream: .* reads the result of .* that stream 2: .* writes"
+    ):
         device.sum()
     link.wait(ticket)
     assert device.sum().item() == 64
@@ -99,15 +101,25 @@ def test_host_memory_given_back_under_a_copy_is_a_fault() -> None:
 def test_tensors_of_two_devices_do_not_mix(machine: Machine) -> None:
     with pytest.raises(RuntimeError, match="on the same device"):
         torch.ones(3, device=GPU) + torch.ones(3)
-    assert (torch.ones(3, device=GPU) * torch.tensor(2.0)).tolist() == [2, 2, 2]  # but for a single number
+    # but for a single number
+    assert (torch.ones(3, device=GPU) * torch.tensor(2.0)).tolist() == [2, 2, 2]
     with pytest.raises(NotImplementedError, match="CUDA"):
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*(torch.ones(1, 1, 4, 8, device=GPU) for _ in range(3)))
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *(torch.ones(1, 1, 4, 8, device=GPU) for _ in range(3))
+        )
 
 
 def test_every_wait_of_the_host_is_counted(machine: Machine) -> None:
     x = torch.ones(3, device=GPU)
     assert not machine.waits
-    for wait in (x.sum().item, x.tolist, x.cpu, (x > 0).all().__bool__, lambda: x[x > 0], lambda: torch.ones(3).to(GPU)):
+    for wait in (
+        x.sum().item,
+        x.tolist,
+        x.cpu,
+        (x > 0).all().__bool__,
+        lambda: x[x > 0],
+        lambda: torch.ones(3).to(GPU),
+    ):
         machine.waits.clear()
         wait()
         assert len(machine.waits) == 1
@@ -136,12 +148,16 @@ def test_memory_is_counted_and_runs_out() -> None:
 
 def recorded(work: Any, pool: Any = None) -> tuple[Any, Any]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool or torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream(GPU)):
+    with torch.cuda.graph(
+        graph, pool=pool or torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream(GPU)
+    ):
         out = work()
     return graph, out
 
 
-def test_a_graph_is_computed_when_it_is_replayed_with_numbers_of_the_host_as_they_were(machine: Machine) -> None:
+def test_a_graph_is_computed_when_it_is_replayed_with_numbers_of_the_host_as_they_were(
+    machine: Machine,
+) -> None:
     x, add = torch.zeros(3, device=GPU), 1
 
     def work() -> torch.Tensor:
@@ -166,7 +182,8 @@ def test_a_host_that_waits_breaks_a_capture(machine: Machine) -> None:
             recorded(wait)
         assert torch.cuda.current_stream() != before  # as torch leaves it
         torch.cuda.set_stream(before)
-        with pytest.raises(RuntimeError, match="captures_underway"):  # and the allocator, before torch 2.13
+        # and the allocator, before torch 2.13
+        with pytest.raises(RuntimeError, match="captures_underway"):
             recorded(lambda: x + 1)
         torch._C._cuda_endAllocateToPool(0, (0, 1))
     recorded(lambda: x + 1)
@@ -241,7 +258,9 @@ def hasty() -> None:
         assert not machine.faults
 
 
-def heads(dtype: torch.dtype, dim: int = 8, rows: int = 4, on: torch.device | str = GPU) -> list[torch.Tensor]:
+def heads(
+    dtype: torch.dtype, dim: int = 8, rows: int = 4, on: torch.device | str = GPU
+) -> list[torch.Tensor]:
     return [torch.ones(1, 2, each, dim, dtype=dtype, device=on) for each in (rows, 4, 4)]
 
 
@@ -255,9 +274,18 @@ def test_kernels_take_what_they_take_on_a_gpu(machine: Machine) -> None:
     assert efficient(*heads(torch.float32), None, True)[1].shape == (1, 2, 32)
     assert efficient(*heads(torch.float32), None, True)[1][..., 4:].isinf().all()
     x = torch.ones(1, 2, 2, device=GPU)
-    for kernel, dtype, arguments in ((flash, torch.float16, (0.0, True)), (efficient, torch.float32, (None, True, 0.0, True))):
-        for found, meta in zip(*(kernel(*heads(dtype, on=on), *arguments)[:2] for on in (GPU, "meta")), strict=True):
-            assert (found.shape, found.stride(), found.dtype) == (meta.shape, meta.stride(), meta.dtype)
+    for kernel, dtype, arguments in (
+        (flash, torch.float16, (0.0, True)),
+        (efficient, torch.float32, (None, True, 0.0, True)),
+    ):
+        for found, meta in zip(
+            *(kernel(*heads(dtype, on=on), *arguments)[:2] for on in (GPU, "meta")), strict=True
+        ):
+            assert (found.shape, found.stride(), found.dtype) == (
+                meta.shape,
+                meta.stride(),
+                meta.dtype,
+            )
     with pytest.raises(RuntimeError, match="out_dtype"):
         torch.bmm(x, x, torch.float32)
     assert torch.bmm(x.half(), x.half(), torch.float32).dtype == torch.float32

@@ -16,21 +16,32 @@ from offload.attention.folding import Partial, attend_masked, merge
 from support.reference import reference_attention
 
 HEADS = [(4, 4), (8, 2), (6, 3)]  # query heads, KV heads
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of out, in units of values around 1
+# of out, in units of values around 1
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 heads = pytest.mark.parametrize("heads", HEADS)
 rows = pytest.mark.parametrize("rows", [1, 2, 17])
 
 
 def draw_bias(keys: int, heads: tuple[int, int], device: str = "cpu") -> Tensor:
-    """(Hkv, N): weights per key far from 1, every third key left out, but not the first, which every row sees."""
+    """(Hkv, N): weights per key far from 1, every third key left out, but not the first, which
+    every row sees.
+    """
     generator = torch.Generator().manual_seed(keys)
-    bias = torch.randn(heads[1], keys + 5, generator=generator)[:, :keys] * 3  # a view, as caches hand it over
+    # a view, as caches hand it over
+    bias = torch.randn(heads[1], keys + 5, generator=generator)[:, :keys] * 3
     bias[:, 1::3] = -torch.inf
     return bias.to(device)
 
 
-def draw(rows: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, device: str = "cpu", dim: int = 16) -> list[Tensor]:
+def draw(
+    rows: int,
+    keys: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    device: str = "cpu",
+    dim: int = 16,
+) -> list[Tensor]:
     """q, k, v, with k and v views of head-major storage, as caches hand them over."""
     generator = torch.Generator().manual_seed(rows * 1000 + keys)
     q = torch.randn(rows, heads[0], dim, generator=generator) * 2
@@ -39,9 +50,21 @@ def draw(rows: int, keys: int, heads: tuple[int, int], dtype: torch.dtype, devic
     return [q, kv[0].transpose(0, 1), kv[1].transpose(0, 1)]
 
 
-def agree(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> None:
+def agree(
+    found: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    bias: Tensor | None = None,
+) -> None:
     (out, lse), (want, want_lse) = found, reference_attention(q, k, v, causal, bias)
-    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (q.dtype, torch.float32, q.shape, q.shape[:2])
+    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
+        q.dtype,
+        torch.float32,
+        q.shape,
+        q.shape[:2],
+    )
     torch.testing.assert_close(out.float(), want, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
     torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-4)
 
@@ -62,7 +85,11 @@ def test_all_keys_visible(dtype: torch.dtype, heads: tuple[int, int], rows: int,
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_keys_are_split_over_threads_that_have_no_head(
-    dtype: torch.dtype, heads: tuple[int, int], rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    rows: int,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     merged: list[int] = []
 
@@ -82,7 +109,9 @@ def test_keys_are_split_over_threads_that_have_no_head(
 
 def test_enough_rows_need_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(cpu, "merge", lambda parts: parts[0] if len(parts) == 1 else pytest.fail("it was split"))
+    monkeypatch.setattr(
+        cpu, "merge", lambda parts: parts[0] if len(parts) == 1 else pytest.fail("it was split")
+    )
     q, k, v = draw(400, 2000, (1, 1), torch.float32)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
 
@@ -91,7 +120,9 @@ def test_enough_rows_need_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
 @heads
 @rows
 @pytest.mark.parametrize("prefix", [0, 1, 200])
-def test_causal_is_bottom_right(dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int) -> None:
+def test_causal_is_bottom_right(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int
+) -> None:
     q, k, v = draw(rows, prefix + rows, heads, dtype)
     agree(partial_attention(q, k, v, causal=True), q, k, v, causal=True)
 
@@ -99,8 +130,11 @@ def test_causal_is_bottom_right(dtype: torch.dtype, heads: tuple[int, int], rows
 @dtypes
 @heads
 @rows
-@pytest.mark.parametrize("prefix", [1, 30, 1200])  # 1200 keys are more than one block of the kernel's
-def test_bias_is_a_weight_per_key(dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int) -> None:
+# 1200 keys are more than one block of the kernel's
+@pytest.mark.parametrize("prefix", [1, 30, 1200])
+def test_bias_is_a_weight_per_key(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int
+) -> None:
     q, k, v = draw(rows, prefix + rows, heads, dtype)
     for bias in (draw_bias(len(k), heads), torch.zeros(heads[1], len(k))):
         for causal in (False, True):
@@ -110,10 +144,13 @@ def test_bias_is_a_weight_per_key(dtype: torch.dtype, heads: tuple[int, int], ro
 @dtypes
 @rows
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_key_left_out_is_as_if_it_were_not_there(dtype: torch.dtype, rows: int, causal: bool) -> None:
+def test_a_key_left_out_is_as_if_it_were_not_there(
+    dtype: torch.dtype, rows: int, causal: bool
+) -> None:
     q, k, v = draw(rows, 1300 + rows, (8, 2), dtype)
     bias = torch.zeros(2, len(k))
-    bias[:, 3:1290] = -torch.inf  # whole blocks of the kernel, for all heads; among the keys' values a NaN would show
+    # whole blocks of the kernel, for all heads; among the keys' values a NaN would show
+    bias[:, 3:1290] = -torch.inf
     kept = [*range(3), *range(1290, len(k))]
     agree(partial_attention(q, k, v, causal, bias), q, k[kept], v[kept], causal)
 
@@ -122,14 +159,21 @@ def test_a_key_left_out_is_as_if_it_were_not_there(dtype: torch.dtype, rows: int
 @heads
 @rows
 @pytest.mark.parametrize("causal", [False, True])
-def test_matmul_serves_a_bias_as_the_fused_kernel_does(dtype: torch.dtype, heads: tuple[int, int], rows: int, causal: bool) -> None:
+def test_matmul_serves_a_bias_as_the_fused_kernel_does(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int, causal: bool
+) -> None:
     """The path that a GPU takes; its scores are rounded to q's dtype."""
     q, k, v = draw(rows, 90 + rows, heads, dtype)
     bias = draw_bias(len(k), heads)
     out, lse = attend_masked(matmul_op, q, k, v, causal and rows > 1, bias)
     want, want_lse = attend_masked(cpu_op, q, k, v, causal and rows > 1, bias)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
-    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (want.dtype, want_lse.dtype, want.shape, want_lse.shape)
+    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
+        want.dtype,
+        want_lse.dtype,
+        want.shape,
+        want_lse.shape,
+    )
     torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, want_lse, atol=tolerance, rtol=tolerance)
 
@@ -140,7 +184,11 @@ def test_causal_segments_on_either_side_of_one_masked_call(
     dtype: torch.dtype, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     masked = []
-    monkeypatch.setattr(cpu, "attend_masked", lambda *arguments, real=attend_masked: masked.append(1) or real(*arguments))
+    monkeypatch.setattr(
+        cpu,
+        "attend_masked",
+        lambda *arguments, real=attend_masked: masked.append(1) or real(*arguments),
+    )
     for rows, keys in ((16, 4096), (16, 4097), (256, 256), (257, 257)):
         assert (rows * keys <= cpu._SMALL_MASK) == (keys in (4096, 256))
         q, k, v = draw(rows, keys, heads, dtype)
@@ -160,20 +208,32 @@ def test_no_keys(dtype: torch.dtype, rows: int) -> None:
 @dtypes
 @heads
 @rows
-def test_merge_of_any_split_is_the_whole(dtype: torch.dtype, heads: tuple[int, int], rows: int) -> None:
+def test_merge_of_any_split_is_the_whole(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int
+) -> None:
     q, k, v = draw(rows, 120 + rows, heads, dtype)
     generator = torch.Generator().manual_seed(rows)
     for count in (1, 2, 5):
         cuts = sorted(torch.randint(121, (count,), generator=generator).tolist())
-        bounds = [0, *cuts, cuts[-1], len(k)]  # with one empty part at least; the last holds the rows' own keys
-        parts = [partial_attention(q, k[start:end], v[start:end], causal=end == len(k)) for start, end in pairwise(bounds)]
+        # with one empty part at least; the last holds the rows' own keys
+        bounds = [0, *cuts, cuts[-1], len(k)]
+        parts = [
+            partial_attention(q, k[start:end], v[start:end], causal=end == len(k))
+            for start, end in pairwise(bounds)
+        ]
         agree(merge(parts), q, k, v, causal=True)
 
 
 def test_merge_of_disordered_parts_is_the_whole() -> None:
     q, k, v = draw(5, 90, (6, 3), torch.float32)
     order = torch.randperm(90, generator=torch.Generator().manual_seed(0)).split([1, 40, 9, 40])
-    agree(merge([partial_attention(q, k[part], v[part], causal=False) for part in order]), q, k, v, causal=False)
+    agree(
+        merge([partial_attention(q, k[part], v[part], causal=False) for part in order]),
+        q,
+        k,
+        v,
+        causal=False,
+    )
 
 
 def test_merge_of_empty_parts_is_empty() -> None:
@@ -186,13 +246,26 @@ def test_merge_of_empty_parts_is_empty() -> None:
 def test_merge_survives_distant_magnitudes() -> None:
     q, k, v = draw(2, 64, (2, 2), torch.float32)
     k[:32] *= 200  # scores in the hundreds on one side
-    agree(merge([partial_attention(q, k[:32], v[:32], False), partial_attention(q, k[32:], v[32:], False)]), q, k, v, False)
+    agree(
+        merge(
+            [
+                partial_attention(q, k[:32], v[:32], False),
+                partial_attention(q, k[32:], v[32:], False),
+            ]
+        ),
+        q,
+        k,
+        v,
+        False,
+    )
 
 
 def test_numbers_that_are_none_stay_so() -> None:
     q, k, v = draw(2, 64, (2, 2), torch.float32)
     v[3] = torch.nan
-    out, _ = merge([partial_attention(q, k[:32], v[:32], False), partial_attention(q, k[32:], v[32:], False)])
+    out, _ = merge(
+        [partial_attention(q, k[:32], v[:32], False), partial_attention(q, k[32:], v[32:], False)]
+    )
     assert out.isnan().any(2).all()
 
 
@@ -206,7 +279,8 @@ CUDA_KERNELS = [
             dtype,
             id=f"flash_attn-{dtype}",
             marks=pytest.mark.skipif(
-                attention._kernel("cuda", torch.float16) is not flash_attn_kernel, reason="flash-attn is not installed"
+                attention._kernel("cuda", torch.float16) is not flash_attn_kernel,
+                reason="flash-attn is not installed",
             ),
         )
         for dtype in (torch.float16, torch.bfloat16)
@@ -219,7 +293,9 @@ CUDA_KERNELS = [
 @rows
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_cuda_kernels(kernel: attention.Kernel, dtype: torch.dtype, heads: tuple[int, int], rows: int, dim: int) -> None:
+def test_cuda_kernels(
+    kernel: attention.Kernel, dtype: torch.dtype, heads: tuple[int, int], rows: int, dim: int
+) -> None:
     for prefix in (0, 1, 500):
         q, k, v = draw(rows, prefix + rows, heads, dtype, "cuda", dim)
         agree(kernel(q, k, v, False), q, k, v, causal=False)

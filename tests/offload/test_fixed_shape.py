@@ -13,7 +13,20 @@ from offload.fixed_shape import FixedPass, SlotCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
-from support.driving import BLOCK, CAPACITY, LAYOUT, QKV, RECENT, first, forward, joined, pair, prefill, speculate, text
+from support.driving import (
+    BLOCK,
+    CAPACITY,
+    LAYOUT,
+    QKV,
+    RECENT,
+    first,
+    forward,
+    joined,
+    pair,
+    prefill,
+    speculate,
+    text,
+)
 from support.links import CPU, make_test_link
 from support.reference import random_rotary
 
@@ -33,7 +46,9 @@ class Fixed:
         fixed = self.passes.setdefault(rows, FixedPass(self.cache, rows))
         fixed.place()
         fixed.begin(rows)
-        return torch.stack([fixed.attend(layer, *qkv, fixed.length) for layer, qkv in enumerate(tokens)])
+        return torch.stack(
+            [fixed.attend(layer, *qkv, fixed.length) for layer, qkv in enumerate(tokens)]
+        )
 
 
 def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Resident layers that come to the device behind prefill: the same outputs, each byte moved once each way, none of it per token."""
+"""Resident layers that come to the device behind prefill: the same outputs, each byte moved once
+each way, none of it per token.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ SPLITS = pytest.mark.parametrize(("resident", "late"), [(1, 1), (3, 1), (3, 2), 
 @COPYING
 @SPLITS
 @pytest.mark.parametrize(("prompt", "chunk"), [(50, 16), (3, 2), (90, 90)])
-def test_outputs_do_not_depend_on_when_a_layer_comes(link: Link, resident: int, late: int, prompt: int, chunk: int) -> None:
+def test_outputs_do_not_depend_on_when_a_layer_comes(
+    link: Link, resident: int, late: int, prompt: int, chunk: int
+) -> None:
     cache, want, tokens = tiered(link, resident, late=late), plain(), text(prompt)
-    torch.testing.assert_close(prefill(cache, tokens, chunk), forward(want, tokens), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        prefill(cache, tokens, chunk), forward(want, tokens), atol=1e-5, rtol=1e-5
+    )
     want.advance(prompt)
     for rows in (1, 20, 3, 17, 1):
         more = text(rows)
@@ -50,7 +56,9 @@ def test_a_late_layer_goes_out_and_comes_back_once(link: Link, resident: int, la
     cache.bring_in()
     assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + there
     assert cache.traffic.link_in == LAYOUT.bytes(50, late)
-    assert cache.traffic.link_out == LAYOUT.bytes(50, late) + LAYOUT.bytes(cache.boundary, LAYERS - resident)
+    assert cache.traffic.link_out == LAYOUT.bytes(50, late) + LAYOUT.bytes(
+        cache.boundary, LAYERS - resident
+    )
     before = cache.traffic.link_in
     forward(cache, text(2))
     assert cache.traffic.link_in - before == LAYOUT.bytes(cache.boundary, LAYERS - resident)
@@ -61,7 +69,9 @@ def test_a_cache_with_late_layers_need_not_be_prefilled(link: Link) -> None:
     cache, want = tiered(link, 2, late=1), plain()
     for rows in [24, 1, 20, 3]:
         tokens = text(rows)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         cache.advance(rows)
         want.advance(rows)
 
@@ -81,9 +91,13 @@ def test_a_cache_that_starts_over_has_all_its_layers(link: Link) -> None:
     cache = tiered(link, 2, late=1)
     for length in (50, 30):
         want, prompt, tokens = plain(), text(length), text(3)
-        torch.testing.assert_close(prefill(cache, prompt, 16), forward(want, prompt), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            prefill(cache, prompt, 16), forward(want, prompt), atol=1e-5, rtol=1e-5
+        )
         want.advance(length)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         cache.crop(0)
 
 
@@ -103,16 +117,30 @@ def test_followers_see_what_they_would_have_seen(policy: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["plain", "hierarchical"])
-def test_the_engine_spends_on_layers_what_hidden_states_took(mode: str, checkpoint: Callable[..., Path]) -> None:
-    models = Pair(checkpoint(max_position_embeddings=4096, num_hidden_layers=5), checkpoint(seed=1, num_hidden_layers=1))
+def test_the_engine_spends_on_layers_what_hidden_states_took(
+    mode: str, checkpoint: Callable[..., Path]
+) -> None:
+    models = Pair(
+        checkpoint(max_position_embeddings=4096, num_hidden_layers=5),
+        checkpoint(seed=1, num_hidden_layers=1),
+    )
     assert models.draft is not None
     prompt, new, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0)
-    more = {"budget": 64, "chunk_size": 4, "window": 12, "sinks": 2, "draft_length": 5, "inner_length": 2}
+    more = {
+        "budget": 64,
+        "chunk_size": 4,
+        "window": 12,
+        "sinks": 2,
+        "draft_length": 5,
+        "inner_length": 2,
+    }
     more |= {"prefill_chunk": 64, "link": "emulated:50"}
     wanted = models.text(mode, prompt, new, sampling, resident_layers=2, **more)
     with models.engine(mode, **more) as engine:
         sizes: Sizes = engine.models.sizes
-        needed = max(sum(tiers.values()) for tiers in device_tiers(sizes.needs(len(prompt), new), 2, 1))
+        needed = max(
+            sum(tiers.values()) for tiers in device_tiers(sizes.needs(len(prompt), new), 2, 1)
+        )
     room = needed + parameter_bytes(models.target) + parameter_bytes(models.draft)
     with models.engine(mode, device_memory=room, resident_layers=2, **more) as engine:
         assert list(engine.generate(prompt, new, sampling)) == wanted

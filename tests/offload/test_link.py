@@ -1,4 +1,6 @@
-"""Links and the host arena: what they refuse, in which order they copy, and that memory is asked for once."""
+"""Links and the host arena: what they refuse, in which order they copy, and that memory is asked
+for once.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ def test_a_closed_link_leaves_no_thread() -> None:
 
 @every_link
 def test_more_host_memory_than_there_is(link: Link) -> None:
-    with pytest.raises(FitError, match=r"needs \d+\.\d\d GB of host memory on this rank and \d+\.\d\d GB are available"):
+    with pytest.raises(
+        FitError,
+        match=r"needs \d+\.\d\d GB of host memory on this rank and \d+\.\d\d GB are available",
+    ):
         link.host_empty(host_available(), torch.float32)
     assert link.host_empty(1001, torch.bfloat16).nbytes == 2002
 
@@ -91,7 +96,9 @@ def test_links_by_name() -> None:
     assert make_test_link("view").device_available() > 0
 
 
-@pytest.mark.parametrize("spec", ["", "auto:1", "view:2", "emulated", "emulated:", "emulated:fast", "pcie"])
+@pytest.mark.parametrize(
+    "spec", ["", "auto:1", "view:2", "emulated", "emulated:", "emulated:fast", "pcie"]
+)
 def test_names_of_no_link(spec: str) -> None:
     with pytest.raises(TierForceError, match=f"--link {spec} is not a link for cpu: use auto"):
         make_link(spec, CPU)

@@ -1,4 +1,6 @@
-"""The memory plan: as many resident layers as fit, sums that hold against the caches themselves, and errors with figures."""
+"""The memory plan: as many resident layers as fit, sums that hold against the caches themselves,
+and errors with figures.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 from offload.errors import FitError
 from offload.layout import KVLayout
 from offload.link import EmulatedLink
-from offload.memory_plan import MemoryPlan, Needs, device_tiers, plan_memory, ring_shape, tail_tokens
+from offload.memory_plan import (
+    MemoryPlan,
+    Needs,
+    device_tiers,
+    plan_memory,
+    ring_shape,
+    tail_tokens,
+)
 from offload.store import HostArena
 from offload.tiered import TieredCache
 from support.links import CPU
@@ -20,13 +29,35 @@ GB = 10**9
 SIZES = 5, 12, 7  # recent tokens, a block, the rows of a pass
 TAIL = tail_tokens(*SIZES)
 LLAMA_7B = KVLayout(layers=32, heads=16, head_dim=128, dtype=torch.float16)  # a rank of two
-NEEDS = Needs(LLAMA_7B, context=130_048, tail=256, retrieval=GB // 2, draft=GB // 10, tables=GB // 20, hidden=GB)
-SMALL = Needs(KVLayout(4, 3, 8, torch.float32), context=3000, tail=TAIL, retrieval=1000, draft=200, tables=30, hidden=7)
+NEEDS = Needs(
+    LLAMA_7B,
+    context=130_048,
+    tail=256,
+    retrieval=GB // 2,
+    draft=GB // 10,
+    tables=GB // 20,
+    hidden=GB,
+)
+SMALL = Needs(
+    KVLayout(4, 3, 8, torch.float32),
+    context=3000,
+    tail=TAIL,
+    retrieval=1000,
+    draft=200,
+    tables=30,
+    hidden=7,
+)
 
 
 @pytest.mark.parametrize("needs", [NEEDS, SMALL, replace(SMALL, copies=False)])
 def test_more_device_memory_never_means_fewer_resident_layers(needs: Needs) -> None:
-    everything = needs.layout.bytes(needs.context) + needs.retrieval + needs.draft + needs.tables + needs.hidden
+    everything = (
+        needs.layout.bytes(needs.context)
+        + needs.retrieval
+        + needs.draft
+        + needs.tables
+        + needs.hidden
+    )
     counts, least = [], plan_memory(needs, 10**15, 10**15, resident_layers=0).device_bytes
     for step in range(101):
         device = least + (everything - least) * step // 100
@@ -34,7 +65,9 @@ def test_more_device_memory_never_means_fewer_resident_layers(needs: Needs) -> N
         assert plan.device_bytes <= device
         counts.append(plan.resident_layers)
         if plan.resident_layers < needs.layout.layers:  # one more would not have fitted
-            assert plan_memory(needs, 10**15, 10**15, plan.resident_layers + 1).device_bytes > device
+            assert (
+                plan_memory(needs, 10**15, 10**15, plan.resident_layers + 1).device_bytes > device
+            )
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (0, needs.layout.layers)
 
@@ -42,66 +75,105 @@ def test_more_device_memory_never_means_fewer_resident_layers(needs: Needs) -> N
 def test_where_the_bytes_go() -> None:
     layout, fixed = SMALL.layout, 1000 + 200 + 30 + 7
     every = plan_memory(SMALL, 10**9, 0)  # everything resident asks nothing of the host
-    assert (every.resident_layers, every.host_bytes, every.device_bytes) == (4, 0, fixed + layout.bytes(3000))
+    assert (every.resident_layers, every.host_bytes, every.device_bytes) == (
+        4,
+        0,
+        fixed + layout.bytes(3000),
+    )
     part = plan_memory(SMALL, 10**9, 10**9, resident_layers=1)
     assert part.host_bytes == layout.bytes(3000, 3)
     views = plan_memory(replace(SMALL, copies=False), 10**9, 10**9, resident_layers=1)
-    assert views.device_bytes == fixed + layout.bytes(3000, 1) + layout.bytes(TAIL, 3)  # no ring and no stage
+    # no ring and no stage
+    assert views.device_bytes == fixed + layout.bytes(3000, 1) + layout.bytes(TAIL, 3)
     assert part.device_bytes > views.device_bytes
 
 
 @pytest.mark.parametrize("resident", range(5))
-@pytest.mark.parametrize("heads", [3, 80])  # of 3 heads the ring is larger than a layer, of 80 smaller
+# of 3 heads the ring is larger than a layer, of 80 smaller
+@pytest.mark.parametrize("heads", [3, 80])
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, late: int) -> None:
     link, layout = EmulatedLink(CPU, 1e12), replace(SMALL.layout, heads=heads)
     late = min(late, resident) if resident < layout.layers else 0
-    needs = replace(SMALL, layout=layout, retrieval=0, draft=0, tables=0, hidden=late * layout.bytes(3000, 1))
+    needs = replace(
+        SMALL, layout=layout, retrieval=0, draft=0, tables=0, hidden=late * layout.bytes(3000, 1)
+    )
     room = sum(device_tiers(needs, resident, late)[0].values())
     plan = plan_memory(needs, room, 10**9, resident)
     assert plan.late_layers == late
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
-    cache = TieredCache(layout, 3000, resident, link, rotary, arena, *SIZES, plan.slot_heads, plan.slots, plan.late_layers)
+    cache = TieredCache(
+        layout,
+        3000,
+        resident,
+        link,
+        rotary,
+        arena,
+        *SIZES,
+        plan.slot_heads,
+        plan.slots,
+        plan.late_layers,
+    )
     with cache.prefill(3000):  # the hidden states, the ring and the layer that prefill works on
         assert cache.device_bytes + needs.hidden == room
     cache.bring_in()
-    assert cache.device_bytes == sum(device_tiers(needs, resident, late)[1].values()) <= plan.device_bytes
+    assert (
+        cache.device_bytes
+        == sum(device_tiers(needs, resident, late)[1].values())
+        <= plan.device_bytes
+    )
     assert arena.nbytes == plan.host_bytes
     link.close()
 
 
 @pytest.mark.parametrize("needs", [NEEDS, replace(SMALL, hidden=3 * SMALL.layout.bytes(3000, 1))])
 def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
-    """No device memory is left that one more layer would fit in when decoding; and no host memory is asked for beyond what it takes
-    to keep all but the layers that fit beside the hidden states."""
+    """No device memory is left that one more layer would fit in when decoding; and no host memory
+    is asked for beyond what it takes to keep all but the layers that fit beside the hidden states.
+    """
     layers, seen = needs.layout.layers, set()
     fixed = plan_memory(needs, 10**15, 10**15, 0).device_bytes
     for share in range(1, 50):
         room = fixed + share * needs.layout.bytes(needs.context) // 50
         plan = plan_memory(needs, room, 10**15)
         seen.add(plan.late_layers)
-        in_prefill, decoding = (sum(tiers.values()) for tiers in device_tiers(needs, plan.resident_layers, plan.late_layers))
+        in_prefill, decoding = (
+            sum(tiers.values())
+            for tiers in device_tiers(needs, plan.resident_layers, plan.late_layers)
+        )
         assert max(in_prefill, decoding) == plan.device_bytes <= room
-        early = plan_memory(replace(needs, hidden=0), room - needs.hidden, 10**15)  # hidden states as if they stayed
+        # hidden states as if they stayed
+        early = plan_memory(replace(needs, hidden=0), room - needs.hidden, 10**15)
         assert early.resident_layers <= plan.resident_layers
         assert early.host_bytes >= plan.host_bytes
-        assert plan.host_bytes == needs.layout.bytes(needs.context, layers - plan.resident_layers + plan.late_layers)
+        assert plan.host_bytes == needs.layout.bytes(
+            needs.context, layers - plan.resident_layers + plan.late_layers
+        )
         if plan.resident_layers < layers - 1:
             assert sum(device_tiers(needs, plan.resident_layers + 1)[1].values()) > room
         if plan.late_layers:
-            assert sum(device_tiers(needs, plan.resident_layers, plan.late_layers - 1)[0].values()) > room
+            assert (
+                sum(device_tiers(needs, plan.resident_layers, plan.late_layers - 1)[0].values())
+                > room
+            )
     assert min(seen) == 0 < max(seen)
 
 
 def test_without_far_layers_or_a_link_that_copies_none_comes_late() -> None:
     roomy = replace(SMALL, hidden=2 * SMALL.layout.bytes(3000, 1), copies=False)
     least = plan_memory(roomy, 10**9, 10**15, 0).device_bytes
-    found = [plan_memory(roomy, least + share * SMALL.layout.bytes(3000) // 20, 10**15) for share in range(21)]
+    found = [
+        plan_memory(roomy, least + share * SMALL.layout.bytes(3000) // 20, 10**15)
+        for share in range(21)
+    ]
     assert {plan.late_layers for plan in found} == {0}
     assert {plan.resident_layers for plan in found} == {0, 1, 2, 3, 4}
-    with pytest.raises(FitError, match="fewer --resident-layers"):  # all layers at once have no ring to come through
-        plan_memory(replace(roomy, copies=True), roomy.layout.bytes(3000) + 5000, 10**15, resident_layers=4)
+    # all layers at once have no ring to come through
+    with pytest.raises(FitError, match="fewer --resident-layers"):
+        plan_memory(
+            replace(roomy, copies=True), roomy.layout.bytes(3000) + 5000, 10**15, resident_layers=4
+        )
 
 
 def test_resident_layers_can_be_set() -> None:
@@ -110,23 +182,33 @@ def test_resident_layers_can_be_set() -> None:
     with pytest.raises(FitError, match="fewer --resident-layers"):
         plan_memory(NEEDS, 24 * GB, 10**15, resident_layers=32)
     for count in (-1, 33):
-        with pytest.raises(FitError, match=f"--resident-layers {count} is not between 0 and the model's 32 layers"):
+        with pytest.raises(
+            FitError, match=f"--resident-layers {count} is not between 0 and the model's 32 layers"
+        ):
             plan_memory(NEEDS, 10**15, 10**15, resident_layers=count)
 
 
 def test_errors_say_what_is_needed_and_available() -> None:
     least = plan_memory(NEEDS, 10**15, 10**15, resident_layers=0).device_bytes
-    with pytest.raises(FitError, match=rf"needs {least / 1e9:.3f} GB of device memory .* and 1\.500 GB are available"):
+    with pytest.raises(
+        FitError,
+        match=rf"needs {least / 1e9:.3f} GB of device memory .* and 1\.500 GB are available",
+    ):
         plan_memory(NEEDS, 3 * GB // 2, 10**15)
     with pytest.raises(FitError, match=r"0\.000 GB are available"):
         plan_memory(NEEDS, -GB, 10**15)  # the weights alone are too much
     host = LLAMA_7B.bytes(130_048)
-    with pytest.raises(FitError, match=rf"130048 tokens needs {host / 1e9:.2f} GB of host memory per rank and 20\.00 GB are"):
+    with pytest.raises(
+        FitError,
+        match=rf"130048 tokens needs {host / 1e9:.2f} GB of host memory per rank and 20\.00 GB are",
+    ):
         plan_memory(NEEDS, least, 20 * GB)
 
 
 def test_llama_7b_on_a_24_gb_card() -> None:
-    """The design's own sums: 13.5 GB of weights over two ranks, 1.065 GB of KV a layer, of which 12 layers and more stay."""
+    """The design's own sums: 13.5 GB of weights over two ranks, 1.065 GB of KV a layer, of which 12
+    layers and more stay.
+    """
     assert LLAMA_7B.bytes(130_048, 1) == 1_065_353_216
     plan = plan_memory(NEEDS, int(23.5 * GB - 6.74 * GB), 64 * GB)
     assert 12 <= plan.resident_layers <= 14
@@ -143,4 +225,5 @@ def test_ring(context: int, heads: int) -> None:
     assert slots >= 2
     assert size == slots * slot_heads * head
     assert size <= 2**30 or (slot_heads, slots) == (1, 2) or slots == 2
-    assert slot_heads == heads or slot_heads * head >= 4 << 20  # keys and values 2 MB each, unless the layer is smaller
+    # keys and values 2 MB each, unless the layer is smaller
+    assert slot_heads == heads or slot_heads * head >= 4 << 20

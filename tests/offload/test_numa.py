@@ -27,12 +27,19 @@ def sysfs(tmp_path: Path) -> Path:
 
 
 def test_the_node_of_a_device(sysfs: Path) -> None:
-    nodes = [node_of(address, sysfs) for address in ("0000:01:00.0", "0000:41:00.0", "0000:81:00.0", "0000:c1:00.0")]
+    nodes = [
+        node_of(address, sysfs)
+        for address in ("0000:01:00.0", "0000:41:00.0", "0000:81:00.0", "0000:c1:00.0")
+    ]
     assert nodes == [0, 1, None, None]
 
 
 def test_the_cpus_of_a_node(sysfs: Path) -> None:
-    assert [cpus_of(node, sysfs) for node in range(3)] == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 12}, set()]
+    assert [cpus_of(node, sysfs) for node in range(3)] == [
+        {0, 1, 2, 3, 8, 9, 10, 11},
+        {4, 12},
+        set(),
+    ]
     (sysfs / "devices/system/node/node1/cpulist").write_text("four")
     assert cpus_of(1, sysfs) == set()
 
@@ -69,4 +76,8 @@ def pages_by_node(address: int) -> dict[int, int]:
     """Of the mapping that holds this address, by /proc/self/numa_maps."""
     lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
     _, fields = max((int(line[0], 16), line[1:]) for line in lines if int(line[0], 16) <= address)
-    return {int(field[1:].split("=")[0]): int(field.split("=")[1]) for field in fields if field[0] == "N" and field[1].isdigit()}
+    return {
+        int(field[1:].split("=")[0]): int(field.split("=")[1])
+        for field in fields
+        if field[0] == "N" and field[1].isdigit()
+    }

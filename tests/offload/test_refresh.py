@@ -1,4 +1,6 @@
-"""A choice made anew: how its budget is spent, how often it comes, that it fits however long the text, and costs no link byte."""
+"""A choice made anew: how its budget is spent, how often it comes, that it fits however long the
+text, and costs no link byte.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,21 @@ from offload.layout import KVLayout
 from offload.link import Link
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
-from support.driving import BLOCK, CAPACITY, GROUPS, LAYOUT, QKV, RECENT, forward, pair, plain, prefill, speculate, text, tiered
+from support.driving import (
+    BLOCK,
+    CAPACITY,
+    GROUPS,
+    LAYOUT,
+    QKV,
+    RECENT,
+    forward,
+    pair,
+    plain,
+    prefill,
+    speculate,
+    text,
+    tiered,
+)
 from support.links import make_test_link
 
 SHAPE = RetrievalShape(48, 4, 16, 5, 12, CAPACITY, 7, CAPACITY)
@@ -24,8 +40,12 @@ every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
-    for budget, chunk, summary, prefix, recent in product([12, 48, 64], [1, 4, 12], [0, 1, 16], range(0, 121, 12), range(20)):
-        selected, summaries = replace(SHAPE, budget=budget, chunk=chunk, summary=summary).split(prefix, recent)
+    for budget, chunk, summary, prefix, recent in product(
+        [12, 48, 64], [1, 4, 12], [0, 1, 16], range(0, 121, 12), range(20)
+    ):
+        selected, summaries = replace(SHAPE, budget=budget, chunk=chunk, summary=summary).split(
+            prefix, recent
+        )
         if prefix + recent <= budget:
             assert (selected, summaries) == (prefix, 0)
             continue
@@ -39,17 +59,22 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
             assert budget - chunk < spent <= budget or (spent > budget and selected == chunk)
 
 
-@pytest.mark.parametrize(("budget", "chunk"), [(1, 1), (8, 8), (13, 4), (48, 1), (200, 8), (4096, 1), (4096, 8)])
+@pytest.mark.parametrize(
+    ("budget", "chunk"), [(1, 1), (8, 8), (13, 4), (48, 1), (200, 8), (4096, 1), (4096, 8)]
+)
 @pytest.mark.parametrize("context", [1, 300, 130_000])
 def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
     shape = RetrievalShape.of(budget, chunk, None, context, rows=7, fresh=20)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
     assert shape.summary >= 64
     assert -(-context // shape.summary) <= max(1, budget // 4)
-    assert shape.summary == 64 or -(-context // (shape.summary // 2)) > budget // 4  # no coarser than it must be
+    # no coarser than it must be
+    assert shape.summary == 64 or -(-context // (shape.summary // 2)) > budget // 4
     assert shape.window <= budget // 8
     for summary in (0, 5):
-        assert RetrievalShape.of(budget, chunk, summary, context, 7, 20) == replace(shape, summary=summary)
+        assert RetrievalShape.of(budget, chunk, summary, context, 7, 20) == replace(
+            shape, summary=summary
+        )
     for prefix, rows in product(range(0, min(context, 50 * shape.block), shape.block), (1, 7)):
         recent = shape.window + shape.block - 1 + rows  # the most there may be
         if prefix + recent <= context:
@@ -58,8 +83,12 @@ def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None
 
 @pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
 @every_policy
-def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(policy: str, chunk: int, summary: int) -> None:
-    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, chunk=chunk, summary=summary), policy)
+def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(
+    policy: str, chunk: int, summary: int
+) -> None:
+    target, middle = pair(
+        make_test_link("view"), 2, replace(SHAPE, chunk=chunk, summary=summary), policy
+    )
     prefill(target, text(70), chunk=32)
     for rows in (0, 7, 1, 5, 7, 7, 3, 6):
         if rows:
@@ -79,8 +108,12 @@ def sound(known: list[QKV], out: Tensor) -> None:
 
 @every_policy
 def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
-    """With the slots that `decoding` sets aside: what may come between two choices, or the whole text."""
-    for (budget, chunk), summary, every in product([(16, 1), (40, 8), (64, 4)], [None, 0, 8], [1, 9]):
+    """With the slots that `decoding` sets aside: what may come between two choices, or the whole
+    text.
+    """
+    for (budget, chunk), summary, every in product(
+        [(16, 1), (40, 8), (64, 4)], [None, 0, 8], [1, 9]
+    ):
         rng = random.Random(budget + every)
         draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 250
         rows = draft + 2
@@ -124,13 +157,16 @@ def test_between_choices_what_was_chosen_stays(policy: str) -> None:
         kept = middle._kv[:, :, :, : middle._slot(middle._base)]
         assert torch.equal(kept, chosen.setdefault(middle.refreshes, kept.clone()))
     assert len(chosen) == (1 if policy == "static" else 3)
-    assert target.boundary > middle._base or policy != "static"  # the target's prefix grew all the while
+    # the target's prefix grew all the while
+    assert target.boundary > middle._base or policy != "static"
 
 
 @pytest.mark.parametrize("resident", [0, 1, 4])
 @every_link
 def test_a_choice_costs_no_byte_over_the_link(link: Link, resident: int) -> None:
-    """The same passes, followed by nobody, by a choice that stays, and by choices at every verification."""
+    """The same passes, followed by nobody, by a choice that stays, and by choices at every
+    verification.
+    """
     counts = []
     for policy, summary in (("", 0), *product(POLICIES, (0, 16))):
         shape = replace(SHAPE, summary=summary)
@@ -152,7 +188,8 @@ class Witness:
 
     def __init__(self) -> None:
         self.passes: list[tuple[int, int, int]] = []
-        self.shown: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and KV head, of the last pass
+        # by layer and KV head, of the last pass
+        self.shown: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.lengths: list[int] = []
 
     def follow(self, boundary: int, length: int, end: int) -> None:
@@ -164,7 +201,10 @@ class Witness:
         kv, groups = torch.cat((prefix, recent), dim=2), q.shape[1] // prefix.shape[1]
         for index in range(kv.shape[1]):
             assert (layer, head + index) not in self.shown
-            self.shown[layer, head + index] = q[:, index * groups : (index + 1) * groups], kv[:, index].clone()
+            self.shown[layer, head + index] = (
+                q[:, index * groups : (index + 1) * groups],
+                kv[:, index].clone(),
+            )
 
     def advanced(self, length: int) -> None:
         self.lengths.append(length)
@@ -173,7 +213,9 @@ class Witness:
 @every_link
 @pytest.mark.parametrize("resident", [0, 1, 4])
 @pytest.mark.parametrize("slot_heads", [1, 2, 3])
-def test_a_follower_is_shown_every_key_of_every_pass(link: Link, resident: int, slot_heads: int) -> None:
+def test_a_follower_is_shown_every_key_of_every_pass(
+    link: Link, resident: int, slot_heads: int
+) -> None:
     cache, want, witness = tiered(link, resident, slot_heads=slot_heads), plain(), Witness()
     cache.followers.append(witness)
     for rows in (50, 1, 9, 24, 3):
@@ -185,12 +227,18 @@ def test_a_follower_is_shown_every_key_of_every_pass(link: Link, resident: int, 
             prefill(cache, tokens, chunk=16)
         forward(want, tokens)
         want.advance(rows)
-        assert witness.passes[-1] == (max(0, (start or rows) - RECENT) // BLOCK * BLOCK, start or rows, start + rows)
+        assert witness.passes[-1] == (
+            max(0, (start or rows) - RECENT) // BLOCK * BLOCK,
+            start or rows,
+            start + rows,
+        )
         assert witness.lengths[-1] == cache.length
         assert set(witness.shown) == set(product(range(LAYOUT.layers), range(LAYOUT.heads)))
         for (layer, head), (q, kv) in witness.shown.items():
             torch.testing.assert_close(kv, want.kv[layer, :, :, head], atol=1e-5, rtol=1e-5)
-            queries = want.rotary(tokens[layer][0], start)[-len(q) :, head * GROUPS : (head + 1) * GROUPS]
+            queries = want.rotary(tokens[layer][0], start)[
+                -len(q) :, head * GROUPS : (head + 1) * GROUPS
+            ]
             assert torch.equal(q, queries)  # of a prompt the last rows
             assert len(q) == (rows if start else 50 % 16)
     assert len(witness.passes) == len(witness.lengths) == 5

@@ -1,4 +1,6 @@
-"""The retrieval cache attends to what its policy names, per head, to summaries of the rest, and to all behind the boundary."""
+"""The retrieval cache attends to what its policy names, per head, to summaries of the rest, and to
+all behind the boundary.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,27 @@ from offload.link import Link
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.tiered import TieredCache
-from support.driving import BLOCK, CAPACITY, LAYOUT, QKV, RECENT, first, forward, joined, pair, prefill, speculate, text
+from support.driving import (
+    BLOCK,
+    CAPACITY,
+    LAYOUT,
+    QKV,
+    RECENT,
+    first,
+    forward,
+    joined,
+    pair,
+    prefill,
+    speculate,
+    text,
+)
 from support.links import make_test_link
 from support.reference import RetrievalByHand, random_rotary
 
 ROTARY = random_rotary(LAYOUT, CAPACITY)
 DRAFT = 6
-SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)  # summaries of 16 tokens in prefixes of 12, 24, ...
+# summaries of 16 tokens in prefixes of 12, 24, ...
+SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 sizes = pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
@@ -31,7 +47,9 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
 
 
-def started(target: TieredCache, shape: RetrievalShape, policy: str, prompt: list[QKV], chunk: int = 32) -> RetrievalByHand:
+def started(
+    target: TieredCache, shape: RetrievalShape, policy: str, prompt: list[QKV], chunk: int = 32
+) -> RetrievalByHand:
     """The prompt is read, and the same cache by hand has seen the last prefill chunk of it."""
     tokens, hand = len(prompt[0][0]), RetrievalByHand(shape, policy, ROTARY)
     prefill(target, prompt, chunk)
@@ -39,10 +57,16 @@ def started(target: TieredCache, shape: RetrievalShape, policy: str, prompt: lis
     return hand
 
 
-@pytest.mark.parametrize(("link", "resident"), [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)], indirect=["link"])
+@pytest.mark.parametrize(
+    ("link", "resident"),
+    [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)],
+    indirect=["link"],
+)
 @sizes
 @every_policy
-def test_every_pass_is_what_brute_force_gives(policy: str, chunk: int, summary: int, link: Link, resident: int) -> None:
+def test_every_pass_is_what_brute_force_gives(
+    policy: str, chunk: int, summary: int, link: Link, resident: int
+) -> None:
     shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(chunk + summary)
     target, middle = pair(link, resident, shape, policy)
     story = text(70)
@@ -50,7 +74,14 @@ def test_every_pass_is_what_brute_force_gives(policy: str, chunk: int, summary: 
     before, lengths = target.boundary, []
     while target.length < 100:
         lengths.append(target.length)
-        story, seen = speculate(target, middle, story, DRAFT, rng, lambda known, out: close(out, hand.attend(known, out.shape[1])))
+        story, seen = speculate(
+            target,
+            middle,
+            story,
+            DRAFT,
+            rng,
+            lambda known, out: close(out, hand.attend(known, out.shape[1])),
+        )
         assert middle.length == target.length == len(story[0][0])
         if policy != "static":
             hand.choose(seen, len(seen[0][0]) - lengths[-1], target.boundary)
@@ -63,7 +94,9 @@ def test_every_pass_is_what_brute_force_gives(policy: str, chunk: int, summary: 
 @pytest.mark.parametrize("turns", [2, 3, 20])
 @pytest.mark.parametrize(("chunk", "summary"), [(1, 16), (4, 16), (4, 7)])
 @pytest.mark.parametrize("prompt", [40, 70])  # within the budget at first, and not
-def test_summaries_made_in_turn_are_what_brute_force_gives(prompt: int, chunk: int, summary: int, turns: int) -> None:
+def test_summaries_made_in_turn_are_what_brute_force_gives(
+    prompt: int, chunk: int, summary: int, turns: int
+) -> None:
     shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(turns)
     target, middle = pair(make_test_link("view"), 2, shape, turns=turns)
     hand, story = RetrievalByHand(shape, "mass", ROTARY, turns), text(prompt)
@@ -71,7 +104,14 @@ def test_summaries_made_in_turn_are_what_brute_force_gives(prompt: int, chunk: i
     hand.choose(story, prompt % 32, target.boundary)
     for _ in range(14):
         length = target.length
-        story, seen = speculate(target, middle, story, DRAFT, rng, lambda known, out: close(out, hand.attend(known, out.shape[1])))
+        story, seen = speculate(
+            target,
+            middle,
+            story,
+            DRAFT,
+            rng,
+            lambda known, out: close(out, hand.attend(known, out.shape[1])),
+        )
         hand.choose(seen, len(seen[0][0]) - length, target.boundary)
     assert middle._summaries > 3
 
@@ -102,7 +142,8 @@ def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, turns: int
 
 @sizes
 @every_policy
-@pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])  # no prefix, all within the budget, hardly more, much more
+# no prefix, all within the budget, hardly more, much more
+@pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])
 def test_the_choice_behind_a_prompt(policy: str, chunk: int, summary: int, prompt: int) -> None:
     shape = replace(SHAPE, chunk=chunk, summary=summary)
     target, middle = pair(make_test_link("view"), 2, shape, policy)
@@ -113,7 +154,8 @@ def test_the_choice_behind_a_prompt(policy: str, chunk: int, summary: int, promp
 
 @pytest.mark.parametrize("summary", [0, 8, 12, 16])
 @pytest.mark.parametrize("chunk", [4, 12])
-@pytest.mark.parametrize("prompt", [17, 18, 29, 45])  # prefixes of one chunk of 12 tokens, two, and three
+# prefixes of one chunk of 12 tokens, two, and three
+@pytest.mark.parametrize("prompt", [17, 18, 29, 45])
 def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, summary: int) -> None:
     shape = replace(SHAPE, budget=12, chunk=chunk, summary=summary)
     target, middle = pair(make_test_link("view"), 2, shape)
@@ -124,8 +166,11 @@ def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, summary: in
 
 
 @sizes
-@pytest.mark.parametrize("tokens", [1, 70, 100])  # one head at a time, or two of three, of a prefix of 48
-def test_heads_seen_bit_by_bit_are_all_seen(tokens: int, chunk: int, summary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# one head at a time, or two of three, of a prefix of 48
+@pytest.mark.parametrize("tokens", [1, 70, 100])
+def test_heads_seen_bit_by_bit_are_all_seen(
+    tokens: int, chunk: int, summary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retrieval, "SEEN_TOKENS", tokens)
     shape = replace(SHAPE, chunk=chunk, summary=summary, budget=36)
     target, middle = pair(make_test_link("view"), 2, shape)
@@ -137,7 +182,9 @@ def test_heads_seen_bit_by_bit_are_all_seen(tokens: int, chunk: int, summary: in
 @every_policy
 @pytest.mark.parametrize("resident", [0, 2, 4])
 @every_link
-def test_a_budget_for_everything_gives_the_target_itself(link: Link, resident: int, policy: str) -> None:
+def test_a_budget_for_everything_gives_the_target_itself(
+    link: Link, resident: int, policy: str
+) -> None:
     for prompt in (7, 40, 93):
         target, middle = pair(link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy)
         prefill(target, text(prompt), chunk=32)
@@ -191,7 +238,9 @@ def test_a_cache_need_not_be_prefilled() -> None:
         close(forward(middle, probe), hand.attend(joined(story, probe), 2))
 
 
-@pytest.mark.parametrize("shorten", ["target.crop", "middle.crop", "target.settle", "middle.settle"])
+@pytest.mark.parametrize(
+    "shorten", ["target.crop", "middle.crop", "target.settle", "middle.settle"]
+)
 def test_lengths_follow_the_target(shorten: str) -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE)
     prompt, tokens, probe = text(63), text(7), text(2)
@@ -227,7 +276,8 @@ def test_the_last_slot_can_be_used_and_no_more() -> None:
     shape = replace(SHAPE, fresh=9)
     target, middle = pair(make_test_link("view"), 2, shape, "static")
     prefill(target, text(61), chunk=61)
-    for _ in range(shape.slots - 48):  # the choice took 28 selected tokens, 3 + 4 summaries and a window of 13, of 48
+    # the choice took 28 selected tokens, 3 + 4 summaries and a window of 13, of 48
+    for _ in range(shape.slots - 48):
         forward(middle, text(1))
         middle.advance(1)
     with pytest.raises(ValueError, match=f"do not fit a buffer of {shape.slots}"):
@@ -243,7 +293,8 @@ def test_device_bytes_and_bytes_attended(summary: int) -> None:
     assert middle.device_bytes == middle._kv.nbytes + middle._bias.nbytes
     prefill(target, text(61), chunk=61)
     forward(middle, text(3))
-    selected = 32 if summary else 35 // 4 * 4  # of 48 less a window of 61 - 48, and less 3 summaries of 16
+    # of 48 less a window of 61 - 48, and less 3 summaries of 16
+    selected = 32 if summary else 35 // 4 * 4
     assert middle.traffic.attended == LAYOUT.bytes(selected + (3 if summary else 0) + 13 + 3)
     assert (middle.traffic.link_in, middle.traffic.link_out) == (0, 0)
 
@@ -254,8 +305,11 @@ def test_bfloat16_does_as_float32_does(chunk: int, summary: int) -> None:
     texts = [text(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
     for dtype in (torch.bfloat16, torch.float32):
         layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
-        target, middle = pair(make_test_link("view"), 2, shape, "window", layout=layout)  # its choice is above rounding
-        prompt, tokens, probe = ([tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts)
+        # its choice is above rounding
+        target, middle = pair(make_test_link("view"), 2, shape, "window", layout=layout)
+        prompt, tokens, probe = (
+            [tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts
+        )
         prefill(target, prompt, chunk=32)
         forward(target, tokens)
         target.advance(7)

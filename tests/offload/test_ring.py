@@ -1,4 +1,6 @@
-"""The transfer ring under a link that dawdles: what the consumer holds is the right chunk, whole, until it asks for the next."""
+"""The transfer ring under a link that dawdles: what the consumer holds is the right chunk, whole,
+until it asks for the next.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], i
 
 
 def host_chunks(count: int, rng: random.Random, host: Tensor | None = None) -> list[Tensor]:
-    """Chunks (2, heads, tokens, D) of a head-major store, contiguous per head only, of any number of heads and tokens."""
+    """Chunks (2, heads, tokens, D) of a head-major store, contiguous per head only, of any number
+    of heads and tokens.
+    """
     if host is None:
         host = torch.randn(64, 2, HEADS, CAPACITY, DIM)
     picks = (host[rng.randrange(len(host))] for _ in range(count))
@@ -96,7 +100,8 @@ def test_slots_fill_ahead_of_the_consumer() -> None:
     for _ in range(5):
         ring.next()
         asked.append(link.asked)
-    assert asked == [3, 3, 4, 5, 5, 5]  # before the first chunk all slots; then one more each time a chunk is done with
+    # before the first chunk all slots; then one more each time a chunk is done with
+    assert asked == [3, 3, 4, 5, 5, 5]
     link.close()
 
 
@@ -124,7 +129,10 @@ def test_cuda_copies_wait_for_compute_and_compute_for_copies(gpu: Machine | None
         for _ in taken:
             chunk = ring.next()
             for _ in range(rng.randint(0, 4)):
-                busy = (busy @ busy).tanh_()  # the read below is late: a refill that did not wait would be seen
+                # the read below is late: a refill that did not wait would be seen
+                busy = (busy @ busy).tanh_()
             found.append(chunk.clone())
-        assert all(torch.equal(chunk.cpu(), wanted) for chunk, wanted in zip(found, taken, strict=True))
+        assert all(
+            torch.equal(chunk.cpu(), wanted) for chunk, wanted in zip(found, taken, strict=True)
+        )
     link.close()

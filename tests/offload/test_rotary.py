@@ -28,22 +28,36 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype, kind: str, start: 
     # addcmul rounds once where transformers rounds twice
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     for x, want in zip((q, k), wanted, strict=True):
-        torch.testing.assert_close(rotary(x, start), want[0].transpose(0, 1), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            rotary(x, start), want[0].transpose(0, 1), atol=tolerance, rtol=tolerance
+        )
 
 
 def test_configs_of_the_years_before(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """rope_theta and rope_scaling, as in the long-context checkpoints of 2023, mean what rope_parameters says today."""
+    """rope_theta and rope_scaling, as in the long-context checkpoints of 2023, mean what
+    rope_parameters says today.
+    """
     today = ModelConfig.from_pretrained(
-        checkpoint(rope_parameters=rope("yarn", theta=1e6, factor=8.0, original_max_position_embeddings=64))
+        checkpoint(
+            rope_parameters=rope("yarn", theta=1e6, factor=8.0, original_max_position_embeddings=64)
+        )
     )
     fields = json.loads((checkpoint() / "config.json").read_text())
     del fields["rope_parameters"], fields["dtype"]
-    scaling = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "finetuned": True}
+    scaling = {
+        "type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "finetuned": True,
+    }
     legacy = {"rope_theta": 1e6, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps({**fields, **legacy}))
     before = ModelConfig.from_pretrained(tmp_path)
     assert before.dtype == torch.bfloat16
-    (frequencies, factor), (wanted, wanted_factor) = before.inverse_frequencies(100), today.inverse_frequencies(100)
+    (frequencies, factor), (wanted, wanted_factor) = (
+        before.inverse_frequencies(100),
+        today.inverse_frequencies(100),
+    )
     assert torch.equal(frequencies, wanted)
     assert factor == wanted_factor > 1
 

@@ -1,4 +1,6 @@
-"""What a policy sees of a pass, and that each ranks chunks as its one-line definition says, head by head."""
+"""What a policy sees of a pass, and that each ranks chunks as its one-line definition says, head by
+head.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def of_head(q: Tensor, head: int) -> Tensor:
         (20, 8, [1, 4, 6, 9, 11, 14, 16, 19]),
     ],
 )
-def test_rows_are_evenly_spaced_and_the_last_is_among_them(rows: int, wanted: int, kept: list[int]) -> None:
+def test_rows_are_evenly_spaced_and_the_last_is_among_them(
+    rows: int, wanted: int, kept: list[int]
+) -> None:
     q, keys = draw(rows, 10)
     found = Seen(q, keys, wanted).q  # (Hkv, R, D)
     for head in range(HEADS):
@@ -49,9 +53,12 @@ def test_weights_and_mass_are_those_of_the_softmax() -> None:
     for head in range(HEADS):
         scores = of_head(q, head) @ keys[head].T * DIM**-0.5  # (R, N)
         torch.testing.assert_close(seen.most[head], scores.max(1).values)
-        torch.testing.assert_close(seen.weights[head], (scores - scores.max(1, keepdim=True).values).exp())
+        torch.testing.assert_close(
+            seen.weights[head], (scores - scores.max(1, keepdim=True).values).exp()
+        )
         torch.testing.assert_close(seen.mass[head], scores.softmax(1).sum(0))
-    torch.testing.assert_close(seen.mass.sum(1), torch.full((HEADS,), 5.0 * GROUPS))  # each row has 1 to give
+    # each row has 1 to give
+    torch.testing.assert_close(seen.mass.sum(1), torch.full((HEADS,), 5.0 * GROUPS))
 
 
 @chunks
@@ -66,7 +73,11 @@ def test_chunks_are_ranked_by_worth(policy: str, rows: int, chunk: int) -> None:
     assert picked.shape == (HEADS, 5)
     for head in range(HEADS):
         worths = worths_by_hand(policy, of_head(kept, head), keys[head], chunk)
-        tokens = [index * chunk + offset for index in sorted(picked[head].tolist()) for offset in range(chunk)]
+        tokens = [
+            index * chunk + offset
+            for index in sorted(picked[head].tolist())
+            for offset in range(chunk)
+        ]
         assert tokens == chosen_by_hand(worths, chunk, 5)
 
 
@@ -81,15 +92,20 @@ def test_the_first_chunk_is_always_kept_and_none_twice(policy: str) -> None:
 
 
 def test_only_the_static_choice_is_made_once_and_by_the_last_row() -> None:
-    assert [(name, policy.rows) for name, policy in POLICIES.items() if not policy.refreshes] == [("static", 1)]
+    assert [(name, policy.rows) for name, policy in POLICIES.items() if not policy.refreshes] == [
+        ("static", 1)
+    ]
     q, keys = draw(7, 40)
-    one, other = (POLICIES["static"]().select(Seen(rows, keys, 1), 0, 0, 4, 4) for rows in (q, q[-1:]))
+    one, other = (
+        POLICIES["static"]().select(Seen(rows, keys, 1), 0, 0, 4, 4) for rows in (q, q[-1:])
+    )
     assert torch.equal(one, other)
 
 
 @chunks
 def test_accumulated_remembers_what_was_seen_before(chunk: int) -> None:
-    passes = [draw(rows, tokens) for rows, tokens in [(9, 24), (1, 24), (3, 36), (2, 60)]]  # the prefix grows
+    # the prefix grows
+    passes = [draw(rows, tokens) for rows, tokens in [(9, 24), (1, 24), (3, 36), (2, 60)]]
     one, sums = POLICIES["accumulated"](), torch.zeros(HEADS, 60 // chunk)
     for q, keys in passes:
         count = min(one.rows, len(q))
@@ -100,13 +116,19 @@ def test_accumulated_remembers_what_was_seen_before(chunk: int) -> None:
         seen = Seen(q, keys, one.rows)
         picked = one.select(seen, 0, 0, chunk, 4)
         for head in range(HEADS):
-            tokens = [index * chunk + offset for index in sorted(picked[head].tolist()) for offset in range(chunk)]
+            tokens = [
+                index * chunk + offset
+                for index in sorted(picked[head].tolist())
+                for offset in range(chunk)
+            ]
             assert tokens == chosen_by_hand(sums[head, : keys.shape[1] // chunk], chunk, 4)
 
 
 @every_policy
 def test_heads_may_be_seen_together_or_apart_and_layers_are_strangers(policy: str) -> None:
-    """A prompt is seen all heads at once, a host layer's prefix group by group of heads, as the slots bring them."""
+    """A prompt is seen all heads at once, a host layer's prefix group by group of heads, as the
+    slots bring them.
+    """
     together, apart = POLICIES[policy](), POLICIES[policy]()
     for groups in ([3], [2, 1], [1, 1, 1], [1, 2]):
         q, keys = draw(2, 40)
@@ -123,5 +145,9 @@ def test_what_accumulated_remembers_is_what_it_says_it_takes() -> None:
     layout, policy = KVLayout(1, HEADS, DIM, torch.float32), POLICIES["accumulated"]()
     q, keys = draw(4, 60)
     policy.select(Seen(q, keys, policy.rows), 0, 0, 4, 4)
-    assert sum(each.nbytes for each in policy._sums.values()) == policy.state_bytes(layout, 60, 4) > 0
-    assert [name for name, each in POLICIES.items() if each().state_bytes(layout, 60, 4)] == ["accumulated"]
+    assert (
+        sum(each.nbytes for each in policy._sums.values()) == policy.state_bytes(layout, 60, 4) > 0
+    )
+    assert [name for name, each in POLICIES.items() if each().state_bytes(layout, 60, 4)] == [
+        "accumulated"
+    ]

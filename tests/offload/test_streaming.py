@@ -1,4 +1,6 @@
-"""The draft's cache: all of a short text; of a long one sinks and a recent window, at positions counted in slots."""
+"""The draft's cache: all of a short text; of a long one sinks and a recent window, at positions
+counted in slots.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def streaming() -> StreamingCache:
 
 
 class ByHand:
-    """The same by bookkeeping: the tokens that remain, never rotated, and attention from scratch on every pass."""
+    """The same by bookkeeping: the tokens that remain, never rotated, and attention from scratch on
+    every pass.
+    """
 
     def __init__(self) -> None:
         self.kept: list[list[QKV]] = []  # one token each
@@ -44,9 +48,17 @@ class ByHand:
 
 def test_a_text_that_fits_is_kept_whole() -> None:
     cache, want = streaming(), plain()
-    for rows, stand, crop in [(8, 8, None), (1, 1, None), (8, 5, None), (4, 4, 2), (SLOTS - 2, SLOTS - 2, None)]:
+    for rows, stand, crop in [
+        (8, 8, None),
+        (1, 1, None),
+        (8, 5, None),
+        (4, 4, 2),
+        (SLOTS - 2, SLOTS - 2, None),
+    ]:
         tokens = text(rows)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         for each in (cache, want):
             each.advance(stand)
             if crop is not None:
@@ -57,7 +69,9 @@ def test_a_long_text_is_sinks_and_window_at_slots() -> None:
     cache, want, rows = streaming(), ByHand(), [8, 1, 5, 8, 3, 1, 1, 7, 8, 2]
     for count in rows * 6:
         tokens = text(count)
-        torch.testing.assert_close(forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
+        )
         cache.advance(count)
         want.keep(tokens, count)
     assert cache.length == 6 * sum(rows) > 9 * SLOTS
@@ -69,7 +83,9 @@ def test_drafts_are_taken_back_after_sliding() -> None:
         proposed, stand = 1 + step % 8, step % 6
         for _ in range(proposed):  # a draft, token by token; the window may slide in its midst
             tokens = text(1)
-            torch.testing.assert_close(forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
+            )
             cache.advance(1)
             want.keep(tokens, 1)
         back = max(0, proposed - stand)
@@ -83,7 +99,9 @@ def test_a_pass_that_never_counted_leaves_nothing_behind() -> None:
     for rows in [8, 8, 8, 8, 8, 6, 8]:
         forward(cache, text(rows))
         tokens = text(rows)
-        torch.testing.assert_close(forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
+        )
         cache.advance(rows)
         want.keep(tokens, rows)
 
@@ -93,11 +111,14 @@ def test_what_left_the_window_cannot_be_cropped_to() -> None:
     for _ in range(8):
         forward(cache, text(8))
         cache.advance(8)
-    # 64 tokens in; the last slide came when the 8 tokens from 56 on did not fit: 40 and more tokens remain
+    # 64 tokens in; the last slide came when the 8 tokens from 56 on did not fit: 40 and more tokens
+    # remain
     oldest = 56 - WINDOW
     cache.crop(oldest)
     assert cache.length == oldest
-    with pytest.raises(ValueError, match=f"cannot crop to {oldest - 1} tokens: those up to {oldest} have left"):
+    with pytest.raises(
+        ValueError, match=f"cannot crop to {oldest - 1} tokens: those up to {oldest} have left"
+    ):
         cache.crop(oldest - 1)
 
 
@@ -106,7 +127,9 @@ def test_skipped_tokens_take_no_room(skipped: int) -> None:
     cache, want = streaming(), ByHand()
     passes = [text(SINKS), text(8), text(8), text(8), text(5)]
     for index, tokens in enumerate(passes):
-        torch.testing.assert_close(forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
+        )
         cache.advance(len(tokens[0][0]))
         want.keep(tokens, len(tokens[0][0]))
         if index == 0:

@@ -1,4 +1,6 @@
-"""Tangent summaries: exact where they claim to be, and everywhere the formula of `tangents`, token by token."""
+"""Tangent summaries: exact where they claim to be, and everywhere the formula of `tangents`, token
+by token.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,17 @@ from support.reference import bias_by_hand, reference_attention, tangent_by_hand
 
 HEADS, GROUPS, DIM = 3, 2, 8
 NONE = torch.empty(HEADS, 0, dtype=torch.int64)
-sizes = pytest.mark.parametrize(("tokens", "size"), [(48, 16), (41, 16), (7, 16), (24, 1), (33, 32)])  # whole, shorter, one, each
+# whole, shorter, one, each
+sizes = pytest.mark.parametrize(
+    ("tokens", "size"), [(48, 16), (41, 16), (7, 16), (24, 1), (33, 32)]
+)
 
 
 def draw(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """q (T, Hq, D) and a prefix (2, Hkv, N, D)."""
-    return (torch.randn(rows, HEADS * GROUPS, DIM) * 2).to(dtype), torch.randn(2, HEADS, tokens, DIM).to(dtype)
+    return (torch.randn(rows, HEADS * GROUPS, DIM) * 2).to(dtype), torch.randn(
+        2, HEADS, tokens, DIM
+    ).to(dtype)
 
 
 def summarise(q: Tensor, kv: Tensor, left_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +45,10 @@ def test_the_formula_token_by_token(rows: int, tokens: int, size: int, left_out:
     q, kv = draw(rows, tokens)
     out = torch.stack([torch.randperm(tokens)[:left_out] for _ in range(HEADS)])
     found, bias = summarise(q, kv, out, size)
-    assert (found.shape, bias.shape) == ((2, HEADS, -(-tokens // size), DIM), (HEADS, -(-tokens // size)))
+    assert (found.shape, bias.shape) == (
+        (2, HEADS, -(-tokens // size), DIM),
+        (HEADS, -(-tokens // size)),
+    )
     assert bias.dtype == torch.float32
     for head in range(HEADS):
         queries = q[:, head * GROUPS : (head + 1) * GROUPS].flatten(0, 1)
@@ -46,7 +56,8 @@ def test_the_formula_token_by_token(rows: int, tokens: int, size: int, left_out:
             rest = [token for token in chunk.tolist() if token not in out[head].tolist()]
             if not rest:
                 assert bias[head, index] == -torch.inf
-                torch.testing.assert_close(found[:, head, index], kv[:, head, chunk].mean(1))  # for a later choice to weigh
+                # for a later choice to weigh
+                torch.testing.assert_close(found[:, head, index], kv[:, head, chunk].mean(1))
                 continue
             key, value = tangent_by_hand(queries, kv[0, head, rest], kv[1, head, rest])
             wanted = bias_by_hand(queries, kv[0, head, rest], key)
@@ -61,7 +72,9 @@ def test_identical_keys_are_exact_for_any_query(tokens: int, size: int) -> None:
     kv[0] = torch.cat([part[:, :1].expand_as(part) for part in kv[0].split(size, dim=1)], dim=1)
     found, bias = summarise(q, kv, NONE, size)
     later = torch.randn(9, HEADS * GROUPS, DIM) * 5
-    torch.testing.assert_close(attention(later, found, bias), attention(later, kv), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        attention(later, found, bias), attention(later, kv), atol=1e-4, rtol=1e-4
+    )
 
 
 @sizes
@@ -73,7 +86,9 @@ def test_one_row_is_exact_at_itself(tokens: int, size: int) -> None:
     for index in range(found.shape[2]):  # and so is each chunk by itself, mass and output
         one = slice(index, index + 1)
         whole = attention(q, kv[:, :, index * size : (index + 1) * size])
-        torch.testing.assert_close(attention(q, found[:, :, one], bias[:, one]), whole, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            attention(q, found[:, :, one], bias[:, one]), whole, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_a_tangent_errs_in_the_second_order() -> None:
@@ -82,11 +97,15 @@ def test_a_tangent_errs_in_the_second_order() -> None:
     found, bias = summarise(q, kv, NONE, 64)
 
     def error(step: float) -> Tensor:
-        return (attention(q + step * away, found, bias)[1] - attention(q + step * away, kv)[1]).abs()  # of the mass, in logarithms
+        # of the mass, in logarithms
+        return (
+            attention(q + step * away, found, bias)[1] - attention(q + step * away, kv)[1]
+        ).abs()
 
     assert (error(0.5) > 1e-3).all()
     assert (error(0.05) < 0.03 * error(0.5)).all()  # a tenth as far is a hundredth of the error
-    assert (attention(q + away, found, bias)[1] <= attention(q + away, kv)[1]).all()  # convex: a tangent lies below
+    # convex: a tangent lies below
+    assert (attention(q + away, found, bias)[1] <= attention(q + away, kv)[1]).all()
 
 
 def test_selected_and_summarised_tokens_together_are_the_whole() -> None:
@@ -95,8 +114,13 @@ def test_selected_and_summarised_tokens_together_are_the_whole() -> None:
     out = torch.stack([torch.randperm(50)[:20] for _ in range(HEADS)])
     found, bias = summarise(q, kv, out, 16)
     kept = torch.stack([kv[:, head, out[head]] for head in range(HEADS)], dim=1)
-    together, weights = torch.cat((kept, found), dim=2), torch.cat((torch.zeros(HEADS, 20), bias), dim=1)
-    torch.testing.assert_close(attention(q, together, weights), attention(q, kv), atol=1e-5, rtol=1e-5)
+    together, weights = (
+        torch.cat((kept, found), dim=2),
+        torch.cat((torch.zeros(HEADS, 20), bias), dim=1),
+    )
+    torch.testing.assert_close(
+        attention(q, together, weights), attention(q, kv), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_chunks_wholly_left_out_weigh_nothing() -> None:
@@ -122,7 +146,9 @@ def test_some_chunks_are_summarised_as_all_are(tokens: int, size: int) -> None:
 
 @sizes
 def test_any_key_gets_the_mass_it_stands_for(tokens: int, size: int) -> None:
-    """A summary of an older choice: at the rows themselves its key weighs, in the mean of logarithms, what the chunk does."""
+    """A summary of an older choice: at the rows themselves its key weighs, in the mean of
+    logarithms, what the chunk does.
+    """
     q, kv = draw(5, tokens)
     q = q[:, ::GROUPS]
     seen, old = Seen(q, kv[0], 8), torch.randn(HEADS, -(-tokens // size), DIM)
@@ -131,7 +157,9 @@ def test_any_key_gets_the_mass_it_stands_for(tokens: int, size: int) -> None:
         for index, chunk in enumerate(torch.arange(tokens).split(size)):
             scores = q[:, head] @ kv[0, head, chunk].T * DIM**-0.5  # (T, S)
             mine = q[:, head] @ old[head, index] * DIM**-0.5 + bias[head, index]
-            torch.testing.assert_close(mine.mean(), scores.logsumexp(1).mean(), atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(
+                mine.mean(), scores.logsumexp(1).mean(), atol=1e-4, rtol=1e-5
+            )
 
 
 def test_chunks_are_left_out_whole() -> None:
@@ -144,7 +172,8 @@ def test_chunks_are_left_out_whole() -> None:
     assert (by_chunk.weights == 0).sum() == 3 * len(by_chunk.q[0]) * 16
 
 
-@pytest.mark.parametrize("far", [slice(0, 1), slice(0, 3)])  # one row of three whose weights vanish, or all of them
+# one row of three whose weights vanish, or all of them
+@pytest.mark.parametrize("far", [slice(0, 1), slice(0, 3)])
 def test_rows_whose_weights_underflow_have_no_say(far: slice) -> None:
     q, kv = torch.zeros(3, HEADS, DIM), torch.randn(2, HEADS, 32, DIM)
     kv[0, :, :16, 0], kv[0, :, 16:, 0] = 1.0, -1.0
@@ -178,7 +207,9 @@ def test_heads_of_a_slot_may_lie_apart(tokens: int, size: int, dtype: torch.dtyp
     view = slot[:, 1:, 4 : tokens + 4].copy_(kv)
     assert not view.is_contiguous()
     out = torch.stack([torch.randperm(tokens)[:3] for _ in range(HEADS)])
-    for found, wanted in zip(summarise(q, view, out, size), summarise(q, kv, out, size), strict=True):
+    for found, wanted in zip(
+        summarise(q, view, out, size), summarise(q, kv, out, size), strict=True
+    ):
         assert torch.equal(found, wanted)
 
 

@@ -1,4 +1,6 @@
-"""Tiers change where KV lives, never what attention gives; and every byte that crosses the link is counted."""
+"""Tiers change where KV lives, never what attention gives; and every byte that crosses the link is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,25 @@ from offload.link import Copy, Link
 from offload.memory_plan import places
 from offload.store import HostArena
 from offload.tiered import TieredCache
-from support.driving import BLOCK, CAPACITY, LAYOUT, RECENT, TAIL, forward, plain, prefill, text, tiered
+from support.driving import (
+    BLOCK,
+    CAPACITY,
+    LAYOUT,
+    RECENT,
+    TAIL,
+    forward,
+    plain,
+    prefill,
+    text,
+    tiered,
+)
 from support.links import DelayingLink, make_test_link
 
 LAYERS = LAYOUT.layers
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_split = pytest.mark.parametrize("resident", range(LAYERS + 1))
-# rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The boundary moves by 12 tokens.
+# rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The boundary
+# moves by 12 tokens.
 PASSES = [
     (1, 1, None),
     (5, 3, None),
@@ -45,11 +59,15 @@ def boundary_at(length: int) -> int:
 def test_outputs_do_not_depend_on_the_tiers(link: Link, resident: int, slot_heads: int) -> None:
     cache, want = tiered(link, resident, slot_heads=slot_heads), plain()
     prompt = text(50)
-    torch.testing.assert_close(prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5
+    )
     want.advance(50)
     for rows, stand, crop in PASSES * 2:
         tokens = text(rows)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         for each in (cache, want):
             each.advance(stand)
             if crop is not None:
@@ -62,7 +80,9 @@ def test_a_cache_need_not_be_prefilled(link: Link) -> None:
     cache, want = tiered(link, resident=1), plain()
     for rows in [24, 1, 20, 3, 17, 1]:
         tokens = text(rows)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         cache.advance(rows)
         want.advance(rows)
 
@@ -89,7 +109,9 @@ def test_a_pass_given_up_halfway_leaves_nothing_behind(link: Link) -> None:
         for layer, qkv in enumerate(text(rows)[:layers]):
             cache.attend(layer, *qkv, cache.length)
         tokens = text(7)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         cache.advance(7)
         want.advance(7)
 
@@ -99,9 +121,13 @@ def test_a_cache_can_start_over(link: Link) -> None:
     cache = tiered(link, resident=1)
     for length in (70, 30, 90):
         want, prompt, tokens = plain(), text(length), text(5)
-        torch.testing.assert_close(prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5
+        )
         want.advance(length)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         cache.begin(1)  # copies are on their way into the slots that prefill is about to use
         cache.crop(0)
 
@@ -140,23 +166,30 @@ def test_documents_share_an_arena(link: Link) -> None:
         prefill(cache, prompt, chunk=16)
         forward(want, prompt)
         want.advance(capacity - 10)
-        torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+        )
         cache.begin(1)  # its copies are on their way when the next document begins
     assert arena.nbytes == LAYOUT.bytes(120, LAYERS - 1)
 
 
 @every_link
 @pytest.mark.parametrize("prompt", [3, 17, 50, 53, 65])
-def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(link: Link, prompt: int) -> None:
+def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
+    link: Link, prompt: int
+) -> None:
     cache, want, boundary = tiered(link, resident=1), plain(), boundary_at(prompt)
     tokens = text(prompt)
     prefill(cache, tokens, chunk=16)
-    stored = cache._store.kv[:, :, :, :boundary].clone()  # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
+    # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
+    stored = cache._store.kv[:, :, :, :boundary].clone()
     tail = cache._tail[:, :, :, : prompt - boundary]
     forward(want, tokens)
     want.advance(prompt)
     assert cache.boundary == boundary
-    torch.testing.assert_close(torch.cat((stored, tail), dim=3).transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.cat((stored, tail), dim=3).transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6, 32, 40])
@@ -169,23 +202,45 @@ def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> 
         gaps = [after - before for before, after in pairwise([*near, layers])]
         assert max(gaps, default=0) - min(gaps, default=0) <= 1
         for kind in (True, False):
-            assert [index for here, index in found if here == kind] == list(range(sum(here == kind for here, _ in found)))
+            assert [index for here, index in found if here == kind] == list(
+                range(sum(here == kind for here, _ in found))
+            )
 
 
 @every_link
 @pytest.mark.parametrize(("recent", "block"), [(0, 1), (0, 12), (7, 1), (5, 12), (30, 4)])
-def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(link: Link, recent: int, block: int) -> None:
+def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(
+    link: Link, recent: int, block: int
+) -> None:
     cache, want = tiered(link, 2, recent, block), plain()
-    for rows, stand in [(7, 7), (1, 1), (24, 24), (24, 2), (5, 0), (3, 3), (24, 24), (24, 24), (1, 1), (9, 9)]:
+    for rows, stand in [
+        (7, 7),
+        (1, 1),
+        (24, 24),
+        (24, 2),
+        (5, 0),
+        (3, 3),
+        (24, 24),
+        (24, 24),
+        (1, 1),
+        (9, 9),
+    ]:
         tokens, before = text(rows), cache.boundary
         out = forward(cache, tokens)
         assert cache.boundary == max(0, (cache.length - recent) // block * block) >= before
         torch.testing.assert_close(out, forward(want, tokens), atol=1e-5, rtol=1e-5)
         for each in (cache, want):
             each.advance(stand)
-        assert cache.boundary == max(0, (cache.length - stand - recent) // block * block)  # until the next pass begins
+        # until the next pass begins
+        assert cache.boundary == max(0, (cache.length - stand - recent) // block * block)
         link.drain()
-        both = torch.cat((cache._store.kv[:, :, :, : cache.boundary], cache._tail[:, :, :, : cache.length - cache.boundary]), dim=3)
+        both = torch.cat(
+            (
+                cache._store.kv[:, :, :, : cache.boundary],
+                cache._tail[:, :, :, : cache.length - cache.boundary],
+            ),
+            dim=3,
+        )
         torch.testing.assert_close(both.transpose(2, 3), want.kv[1::2], atol=1e-5, rtol=1e-5)
     assert cache.boundary >= 48
 
@@ -205,7 +260,10 @@ def test_bytes_over_the_link(link: Link, resident: int, prompt: int) -> None:
         forward(cache, text(rows))
         cache.advance(stand)
         # every token of the prefix left once, whether prefill wrote it or a later pass
-        assert (cache.traffic.link_in, cache.traffic.link_out) == (came, LAYOUT.bytes(boundary, far))
+        assert (cache.traffic.link_in, cache.traffic.link_out) == (
+            came,
+            LAYOUT.bytes(boundary, far),
+        )
     assert boundary > boundary_at(prompt)  # it moved on the way
 
 
@@ -224,7 +282,8 @@ def test_bytes_attended(link: Link, resident: int) -> None:
 @pytest.mark.parametrize("link", ["emulated"], indirect=True)
 def test_device_bytes(link: Link, resident: int) -> None:
     cache, far = tiered(link, resident), LAYERS - resident
-    ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4 if far else 0  # 3 slots of keys and values of 2 heads
+    # 3 slots of keys and values of 2 heads
+    ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4 if far else 0
     assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + LAYOUT.bytes(TAIL, far) + ring
 
 
@@ -233,7 +292,9 @@ def test_bfloat16_agrees_with_plain_arithmetic() -> None:
     link = make_test_link("delaying")
     cache, want = tiered(link, 1, layout=layout), plain(layout)
     prompt, tokens = text(60, layout), text(9, layout)
-    torch.testing.assert_close(prefill(cache, prompt, 16), forward(want, prompt), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        prefill(cache, prompt, 16), forward(want, prompt), atol=2e-2, rtol=2e-2
+    )
     want.advance(60)
     torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=2e-2, rtol=2e-2)
     link.close()
@@ -241,7 +302,10 @@ def test_bfloat16_agrees_with_plain_arithmetic() -> None:
 
 def test_refusals() -> None:
     cache = tiered(make_test_link("view"), resident=1)
-    with pytest.raises(ValueError, match="does not fit a cache of 200"), cache.prefill(CAPACITY + 1):
+    with (
+        pytest.raises(ValueError, match="does not fit a cache of 200"),
+        cache.prefill(CAPACITY + 1),
+    ):
         pass
     with pytest.raises(ValueError, match=f"do not fit a buffer of {TAIL}"):
         forward(cache, text(TAIL + 1))

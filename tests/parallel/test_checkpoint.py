@@ -59,7 +59,12 @@ def refuse(folder: Path, error: type[Exception], *parts: str, group: Group | Non
 def test_no_weights(copy: Copy) -> None:
     folder = copy()
     (folder / "model.safetensors").unlink()
-    refuse(folder, CheckpointError, str(folder), "has no weights: model.safetensors (or its index) is missing")
+    refuse(
+        folder,
+        CheckpointError,
+        str(folder),
+        "has no weights: model.safetensors (or its index) is missing",
+    )
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
@@ -73,10 +78,18 @@ def test_pickled_weights(copy: Copy, name: str) -> None:
 def test_a_truncated_file(copy: Copy, keep: int) -> None:
     path = copy() / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    refuse(path.parent, CheckpointError, str(path), "is not a complete safetensors file", "Fetch it again")
+    refuse(
+        path.parent,
+        CheckpointError,
+        str(path),
+        "is not a complete safetensors file",
+        "Fetch it again",
+    )
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
+)
 def test_a_missing_tensor(copy: Copy, name: str) -> None:
     folder = edit_weights(copy(), lambda tensors: tensors.pop(name))
     refuse(folder, CheckpointError, f"tensor {name} is missing; the checkpoint has 29 tensors")
@@ -87,15 +100,28 @@ def test_a_missing_bias(copy: Copy) -> None:
     refuse(folder, CheckpointError, "model.layers.0.self_attn.q_proj.bias is missing")
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.self_attn.k_proj.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.2.self_attn.k_proj.weight"]
+)
 def test_a_wrong_shape(copy: Copy, name: str) -> None:
     folder = edit_weights(copy(), lambda tensors: tensors.update({name: torch.zeros(7, 32)}))
-    refuse(folder, CheckpointError, f"model.safetensors: tensor {name} has shape (7, 32), but config.json implies (")
+    refuse(
+        folder,
+        CheckpointError,
+        f"model.safetensors: tensor {name} has shape (7, 32), but config.json implies (",
+    )
 
 
 def test_weights_of_another_kind(copy: Copy) -> None:
-    folder = edit_weights(copy(), lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}))
-    refuse(folder, CheckpointError, "tensor model.norm.weight is I8; only BF16, F16, F32 weights are read")
+    folder = edit_weights(
+        copy(),
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
+    )
+    refuse(
+        folder,
+        CheckpointError,
+        "tensor model.norm.weight is I8; only BF16, F16, F32 weights are read",
+    )
 
 
 def test_a_missing_shard(copy: Copy) -> None:
@@ -105,11 +131,19 @@ def test_a_missing_shard(copy: Copy) -> None:
     refuse(folder, CheckpointError, f"1 weight files are missing, first {shards[1].name}")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": {"a": 1}}'],
+)
 def test_a_broken_index(copy: Copy, text: str) -> None:
     folder = copy(max_shard_size="10KB")
     (folder / "model.safetensors.index.json").write_text(text)
-    refuse(folder, CheckpointError, "model.safetensors.index.json is not a readable weight index", "Fetch it again")
+    refuse(
+        folder,
+        CheckpointError,
+        "model.safetensors.index.json is not a readable weight index",
+        "Fetch it again",
+    )
 
 
 def test_an_index_that_forgets_a_tensor(copy: Copy) -> None:
@@ -126,7 +160,9 @@ def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
     folder = copy()
     found = Checkpoint(folder).tensor("model.norm.weight", (32,))
     (folder / "model.safetensors").write_bytes(b"gone")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor model\.norm\.weight cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: tensor model\.norm\.weight cannot be read"
+    ):
         found[:]
 
 
@@ -134,7 +170,9 @@ def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
 def test_a_broken_config(copy: Copy, text: str) -> None:
     folder = copy()
     if text == "layers":
-        text = json.dumps({**json.loads((folder / "config.json").read_text()), "num_hidden_layers": "many"})
+        text = json.dumps(
+            {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": "many"}
+        )
     (folder / "config.json").write_text(text)
     refuse(folder, ConfigError, "config.json cannot be read")
     (folder / "config.json").unlink()
@@ -144,16 +182,35 @@ def test_a_broken_config(copy: Copy, text: str) -> None:
 def test_a_config_with_gaps(copy: Copy) -> None:
     """transformers would put Llama-2-7B's numbers in their place."""
     folder = copy()
-    (folder / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 99}')
-    refuse(folder, ConfigError, "config.json lacks hidden_size, num_attention_heads, intermediate_size: it does not say")
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 2, "vocab_size": 99}'
+    )
+    refuse(
+        folder,
+        ConfigError,
+        "config.json lacks hidden_size, num_attention_heads, intermediate_size: it does not say",
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "family": ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported are llama, mistral, qwen2"),
+    "family": (
+        {"model_type": "gpt2"},
+        "model_type 'gpt2' is not supported; supported are llama, mistral, qwen2",
+    ),
     "activation": ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
     "longrope": (
-        {"rope_parameters": rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64)},
-        "RoPE type 'longrope' is not supported; supported are default, linear, dynamic, yarn, llama3",
+        {
+            "rope_parameters": rope(
+                "longrope",
+                short_factor=[1.0] * 4,
+                long_factor=[2.0] * 4,
+                original_max_position_embeddings=64,
+            )
+        },
+        (
+            "RoPE type 'longrope' is not supported; supported are default, linear, dynamic, yarn, "
+            "llama3"
+        ),
     ),
     "heads": ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 key/value heads"),
     "nothing": ({"num_hidden_layers": 0}, "layers = 0; it must be a whole number of at least 1"),
@@ -176,16 +233,32 @@ def test_sliding_windows(copy: Copy) -> None:
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_heads_that_do_not_divide(copy: Copy, ranks: int) -> None:
     folder = copy()
-    refuse(folder, ConfigError, f"2 key/value heads cannot be split over {ranks} ranks", group=Group(0, ranks))
+    refuse(
+        folder,
+        ConfigError,
+        f"2 key/value heads cannot be split over {ranks} ranks",
+        group=Group(0, ranks),
+    )
 
 
 def test_dtypes(checkpoint: Callable[..., Path], copy: Copy) -> None:
     half = checkpoint(dtype=torch.float16)
-    assert load_model(half, Group()).embed.weight.dtype == torch.float32  # a CPU takes float16 as float32, unrounded
+    # a CPU takes float16 as float32, unrounded
+    assert load_model(half, Group()).embed.weight.dtype == torch.float32
     assert load_model(half, Group(), "bfloat16").embed.weight.dtype == torch.bfloat16
-    assert load_model(checkpoint(dtype=torch.bfloat16), Group()).embed.weight.dtype == torch.bfloat16
+    assert (
+        load_model(checkpoint(dtype=torch.bfloat16), Group()).embed.weight.dtype == torch.bfloat16
+    )
     unsaid = copy(dtype=torch.bfloat16)
     path = unsaid / "config.json"
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if "dtype" not in key}))
+    path.write_text(
+        json.dumps(
+            {
+                key: value
+                for key, value in json.loads(path.read_text()).items()
+                if "dtype" not in key
+            }
+        )
+    )
     assert ModelConfig.from_pretrained(unsaid).dtype is None
     assert load_model(unsaid, Group()).embed.weight.dtype == torch.bfloat16  # what the tensors are

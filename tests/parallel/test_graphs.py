@@ -1,4 +1,6 @@
-"""Recordings: made when a kind of pass has come often, compared before they are trusted, and used on all ranks or on none."""
+"""Recordings: made when a kind of pass has come often, compared before they are trusted, and used
+on all ranks or on none.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def compared(replay: Replay, model: Llama, passes: int) -> None:
         (not_a_number, "off by nan"),
     ],
 )
-def test_a_recording_is_compared_before_it_is_trusted(record: Any, why: str | None, draft: Llama) -> None:
+def test_a_recording_is_compared_before_it_is_trusted(
+    record: Any, why: str | None, draft: Llama
+) -> None:
     replay = Replay(True, Scripted(record), USES)
     compared(replay, draft, 40)
     counts = replay.counts
@@ -125,16 +129,21 @@ def test_what_was_recorded_is_what_runs(draft: Llama, monkeypatch: pytest.Monkey
 
     replay, cache = Replay(True, Scripted(counting), USES), streaming(draft)
     whole = Llama.forward
-    monkeypatch.setattr(Llama, "forward", lambda *arguments: launched.append(1) or whole(*arguments))
+    monkeypatch.setattr(
+        Llama, "forward", lambda *arguments: launched.append(1) or whole(*arguments)
+    )
     for seed in range(10):
         replay(draft, random_tokens(1, seed=seed), cache, 1)
         cache.advance(1)
     assert len(replayed) == 10 - USES  # one of them to be compared
-    assert len(launched) == (USES - 1) + 1 + (1 + 1 + 1) + (10 - USES - 1)  # as they are, recorded, compared, within replays
+    # as they are, recorded, compared, within replays
+    assert len(launched) == (USES - 1) + 1 + (1 + 1 + 1) + (10 - USES - 1)
 
 
 def test_it_is_compared_where_it_was_not_made(draft: Llama) -> None:
-    """A draft that was rejected whole makes the next pass at the same place, where what is baked in does not show."""
+    """A draft that was rejected whole makes the next pass at the same place, where what is baked in
+    does not show.
+    """
     replay, cache = Replay(True, Scripted(baked), USES), streaming(draft)
     for seed in range(USES + 5):
         replay(draft, random_tokens(1, seed=seed), cache, 1)
@@ -180,7 +189,11 @@ def test_logits_outlive_the_next_pass(draft: Llama) -> None:
 
 def test_long_passes_and_other_caches_go_as_they_are(draft: Llama) -> None:
     recorder = Scripted(impossible)
-    replay, cache, whole = Replay(True, recorder, 1), streaming(draft), tiered(make_test_link("view"), 2)
+    replay, cache, whole = (
+        Replay(True, recorder, 1),
+        streaming(draft),
+        tiered(make_test_link("view"), 2),
+    )
     for _ in range(3):
         replay(draft, random_tokens(parallel.graphs.MOST_ROWS + 1), cache, 1)
     assert recorder.made == 0
@@ -215,10 +228,17 @@ def demo() -> Pair:
 
 @pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
 @pytest.mark.parametrize("budget", [300, 4096])
-def test_every_level_proposes_the_same(mode: str, budget: int, demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_level_proposes_the_same(
+    mode: str, budget: int, demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy text would be the target's whatever is proposed; what stood of it would not."""
     monkeypatch.setattr(parallel.graphs, "USES", 2)
-    choices: dict[str, Any] = {"budget": budget, "link": "emulated:4", "resident_layers": 1, "device_memory": 1 << 30}
+    choices: dict[str, Any] = {
+        "budget": budget,
+        "link": "emulated:4",
+        "resident_layers": 1,
+        "device_memory": 1 << 30,
+    }
     choices |= {"draft_length": 7, "inner_length": 3, "lookup": 0}
     runs = []
     for graphs in (True, False):
@@ -230,7 +250,12 @@ def test_every_level_proposes_the_same(mode: str, budget: int, demo: Pair, monke
                 assert (kinds["refused"], kinds["why"]) == (0, None)
             else:
                 assert kinds is None
-            runs.append((text, [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels]))
+            runs.append(
+                (
+                    text,
+                    [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels],
+                )
+            )
     assert runs[0] == runs[1]
 
 
@@ -284,7 +309,9 @@ def test_nobody_captures_what_one_rank_will_not(breaks: int) -> None:
 
 
 @pytest.mark.parametrize(("fails", "record"), [(0, impossible), (1, impossible), (1, not_a_number)])
-def test_what_one_rank_cannot_record_no_rank_replays(fails: int, record: Callable[[Made], Made]) -> None:
+def test_what_one_rank_cannot_record_no_rank_replays(
+    fails: int, record: Callable[[Made], Made]
+) -> None:
     """Ranks that replayed and ranks that did not would take each other's sums."""
     for counts in run_ranks(2, failing_on_one, fails, record):
         assert (counts["replayed"], counts["refused"]) == (0, 2)

@@ -1,4 +1,6 @@
-"""The process group: collectives that agree with arithmetic, errors that all ranks share, and a lost rank that is named."""
+"""The process group: collectives that agree with arithmetic, errors that all ranks share, and a
+lost rank that is named.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_collectives() -> None:
         assert torch.equal(found["reduced"], x * 3)
         assert torch.equal(found["halves"], x.bfloat16() * 3)
         assert torch.equal(found["gathered"], torch.cat((x, x + 10), dim=1))
-        assert torch.equal(found["columns"], torch.cat((x, x + 10)).t().unflatten(1, (2, 2)).flatten(1))
+        assert torch.equal(
+            found["columns"], torch.cat((x, x + 10)).t().unflatten(1, (2, 2)).flatten(1)
+        )
         assert found["value"] == {"text": "from 0"}
         assert found["numbers"] == [3, -1, 2**40]
         assert found["errors"] == [None, (FitError, "one"), (CheckpointError, "zero")]

@@ -17,7 +17,9 @@ from support.models import build_checkpoint
 
 
 def load_and_watch(folder: Path, warm: Path) -> tuple[int, int]:
-    """Loads `folder` as rank 0 of 2; returns the bytes of its share, and by how much resident memory rose at most meanwhile."""
+    """Loads `folder` as rank 0 of 2; returns the bytes of its share, and by how much resident
+    memory rose at most meanwhile.
+    """
     group, process = Group(rank=0, size=2), psutil.Process()
     load_model(warm, group)  # what a first load imports is not the weights'
     before, highest, done = process.memory_info().rss, 0, threading.Event()
@@ -37,11 +39,20 @@ def load_and_watch(folder: Path, warm: Path) -> tuple[int, int]:
 
 
 def test_peak_memory_is_the_ranks_share(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12, "vocab_size": 4000}
-    folder = build_checkpoint(tmp_path / "large", num_key_value_heads=12, max_shard_size="80MB", **sizes)
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "vocab_size": 4000,
+    }
+    folder = build_checkpoint(
+        tmp_path / "large", num_key_value_heads=12, max_shard_size="80MB", **sizes
+    )
     total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert 150e6 < total < 250e6
-    [(share, peak)] = run_ranks(1, load_and_watch, folder, build_checkpoint(tmp_path / "small"))  # in a fresh process
+    # in a fresh process
+    [(share, peak)] = run_ranks(1, load_and_watch, folder, build_checkpoint(tmp_path / "small"))
     assert 0.49 * total < share < 0.52 * total
     assert peak <= 1.3 * share
 

@@ -1,4 +1,6 @@
-"""Ranks that follow: whatever rank 0 does with its caches between passes, its logits are those of one rank alone."""
+"""Ranks that follow: whatever rank 0 does with its caches between passes, its logits are those of
+one rank alone.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,35 @@ PROMPT, NEW, MOST = 60, 40, 10
 
 
 def caches_of(model: Llama) -> list[Sharded]:
-    """A target's cache over two tiers, and the retrieval cache that follows it and is chosen anew at every verification."""
-    layout, link = model.config.kv_layout(model.group.size, torch.float32), make_test_link("emulated")
+    """A target's cache over two tiers, and the retrieval cache that follows it and is chosen anew
+    at every verification.
+    """
+    layout, link = (
+        model.config.kv_layout(model.group.size, torch.float32),
+        make_test_link("emulated"),
+    )
     rotary = model.config.rotary(PROMPT, PROMPT + NEW, torch.float32, CPU)
     shape = RetrievalShape.of(24, 4, None, PROMPT + NEW, MOST, NEW)
-    target = TieredCache(layout, PROMPT + NEW, 1, link, rotary, HostArena(link, torch.float32), shape.window, shape.block, MOST)
+    target = TieredCache(
+        layout,
+        PROMPT + NEW,
+        1,
+        link,
+        rotary,
+        HostArena(link, torch.float32),
+        shape.window,
+        shape.block,
+        MOST,
+    )
     retrieval = RetrievalCache(layout, shape, POLICIES["mass"](), rotary, CPU)
     target.followers.append(retrieval)
     return [(model, target), (model, retrieval)]
 
 
 def lead(sharded: list[Sharded]) -> list[Tensor]:
-    """Rounds as a decoder makes them: short drafts on the retrieval cache, a verification, a verdict; then one given up."""
+    """Rounds as a decoder makes them: short drafts on the retrieval cache, a verification, a
+    verdict; then one given up.
+    """
     (_, target), (_, retrieval) = sharded
     leader, logits = PassLeader(sharded, MOST), []
     for seed, stand in enumerate([4, 0, 2, 3, 1]):
@@ -79,5 +98,6 @@ def test_followers_keep_step(checkpoint: Callable[..., Path]) -> None:
     assert len(led) == len(alone) == 2 * (1 + 5 * 4)
     for found, wanted in zip(led, alone, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-    assert bytes_led == bytes_followed == [count // 2 for count in bytes_alone]  # each rank its own heads over its own link
+    # each rank its own heads over its own link
+    assert bytes_led == bytes_followed == [count // 2 for count in bytes_alone]
     assert bytes_alone[0] > 0

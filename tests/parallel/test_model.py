@@ -1,4 +1,6 @@
-"""Our Llama is transformers' Llama, for every family, bias and RoPE; whatever the cache, the pass or the number of ranks."""
+"""Our Llama is transformers' Llama, for every family, bias and RoPE; whatever the cache, the pass
+or the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -36,29 +38,52 @@ MODELS: dict[str, dict[str, Any]] = {
     "norm-eps": {"rms_norm_eps": 0.1},
     "theta": {"rope_parameters": rope("default", theta=500_000.0)},
     "linear": {"rope_parameters": rope("linear", factor=4.0)},
-    "dynamic-short": {"rope_parameters": rope("dynamic", factor=4.0), "max_position_embeddings": 128},
+    "dynamic-short": {
+        "rope_parameters": rope("dynamic", factor=4.0),
+        "max_position_embeddings": 128,
+    },
     "dynamic-long": {"rope_parameters": rope("dynamic", factor=4.0), "max_position_embeddings": 32},
     "yarn": {"rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=64)},
     "yarn-factors": {
         "rope_parameters": rope(
-            "yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.3, beta_fast=16, beta_slow=2
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            attention_factor=1.3,
+            beta_fast=16,
+            beta_slow=2,
         )
     },
     "llama3": {
         "rope_parameters": rope(
-            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
         )
     },
     "mistral": {"family": "mistral", "sliding_window": None},
     "mistral-head-dim": {"family": "mistral", "sliding_window": None, "head_dim": 16},
-    "qwen2-yarn": {"family": "qwen2", "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64)},
+    "qwen2-yarn": {
+        "family": "qwen2",
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    },
     "sharded": {"max_shard_size": "10KB"},
 }
 Checkpoints = Callable[..., Path]
 
 
-def resident(model: Llama, tokens: int, link: Link | None = None, resident_layers: int | None = None, **sizes: int) -> TieredCache:
-    """A cache for a text of `tokens` tokens; all of its layers on the device unless said otherwise."""
+def resident(
+    model: Llama,
+    tokens: int,
+    link: Link | None = None,
+    resident_layers: int | None = None,
+    **sizes: int,
+) -> TieredCache:
+    """A cache for a text of `tokens` tokens; all of its layers on the device unless said
+    otherwise.
+    """
     link = link or make_test_link("view")
     layout = model.config.kv_layout(model.group.size, torch.float32)
     count = layout.layers if resident_layers is None else resident_layers
@@ -95,7 +120,9 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
 
 @pytest.mark.parametrize("name", ["gqa", "qkv-bias", "yarn", "dynamic-long"])
 @pytest.mark.parametrize("chunk", [1, 32, 90, 1000])
-def test_layer_major_prefill_is_token_major_prefill(checkpoint: Checkpoints, name: str, chunk: int) -> None:
+def test_layer_major_prefill_is_token_major_prefill(
+    checkpoint: Checkpoints, name: str, chunk: int
+) -> None:
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
     model, seen = load_model(folder, Group()), []
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
@@ -106,15 +133,19 @@ def test_layer_major_prefill_is_token_major_prefill(checkpoint: Checkpoints, nam
     close(all_rows, reference_logits(folder, tokens))
     close(last, all_rows[-1:])
     more = random_tokens(5, seed=1)
-    close(model(more, cache, 5), model(more, other, 5))  # both went on from the same keys and values
+    # both went on from the same keys and values
+    close(model(more, cache, 5), model(more, other, 5))
     assert seen[-1] == (TOKENS * 3, TOKENS * 3)
     assert seen == sorted(seen)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
-@pytest.mark.parametrize(("layers", "late"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])  # of 2, the second is the last layer
+# of 2, the second is the last layer
+@pytest.mark.parametrize(("layers", "late"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])
 @pytest.mark.parametrize("chunk", [25, 60])
-def test_tiers_do_not_change_logits(checkpoint: Checkpoints, link: Link, layers: int, late: int, chunk: int) -> None:
+def test_tiers_do_not_change_logits(
+    checkpoint: Checkpoints, link: Link, layers: int, late: int, chunk: int
+) -> None:
     late = late if link.copies else 0
     folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
     model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
@@ -145,7 +176,8 @@ def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
     exact = reference_logits(folder, tokens)
     ours = (model(tokens, cache, TOKENS) - exact).abs().mean()
     theirs = (reference_logits(folder, tokens, torch.bfloat16) - exact).abs().mean()
-    assert ours < 1.5 * theirs  # no further from the float32 truth than transformers in the same dtype
+    # no further from the float32 truth than transformers in the same dtype
+    assert ours < 1.5 * theirs
 
 
 def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
@@ -158,8 +190,12 @@ def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
         with cache.prefill(60):
             last = model.prefill(tokens[:60], cache, 25)
         rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])
-        sizes = torch.tensor([sum(parameter.numel() for parameter in model.parameters()), cache.layout.heads])
-        results.append({"whole": in_one_pass(model, tokens), "last": last, "rest": rest, "sizes": sizes})
+        sizes = torch.tensor(
+            [sum(parameter.numel() for parameter in model.parameters()), cache.layout.heads]
+        )
+        results.append(
+            {"whole": in_one_pass(model, tokens), "last": last, "rest": rest, "sizes": sizes}
+        )
         link.close()
     return results
 
@@ -210,12 +246,18 @@ def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoi
         model.prefill(random_tokens(TOKENS), cache, TOKENS // 5)
     events, chunks = group.events, 5
     assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
-    busy = [number for number in range(2 * chunks) if events.index(("wait", number)) > events.index(("start", number)) + 1]
+    busy = [
+        number
+        for number in range(2 * chunks)
+        if events.index(("wait", number)) > events.index(("start", number)) + 1
+    ]
     assert len(busy) >= 2 * chunks - 2  # all but those of the last chunk
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 6)])
-def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(checkpoint: Checkpoints, chunk: int, rows: int) -> None:
+def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
+    checkpoint: Checkpoints, chunk: int, rows: int
+) -> None:
     model = load_model(checkpoint(), Group(), "float32")
     cache, attended = resident(model, TOKENS), Counter()
     attend = cache.attend

@@ -1,11 +1,14 @@
 """A stand-in for a GPU: this project's CUDA code, run on a CPU with real numbers.
 
-`standin()` makes torch say that there are GPUs. Tensors on them are of a type of their own, which computes in host memory what a
-GPU would, and refuses what a GPU refuses: tensors of two devices in one operation, kernels that only CPUs have, host waits while a
-graph is captured. Streams are clocks: accesses to the same memory that nothing orders are a Race, memory that is freed while
-another stream may use it is a fault. Captured graphs bake what CUDA graphs bake. Fresh memory holds NaN.
+`standin()` makes torch say that there are GPUs. Tensors on them are of a type of their own, which
+computes in host memory what a GPU would, and refuses what a GPU refuses: tensors of two devices in
+one operation, kernels that only CPUs have, host waits while a graph is captured. Streams are
+clocks: accesses to the same memory that nothing orders are a Race, memory that is freed while
+another stream may use it is a fault. Captured graphs bake what CUDA graphs bake. Fresh memory holds
+NaN.
 
-What it cannot tell: anything about time, CUDA's own kernels and their rounding, NCCL, the driver, or memory cut into pieces.
+What it cannot tell: anything about time, CUDA's own kernels and their rounding, NCCL, the driver,
+or memory cut into pieces.
 """
 
 from __future__ import annotations
@@ -85,10 +88,14 @@ def _generator(real: Any) -> Any:
 
 
 def _guard() -> None:
-    """Let torch's C++ change to a GPU and back. It asks a table how, in which a CPU build has no entry: as for the meta device."""
+    """Let torch's C++ change to a GPU and back. It asks a table how, in which a CPU build has no
+    entry: as for the meta device.
+    """
     torch._C._ensureCUDADeviceGuardSet()  # which does so in a CUDA build that finds no GPU
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * (_META + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    guards = (ctypes.c_void_p * (_META + 1)).in_dll(
+        library, "_ZN3c104impl26device_guard_impl_registryE"
+    )
     guards[_CUDA] = guards[_CUDA] or guards[_META]
 
 
@@ -111,7 +118,10 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "set_device": lambda device: setattr(machine, "chosen", torch.device(device).index),
         "get_device_name": lambda device=None: "a stand-in",
         "get_device_properties": lambda device: SimpleNamespace(
-            total_memory=machine.memory, pci_domain_id=0, pci_bus_id=machine.index + 1, pci_device_id=0
+            total_memory=machine.memory,
+            pci_domain_id=0,
+            pci_bus_id=machine.index + 1,
+            pci_device_id=0,
         ),
         "Stream": stream_type,
         "stream": stream,
@@ -129,7 +139,9 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
         "memory_allocated": lambda device=None: machine.allocated,
         "max_memory_allocated": lambda device=None: machine.peak,
         "reset_peak_memory_stats": lambda device=None: setattr(machine, "peak", machine.allocated),
-        "set_per_process_memory_fraction": lambda share, device=None: setattr(machine, "limit", int(share * machine.memory)),
+        "set_per_process_memory_fraction": lambda share, device=None: setattr(
+            machine, "limit", int(share * machine.memory)
+        ),
         "empty_cache": machine.empty_cache,
     }
     for name, value in cuda.items():
@@ -137,7 +149,11 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "Generator", _generator(torch.Generator)
     yield torch._C, "_cuda_endAllocateToPool", lambda device, pool: setattr(machine, "stuck", False)
     yield dist, "init_process_group", _joined(dist.init_process_group, machine)
-    yield dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl" if machine.nccl_joined else "cpu:gloo,cuda:gloo"
+    yield (
+        dist,
+        "get_backend_config",
+        lambda group=None: "cpu:gloo,cuda:nccl" if machine.nccl_joined else "cpu:gloo,cuda:gloo",
+    )
     yield dist, "all_reduce", _all_reduce(dist.all_reduce, machine)
 
 
@@ -159,14 +175,17 @@ def _all_reduce(real: Any, machine: Machine) -> Callable[..., Any]:
 
 @contextmanager
 def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[Machine]:
-    """The GPU `index` of this process, with so many bytes of memory. On leaving, faults are raised as a Race."""
+    """The GPU `index` of this process, with so many bytes of memory. On leaving, faults are raised
+    as a Race.
+    """
     _guard()
     machine = Machine(index, memory)
     with ExitStack() as stack:
         for owner, name, value in _patches(machine, gpus):
             stack.enter_context(patch.object(owner, name, value))
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
-        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes its result on the host, and has it moved like any other
+        # torch.tensor makes its result on the host, and has it moved like any other
+        torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(OnGpu(machine))
         yield machine
     gc.collect()
@@ -176,7 +195,9 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
 
 @contextmanager
 def gpu_or_standin() -> Iterator[Machine | None]:
-    """The GPUs of this machine if it has any; else one of two stand-ins, for a rank the one with its local number."""
+    """The GPUs of this machine if it has any; else one of two stand-ins, for a rank the one with
+    its local number.
+    """
     if torch.cuda.is_available():
         yield None
         return

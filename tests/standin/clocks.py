@@ -1,4 +1,6 @@
-"""What happens before what: streams, the host, and the memory they share, by vector clocks (as torch's CUDA sanitizer)."""
+"""What happens before what: streams, the host, and the memory they share, by vector clocks (as
+torch's CUDA sanitizer).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class Race(AssertionError):
 
 
 class Timeline:
-    """The host, or a stream. Its steps are numbered; `seen` says how many steps of each other one are done before its next."""
+    """The host, or a stream. Its steps are numbered; `seen` says how many steps of each other one
+    are done before its next.
+    """
 
     def __init__(self, name: str):
         self.name, self.steps = name, 0
@@ -60,7 +64,10 @@ class Block:
                     break
                 if (write or access.write) and overlap(access.region, region):
                     kinds = tuple("writes" if each else "reads" for each in (write, access.write))
-                    raise Race(f"{timeline.name}: {what} {kinds[0]} {self.name} that {other.name}: {access.what} {kinds[1]}")
+                    raise Race(
+                        f"{timeline.name}: {what} {kinds[0]} {self.name} that {other.name}: "
+                        f"{access.what} {kinds[1]}"
+                    )
         self.accesses.setdefault(timeline, []).append(Access(timeline.steps, write, region, what))
 
     def pending(self, *timelines: Timeline) -> str | None:
@@ -88,4 +95,6 @@ def overlap(one: Region, other: Region) -> bool:
 
 def _ends(region: Region) -> tuple[int, int]:
     offset, sizes, strides = region
-    return offset, offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return offset, offset + sum(
+        (size - 1) * stride for size, stride in zip(sizes, strides, strict=True)
+    )

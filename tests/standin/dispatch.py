@@ -1,4 +1,6 @@
-"""What becomes of every operation: on the host, on the device, between the two, or between devices."""
+"""What becomes of every operation: on the host, on the device, between the two, or between
+devices.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ class OnGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in KERNELS and func.namespace == "aten" and func.has_kernel_for_dispatch_key(_COMPOSITE):
+        if (
+            func not in KERNELS
+            and func.namespace == "aten"
+            and func.has_kernel_for_dispatch_key(_COMPOSITE)
+        ):
             with self:
                 return func.decompose(*args, **kwargs)
         if func in (aten.is_pinned.default, aten._pin_memory.default):
@@ -43,11 +49,16 @@ class OnGpu(TorchDispatchMode):
             return self._on_host(func, tensors, args, kwargs)
         for x in tensors:
             if not isinstance(x, GpuTensor) and x.dim():
-                raise RuntimeError(f"{func}: Expected all tensors to be on the same device, found {x.device} and a GPU")
+                raise RuntimeError(
+                    f"{func}: Expected all tensors to be on the same device, found {x.device} and "
+                    "a GPU"
+                )
         if device is not None and not self._is_gpu(device):
             raise RuntimeError(f"{func}: from a GPU to {device}")
         if func in CPU_ONLY or not known(func):
-            raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend.")
+            raise NotImplementedError(
+                f"Could not run '{func}' with arguments from the 'CUDA' backend."
+            )
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
         return self._launch(func, args, kwargs)
@@ -74,11 +85,15 @@ class OnGpu(TorchDispatchMode):
         written = mutated(func, args, kwargs)
         targets = {id(x) for x in written}
         accesses: list[Use] = [
-            (x.block, region_of(x), id(x) in targets) for x in tensors_in((args, kwargs)) if isinstance(x, GpuTensor)
+            (x.block, region_of(x), id(x) in targets)
+            for x in tensors_in((args, kwargs))
+            if isinstance(x, GpuTensor)
         ]
         kernel = KERNELS.get(func, func)
         if machine.capture is not None:
-            out = machine.capture.add(str(func), accesses, kernel, inner_args, inner_kwargs, bool(written))
+            out = machine.capture.add(
+                str(func), accesses, kernel, inner_args, inner_kwargs, bool(written)
+            )
         else:
             out = machine.run(str(func), accesses, lambda: kernel(*inner_args, **inner_kwargs))
         if written:
@@ -88,16 +103,23 @@ class OnGpu(TorchDispatchMode):
         return self._new(out, func)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """On NCCL's stream, behind the current one, which waits for it at once unless the call is asynchronous."""
+        """On NCCL's stream, behind the current one, which waits for it at once unless the call is
+        asynchronous.
+        """
         machine, names = self.machine, [each.name for each in func._schema.arguments]
-        accesses: list[Use] = [(x.block, region_of(x), True) for x in tensors_in(args) if isinstance(x, GpuTensor)]
+        accesses: list[Use] = [
+            (x.block, region_of(x), True) for x in tensors_in(args) if isinstance(x, GpuTensor)
+        ]
         here, machine.current = machine.current, machine.nccl
         machine.nccl.after(here.mark())
         inner, named = unwrapped(args), unwrapped(kwargs)
         try:
             if machine.capture is not None:
-                machine.capture.add(str(func), accesses, lambda: func(*inner, **named)[-1].wait(), (), {}, True)
-                *_, work = func(*copied(inner), **named)  # the ranks do meet, over what is thrown away
+                machine.capture.add(
+                    str(func), accesses, lambda: func(*inner, **named)[-1].wait(), (), {}, True
+                )
+                # the ranks do meet, over what is thrown away
+                *_, work = func(*copied(inner), **named)
             else:
                 *_, work = machine.run(str(func), accesses, lambda: func(*inner, **named))
         finally:
@@ -110,18 +132,26 @@ class OnGpu(TorchDispatchMode):
         """Between the host and the device, or within the device."""
         machine = self.machine
         if func is aten.copy_.default:
-            to, source, later = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            to, source, later = (
+                args[0],
+                args[1],
+                args[2] if len(args) > 2 else kwargs.get("non_blocking", False),
+            )
         else:
             source, later, device = args[0], kwargs.get("non_blocking", False), kwargs.get("device")
             on_gpu = isinstance(source, GpuTensor) if device is None else self._is_gpu(device)
             layout = kwargs.get("memory_format") or torch.preserve_format
-            made = torch.empty_like(unwrapped(source), dtype=kwargs.get("dtype"), memory_format=layout)
+            made = torch.empty_like(
+                unwrapped(source), dtype=kwargs.get("dtype"), memory_format=layout
+            )
             to = self._new(made, func) if on_gpu else made
         what = f"{func} from {source.device.type} to {to.device.type}"
         if isinstance(to, GpuTensor) and isinstance(source, GpuTensor):
             accesses = [(to.block, region_of(to), True), (source.block, region_of(source), False)]
             if machine.capture is not None:
-                machine.capture.add(what, accesses, Tensor.copy_, (to.inner, source.inner), {}, True)
+                machine.capture.add(
+                    what, accesses, Tensor.copy_, (to.inner, source.inner), {}, True
+                )
             else:
                 machine.run(what, accesses, lambda: to.inner.copy_(source.inner))
             return to
@@ -153,7 +183,12 @@ class OnGpu(TorchDispatchMode):
     def _new(self, out: Any, func: Any) -> Any:
         """Results in memory of their own."""
         if isinstance(out, Tensor):
-            return GpuTensor(out, Allocation(self.machine, -(-max(1, out.nbytes) // 512) * 512, f"the result of {func}"))
+            return GpuTensor(
+                out,
+                Allocation(
+                    self.machine, -(-max(1, out.nbytes) // 512) * 512, f"the result of {func}"
+                ),
+            )
         if isinstance(out, tuple | list):
             return type(out)(self._new(each, func) for each in out)
         return out
@@ -161,25 +196,44 @@ class OnGpu(TorchDispatchMode):
 
 @cache
 def known(func: Any) -> bool:
-    """Whether a GPU can do this, as far as this build of torch knows: one for CUDA does, also where there is no GPU."""
+    """Whether a GPU can do this, as far as this build of torch knows: one for CUDA does, also where
+    there is no GPU.
+    """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch.version.cuda is None or func.namespace != "aten" or any(has(func.name(), key) for key in _KERNELS)
+    return (
+        torch.version.cuda is None
+        or func.namespace != "aten"
+        or any(has(func.name(), key) for key in _KERNELS)
+    )
 
 
 def is_view(func: Any) -> bool:
     returns = func._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
 
 
 def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The arguments that are written to."""
     if not func._schema.is_mutable:
         return []
-    named = {**{each.name: value for each, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
-    names = [each.name for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    named = {
+        **{each.name: value for each, value in zip(func._schema.arguments, args, strict=False)},
+        **kwargs,
+    }
+    names = [
+        each.name
+        for each in func._schema.arguments
+        if each.alias_info is not None and each.alias_info.is_write
+    ]
     return [x for name in names for x in tensors_in(named.get(name))]
 
 
 def waits(func: Any, args: Any) -> bool:
-    indexes = args[1] if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) else ()
+    indexes = (
+        args[1]
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+        else ()
+    )
     return func in WAITING or any(x is not None and x.dtype == torch.bool for x in indexes)

@@ -1,4 +1,6 @@
-"""Recordings, as CUDA graphs: what was launched, by address, with every number of the host's baked in."""
+"""Recordings, as CUDA graphs: what was launched, by address, with every number of the host's baked
+in.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,19 @@ class Node:
         blocks = [block() for block, _, _ in self.uses]
         if any(block is None and not own for block, own in zip(blocks, self.own, strict=True)):
             raise RuntimeError(f"{self.what}: a replay works on memory that was freed")
-        return [(block, *where) for block, (_, *where) in zip(blocks, self.uses, strict=True) if block is not None]
+        return [
+            (block, *where)
+            for block, (_, *where) in zip(blocks, self.uses, strict=True)
+            if block is not None
+        ]
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph`. While it records nothing is computed: results hold no numbers, and arguments stay as they were.
+    """`torch.cuda.CUDAGraph`. While it records nothing is computed: results hold no numbers, and
+    arguments stay as they were.
 
-    A replay runs on one stream, collectives too: what a capture leaves unordered between streams does not show.
+    A replay runs on one stream, collectives too: what a capture leaves unordered between streams
+    does not show.
     """
 
     def __init__(self, machine: Machine):
@@ -45,7 +53,15 @@ class Graph:
         self.nodes: list[Node] = []
         self.invalid = False
 
-    def add(self, what: str, accesses: Sequence[Use], kernel: Callable[..., Any], args: Any, kwargs: Any, in_place: bool) -> Any:
+    def add(
+        self,
+        what: str,
+        accesses: Sequence[Use],
+        kernel: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        in_place: bool,
+    ) -> Any:
         if kwargs.get("generator") is not None:
             self.invalid = True
             raise RuntimeError(f"{what}: a generator that is not registered with the graph")
@@ -54,14 +70,18 @@ class Graph:
         uses = [(ref(block), region, write) for block, region, write in accesses]
         made = [getattr(block, "capture", None) for block, _, _ in accesses]
         own = [capture is not None and capture() is self for capture in made]
-        self.nodes.append(Node(what, uses, own, lambda: kernel(*args, **kwargs), list(tensors_in(out))))
+        self.nodes.append(
+            Node(what, uses, own, lambda: kernel(*args, **kwargs), list(tensors_in(out)))
+        )
         return args[0] if in_place and args else out
 
     def end(self) -> None:
         self.machine.capture = None
         if self.invalid:
             self.machine.stuck = True  # before torch 2.13
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
 
     def replay(self) -> None:
         assert not self.invalid
@@ -98,11 +118,14 @@ def graph_type(machine: Machine) -> Callable[[], Graph]:
 def capture_type(machine: Machine) -> Callable[..., Capture]:
     pools: dict[Any, WeakSet[Graph]] = {}
 
-    def capture(graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Capture:
+    def capture(
+        graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Capture:
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise ValueError(capture_error_mode)
         if pool in pools and not pools[pool]:
-            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # the pool went with the last graph in it
+            # the pool went with the last graph in it
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         pools.setdefault(pool, WeakSet()).add(graph)
         return Capture(graph, stream.timeline if stream is not None else machine.stream())
 

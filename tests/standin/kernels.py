@@ -1,4 +1,6 @@
-"""What a GPU computes with kernels that a CPU build of torch lacks: their conditions, shapes and layouts, and plain arithmetic."""
+"""What a GPU computes with kernels that a CPU build of torch lacks: their conditions, shapes and
+layouts, and plain arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -23,31 +25,58 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, T
     _require(k.shape[2] > 0, "a kernel needs a key")
     scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf)  # top-left
+        # top-left
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf
+        )
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     _require(q.dim() == k.dim() == v.dim() == 4, "attention takes (B, H, T, D)")
     _require(q.dtype == k.dtype == v.dtype, f"dtypes differ: {q.dtype}, {k.dtype}, {v.dtype}")
-    _require(q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] == k.shape[1] == v.shape[1], "batch and heads must agree")
+    _require(
+        q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] == k.shape[1] == v.shape[1],
+        "batch and heads must agree",
+    )
     _require(k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3], "keys and values must agree")
     _require(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension must be contiguous")
     _require(dropout == 0, "no dropout here")
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False) -> tuple[Any, ...]:
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False
+) -> tuple[Any, ...]:
     _check(q, k, v, dropout)
     _require(q.dtype in SIXTEEN, "FlashAttention only support fp16 and bf16 data type")
-    _require(q.shape[3] % 8 == 0 and q.shape[3] <= 256, "head_size must be a multiple of 8, of at most 256")
+    _require(
+        q.shape[3] % 8 == 0 and q.shape[3] <= 256,
+        "head_size must be a multiple of 8, of at most 256",
+    )
     _require(not causal or q.shape[2] == k.shape[2], "a causal mask is of a square only")
     seed = torch.zeros(2, dtype=torch.int64)
     out, lse = _attention(q, k, v, causal)
-    return (torch.empty_like(q).copy_(out), lse, None, None, q.shape[2], k.shape[2], seed, seed[0], q.new_empty(0))
+    return (
+        torch.empty_like(q).copy_(out),
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        seed,
+        seed[0],
+        q.new_empty(0),
+    )
 
 
 def efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, lse: bool, dropout: float = 0.0, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    lse: bool,
+    dropout: float = 0.0,
+    causal: bool = False,
 ) -> tuple[Any, ...]:
     _check(q, k, v, dropout)
     _require(bias is None, "not met so far: a bias")
@@ -60,7 +89,10 @@ def efficient(
 
 
 def wide_bmm(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    _require(x.dtype == y.dtype and x.dtype in SIXTEEN and dtype in (x.dtype, torch.float32), "out_dtype of 16-bit inputs only")
+    _require(
+        x.dtype == y.dtype and x.dtype in SIXTEEN and dtype in (x.dtype, torch.float32),
+        "out_dtype of 16-bit inputs only",
+    )
     return torch.bmm(x.to(dtype), y.to(dtype))
 
 

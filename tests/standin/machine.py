@@ -15,12 +15,15 @@ Use = tuple[Block, Any, bool]  # the block, the region in it, and whether it is 
 
 
 class Allocation(Block):
-    """Device memory: counted while anything uses it, and due to be free of other streams' work when nothing does."""
+    """Device memory: counted while anything uses it, and due to be free of other streams' work when
+    nothing does.
+    """
 
     def __init__(self, machine: Machine, nbytes: int, name: str):
         super().__init__(name)
         self.machine, self.nbytes, self.owner = machine, 0, machine.current
-        self.capture = machine.capture and ref(machine.capture)  # what allocated it, if a recording did
+        # what allocated it, if a recording did
+        self.capture = machine.capture and ref(machine.capture)
         machine.allocate(nbytes)  # which may refuse
         self.nbytes = nbytes
 
@@ -29,7 +32,9 @@ class Allocation(Block):
 
 
 class Machine:
-    """One GPU of this process. Work is done at once, in the order of launches; that it might be done later is what clocks tell."""
+    """One GPU of this process. Work is done at once, in the order of launches; that it might be
+    done later is what clocks tell.
+    """
 
     def __init__(self, index: int, memory: int):
         self.index, self.memory, self.limit = index, memory, memory
@@ -50,11 +55,14 @@ class Machine:
         self.error: str | None = None  # of the driver, for the next kernel to report
         self.nccl_joined = False
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> None:
         if self.allocated + nbytes > self.limit:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes, {self.allocated} are in use.")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {nbytes} bytes, {self.allocated} are in "
+                "use."
+            )
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
 
@@ -62,7 +70,8 @@ class Machine:
         self.allocated -= block.nbytes
         if block.capture is not None:
             return  # a graph's own memory goes back by itself
-        if at := block.pending(block.owner, self.host):  # whoever gets the memory next launches after what these two know
+        # whoever gets the memory next launches after what these two know
+        if at := block.pending(block.owner, self.host):
             self.faults.append(f"{block.name} was freed before {at} was known to be done")
 
     def register(self, address: int, nbytes: int) -> int:
@@ -84,21 +93,25 @@ class Machine:
                 return block, region_of(x, (x.data_ptr() - start) // x.itemsize)
         return None
 
-    # -- order --------------------------------------------------------------------------------------------------------
+    # -- order -------------------------------------------------------------------------------------
 
     def stream(self) -> Timeline:
         self.streams.append(Timeline(f"stream {len(self.streams)}"))
         return self.streams[-1]
 
     def step(self, timeline: Timeline, what: str, accesses: Sequence[Use]) -> None:
-        """The next step of a stream, or of the host, behind all that the host knows. Raises Race."""
+        """The next step of a stream, or of the host, behind all that the host knows. Raises
+        Race.
+        """
         timeline.after(self.host.mark())
         timeline.steps += 1
         for block, region, write in accesses:
             block.touch(timeline, region, write, what)
 
     def here(self, device: Any) -> bool:
-        """Whether a device is this GPU. Raises RuntimeError where it is another one: each rank has its own."""
+        """Whether a device is this GPU. Raises RuntimeError where it is another one: each rank has
+        its own.
+        """
         device = torch.device(device)
         if device.type != "cuda":
             return False
@@ -124,7 +137,9 @@ class Machine:
         """What a stream that is being captured does not permit."""
         if self.capture is not None:
             self.capture.invalid = True
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing ({what})"
+            )
 
     def run(self, what: str, accesses: Sequence[Use], work: Callable[[], Any]) -> Any:
         """Work on the current stream."""

@@ -65,7 +65,11 @@ def unwrapped(values: Any) -> Any:
 def copied(values: Any) -> Any:
     if isinstance(values, Tensor):
         return values.clone()
-    return type(values)(copied(each) for each in values) if isinstance(values, tuple | list) else values
+    return (
+        type(values)(copied(each) for each in values)
+        if isinstance(values, tuple | list)
+        else values
+    )
 
 
 def wrapped(values: Any, block: Allocation) -> Any:
@@ -76,7 +80,9 @@ def wrapped(values: Any, block: Allocation) -> Any:
 
 
 def poison(values: Any, integer: int | None = None) -> None:
-    """What memory holds that nobody wrote: no numbers, and no integers that would do as an index, unless one is given."""
+    """What memory holds that nobody wrote: no numbers, and no integers that would do as an index,
+    unless one is given.
+    """
     for x in tensors_in(values):
         if x.is_floating_point():
             x.fill_(torch.nan)

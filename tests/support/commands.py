@@ -1,4 +1,6 @@
-"""Running the command: as its users do, or, where start-up is not the matter, in a fork of a process that has imported it."""
+"""Running the command: as its users do, or, where start-up is not the matter, in a fork of a
+process that has imported it.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,48 @@ class Finished:
 class Job:
     """A command under way. Its mark is in the environment of every process it starts."""
 
-    def __init__(self, *arguments: str, command: tuple[str, ...] = (str(BIN / "tierforce"),), env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        *arguments: str,
+        command: tuple[str, ...] = (str(BIN / "tierforce"),),
+        env: dict[str, str] | None = None,
+    ):
         self.mark = uuid4().hex
         self.torchrun = command == TORCHRUN
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **(env or {}), "TIERFORCE_TEST": self.mark}
+        environment = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "passive",
+            **(env or {}),
+            "TIERFORCE_TEST": self.mark,
+        }
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen([*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True)
+        self.process = subprocess.Popen(
+            [*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True
+        )
 
     def processes(self) -> list[psutil.Process]:
         """All that is left of the command."""
-        return [process for process in psutil.process_iter() if _environment(process).get("TIERFORCE_TEST") == self.mark]
+        return [
+            process
+            for process in psutil.process_iter()
+            if _environment(process).get("TIERFORCE_TEST") == self.mark
+        ]
 
     def rank(self, number: int) -> psutil.Process | None:
         """The process of a rank, once it is there."""
-        return next((process for process in self.processes() if _environment(process).get("RANK") == str(number)), None)
+        return next(
+            (
+                process
+                for process in self.processes()
+                if _environment(process).get("RANK") == str(number)
+            ),
+            None,
+        )
 
     def finish(self, patience: float = PATIENCE) -> Finished:
-        """Wait for the end of the command and of all its processes, at most `patience` seconds, or fail."""
+        """Wait for the end of the command and of all its processes, at most `patience` seconds, or
+        fail.
+        """
         try:
             out, err = self.process.communicate(timeout=patience)
             assert not self.processes(), "the command left processes behind"
@@ -80,7 +107,9 @@ def tierforce(*arguments: str, env: dict[str, str] | None = None) -> Finished:
 
 
 def forked(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> Finished:
-    """The command's own `main` in a process of its own, a few seconds sooner. `before`, a module's own, is called in it first."""
+    """The command's own `main` in a process of its own, a few seconds sooner. `before`, a module's
+    own, is called in it first.
+    """
     process = _forks.Process(target=_main, args=(arguments, folder / "out", folder / "err", before))
     process.start()
     process.join(PATIENCE)
@@ -92,7 +121,9 @@ def forked(folder: Path, *arguments: str, before: Callable[[], None] | None = No
     return Finished(process.exitcode, out, err)
 
 
-def _main(arguments: tuple[str, ...], out: Path, err: Path, before: Callable[[], None] | None) -> None:
+def _main(
+    arguments: tuple[str, ...], out: Path, err: Path, before: Callable[[], None] | None
+) -> None:
     for number, path in ((1, out), (2, err)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
@@ -106,7 +137,9 @@ def _main(arguments: tuple[str, ...], out: Path, err: Path, before: Callable[[],
 
 
 def refused(result: Finished) -> str:
-    """Fails unless the command ended as one that cannot start has to; returns the one line it said."""
+    """Fails unless the command ended as one that cannot start has to; returns the one line it
+    said.
+    """
     assert result.code > 0, result
     assert result.out == ""
     assert result.err.startswith("tierforce: "), result.err
@@ -134,9 +167,14 @@ def lines(path: Path) -> int:
 
 
 def variant(
-    folder: Path, source: Path = TARGET, edit: Callable[[dict[str, Tensor]], Any] | None = None, **config: Any
+    folder: Path,
+    source: Path = TARGET,
+    edit: Callable[[dict[str, Tensor]], Any] | None = None,
+    **config: Any,
 ) -> tuple[str, ...]:
-    """A changed copy of a checkpoint in `folder`: `edit` works on its tensors, `config` replaces fields. Returns its --model."""
+    """A changed copy of a checkpoint in `folder`: `edit` works on its tensors, `config` replaces
+    fields. Returns its --model.
+    """
     shutil.copytree(source, folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))

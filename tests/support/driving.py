@@ -22,22 +22,31 @@ QKV = tuple[Tensor, Tensor, Tensor]
 LAYOUT = KVLayout(layers=4, heads=3, head_dim=8, dtype=torch.float32)
 GROUPS = 2  # query heads per KV head
 CAPACITY = 200
-RECENT, BLOCK, ROWS = 5, 12, 24  # what stays behind the boundary, in what steps it moves, rows of the largest pass
+# what stays behind the boundary, in what steps it moves, rows of the largest pass
+RECENT, BLOCK, ROWS = 5, 12, 24
 TAIL = RECENT + BLOCK + ROWS
 
 
 def text(rows: int, layout: KVLayout = LAYOUT) -> list[QKV]:
-    """What `rows` tokens bring to each layer: q (T, Hq, D), k and v (T, Hkv, D), none rotated. Never the same twice."""
+    """What `rows` tokens bring to each layer: q (T, Hq, D), k and v (T, Hkv, D), none rotated.
+    Never the same twice.
+    """
 
     def normal(heads: int) -> Tensor:
         return torch.randn(rows, heads, layout.head_dim).to(layout.dtype)
 
-    return [(normal(layout.heads * GROUPS), normal(layout.heads), normal(layout.heads)) for _ in range(layout.layers)]
+    return [
+        (normal(layout.heads * GROUPS), normal(layout.heads), normal(layout.heads))
+        for _ in range(layout.layers)
+    ]
 
 
 def joined(*texts: list[QKV]) -> list[QKV]:
     """One text behind the other."""
-    return [tuple(torch.cat(parts) for parts in zip(*layers, strict=True)) for layers in zip(*texts, strict=True)]
+    return [
+        tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
+        for layers in zip(*texts, strict=True)
+    ]
 
 
 def first(tokens: list[QKV], count: int) -> list[QKV]:
@@ -48,7 +57,9 @@ def first(tokens: list[QKV], count: int) -> list[QKV]:
 def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
     """One pass over all layers, as a model makes it; the tokens do not count yet. (L, T, Hq, D)"""
     cache.begin(len(tokens[0][0]))
-    return torch.stack([cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)])
+    return torch.stack(
+        [cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)]
+    )
 
 
 def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
@@ -57,7 +68,11 @@ def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
     with cache.prefill(len(tokens[0][0])):
         for layer, qkv in enumerate(tokens):
             parts = zip(*(x.split(chunk) for x in qkv), strict=True)
-            outs.append(torch.cat([cache.attend(layer, *part, index * chunk) for index, part in enumerate(parts)]))
+            outs.append(
+                torch.cat(
+                    [cache.attend(layer, *part, index * chunk) for index, part in enumerate(parts)]
+                )
+            )
     return torch.stack(outs)
 
 
@@ -74,7 +89,19 @@ def tiered(
 ) -> TieredCache:
     """A cache whose sizes divide nothing evenly."""
     arena, rotary = HostArena(link, layout.dtype), random_rotary(layout, capacity)
-    return TieredCache(layout, capacity, resident, link, rotary, arena, recent, block, rows, slot_heads, late_layers=late)
+    return TieredCache(
+        layout,
+        capacity,
+        resident,
+        link,
+        rotary,
+        arena,
+        recent,
+        block,
+        rows,
+        slot_heads,
+        late_layers=late,
+    )
 
 
 def plain(layout: KVLayout = LAYOUT) -> PlainCache:
@@ -92,8 +119,19 @@ def pair(
     late: int = 0,
 ) -> tuple[TieredCache, RetrievalCache]:
     """A target's cache and the retrieval cache that follows it."""
-    target = tiered(link, resident, shape.window, shape.block, shape.rows, layout=layout, capacity=shape.context, late=late)
-    retrieval = RetrievalCache(layout, shape, POLICIES[policy](), target.rotary, link.device, every, turns)
+    target = tiered(
+        link,
+        resident,
+        shape.window,
+        shape.block,
+        shape.rows,
+        layout=layout,
+        capacity=shape.context,
+        late=late,
+    )
+    retrieval = RetrievalCache(
+        layout, shape, POLICIES[policy](), target.rotary, link.device, every, turns
+    )
     target.followers.append(retrieval)
     return target, retrieval
 
@@ -106,13 +144,16 @@ def speculate(
     rng: random.Random,
     check: Callable[[list[QKV], Tensor], None] | None = None,
 ) -> tuple[list[QKV], list[QKV]]:
-    """One round as decoders make it: at most `draft` tokens are drafted over the middle level, which takes some back itself,
-    and verified with the pending one. Returns the text that stands then, and with it the rows that do not.
+    """One round as decoders make it: at most `draft` tokens are drafted over the middle level,
+    which takes some back itself, and verified with the pending one. Returns the text that stands
+    then, and with it the rows that do not.
 
-    check(text as the middle level knows it, what a pass over its last rows gave) sees every pass of the middle level.
+    check(text as the middle level knows it, what a pass over its last rows gave) sees every pass of
+    the middle level.
     """
     layout, length, known = target.layout, target.length, story
-    end = length + rng.randint(1, draft)  # of the draft; its last token is not read by the level that drafts
+    # of the draft; its last token is not read by the level that drafts
+    end = length + rng.randint(1, draft)
     while middle.length < end:
         tokens = text(rng.randint(1, min(3, end - middle.length)), layout)
         rows, stand = len(tokens[0][0]), rng.randint(1, len(tokens[0][0]))
@@ -122,7 +163,8 @@ def speculate(
         middle.advance(rows)
         middle.crop(middle.length - rows + stand)
         known = joined(known, first(tokens, stand))
-    tokens = text(end - length + rng.randint(0, 1), layout)  # the same positions, and other keys and values
+    # the same positions, and other keys and values
+    tokens = text(end - length + rng.randint(0, 1), layout)
     forward(target, tokens)
     stand = rng.randint(1, len(tokens[0][0]))
     target.advance(stand)

@@ -1,4 +1,6 @@
-"""Engines on models that are loaded once: the demo pair, or tiny random checkpoints that have no tokenizer."""
+"""Engines on models that are loaded once: the demo pair, or tiny random checkpoints that have no
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,22 @@ DEMO = Path(__file__).parents[2] / "demo"
 
 
 class Pair:
-    """A target and a draft on this rank, in float32; engines in any mode and with any settings share their weights."""
+    """A target and a draft on this rank, in float32; engines in any mode and with any settings
+    share their weights.
+    """
 
     def __init__(self, target: Path, draft: Path, group: Group | None = None):
-        torch.set_num_threads(1)  # as conftest does for a test; a fixture of a whole module comes before it
+        # as conftest does for a test; a fixture of a whole module comes before it
+        torch.set_num_threads(1)
         self.group = group or Group()
         self.target = load_model(target, self.group, "float32")
         self.draft = load_model(draft, Group(), "float32") if self.group.rank == 0 else None
 
     @contextmanager
     def engine(self, mode: str, stop: Sequence[int] = (), **choices: Any) -> Iterator[Engine]:
-        """An engine for lists of token ids. `choices` are those of Settings; without `stop`, no token ends a text."""
+        """An engine for lists of token ids. `choices` are those of Settings; without `stop`, no
+        token ends a text.
+        """
         settings = Settings(mode=mode, dtype="float32", **choices)
         models = Models.make(self.target, self.draft, mode, settings)
         try:
@@ -36,7 +43,14 @@ class Pair:
         finally:
             models.link.close()
 
-    def text(self, mode: str, prompt: Sequence[int], new: int, sampling: Sampling | None = None, **choices: Any) -> list[int]:
+    def text(
+        self,
+        mode: str,
+        prompt: Sequence[int],
+        new: int,
+        sampling: Sampling | None = None,
+        **choices: Any,
+    ) -> list[int]:
         """What an engine of its own writes behind the prompt; [] on ranks other than 0."""
         with self.engine(mode, **choices) as engine:
             return list(engine.generate(prompt, new, sampling))

@@ -1,4 +1,6 @@
-"""A link with the worst manners: it copies in pieces, and sleeps a random while before and after each."""
+"""A link with the worst manners: it copies in pieces, and sleeps a random while before and after
+each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ CPU = torch.device("cpu")
 
 
 class DelayingLink(EmulatedLink):
-    """Holds up copies at random, each torn in two: what reads early, or is overwritten late, is caught in the middle."""
+    """Holds up copies at random, each torn in two: what reads early, or is overwritten late, is
+    caught in the middle.
+    """
 
     def __init__(self, seed: int = 0, delay: float = 4e-4):
         self._random, self._delay = random.Random(seed), delay

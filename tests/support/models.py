@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of every supported family, as transformers writes them, and transformers' own answers."""
+"""Tiny random checkpoints of every supported family, as transformers writes them, and transformers'
+own answers.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def build_checkpoint(
     max_shard_size: str | int = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint to `folder` and return it. Every parameter is drawn anew, for transformers starts biases at zero.
+    """Write a random checkpoint to `folder` and return it. Every parameter is drawn anew, for
+    transformers starts biases at zero.
 
     `scale` is the deviation of the weights: the greater, the further the laws are from uniform.
     """
@@ -64,5 +67,7 @@ def random_tokens(count: int, vocab: int = TINY["vocab_size"], seed: int = 0) ->
 @torch.inference_mode()
 def reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """What transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
     return model(tokens[None]).logits[0].float()

@@ -1,5 +1,6 @@
-"""What the fast paths are held against: attention in plain arithmetic, a cache that is nothing but a list of tokens, and a
-retrieval cache that goes head by head and chunk by chunk."""
+"""What the fast paths are held against: attention in plain arithmetic, a cache that is nothing but
+a list of tokens, and a retrieval cache that goes head by head and chunk by chunk.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from offload.selection import POLICIES
 Kept = tuple[Tensor, Tensor, Tensor]  # keys, values (n, D) and bias (n,) that one head keeps
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """out (T, Hq, D) and lse (T, Hq), both float32: no kernel, one bool mask, the last T keys the queries' own if causal.
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out (T, Hq, D) and lse (T, Hq), both float32: no kernel, one bool mask, the last T keys the
+    queries' own if causal.
 
     bias (Hkv, N) is added to the scores.
     """
@@ -28,7 +32,9 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Ten
     if bias is not None:
         scores = scores + bias.repeat_interleave(groups, 0)[:, None]
     if causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(
+            len(k) - len(q) + 1
+        )
         scores = scores.masked_fill(hidden, -torch.inf)
     return torch.einsum("htn,nhd->thd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(0, 1)
 
@@ -40,16 +46,22 @@ def random_rotary(layout: KVLayout, length: int, scale: float = 1.0) -> Rotary:
 
 
 class PlainCache(Cache):
-    """Keeps every layer's rotated KV as one growing tensor, and attends to all of it in plain arithmetic."""
+    """Keeps every layer's rotated KV as one growing tensor, and attends to all of it in plain
+    arithmetic.
+    """
 
     def __init__(self, layout: KVLayout, rotary: Rotary):
         super().__init__(layout)
         self.rotary = rotary
-        self.kv = torch.empty(layout.layers, 2, 0, layout.heads, layout.head_dim, dtype=layout.dtype)  # (L, 2, N, Hkv, D)
+        # (L, 2, N, Hkv, D)
+        self.kv = torch.empty(
+            layout.layers, 2, 0, layout.heads, layout.head_dim, dtype=layout.dtype
+        )
         self._new: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        kv = torch.cat((self.kv[layer, :, :start], torch.stack((self.rotary(k, start), v))), dim=1)  # (2, N, Hkv, D)
+        # (2, N, Hkv, D)
+        kv = torch.cat((self.kv[layer, :, :start], torch.stack((self.rotary(k, start), v))), dim=1)
         self._new = [*self._new[:layer], kv]
         return reference_attention(self.rotary(q, start), kv[0], kv[1], causal=True)[0].to(q.dtype)
 
@@ -64,7 +76,9 @@ class PlainCache(Cache):
 
 
 def worths_by_hand(policy: str, queries: Tensor, keys: Tensor, chunk: int) -> Tensor:
-    """The worth (C,) of every chunk of keys (N, D), N a multiple of chunk, to queries (R, D) and to them alone."""
+    """The worth (C,) of every chunk of keys (N, D), N a multiple of chunk, to queries (R, D) and to
+    them alone.
+    """
     chunks, scale = keys.split(chunk), keys.shape[1] ** -0.5
     if policy == "window":
         return torch.arange(len(chunks)).float()
@@ -75,29 +89,46 @@ def worths_by_hand(policy: str, queries: Tensor, keys: Tensor, chunk: int) -> Te
     own = [part.sum() for part in shares.split(chunk)]
     if policy == "accumulated":
         return torch.stack(own)
-    return torch.stack([max(worth, before / 2) for worth, before in zip(own, [torch.zeros(()), *own[:-1]], strict=True)])
+    return torch.stack(
+        [
+            max(worth, before / 2)
+            for worth, before in zip(own, [torch.zeros(()), *own[:-1]], strict=True)
+        ]
+    )
 
 
 def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
     """Tokens of the first chunk and of the `count` - 1 best others."""
     others = [index for index in worths.argsort(descending=True).tolist() if index]
-    return [index * chunk + offset for index in sorted([0, *others[: count - 1]]) for offset in range(chunk)]
+    return [
+        index * chunk + offset
+        for index in sorted([0, *others[: count - 1]])
+        for offset in range(chunk)
+    ]
 
 
 def tangent_by_hand(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """k' and v' (D,), as `tangents` states them, of keys and values (n, D) that are all summarised."""
-    weights = sum((keys @ query * keys.shape[1] ** -0.5).softmax(0) for query in queries) / len(queries)
+    """k' and v' (D,), as `tangents` states them, of keys and values (n, D) that are all
+    summarised.
+    """
+    weights = sum((keys @ query * keys.shape[1] ** -0.5).softmax(0) for query in queries) / len(
+        queries
+    )
     return weights @ keys, weights @ values
 
 
 def bias_by_hand(queries: Tensor, keys: Tensor, key: Tensor) -> Tensor:
     """b, as `biases` states it, of a summary with this key (D,) that stands for keys (n, D)."""
-    masses = [(keys @ query * keys.shape[1] ** -0.5).logsumexp(0) - key @ query * keys.shape[1] ** -0.5 for query in queries]
+    masses = [
+        (keys @ query * keys.shape[1] ** -0.5).logsumexp(0) - key @ query * keys.shape[1] ** -0.5
+        for query in queries
+    ]
     return torch.stack(masses).mean()
 
 
 class RetrievalByHand:
-    """What a retrieval cache should give, from queries, keys and values of the whole text: brute force, head by head.
+    """What a retrieval cache should give, from queries, keys and values of the whole text: brute
+    force, head by head.
 
     A text is [(q, k, v)] by layer, none of them rotated, from position 0 on.
     """
@@ -106,12 +137,15 @@ class RetrievalByHand:
         self.shape, self.policy, self.rotary, self.turns = shape, policy, rotary, turns
         self.base = 0  # every token from here on is kept
         self._choices = 0
-        self._made: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor]]] = {}  # summaries of whole stretches
+        # summaries of whole stretches
+        self._made: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor]]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}  # by layer and KV head
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def choose(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int, boundary: int) -> None:
-        """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary` tokens."""
+        """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary`
+        tokens.
+        """
         self.base, count = boundary, min(POLICIES[self.policy].rows, rows)
         seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(text):
@@ -119,7 +153,9 @@ class RetrievalByHand:
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 queries = q[:, head * groups : (head + 1) * groups].flatten(0, 1)
-                kept = self._keep(layer, head, queries, k[:boundary, head], v[:boundary, head], len(k))
+                kept = self._keep(
+                    layer, head, queries, k[:boundary, head], v[:boundary, head], len(k)
+                )
                 self._kept[layer, head] = kept
         self._choices += 1
 
@@ -131,14 +167,20 @@ class RetrievalByHand:
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 keys, values, bias = self._kept[layer, head]
-                keys, values = (torch.cat((a, b[self.base :, head])) for a, b in ((keys, k), (values, v)))
+                keys, values = (
+                    torch.cat((a, b[self.base :, head])) for a, b in ((keys, k), (values, v))
+                )
                 bias = torch.cat((bias, torch.zeros(len(keys) - len(bias))))
                 mine = q[:, head * groups : (head + 1) * groups]
-                heads.append(reference_attention(mine, keys[:, None], values[:, None], True, bias[None])[0])
+                heads.append(
+                    reference_attention(mine, keys[:, None], values[:, None], True, bias[None])[0]
+                )
             layers.append(torch.cat(heads, dim=1))
         return torch.stack(layers)
 
-    def _keep(self, layer: int, head: int, queries: Tensor, keys: Tensor, values: Tensor, tokens: int) -> Kept:
+    def _keep(
+        self, layer: int, head: int, queries: Tensor, keys: Tensor, values: Tensor, tokens: int
+    ) -> Kept:
         if tokens <= self.shape.budget or not len(keys):
             return keys, values, torch.zeros(len(keys))
         chunk, size = self.shape.chunk, self.shape.summary

@@ -1,4 +1,6 @@
-"""Prompts for the demo pair, of what is on every machine: prose of Python's documentation, and sources of its library."""
+"""Prompts for the demo pair, of what is on every machine: prose of Python's documentation, and
+sources of its library.
+"""
 
 from __future__ import annotations
 
@@ -19,5 +21,9 @@ LENGTHS = {"documentation": 2_000, "argparse": 2_300, "typing": 2_601}
 @cache
 def prompt(name: str) -> list[int]:
     sources = {"argparse": argparse, "typing": typing}
-    text = inspect.getsource(sources[name]) if name in sources else "".join(topics[key] for key in sorted(topics))
+    text = (
+        inspect.getsource(sources[name])
+        if name in sources
+        else "".join(topics[key] for key in sorted(topics))
+    )
     return AutoTokenizer.from_pretrained(DEMO / "target")(text[:40_000]).input_ids[: LENGTHS[name]]

@@ -19,7 +19,9 @@ PROMPT = [1, 3, 0]
 
 
 class HistoryCache(Cache):
-    """Tokens in place of their KV. As with KV, what stands behind `length` is stale, and written over."""
+    """Tokens in place of their KV. As with KV, what stands behind `length` is stale, and written
+    over.
+    """
 
     device_bytes = 0
 
@@ -38,24 +40,31 @@ class HistoryCache(Cache):
 
 
 class Toy:
-    """Logits from a random table, by the last two tokens and whether the text is of odd length: a slip of one position shows.
+    """Logits from a random table, by the last two tokens and whether the text is of odd length: a
+    slip of one position shows.
 
     `scale` is how far the laws are from uniform: 0 is uniform, 20 nearly one-hot.
     """
 
     def __init__(self, seed: int, scale: float):
-        self.table = torch.randn(2, VOCAB, VOCAB, VOCAB, generator=Generator().manual_seed(seed)) * scale
+        self.table = (
+            torch.randn(2, VOCAB, VOCAB, VOCAB, generator=Generator().manual_seed(seed)) * scale
+        )
 
     def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
         assert isinstance(cache, HistoryCache)
         text = cache.write(tokens.tolist())
-        return torch.stack([self.logits(text[:end]) for end in range(len(text) - rows + 1, len(text) + 1)])
+        return torch.stack(
+            [self.logits(text[:end]) for end in range(len(text) - rows + 1, len(text) + 1)]
+        )
 
     def logits(self, text: list[int]) -> Tensor:  # (V,)
         return self.table[len(text) % 2, text[-2], text[-1]]
 
     def text_law(self, sampling: Sampling, tokens: int) -> Tensor:
-        """The probability of each continuation of PROMPT by `tokens` tokens, (V ** tokens,), in order of `number`."""
+        """The probability of each continuation of PROMPT by `tokens` tokens, (V ** tokens,), in
+        order of `number`.
+        """
         law, texts = torch.ones(1, dtype=torch.float64), [PROMPT]
         for _ in range(tokens):
             rows = sampling.law(torch.stack([self.logits(text) for text in texts]))
@@ -73,7 +82,9 @@ def number(continuation: list[int]) -> int:
 
 
 class Moody(DraftLength):
-    """A length that follows past acceptance as wildly as the rules allow: long after a success, short after a failure."""
+    """A length that follows past acceptance as wildly as the rules allow: long after a success,
+    short after a failure.
+    """
 
     def __init__(self, most: int):
         self.most, self._next = most, 1
@@ -95,12 +106,18 @@ def nest(
     generator: Generator,
     ngram: int = 0,
 ) -> Decoder:
-    """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on behind PROMPT.
+    """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on
+    behind PROMPT.
 
-    With an n-gram, prompt lookup stands in front of the last model, or below it when it has a length too.
+    With an n-gram, prompt lookup stands in front of the last model, or below it when it has a
+    length too.
     """
     read = PROMPT[:-1]
-    below: Proposer | None = Lookup(read, ngram, VOCAB, generator.device) if ngram and len(lengths) == len(models) else None
+    below: Proposer | None = (
+        Lookup(read, ngram, VOCAB, generator.device)
+        if ngram and len(lengths) == len(models)
+        else None
+    )
     for model, length in reversed(list(zip(models, [*lengths, 0][: len(models)], strict=True))):
         cache = HistoryCache()
         cache.write(read)
@@ -111,7 +128,9 @@ def nest(
                 below = Lookup(read, ngram, VOCAB, generator.device, below)
         else:
             many = Fixed(length) if isinstance(length, int) else length
-            below = Speculative(f"over {below.name}", model, cache, read, below, many, sampling, generator)
+            below = Speculative(
+                f"over {below.name}", model, cache, read, below, many, sampling, generator
+            )
     assert isinstance(below, Decoder)
     restart(below)
     return below

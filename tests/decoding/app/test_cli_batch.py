@@ -19,17 +19,40 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from parallel.environment import Place, ignored_variables, place_of
 from parallel.model import Llama
-from support.commands import DRAFT, MODELS, STEADY, TARGET, Finished, forked, records, refused, tierforce, variant
+from support.commands import (
+    DRAFT,
+    MODELS,
+    STEADY,
+    TARGET,
+    Finished,
+    forked,
+    records,
+    refused,
+    tierforce,
+    variant,
+)
 
 GOOD = "It was the best of times, it was the worst of times. "
 NEW = ("--max-new-tokens", "6")
 ESCAPES = "evil\x1b]0;pwned\x07\x1b[2Jx"
 
 
-def summarize(folder: Path, source: Path, *more: str, before: Any = None) -> tuple[Finished, list[dict[str, Any]]]:
+def summarize(
+    folder: Path, source: Path, *more: str, before: Any = None
+) -> tuple[Finished, list[dict[str, Any]]]:
     """How it ended, and the records."""
     output = folder / "out.jsonl"
-    job = ("summarize", *MODELS, *STEADY, *NEW, "--input", str(source), "--output", str(output), *more)
+    job = (
+        "summarize",
+        *MODELS,
+        *STEADY,
+        *NEW,
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        *more,
+    )
     result = forked(folder, *job, before=before)
     return result, records(output)
 
@@ -47,7 +70,7 @@ def lines_of(folder: Path, *ids: str) -> Path:
     return source
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def _on_a_terminal() -> None:
@@ -86,7 +109,9 @@ def _a_full_disk() -> None:
 
 @pytest.mark.parametrize("before", [_nobody_reads, _a_full_disk])
 def test_progress_that_nobody_reads_ends_nothing(before: Any, tmp_path: Path) -> None:
-    result, found = summarize(tmp_path, write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD), before=before)
+    result, found = summarize(
+        tmp_path, write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD), before=before
+    )
     assert result.code == 0
     assert ["summary" in record for record in found] == [True] * 3
 
@@ -95,10 +120,14 @@ def test_the_start_says_what_runs_where_and_the_end_how_many_were_cut(tmp_path: 
     source = write(tmp_path / "in", a=GOOD * 20, b=GOOD, c=GOOD * 30)
     result, _ = summarize(tmp_path, source, "--context", "150", "--resident-layers", "2")
     lines = result.err.splitlines()
-    assert lines[0] == (
-        "1 x CPU with 1 threads; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6 layers are on the host"
+    assert (
+        lines[0]
+        == "1 x CPU with 1 threads; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6"
+        " layers are on the host"
     )
-    assert lines[-1].startswith(f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them cut")
+    assert lines[-1].startswith(
+        f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them cut"
+    )
 
 
 def test_gpus_that_are_not_there_are_warned_of(tmp_path: Path) -> None:
@@ -110,13 +139,18 @@ def test_gpus_that_are_not_there_are_warned_of(tmp_path: Path) -> None:
     assert "warning" not in summarize(tmp_path, source, "--device", "cpu", "--gpus", "1")[0].err
 
 
-# -- what does not fit ------------------------------------------------------------------------------------------------
+# -- what does not fit -----------------------------------------------------------------------------
 
 
 def test_a_document_that_does_not_fit_is_told_and_the_others_are_summarised(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, large=GOOD * 800, z=GOOD)
-    result, found = summarize(tmp_path, source, "--device-memory", "0.045", "--resident-layers", "6", "--budget", "64")
-    assert [record["id"] for record in found if "summary" in record] == ["a.txt", "z.txt"], result.err
+    result, found = summarize(
+        tmp_path, source, "--device-memory", "0.045", "--resident-layers", "6", "--budget", "64"
+    )
+    assert [record["id"] for record in found if "summary" in record] == [
+        "a.txt",
+        "z.txt",
+    ], result.err
     (failed,) = (record for record in found if "error" in record)
     assert failed["kind"] == "FitError"
     assert "warning: large.txt, of " in result.err
@@ -127,7 +161,16 @@ def test_a_document_that_does_not_fit_is_told_and_the_others_are_summarised(tmp_
 
 def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
     (tmp_path / "large.txt").write_text(GOOD * 400)
-    job = ("generate", *MODELS, *STEADY, *NEW, "--prompt-file", str(tmp_path / "large.txt"), "--device-memory", "0.03")
+    job = (
+        "generate",
+        *MODELS,
+        *STEADY,
+        *NEW,
+        "--prompt-file",
+        str(tmp_path / "large.txt"),
+        "--device-memory",
+        "0.03",
+    )
     result = forked(tmp_path, *job)
     assert (result.code, result.out) == (1, "")
     last = result.err.splitlines()[-1]
@@ -140,7 +183,10 @@ def _no_host_memory_for_long_texts() -> None:
 
     def prefill(self: Llama, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if len(tokens) > 500:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory"
+            )
         return real(self, tokens, *arguments)
 
     Llama.prefill = prefill
@@ -155,7 +201,7 @@ def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
     assert "2 of 3 documents summarised" in result.err
 
 
-# -- what was finished before -----------------------------------------------------------------------------------------
+# -- what was finished before ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -168,10 +214,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "change",
-    [("--temperature", "0.5"), ("--instruction", "What is it about?"), ("--max-new-tokens", "7"), ("--model", str(DRAFT)), ()],
+    [
+        ("--temperature", "0.5"),
+        ("--instruction", "What is it about?"),
+        ("--max-new-tokens", "7"),
+        ("--model", str(DRAFT)),
+        (),
+    ],
     ids=["law", "instruction", "length", "model", "text"],
 )
-def test_a_record_of_another_job_is_not_taken_for_finished(change: tuple[str, ...], finished: Path, tmp_path: Path) -> None:
+def test_a_record_of_another_job_is_not_taken_for_finished(
+    change: tuple[str, ...], finished: Path, tmp_path: Path
+) -> None:
     (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
     source = finished / "in" if change else write(tmp_path / "in", a=GOOD * 3)
     result, found = summarize(tmp_path, source, *change)
@@ -185,10 +239,18 @@ def test_a_record_of_another_job_is_not_taken_for_finished(change: tuple[str, ..
 
 def test_what_shapes_no_law_leaves_a_record_finished(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
-    result, found = summarize(tmp_path, finished / "in", "--mode", "plain", "--resident-layers", "1", "--budget", "64")
+    result, found = summarize(
+        tmp_path, finished / "in", "--mode", "plain", "--resident-layers", "1", "--budget", "64"
+    )
     assert "all 1 documents were finished before" in result.err
     (record,) = found
-    names = (record["model"], record["draft"], record["instruction"], record["dtype"], record["device"])
+    names = (
+        record["model"],
+        record["draft"],
+        record["instruction"],
+        record["dtype"],
+        record["device"],
+    )
     assert names == ("target", "draft", "Summarize the text above.", "float32", "cpu")
     assert record["date"].startswith("20")
 
@@ -206,7 +268,11 @@ def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Pa
     variant(tmp_path / "trained", edit=lambda tensors: tensors["model.norm.weight"].add_(1))
     assert model_digest(tmp_path / "same") != model_digest(TARGET)  # its config was written anew
     variant(tmp_path / "again")
-    assert model_digest(tmp_path / "same") == model_digest(tmp_path / "again") != model_digest(tmp_path / "trained")
+    assert (
+        model_digest(tmp_path / "same")
+        == model_digest(tmp_path / "again")
+        != model_digest(tmp_path / "trained")
+    )
     assert model_name(str(tmp_path / "same")) == "same"
     assert model_name("someone/model") == "someone/model"
     with pytest.raises(TierForceError, match="No such file"):
@@ -215,7 +281,7 @@ def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Pa
     assert job.digest("half a pair: \ud800") != job.digest("half a pair: \ud801")
 
 
-# -- whose code runs, and as which rank -------------------------------------------------------------------------------
+# -- whose code runs, and as which rank ------------------------------------------------------------
 
 EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Evil: pass\n"
 
@@ -227,8 +293,14 @@ def test_code_of_a_checkpoint_is_never_run(where: str, option: str, tmp_path: Pa
     variant(model)
     (model / "evil.py").write_text(EVIL)
     config = json.loads((model / where).read_text())
-    auto = {"AutoTokenizer": ["evil.Evil", None]} if where == "tokenizer_config.json" else {"AutoConfig": "evil.Evil"}
-    named = {"tokenizer_class": "Evil"} if where == "tokenizer_config.json" else {"model_type": "evil"}
+    auto = (
+        {"AutoTokenizer": ["evil.Evil", None]}
+        if where == "tokenizer_config.json"
+        else {"AutoConfig": "evil.Evil"}
+    )
+    named = (
+        {"tokenizer_class": "Evil"} if where == "tokenizer_config.json" else {"model_type": "evil"}
+    )
     (model / where).write_text(json.dumps({**config, **named, "auto_map": auto}))
     line = refused(forked(tmp_path, "generate", "--prompt", "It was", *MODELS, option, str(model)))
     assert "code that came with the model" in line
@@ -236,9 +308,15 @@ def test_code_of_a_checkpoint_is_never_run(where: str, option: str, tmp_path: Pa
     assert not list(tmp_path.rglob("ran"))
 
 
-@pytest.mark.parametrize("left_over", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}])
-def test_left_over_variables_of_a_launcher_are_named_and_ignored(left_over: dict[str, str], tmp_path: Path) -> None:
-    result, found = summarize(tmp_path, write(tmp_path / "in", a=GOOD), before=_Environment(left_over))
+@pytest.mark.parametrize(
+    "left_over", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}]
+)
+def test_left_over_variables_of_a_launcher_are_named_and_ignored(
+    left_over: dict[str, str], tmp_path: Path
+) -> None:
+    result, found = summarize(
+        tmp_path, write(tmp_path / "in", a=GOOD), before=_Environment(left_over)
+    )
     assert result.code == 0
     assert ["summary" in record for record in found] == [True]
     assert next(iter(left_over)) in result.err.splitlines()[0]
@@ -263,10 +341,14 @@ class _Environment:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
     ],
 )
-def test_variables_that_name_no_rank_are_refused(variables: dict[str, str], word: str, tmp_path: Path) -> None:
+def test_variables_that_name_no_rank_are_refused(
+    variables: dict[str, str], word: str, tmp_path: Path
+) -> None:
     with pytest.raises(TierForceError, match=word):
         place_of(variables)
-    line = refused(forked(tmp_path, "generate", *MODELS, "--prompt", "It was", before=_Environment(variables)))
+    line = refused(
+        forked(tmp_path, "generate", *MODELS, "--prompt", "It was", before=_Environment(variables))
+    )
     assert word in line
 
 

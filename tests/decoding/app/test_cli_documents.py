@@ -1,4 +1,6 @@
-"""A bad document gets a record that says why, the batch goes on, and the end is a failure with a count."""
+"""A bad document gets a record that says why, the batch goes on, and the end is a failure with a
+count.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,39 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from support.commands import DRAFT, MODELS, STEADY, TARGET, Finished, forked, records, tierforce, variant
+from support.commands import (
+    DRAFT,
+    MODELS,
+    STEADY,
+    TARGET,
+    Finished,
+    forked,
+    records,
+    tierforce,
+    variant,
+)
 
 GOOD = "It was the best of times, it was the worst of times. "
 POISON = "^"  # one token, which only the document that is to give NaN contains
 NEW = ("--max-new-tokens", "8")
 
 
-def summarize(folder: Path, source: Path, *more: str, models: tuple[str, ...] = MODELS) -> tuple[Finished, dict[str, Any]]:
+def summarize(
+    folder: Path, source: Path, *more: str, models: tuple[str, ...] = MODELS
+) -> tuple[Finished, dict[str, Any]]:
     """How it ended, and the records by id."""
     output = folder / "out.jsonl"
-    command = ("summarize", *models, *STEADY, *NEW, "--input", str(source), "--output", str(output), *more)
+    command = (
+        "summarize",
+        *models,
+        *STEADY,
+        *NEW,
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        *more,
+    )
     result = tierforce(*command) if "--gpus" in more else forked(folder, *command)
     return result, {record["id"]: record for record in records(output)}
 
@@ -29,7 +53,9 @@ def write(folder: Path, **documents: bytes | str) -> Path:
     """A folder of .txt documents."""
     folder.mkdir()
     for name, content in documents.items():
-        (folder / f"{name}.txt").write_bytes(content.encode() if isinstance(content, str) else content)
+        (folder / f"{name}.txt").write_bytes(
+            content.encode() if isinstance(content, str) else content
+        )
     return folder
 
 
@@ -44,7 +70,9 @@ def poisoned(folder: Path) -> tuple[str, ...]:
     return *variant(folder, edit=poison, tie_word_embeddings=False), "--draft", str(DRAFT)
 
 
-def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised(tmp_path: Path) -> None:
+def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised(
+    tmp_path: Path,
+) -> None:
     source = write(
         tmp_path / "in",
         a=GOOD * 3,
@@ -66,7 +94,9 @@ def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised
     }
     assert wrong.keys() == reasons.keys()
     assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
-    assert all(found[name]["new_tokens"] == 8 and found[name]["summary"] for name in ("a.txt", "z.txt"))
+    assert all(
+        found[name]["new_tokens"] == 8 and found[name]["summary"] for name in ("a.txt", "z.txt")
+    )
     assert result.code == 1
     assert "2 of 7 documents summarised" in result.err
     assert result.err.splitlines()[-1].startswith("tierforce: 5 of 7 documents failed")
@@ -105,7 +135,10 @@ def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
 def test_a_context_without_room_for_a_document_fails_each_one(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, b=GOOD)
     result, found = summarize(tmp_path, source, "--context", "12")
-    assert [("no room left" in record["error"], "--context" in record["error"]) for record in found.values()] == [(True, True)] * 2
+    assert [
+        ("no room left" in record["error"], "--context" in record["error"])
+        for record in found.values()
+    ] == [(True, True)] * 2
     assert result.code == 1
     assert "2 of 2 documents failed" in result.err
 
@@ -119,7 +152,9 @@ def test_two_ranks_go_on_behind_a_bad_document(tmp_path: Path) -> None:
     assert result.err.splitlines()[-1].startswith("tierforce: 2 of 4 documents failed")
     (tmp_path / "out.jsonl").unlink()
     _, alone = summarize(tmp_path, source)
-    assert [found[name]["summary"] for name in ("a.txt", "d.txt")] == [alone[name]["summary"] for name in ("a.txt", "d.txt")]
+    assert [found[name]["summary"] for name in ("a.txt", "d.txt")] == [
+        alone[name]["summary"] for name in ("a.txt", "d.txt")
+    ]
 
 
 def test_failed_documents_are_due_again_and_finished_ones_are_not(tmp_path: Path) -> None:
@@ -146,8 +181,29 @@ def test_nothing_is_loaded_when_all_is_finished(tmp_path: Path) -> None:
 
 def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD * 20)
-    choice = ("--temperature", "0.7", "--top-k", "9", "--top-p", "0.8", "--seed", "5", "--max-new-tokens", "24")
-    _, found = summarize(tmp_path, source, *choice, "--resident-layers", "2", "--link", "emulated:50", "--budget", "64")
+    choice = (
+        "--temperature",
+        "0.7",
+        "--top-k",
+        "9",
+        "--top-p",
+        "0.8",
+        "--seed",
+        "5",
+        "--max-new-tokens",
+        "24",
+    )
+    _, found = summarize(
+        tmp_path,
+        source,
+        *choice,
+        "--resident-layers",
+        "2",
+        "--link",
+        "emulated:50",
+        "--budget",
+        "64",
+    )
     record = found["a.txt"]
     assert record["prompt_tokens"] > 250
     assert record["new_tokens"] == 24
@@ -157,14 +213,26 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     assert 1 <= record["tokens_per_verification"] <= 23
     assert record["acceptance"].keys() == {"target", "retrieval"}
     assert all(0 < rate <= 1 for rate in record["acceptance"].values())
-    # four far layers, keys and values of four heads of 64 in float32, all of the prompt but a window for each pass of the target
+    # four far layers, keys and values of four heads of 64 in float32, all of the prompt but a
+    # window for each pass of the target
     pass_bytes = 4 * 2 * 4 * 64 * 4 * (record["prompt_tokens"] - 32)
     assert record["link_bytes_per_token"] >= record["passes"]["target"] * pass_bytes / 23
     assert record["draft_lengths"].keys() == {"target", "retrieval"}
     assert 0 < record["draft_lengths"]["target"] <= 64
-    assert record["retrieval_refreshes"] == record["passes"]["target"] + 1  # one behind the prompt, one a verification
-    assert (record["temperature"], record["top_k"], record["top_p"], record["seed"]) == (0.7, 9, 0.8, 5)
-    assert (record["mode"], record["ranks"], record["resident_layers"], record["dropped_tokens"]) == ("hierarchical", 1, 2, 0)
+    # one behind the prompt, one a verification
+    assert record["retrieval_refreshes"] == record["passes"]["target"] + 1
+    assert (record["temperature"], record["top_k"], record["top_p"], record["seed"]) == (
+        0.7,
+        9,
+        0.8,
+        5,
+    )
+    assert (
+        record["mode"],
+        record["ranks"],
+        record["resident_layers"],
+        record["dropped_tokens"],
+    ) == ("hierarchical", 1, 2, 0)
     assert record["versions"].keys() == {"tierforce", "torch", "transformers"}
     assert all(version[0].isdigit() for version in record["versions"].values())
 
@@ -177,7 +245,10 @@ def test_a_document_longer_than_the_context_is_cut_with_a_warning(tmp_path: Path
     dropped = count(GOOD * 20) + count("\n\nSummarize the text above.\n\n") - (150 - 8)
     assert found["long.txt"]["dropped_tokens"] == dropped
     assert found["long.txt"]["prompt_tokens"] == 142
-    assert f"warning: long.txt: longer than the context of 150 tokens; the last {dropped} tokens were dropped\n" in result.err
+    assert (
+        f"warning: long.txt: longer than the context of 150 tokens; the last {dropped} tokens were "
+        "dropped\n" in result.err
+    )
     assert found["short.txt"]["dropped_tokens"] == 0
     assert "short.txt: longer" not in result.err
 

@@ -1,4 +1,6 @@
-"""`tierforce generate` streams the text, and nothing but the text, to standard output; and `--help` tells of every option."""
+"""`tierforce generate` streams the text, and nothing but the text, to standard output; and `--help`
+tells of every option.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,18 @@ def test_the_text_is_the_same_however_many_ranks_write_it(tmp_path: Path) -> Non
 def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("\ufeff" + PROMPT, encoding="utf-8")
     told = forked(tmp_path, *JOB)
-    read = forked(tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt-file", str(tmp_path / "prompt.txt"))
+    read = forked(
+        tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt-file", str(tmp_path / "prompt.txt")
+    )
     assert read.out == told.out != ""
 
 
 def test_a_seed_repeats_a_text_and_another_seed_does_not(tmp_path: Path) -> None:
     lengths = ("--draft-length", "5", "--inner-length", "2")  # those that adapt go by the clock
-    texts = [forked(tmp_path, *JOB, *lengths, "--temperature", "1", "--seed", seed).out for seed in ("1", "1", "2")]
+    texts = [
+        forked(tmp_path, *JOB, *lengths, "--temperature", "1", "--seed", seed).out
+        for seed in ("1", "1", "2")
+    ]
     assert texts[0] == texts[1] != texts[2]
 
 
@@ -49,11 +56,23 @@ def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Pat
     short = forked(tmp_path, "generate", *MODELS, *STEADY, *NEW, "--prompt", end)
     cut = forked(tmp_path, *JOB, "--context", str(40 + kept))
     assert cut.out == short.out
-    assert f"warning: longer than the context of {40 + kept} tokens; the first {whole - kept} tokens were dropped" in cut.err
+    assert (
+        f"warning: longer than the context of {40 + kept} tokens; the first {whole - kept} tokens "
+        "were dropped" in cut.err
+    )
 
 
 def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
-    slow = ("--resident-layers", "0", "--link", "emulated:0.001", "--max-new-tokens", "400", "--gpus", "2")
+    slow = (
+        "--resident-layers",
+        "0",
+        "--link",
+        "emulated:0.001",
+        "--max-new-tokens",
+        "400",
+        "--gpus",
+        "2",
+    )
     job = Job(*JOB, *slow)
     assert job.process.stdout
     assert len(os.read(job.process.stdout.fileno(), 10)) > 0
@@ -65,19 +84,53 @@ def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
 
 
 COMMON = {
-    *("--model", "--draft", "--gpus", "--device", "--dtype", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--seed"),
-    *("--mode", "--context", "--budget", "--chunk-size", "--draft-length", "--inner-length", "--resident-layers"),
-    *("--device-memory", "--link", "--policy", "--summary-size", "--refresh", "--lookup", "--shard-draft", "--graphs"),
+    *(
+        "--model",
+        "--draft",
+        "--gpus",
+        "--device",
+        "--dtype",
+        "--max-new-tokens",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+        "--seed",
+    ),
+    *(
+        "--mode",
+        "--context",
+        "--budget",
+        "--chunk-size",
+        "--draft-length",
+        "--inner-length",
+        "--resident-layers",
+    ),
+    *(
+        "--device-memory",
+        "--link",
+        "--policy",
+        "--summary-size",
+        "--refresh",
+        "--lookup",
+        "--shard-draft",
+        "--graphs",
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    ("command", "own"), [("summarize", {"--input", "--output", "--instruction"}), ("generate", {"--prompt", "--prompt-file"})]
+    ("command", "own"),
+    [
+        ("summarize", {"--input", "--output", "--instruction"}),
+        ("generate", {"--prompt", "--prompt-file"}),
+    ],
 )
 def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path) -> None:
     result = forked(tmp_path, command, "--help")
     assert result.code == 0
-    described = {line.split()[0] for line in result.out.splitlines() if line.strip().startswith("--")}
+    described = {
+        line.split()[0] for line in result.out.splitlines() if line.strip().startswith("--")
+    }
     assert described == COMMON | own | {"--help"}
 
 

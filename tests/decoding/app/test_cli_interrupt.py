@@ -1,4 +1,6 @@
-"""Interrupted in the middle of a document, whichever way: all ends, what was finished is intact, and the same command goes on."""
+"""Interrupted in the middle of a document, whichever way: all ends, what was finished is intact,
+and the same command goes on.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def write(folder: Path, documents: int) -> tuple[str, ...]:
     """Documents, and the command less its output."""
     (folder / "in").mkdir()
     for number in range(documents):
-        (folder / f"in/{number}.txt").write_text(f"It was the best of times number {number}, it was the worst of times. " * 20)
+        (folder / f"in/{number}.txt").write_text(
+            f"It was the best of times number {number}, it was the worst of times. " * 20
+        )
     return "summarize", *MODELS, *SLOW, "--input", str(folder / "in")
 
 
@@ -57,22 +61,37 @@ def kill_rank(number: int, job: Job) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(number: signal.Signals, tmp_path: Path) -> None:
-    command = (*write(tmp_path, documents=3), "--seed", "3", "--draft-length", "5", "--inner-length", "2")
+def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    command = (
+        *write(tmp_path, documents=3),
+        "--seed",
+        "3",
+        "--draft-length",
+        "5",
+        "--inner-length",
+        "2",
+    )
     output = tmp_path / "out.jsonl"
     job = Job(*command, "--output", str(output))
     finished = in_the_middle(job, output)
     job.process.send_signal(number)
     result = job.finish(SOON)
     assert result.code == 128 + number
-    last = f"interrupted ({number.name}); {len(finished)} finished records are safe in {output}: run the same command to go on"
+    last = (
+        f"interrupted ({number.name}); {len(finished)} finished records are safe in {output}: run "
+        "the same command to go on"
+    )
     assert result.err.splitlines()[-1] == last
     assert records(output) == finished
     result = forked(tmp_path, *command, "--output", str(output))
     assert result.code == 0
     assert result.err.count("finished before, skipped") == len(finished)
     assert records(output)[: len(finished)] == finished
-    assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(tmp_path, *command)
+    assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(
+        tmp_path, *command
+    )
 
 
 def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> None:
@@ -91,18 +110,26 @@ def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> Non
         interrupt(job)
         result = job.finish(SOON)
         assert result.code == code
-        assert any(words in line and "run the same command" in line for line in result.err.splitlines()), result.err
+        assert any(
+            words in line and "run the same command" in line for line in result.err.splitlines()
+        ), result.err
         assert result.err.count("finished before, skipped") == finished_before
         assert records(output) == finished
         assert len(finished) == finished_before + 1
     assert forked(tmp_path, *command, "--output", str(output)).code == 0
     assert [record["ranks"] for record in records(output)] == [2] * 5 + [1]
-    assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(tmp_path, *command)
+    assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(
+        tmp_path, *command
+    )
 
 
 def test_an_interrupt_while_the_program_loads_is_quiet() -> None:
     job = Job("generate", *MODELS, "--prompt", "It was")
-    job.wait_for(lambda: any("libtorch" in part.path for part in psutil.Process(job.process.pid).memory_maps()))
+    job.wait_for(
+        lambda: any(
+            "libtorch" in part.path for part in psutil.Process(job.process.pid).memory_maps()
+        )
+    )
     job.process.send_signal(signal.SIGINT)
     result = job.finish(SOON)
     assert (result.code, result.out, result.err) == (-signal.SIGINT, "", "")

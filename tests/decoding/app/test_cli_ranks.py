@@ -1,4 +1,6 @@
-"""Two ranks that cannot start: still one line, whichever rank finds out and whichever is slower, and no process stays behind."""
+"""Two ranks that cannot start: still one line, whichever rank finds out and whichever is slower,
+and no process stays behind.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def at_start(folder: Path, code: str) -> dict[str, str]:
 
 
 def test_an_error_of_all_ranks(tmp_path: Path) -> None:
-    model = variant(tmp_path / "model", edit=lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight"))
+    model = variant(
+        tmp_path / "model", edit=lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight")
+    )
     line = refused(tierforce(*GENERATE, *model))
     assert "model.layers.3.mlp.up_proj.weight is missing" in line
 
 
 def test_heads_that_do_not_divide(tmp_path: Path) -> None:
-    model = variant(tmp_path / "model", hidden_size=192, num_attention_heads=3, num_key_value_heads=3)
+    model = variant(
+        tmp_path / "model", hidden_size=192, num_attention_heads=3, num_key_value_heads=3
+    )
     line = refused(tierforce(*GENERATE, *model))
     assert "3 key/value heads cannot be split over 2 ranks" in line
 
@@ -41,7 +47,10 @@ def test_an_error_of_rank_0_alone(tmp_path: Path) -> None:
 
 
 def test_an_error_of_rank_1_alone(tmp_path: Path) -> None:
-    less = "psutil.virtual_memory = lambda real=psutil.virtual_memory(): real._replace(available=10_000_000)"
+    less = (
+        "psutil.virtual_memory = lambda real=psutil.virtual_memory(): "
+        "real._replace(available=10_000_000)"
+    )
     env = at_start(tmp_path, f"if rank == '1':\n    import psutil\n    {less}")
     result = tierforce(*summarize(tmp_path, "--output", str(tmp_path / "out.jsonl")), env=env)
     assert result.code == 1
@@ -62,7 +71,8 @@ def test_an_error_under_torchrun(tmp_path: Path) -> None:
     variant(tmp_path / "draft", DRAFT, vocab_size=2000)
     result = Job(*GENERATE, *MODELS, "--draft", str(tmp_path / "draft"), command=TORCHRUN).finish()
     assert result.code == 1
-    ours, _, report = result.err.partition("Traceback")  # torchrun's own account comes behind our line, and is not ours to hide
+    # torchrun's own account comes behind our line, and is not ours to hide
+    ours, _, report = result.err.partition("Traceback")
     assert "decoding.cli FAILED" in report
     assert ours.count("tierforce: ") == 1
     assert "the draft's vocabulary (2000 tokens) is not the target's" in ours

@@ -1,4 +1,6 @@
-"""What else keeps a job from starting: options, memory, the hub, weights and outputs of another kind."""
+"""What else keeps a job from starting: options, memory, the hub, weights and outputs of another
+kind.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,16 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) -> None:
-    line = refused(forked(tmp_path, *GENERATE, "--model", str(TARGET), "--device", "cpu", *option.split()))
+    line = refused(
+        forked(tmp_path, *GENERATE, "--model", str(TARGET), "--device", "cpu", *option.split())
+    )
     assert option.split()[0].removeprefix("--") in line
     assert OPTIONS[option] in line
 
 
-def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_them(tmp_path: Path) -> None:
+def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_them(
+    tmp_path: Path,
+) -> None:
     model = variant(tmp_path / "model")
     weights = tmp_path / "model/model.safetensors"
     torch.save(load_file(weights), tmp_path / "model/pytorch_model.bin")
@@ -78,7 +84,9 @@ def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_
 
 
 def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -> None:
-    job = summarize(tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--resident-layers", "0")
+    job = summarize(
+        tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--resident-layers", "0"
+    )
     result = forked(tmp_path, *job, "--device-memory", "0.3", before=_small_host)
     assert result.code == 1
     (record,) = records(tmp_path / "out.jsonl")
@@ -90,17 +98,22 @@ def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -
 
 def _small_host() -> None:
     memory = psutil.virtual_memory()
-    psutil.virtual_memory = lambda: memory._replace(available=280_000_000)  # 0.275 of it is the device's, less weights
+    # 0.275 of it is the device's, less weights
+    psutil.virtual_memory = lambda: memory._replace(available=280_000_000)
 
 
 def test_leave_to_use_more_device_memory_than_there_is_changes_nothing(tmp_path: Path) -> None:
-    result = forked(tmp_path, *GENERATE, *MODELS, "--max-new-tokens", "2", "--device-memory", "1000000")
+    result = forked(
+        tmp_path, *GENERATE, *MODELS, "--max-new-tokens", "2", "--device-memory", "1000000"
+    )
     assert result.code == 0, result.err
 
 
 def test_an_output_file_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
-    other.write_text('{"id": "a", "text": "one line of somebody\'s data, and no newline behind it"}')
+    other.write_text(
+        '{"id": "a", "text": "one line of somebody\'s data, and no newline behind it"}'
+    )
     before = other.read_bytes()
     refused(forked(tmp_path, *summarize(tmp_path, other)))
     assert other.read_bytes() == before
@@ -117,12 +130,19 @@ def test_an_output_file_that_another_job_holds_is_refused(tmp_path: Path) -> Non
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = _Hub(tmp_path, silent.getsockname()[1])
-        assert "timed out" in refused(forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=hub))
+        assert "timed out" in refused(
+            forked(tmp_path, *GENERATE, "--model", "nobody/nothing", before=hub)
+        )
         model = tmp_path / "models--some--model"  # as it was fetched before
         shutil.copytree(TARGET, model / "snapshots/0123")
         (model / "refs").mkdir()
         (model / "refs/main").write_text("0123")
-        assert forked(tmp_path, *GENERATE, "--model", "some/model", "--max-new-tokens", "2", before=hub).code == 0
+        assert (
+            forked(
+                tmp_path, *GENERATE, "--model", "some/model", "--max-new-tokens", "2", before=hub
+            ).code
+            == 0
+        )
 
 
 class _Hub:

@@ -1,4 +1,6 @@
-"""A job that cannot start says why in one line on standard error, whatever is wrong, and ends with a failure."""
+"""A job that cannot start says why in one line on standard error, whatever is wrong, and ends with
+a failure.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) 
     os.symlink(tmp_path / "nowhere", tmp_path / "broken.txt")
     found = find_documents(tmp_path)
     assert [document.id for document in found] == ["B.md", "a/b/c.TXT", "a/z.md", "b.txt"]
-    assert [document.read() for document in found] == [f"This is {document.id}." for document in found]
+    assert [document.read() for document in found] == [
+        f"This is {document.id}." for document in found
+    ]
 
 
 def test_one_file_of_any_name_is_a_document(tmp_path: Path) -> None:
@@ -33,8 +35,16 @@ def test_one_file_of_any_name_is_a_document(tmp_path: Path) -> None:
 
 def test_lines_of_jsonl_are_documents_under_their_own_ids(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    texts = {"a": "First.", 7: "Zwölf Boxkämpfer 🥊 jagen", "ü": "line\nbreak", "last": "no newline behind it"}
-    lines = [json.dumps({"text": text, "id": name, "more": 1}, ensure_ascii=False) for name, text in texts.items()]
+    texts = {
+        "a": "First.",
+        7: "Zwölf Boxkämpfer 🥊 jagen",
+        "ü": "line\nbreak",
+        "last": "no newline behind it",
+    }
+    lines = [
+        json.dumps({"text": text, "id": name, "more": 1}, ensure_ascii=False)
+        for name, text in texts.items()
+    ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
     found = find_documents(path)
     assert [document.id for document in found] == ["a", "7", "ü", "last"]
@@ -59,7 +69,9 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
         ("It was".encode("utf-16"), "NUL"),
     ],
 )
-def test_what_is_no_text_is_told_when_it_is_read(content: bytes, reason: str, tmp_path: Path) -> None:
+def test_what_is_no_text_is_told_when_it_is_read(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (document,) = find_documents(tmp_path)
     with pytest.raises(DocumentError, match=reason):
@@ -84,7 +96,9 @@ def test_a_document_that_went_away_is_told_when_it_is_read(tmp_path: Path) -> No
         ('"text"', "line 2", '"id"'),
     ],
 )
-def test_a_bad_line_is_a_document_that_cannot_be_read(line: str, name: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_a_document_that_cannot_be_read(
+    line: str, name: str, reason: str, tmp_path: Path
+) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "good", "text": "x"}\n' + line + "\n", encoding="utf-8")
     good, bad = find_documents(path)
@@ -105,7 +119,9 @@ def test_a_line_that_is_not_utf_8_is_a_document_that_cannot_be_read(tmp_path: Pa
 
 def test_one_id_for_two_documents_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "y"}\n')
+    path.write_text(
+        '{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "y"}\n'
+    )
     with pytest.raises(TierForceError, match="'a' appears more than once"):
         find_documents(path)
 

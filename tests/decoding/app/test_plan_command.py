@@ -52,10 +52,16 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
     plan, (tiers, _) = outlook(sizes, machine, prompt, new)
     with pair.engine(mode, budget=200, resident_layers=resident, link="emulated:50") as engine:
         session = Session(engine.models, random_tokens(prompt).tolist(), new)
-        moving = tiers["resident layers"] + tiers["ring, in prefill one layer"] + tiers["recent tokens"]
+        moving = (
+            tiers["resident layers"] + tiers["ring, in prefill one layer"] + tiers["recent tokens"]
+        )
         assert moving == session.target.device_bytes
         assert plan.host_bytes == engine.models.arena.nbytes
-        assert (plan.slots, plan.slot_heads, plan.resident_layers) == (session.plan.slots, session.plan.slot_heads, resident)
+        assert (plan.slots, plan.slot_heads, plan.resident_layers) == (
+            session.plan.slots,
+            session.plan.slot_heads,
+            resident,
+        )
         assert tiers["draft cache"] == (session.draft.device_bytes if session.draft else 0)
         if session.retrieval is not None:  # and what choosing takes for a while, for 4 rows
             scratch = session.retrieval.shape.scratch_bytes(session.target.layout, 4)
@@ -69,7 +75,9 @@ def test_weights_are_counted_from_the_config(pair: Pair) -> None:
     assert weight_bytes(pair.target.config, 1, torch.float32) == parameter_bytes(pair.target)
     assert pair.draft is not None
     assert weight_bytes(pair.draft.config, 1, torch.float32) == parameter_bytes(pair.draft)
-    assert weight_bytes(pair.target.config, 2, torch.bfloat16) < 0.6 * weight_bytes(pair.target.config, 1, torch.bfloat16)
+    assert weight_bytes(pair.target.config, 2, torch.bfloat16) < 0.6 * weight_bytes(
+        pair.target.config, 1, torch.bfloat16
+    )
 
 
 def plan(folder: Path, *options: str) -> Finished:
@@ -79,14 +87,26 @@ def plan(folder: Path, *options: str) -> Finished:
 def test_one_document_for_machines(tmp_path: Path) -> None:
     hardware = tmp_path / "mine.json"
     hardware.write_text(json.dumps(NUMBERS))
-    options = ["--draft", str(DEMO / "draft"), "--context", "16384", "--budget", "512", "--hardware", str(hardware), "--json"]
+    options = [
+        "--draft",
+        str(DEMO / "draft"),
+        "--context",
+        "16384",
+        "--budget",
+        "512",
+        "--hardware",
+        str(hardware),
+        "--json",
+    ]
     done = plan(tmp_path, *options)
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert found["job"]["mode"] == "hierarchical"
     assert found["plan"]["resident_layers"] < 6
     phases = [found["memory"][name] for name in ("device in prefill", "device when decoding")]
-    assert found["plan"]["device_bytes"] == max(sum(phase.values()) - phase["weights"] for phase in phases)
+    assert found["plan"]["device_bytes"] == max(
+        sum(phase.values()) - phase["weights"] for phase in phases
+    )
     assert found["plan"]["late_layers"] > 0
     assert found["forecast"]["token_s"] < found["forecast"]["step_s"]
 
@@ -94,7 +114,15 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
 def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
     """And no other would be predicted to be faster."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
-    options = ["--draft", str(DEMO / "draft"), "--context", "16384", "--hardware", str(tmp_path / "mine.json"), "--json"]
+    options = [
+        "--draft",
+        str(DEMO / "draft"),
+        "--context",
+        "16384",
+        "--hardware",
+        str(tmp_path / "mine.json"),
+        "--json",
+    ]
     best, times = json.loads(plan(tmp_path, *options).out), {}
     for budget in BUDGETS:
         done = plan(tmp_path, *options, "--budget", str(budget))
@@ -106,7 +134,15 @@ def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_drawn(tmp_path: Path) -> None:
-    done = plan(tmp_path, "--hardware", "1x4090", "--context", "100000", "--plot", str(tmp_path / "plan.png"))
+    done = plan(
+        tmp_path,
+        "--hardware",
+        "1x4090",
+        "--context",
+        "100000",
+        "--plot",
+        str(tmp_path / "plan.png"),
+    )
     assert done.code == 0, done.err
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
@@ -127,11 +163,20 @@ def test_tables_for_people(tmp_path: Path) -> None:
         (["--acceptance", "1.5"], "--acceptance must be between 0 and 1, found 1.5"),
         (["--budget", "-1"], "--budget must be at least 1, found -1"),
         (["--host-memory", "-3"], "host_memory must be a number, found"),
-        (["--host-memory", "0.01", "--context", "131072", "--resident-layers", "0"], "tokens of context would fit"),
+        (
+            ["--host-memory", "0.01", "--context", "131072", "--resident-layers", "0"],
+            "tokens of context would fit",
+        ),
         (["--resident-layers", "99"], "--resident-layers 99: the model has 6 layers"),
         (["--dtype", "int4"], "--dtype int4 is not known"),
-        (["--hardware", "1x4090", "--plot", "no/such/folder/plan.png"], "--plot no/such/folder/plan.png cannot be written"),
-        (["--model", "no/such-model-anywhere"], "neither a folder, a config.json nor a model the hub could give"),
+        (
+            ["--hardware", "1x4090", "--plot", "no/such/folder/plan.png"],
+            "--plot no/such/folder/plan.png cannot be written",
+        ),
+        (
+            ["--model", "no/such-model-anywhere"],
+            "neither a folder, a config.json nor a model the hub could give",
+        ),
     ],
 )
 def test_whatever_is_wrong_is_one_line(options: list[str], line: str, tmp_path: Path) -> None:
@@ -156,14 +201,18 @@ def test_a_config_with_gaps_is_refused(tmp_path: Path) -> None:
         ({"matmul": None}, "matmul must be a number, found None"),
     ],
 )
-def test_hardware_that_makes_no_sense_is_refused(change: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_hardware_that_makes_no_sense_is_refused(
+    change: dict[str, Any], line: str, tmp_path: Path
+) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS | change))
     with pytest.raises(TierForceError, match=line):
         Hardware.find(str(tmp_path / "mine.json"))
 
 
 def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps({name: value for name, value in NUMBERS.items() if name != "matmul"}))
+    (tmp_path / "mine.json").write_text(
+        json.dumps({name: value for name, value in NUMBERS.items() if name != "matmul"})
+    )
     with pytest.raises(TierForceError, match="hardware mine lacks matmul"):
         Hardware.find(str(tmp_path / "mine.json"))
 
@@ -177,6 +226,8 @@ def test_what_is_shipped_is_complete() -> None:
 
 def test_weights_too_large_are_said_to_be(pair: Pair) -> None:
     machine = Hardware("tiny", 1, 1e6, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    sizes = Sizes(pair.target.config, None, "plain", Settings(mode="plain"), torch.float32, 1, 1, True)
+    sizes = Sizes(
+        pair.target.config, None, "plain", Settings(mode="plain"), torch.float32, 1, 1, True
+    )
     with pytest.raises(FitError, match="the weights alone take"):
         outlook(sizes, machine, 1000, 10)

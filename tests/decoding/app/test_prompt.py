@@ -1,4 +1,6 @@
-"""From a document to prompt tokens: the template, what is cut to fit, and that a document never speaks in special tokens."""
+"""From a document to prompt tokens: the template, what is cut to fit, and that a document never
+speaks in special tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,18 @@ from decoding.app.prompt import INSTRUCTION, Template
 from offload.errors import DocumentError, TierForceError
 from support.commands import TARGET
 
-CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
+CHAT = (
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content | trim }}</s>{% endfor %}{% if "
+    "add_generation_prompt %}bot:{% endif %}"
+)
 TEXT = "It was the best of times, it was the worst of times."
 
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """The built-in pair's: <s> is 0, </s> is 1, and it puts nothing before a text of its own accord."""
+    """The built-in pair's: <s> is 0, </s> is 1, and it puts nothing before a text of its own
+    accord.
+    """
     return AutoTokenizer.from_pretrained(TARGET)
 
 
@@ -29,7 +36,9 @@ def test_without_a_chat_template_the_instruction_follows_the_text(tokenizer: Any
 
 
 def test_what_the_tokenizer_puts_before_a_text_comes_first(tokenizer: Any) -> None:
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
     for template in (Template.summary(tokenizer), Template.plain(tokenizer)):
         tokens, _ = template.fill(tokenizer, TEXT, 1000)
         assert tokens[0] == 0
@@ -53,7 +62,9 @@ def test_special_tokens_in_a_document_are_plain_text(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("chat", [None, CHAT])
-def test_a_long_document_loses_its_end_and_the_template_nothing(chat: str | None, tokenizer: Any) -> None:
+def test_a_long_document_loses_its_end_and_the_template_nothing(
+    chat: str | None, tokenizer: Any
+) -> None:
     tokenizer.chat_template = chat
     template = Template.summary(tokenizer)
     whole, none = template.fill(tokenizer, TEXT, 1000)
@@ -67,13 +78,18 @@ def test_a_long_document_loses_its_end_and_the_template_nothing(chat: str | None
 
 def test_a_text_to_be_continued_loses_its_beginning(tokenizer: Any) -> None:
     whole = tokenizer(TEXT).input_ids
-    assert Template.plain(tokenizer).fill(tokenizer, TEXT, len(whole) - 3, keep_end=True) == (whole[3:], 3)
+    assert Template.plain(tokenizer).fill(tokenizer, TEXT, len(whole) - 3, keep_end=True) == (
+        whole[3:],
+        3,
+    )
 
 
 @pytest.mark.parametrize("room", [-7, 0, 11])
 def test_a_context_that_the_template_alone_fills_leaves_no_room(room: int, tokenizer: Any) -> None:
     template = Template(before=[0], after=list(range(10, 20)))
-    with pytest.raises(DocumentError, match=f"no room left: the context has {max(0, room)} tokens .* takes 11"):
+    with pytest.raises(
+        DocumentError, match=f"no room left: the context has {max(0, room)} tokens .* takes 11"
+    ):
         template.fill(tokenizer, TEXT, room)
     tokens, dropped = template.fill(tokenizer, TEXT, 12)
     assert len(tokens) == 12
@@ -81,7 +97,13 @@ def test_a_context_that_the_template_alone_fills_leaves_no_room(room: int, token
 
 
 @pytest.mark.parametrize(
-    "chat", ["{{ raise_exception('Only code') }}", "{% if %}", "nothing of the message", "{{ messages[0].content * 2 }}"]
+    "chat",
+    [
+        "{{ raise_exception('Only code') }}",
+        "{% if %}",
+        "nothing of the message",
+        "{{ messages[0].content * 2 }}",
+    ],
 )
 def test_a_chat_template_that_cannot_take_a_document_is_refused(chat: str, tokenizer: Any) -> None:
     tokenizer.chat_template = chat

@@ -1,4 +1,6 @@
-"""The output file survives whatever happens to the job, and no other file is harmed by being named as one."""
+"""The output file survives whatever happens to the job, and no other file is harmed by being named
+as one.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,16 @@ def test_a_later_job_goes_on_and_takes_failed_documents_again(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_record_is_on_disk_when_append_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_on_disk_when_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, synced = tmp_path / "out.jsonl", []
     sync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (sync(file), synced.append((os.fstat(file).st_ino, path.read_bytes()))))
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda file: (sync(file), synced.append((os.fstat(file).st_ino, path.read_bytes()))),
+    )
     with Records(path) as output:
         assert synced == [(tmp_path.stat().st_ino, b"")]  # the new file's name
         output.append(record("a"))
@@ -80,7 +88,9 @@ def test_a_record_that_lacks_nothing_but_its_newline_is_kept(tmp_path: Path) -> 
     assert path.read_bytes() == whole
 
 
-def test_a_crash_during_the_repair_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_during_the_repair_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path / "out.jsonl", record("a"), failure("b"))
     before = path.read_bytes()
     monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -137,7 +147,9 @@ def test_a_file_of_another_kind_is_refused_and_left_as_it_is(content: str, tmp_p
     assert path.read_text() == content
 
 
-def test_what_the_disk_does_not_take_is_told_and_can_be_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_disk_does_not_take_is_told_and_can_be_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "out.jsonl"
 
     def full(_: int) -> None:

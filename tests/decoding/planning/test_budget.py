@@ -1,4 +1,6 @@
-"""Budget against layers: what is chosen follows from past texts, says why, and never changes the law."""
+"""Budget against layers: what is chosen follows from past texts, says why, and never changes the
+law.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def models(pair: Pair, megabytes: float, **choices: Any) -> Models:
     assert pair.draft is not None
     weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
     with pair.engine(
-        "hierarchical", link="emulated:50", device_memory=weights + int(megabytes * 1e6), prefill_chunk=256, **choices
+        "hierarchical",
+        link="emulated:50",
+        device_memory=weights + int(megabytes * 1e6),
+        prefill_chunk=256,
+        **choices,
     ) as engine:
         return engine.models
 
@@ -77,10 +83,15 @@ def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
         (2, 0.5, False),  # little stands, but drafting is the cost
     ],
 )
-def test_what_past_texts_showed_decides(accepted: int, draft_s: float, larger: bool, pair: Pair) -> None:
+def test_what_past_texts_showed_decides(
+    accepted: int, draft_s: float, larger: bool, pair: Pair
+) -> None:
     on, split = models(pair, 130), Split()
     some = affordable(on, PROMPT, NEW)
-    plans = {budget: replace(some[budget], resident_layers=layers) for budget, layers in ((1024, 2), (2048, 1), (4096, 0))}
+    plans = {
+        budget: replace(some[budget], resident_layers=layers)
+        for budget, layers in ((1024, 2), (2048, 1), (4096, 0))
+    }
     spent = on.spending(2048)
     far = on.target.config.layers - plans[2048].resident_layers
     link_s = on.target.config.kv_layout(1, on.dtype).bytes(PROMPT, far) / RATE
@@ -105,7 +116,11 @@ def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pai
     plans = affordable(on, PROMPT, NEW)
     split.record(on.spending(1024), plans[1024], PROMPT, RATE, rounds(3, 24, 0, 1.0, 1.0))
     assert "nothing is known" in split.choose(on, plans, PROMPT, RATE).why
-    same = {budget: replace(place, resident_layers=2) for budget, place in plans.items() if budget in (1024, 2048)}
+    same = {
+        budget: replace(place, resident_layers=2)
+        for budget, place in plans.items()
+        if budget in (1024, 2048)
+    }
     split.record(on.spending(1024), same[1024], PROMPT, RATE, rounds(20, 24, 24, 1e-4, 1e-2))
     assert split.choose(on, same, PROMPT, RATE).budget == 1024
 
@@ -121,14 +136,18 @@ def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> Non
     assert (short.budget, "fit" in short.why) == (1024, False)
 
 
-def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[bool] = []
     with pair.engine("hierarchical", link="emulated:50", resident_layers=1) as engine:
         list(engine.generate(random_tokens(600).tolist(), 9))
         assert engine.stats.retrieval is not None
         before = weakref.ref(engine.stats.retrieval)
         planned = Engine._spend
-        monkeypatch.setattr(Engine, "_spend", lambda *given: (seen.append(before() is None), planned(*given))[1])
+        monkeypatch.setattr(
+            Engine, "_spend", lambda *given: (seen.append(before() is None), planned(*given))[1]
+        )
         list(engine.generate(random_tokens(700).tolist(), 9))
     assert seen == [True]
 
@@ -136,7 +155,12 @@ def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(pair: Pair, mo
 def test_chunks_larger_than_the_smallest_budgets(pair: Pair) -> None:
     prompt = random_tokens(400).tolist()
     plain = pair.text("plain", prompt, 9)
-    for mode, chunk in (("retrieval", 1024), ("hierarchical", 1024), ("retrieval", 40_000), ("plain", 40_000)):
+    for mode, chunk in (
+        ("retrieval", 1024),
+        ("hierarchical", 1024),
+        ("retrieval", 40_000),
+        ("plain", 40_000),
+    ):
         assert pair.text(mode, prompt, 9, chunk_size=chunk) == plain
 
 
@@ -148,8 +172,13 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
         ("plain", {}),
         ("retrieval", {"budget": 700}),
     ):
-        with pair.engine(mode, link="emulated:50", device_memory=on.settings.device_memory, **choices) as engine:
-            for attempt in (lambda: engine.check(PROMPT, NEW), lambda: list(engine.generate(random_tokens(PROMPT).tolist(), NEW))):
+        with pair.engine(
+            mode, link="emulated:50", device_memory=on.settings.device_memory, **choices
+        ) as engine:
+            for attempt in (
+                lambda: engine.check(PROMPT, NEW),
+                lambda: list(engine.generate(random_tokens(PROMPT).tolist(), NEW)),
+            ):
                 with pytest.raises(FitError, match="GB are available"):
                     attempt()
 
@@ -157,9 +186,12 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
 def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair: Pair) -> None:
     on, split = models(pair, 130), Split()
     place = affordable(on, PROMPT, NEW)[2048]
-    split.record(on.spending(2048), place, PROMPT, RATE, rounds(2000, 10, 4, 1e-3, 1e-3))  # one in five
+    # one in five
+    split.record(on.spending(2048), place, PROMPT, RATE, rounds(2000, 10, 4, 1e-3, 1e-3))
     assert split.rejection(2048) == pytest.approx(0.2, rel=0.02)
-    assert split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)
+    assert (
+        split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)
+    )
     assert split.rejection(8192) == pytest.approx(0.2 * 4**-0.45, rel=0.02)
 
 
@@ -167,7 +199,9 @@ def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) ->
     memory = models(pair, 75).settings.device_memory
     prompts = [random_tokens(5000 + count).tolist() for count in range(3)]
     plain = [pair.text("plain", prompt, 40) for prompt in prompts]
-    with pair.engine("hierarchical", link="emulated:0.5", device_memory=memory, draft_length=8, prefill_chunk=256) as engine:
+    with pair.engine(
+        "hierarchical", link="emulated:0.5", device_memory=memory, draft_length=8, prefill_chunk=256
+    ) as engine:
         assert [list(engine.generate(prompt, 40)) for prompt in prompts] == plain
         found = engine.stats.as_dict()
     assert found["budget"] in BUDGETS
@@ -178,7 +212,10 @@ def test_a_budget_that_is_set_is_said_to_be(pair: Pair) -> None:
     with pair.engine("retrieval", budget=300) as engine:
         assert isinstance(engine, Engine)
         list(engine.generate(random_tokens(700).tolist(), 5))
-        assert (engine.stats.as_dict()["budget"], engine.stats.as_dict()["budget_because"]) == (300, "set")
+        assert (engine.stats.as_dict()["budget"], engine.stats.as_dict()["budget_because"]) == (
+            300,
+            "set",
+        )
     with pair.engine("plain") as engine:
         list(engine.generate(random_tokens(70).tolist(), 5))
         assert engine.stats.as_dict()["budget"] is None

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from bench.checks.predictions import SETTINGS, acceptance_of
-from decoding.planning.forecast import attention_flops, choice_s, expected_tokens, matmul_flops, pass_s, read_bytes
+from decoding.planning.forecast import (
+    attention_flops,
+    choice_s,
+    expected_tokens,
+    matmul_flops,
+    pass_s,
+    read_bytes,
+)
 from decoding.planning.profile import Hardware
 from decoding.probe.kernels import pass_rates
 from offload.errors import TierForceError
@@ -46,24 +53,49 @@ def test_a_pass_takes_its_memory_its_rows_and_its_launches() -> None:
     memory = (read_bytes(TARGET, 1, torch.float32) + kv) / 1e10
     assert one == pytest.approx(memory + matmul_flops(TARGET) / 1e11 + 6e-4)
     nine = pass_s(SERIAL, TARGET, 1, torch.float32, 9, 1000)
-    assert nine - one == pytest.approx(8 * (matmul_flops(TARGET) + attention_flops(TARGET) * 1000) / 1e11)
+    assert nine - one == pytest.approx(
+        8 * (matmul_flops(TARGET) + attention_flops(TARGET) * 1000) / 1e11
+    )
 
 
 def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
     base = pass_s(SERIAL, TARGET, 1, torch.float32, 9, 50_000)
-    for name, value in (("kv_rate", 1e10), ("attention", 1e11), ("pass_s", 0.0), ("sample_s", 0.0), ("draw_s", 0.0)):
-        assert pass_s(replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000) == pytest.approx(base)
-    for name, value in (("kv_rate", 1e9), ("attention", 1e10), ("pass_s", 0.1), ("sample_s", 0.1), ("draw_s", 0.1)):
-        assert pass_s(replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000) > 1.2 * base
+    for name, value in (
+        ("kv_rate", 1e10),
+        ("attention", 1e11),
+        ("pass_s", 0.0),
+        ("sample_s", 0.0),
+        ("draw_s", 0.0),
+    ):
+        assert pass_s(
+            replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000
+        ) == pytest.approx(base)
+    for name, value in (
+        ("kv_rate", 1e9),
+        ("attention", 1e10),
+        ("pass_s", 0.1),
+        ("sample_s", 0.1),
+        ("draw_s", 0.1),
+    ):
+        assert (
+            pass_s(replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000)
+            > 1.2 * base
+        )
     kv = 1e9
     assert choice_s(SERIAL, kv, 1) == pytest.approx(0.05 + 0.1)  # keys once, and both
-    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8), kv, 4) == pytest.approx(1 + 0.5)
-    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8, weigh_rate=4e9), kv, 4) == pytest.approx(1 + 0.25 + 0.5)
+    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8), kv, 4) == pytest.approx(
+        1 + 0.5
+    )
+    assert choice_s(
+        replace(SERIAL, score_rate=1e9, summary_rate=5e8, weigh_rate=4e9), kv, 4
+    ) == pytest.approx(1 + 0.25 + 0.5)
 
 
 def test_a_device_that_the_host_runs_ahead_of_waits_for_the_slowest_alone() -> None:
     ahead = replace(SERIAL, runs_ahead=True)
-    assert pass_s(ahead, TARGET, 1, torch.float32, 1, 10) == pytest.approx(read_bytes(TARGET, 1, torch.float32) / 1e10, rel=0.1)
+    assert pass_s(ahead, TARGET, 1, torch.float32, 1, 10) == pytest.approx(
+        read_bytes(TARGET, 1, torch.float32) / 1e10, rel=0.1
+    )
     assert pass_s(replace(ahead, layer_s=1.0), TARGET, 1, torch.float32, 1, 10) == pytest.approx(6)
 
 
@@ -73,7 +105,9 @@ def test_runs_ahead_is_true_or_false(value: object) -> None:
         Hardware._of("mine", {**vars(SERIAL), "runs_ahead": value})
 
 
-@pytest.mark.parametrize("name", ["kv_rate", "attention", "prefill_attention", "score_rate", "summary_rate", "sample_s"])
+@pytest.mark.parametrize(
+    "name", ["kv_rate", "attention", "prefill_attention", "score_rate", "summary_rate", "sample_s"]
+)
 def test_absurd_numbers_are_refused(name: str) -> None:
     with pytest.raises(TierForceError, match=f"{name} must be a number, found -1"):
         Hardware._of("mine", {**vars(SERIAL), name: -1})

@@ -1,4 +1,6 @@
-"""`tierforce probe`: what it measures is read by `tierforce plan`; what it warns of is what there is."""
+"""`tierforce probe`: what it measures is read by `tierforce plan`; what it warns of is what there
+is.
+"""
 
 from __future__ import annotations
 
@@ -31,19 +33,33 @@ HOST = Machine([FINE, OTHER], "580.00", 16, 16, 120_000_000_000, None, False)
 
 def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
     path = tmp_path / "here" / "probe.json"
-    done = forked(tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(path))
+    done = forked(
+        tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(path)
+    )
     assert done.code == 0, done.err
     found = json.loads(path.read_text())
     assert found["machine"]["usable_cores"] >= 1
     assert all(
-        "measured" in number["source"] for name, number in found.items() if name not in ("machine", "warnings", "runs_ahead")
+        "measured" in number["source"]
+        for name, number in found.items()
+        if name not in ("machine", "warnings", "runs_ahead")
     )
     assert found["runs_ahead"]["value"] is False
     machine = Hardware.find(str(path))
     assert machine.gpus == 1
     assert machine.link_in > 0
     assert 1e-7 < machine.layer_s < 0.1
-    planned = forked(tmp_path, "plan", "--model", str(TARGET), "--hardware", str(path), "--context", "4096", "--json")
+    planned = forked(
+        tmp_path,
+        "plan",
+        "--model",
+        str(TARGET),
+        "--hardware",
+        str(path),
+        "--context",
+        "4096",
+        "--json",
+    )
     assert planned.code == 0, planned.err
     assert json.loads(planned.out)["job"]["hardware"] == "probe"
 
@@ -58,7 +74,16 @@ def test_a_number_that_noise_left_out_is_left_out_of_the_table() -> None:
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = forked(tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(tmp_path / "file" / "probe.json"))
+    done = forked(
+        tmp_path,
+        "probe",
+        "--device",
+        "cpu",
+        "--model",
+        str(TARGET),
+        "--output",
+        str(tmp_path / "file" / "probe.json"),
+    )
     assert "cannot be written" in refused(done)
 
 
@@ -82,7 +107,8 @@ def test_the_rate_of_a_link_is_measured() -> None:
     link = EmulatedLink(torch.device("cpu"), 2e8)
     copies = Copies(link, size=4 << 20)
     for out in (False, True):
-        assert 6e7 < copies.rate(out, seconds=0.1) < 2.2e8  # never faster than the link, and slower when the machine is busy
+        # never faster than the link, and slower when the machine is busy
+        assert 6e7 < copies.rate(out, seconds=0.1) < 2.2e8
     assert copies.meanwhile(lambda: 7) == 7
     copies.close()
     link.close()
@@ -95,8 +121,12 @@ def test_a_good_machine_needs_no_warning() -> None:
 def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
     assert HOST.at(OTHER.address) is OTHER
     machine = replace(HOST, gpus=[replace(FINE, pcie_width=1), OTHER])
-    assert warnings(machine, [machine.at(OTHER.address)], 24e9, [25e9]) == []  # CUDA_VISIBLE_DEVICES=1
-    assert "GPU 0 (RTX 4090) runs on 1 PCIe lanes" in warnings(machine, [machine.at(FINE.address)], 24e9, [25e9])[0]
+    # CUDA_VISIBLE_DEVICES=1
+    assert warnings(machine, [machine.at(OTHER.address)], 24e9, [25e9]) == []
+    assert (
+        "GPU 0 (RTX 4090) runs on 1 PCIe lanes"
+        in warnings(machine, [machine.at(FINE.address)], 24e9, [25e9])[0]
+    )
     (warning,) = warnings(HOST, [FINE, HOST.at("0000:99:00.0")], 24e9, [25e9, 25e9])
     assert "NVML knows of no GPU 1 at 0000:99:00.0" in warning
 
@@ -104,17 +134,37 @@ def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
 @pytest.mark.parametrize(
     ("machine", "gpus", "words"),
     [
-        (replace(HOST, gpus=[FINE, replace(FINE, pcie_width=8)]), 2, "GPU 1 (RTX 4090) runs on 8 PCIe lanes, 16 at most"),
-        (replace(HOST, gpus=[replace(FINE, pcie_width=4, pcie_width_most=4)]), 1, "would take 0.25 of the time"),
-        (replace(HOST, gpus=[replace(FINE, pcie_generation=1)]), 1, "runs on PCIe 1 under load, and could on 4"),
-        (replace(HOST, gpus=[replace(FINE, pcie_generation=3, pcie_generation_most=3)]), 1, "has PCIe 3 at most"),
+        (
+            replace(HOST, gpus=[FINE, replace(FINE, pcie_width=8)]),
+            2,
+            "GPU 1 (RTX 4090) runs on 8 PCIe lanes, 16 at most",
+        ),
+        (
+            replace(HOST, gpus=[replace(FINE, pcie_width=4, pcie_width_most=4)]),
+            1,
+            "would take 0.25 of the time",
+        ),
+        (
+            replace(HOST, gpus=[replace(FINE, pcie_generation=1)]),
+            1,
+            "runs on PCIe 1 under load, and could on 4",
+        ),
+        (
+            replace(HOST, gpus=[replace(FINE, pcie_generation=3, pcie_generation_most=3)]),
+            1,
+            "has PCIe 3 at most",
+        ),
         (replace(HOST, gpus=[FINE, replace(FINE, numa_node=1)]), 2, "different NUMA nodes"),
         (
             replace(HOST, gpus=[FINE, replace(FINE, near=False)]),
             2,
             "GPU 1 (RTX 4090) hangs on NUMA node 0, where this process may not",
         ),
-        (replace(HOST, gpus=[replace(FINE, iommu="DMA-FQ")]), 1, "GPU 0 (RTX 4090) are translated by an IOMMU (DMA-FQ)"),
+        (
+            replace(HOST, gpus=[replace(FINE, iommu="DMA-FQ")]),
+            1,
+            "GPU 0 (RTX 4090) are translated by an IOMMU (DMA-FQ)",
+        ),
         (replace(HOST, wsl=True), 2, "WSL2"),
         (HOST, 0, "no GPU is used"),
         (replace(HOST, memlock=8_000_000_000), 1, "only 8.0 GB may be locked"),
@@ -140,11 +190,22 @@ class FakeDriver:
     """Of NVML, what the probe asks."""
 
     NVMLError = pynvml.NVMLError
-    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_STATUS_OK
+    NVML_P2P_CAPS_INDEX_READ, NVML_P2P_STATUS_OK = (
+        pynvml.NVML_P2P_CAPS_INDEX_READ,
+        pynvml.NVML_P2P_STATUS_OK,
+    )
 
     def __getattr__(self, name: str) -> Any:
-        answers: dict[str, Any] = {"DeviceGetCount": 2, "SystemGetDriverVersion": b"580.00", "DeviceGetName": "RTX 4090"}
-        answers |= {"DeviceGetCurrPcieLinkGeneration": 1, "DeviceGetMaxPcieLinkGeneration": 4, "DeviceGetMaxPcieLinkWidth": 16}
+        answers: dict[str, Any] = {
+            "DeviceGetCount": 2,
+            "SystemGetDriverVersion": b"580.00",
+            "DeviceGetName": "RTX 4090",
+        }
+        answers |= {
+            "DeviceGetCurrPcieLinkGeneration": 1,
+            "DeviceGetMaxPcieLinkGeneration": 4,
+            "DeviceGetMaxPcieLinkWidth": 16,
+        }
         asked = name.removeprefix("nvml")
         if asked == "DeviceGetCurrPcieLinkWidth":
             return self._unknown
@@ -153,7 +214,9 @@ class FakeDriver:
         if asked == "DeviceGetHandleByIndex":
             return lambda index: index
         if asked == "DeviceGetPciInfo":
-            return lambda index: type("Pci", (), {"busId": b"00000000:41:00.0" if index == 0 else b"00000000:C1:00.0"})
+            return lambda index: type(
+                "Pci", (), {"busId": b"00000000:41:00.0" if index == 0 else b"00000000:C1:00.0"}
+            )
         if asked == "DeviceGetP2PStatus":  # the second reads the first
             return lambda one, other, _: pynvml.NVML_P2P_STATUS_OK if (one, other) == (1, 0) else 1
         return lambda *_: answers.get(asked)
@@ -176,8 +239,32 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
     machine = Machine.here()
     assert machine.gpus == [
-        Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1, "0000:41:00.0", near=False, iommu="DMA", peers=()),
-        Gpu("RTX 4090", FINE.memory, 1, 4, 0, 16, 1, "0000:c1:00.0", near=False, iommu=None, peers=(0,)),
+        Gpu(
+            "RTX 4090",
+            FINE.memory,
+            1,
+            4,
+            0,
+            16,
+            1,
+            "0000:41:00.0",
+            near=False,
+            iommu="DMA",
+            peers=(),
+        ),
+        Gpu(
+            "RTX 4090",
+            FINE.memory,
+            1,
+            4,
+            0,
+            16,
+            1,
+            "0000:c1:00.0",
+            near=False,
+            iommu=None,
+            peers=(0,),
+        ),
     ]
     assert machine.driver == "580.00"
     assert driver == ["0000:41:00.0", "0000:c1:00.0"]
@@ -187,11 +274,16 @@ def test_how_the_kernel_maps_a_devices_copies(tmp_path: Path) -> None:
     group = tmp_path / "bus/pci/devices/0000:01:00.0/iommu_group"
     group.mkdir(parents=True)
     (group / "type").write_text("DMA-FQ\n")
-    assert [iommu_of(address, tmp_path) for address in ("0000:01:00.0", "0000:41:00.0")] == ["DMA-FQ", None]
+    assert [iommu_of(address, tmp_path) for address in ("0000:01:00.0", "0000:41:00.0")] == [
+        "DMA-FQ",
+        None,
+    ]
 
 
 @pytest.mark.parametrize("question", ["nvmlDeviceGetName", "nvmlDeviceGetHandleByIndex"])
-def test_a_gpu_that_does_not_answer_ends_nothing(question: str, driver: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_does_not_answer_ends_nothing(
+    question: str, driver: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = getattr(FakeDriver(), question)
 
     def lost(_: object, index: int) -> Any:

@@ -1,4 +1,6 @@
-"""What nested decoders keep true at every step: one text, one law behind every proposed token, nothing lost."""
+"""What nested decoders keep true at every step: one text, one law behind every proposed token,
+nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def consistent(level: Proposer) -> bool:
     assert isinstance(level, Decoder)
     cache = level.cache
     assert isinstance(cache, HistoryCache)
-    return cache.length <= len(level.tokens) and cache.history[: cache.length] == level.tokens[: cache.length]
+    return (
+        cache.length <= len(level.tokens)
+        and cache.history[: cache.length] == level.tokens[: cache.length]
+    )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -76,7 +81,9 @@ def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None
 
 @pytest.mark.parametrize("lengths", [[], [3], [4, 2], [3, 2, 2]])
 @pytest.mark.parametrize("sampling", [FULL, Sampling(0.6, top_p=0.9), Sampling()])
-def test_the_law_reported_for_a_token_is_the_model_law_there(lengths: list[int], sampling: Sampling) -> None:
+def test_the_law_reported_for_a_token_is_the_model_law_there(
+    lengths: list[int], sampling: Sampling
+) -> None:
     models = strangers(len(lengths) + 1)
     decoder = nest(models, lengths, sampling, generator())
     for n in [1, 2, 5, 1, 8, 3] * 5:
@@ -84,7 +91,9 @@ def test_the_law_reported_for_a_token_is_the_model_law_there(lengths: list[int],
         draft = decoder.propose(n)
         assert decoder.tokens == [*text, *draft.tokens.tolist()]
         before = [decoder.tokens[: len(text) + i] for i in range(n)]
-        assert torch.equal(draft.probs, sampling.law(torch.stack([models[0].logits(each) for each in before])))
+        assert torch.equal(
+            draft.probs, sampling.law(torch.stack([models[0].logits(each) for each in before]))
+        )
 
 
 @pytest.mark.parametrize("lengths", [[3], [4, 2], [3, 2, 2], [4, 3, 2, 1]])
@@ -94,7 +103,9 @@ def test_a_level_that_drafts_with_its_own_model_is_never_corrected(lengths: list
     for _ in range(20):
         restart(decoder)
         go_on(decoder, 40)
-    assert all(level.stats.accepted == level.stats.proposed > 100 for level in decoder.levels()[:-1])
+    assert all(
+        level.stats.accepted == level.stats.proposed > 100 for level in decoder.levels()[:-1]
+    )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -119,9 +130,14 @@ def test_counts_of_all_levels_add_up(lengths: list[int]) -> None:
     assert len(go_on(decoder, 200)) == decoder.stats.produced == 200
     levels = decoder.levels()
     for above, below in pairwise(levels):
-        assert above.stats.proposed == below.stats.produced  # a level is asked for exactly what is verified
+        # a level is asked for exactly what is verified
+        assert above.stats.proposed == below.stats.produced
         assert above.stats.produced == above.stats.accepted + above.stats.passes
-        assert above.stats.acceptance_rate == above.stats.accepted / above.stats.proposed if above.stats.proposed else True
+        assert (
+            above.stats.acceptance_rate == above.stats.accepted / above.stats.proposed
+            if above.stats.proposed
+            else True
+        )
     assert levels[-1].stats.passes == levels[-1].stats.produced
 
 

@@ -1,4 +1,6 @@
-"""Adaptive draft lengths end where tokens a second are most, in worlds whose acceptance and times are known."""
+"""Adaptive draft lengths end where tokens a second are most, in worlds whose acceptance and times
+are known.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ MOST = 64
 
 @dataclass(frozen=True)
 class World:
-    """Every drafted token stands with the same probability; a pass costs a line in its rows. Seconds."""
+    """Every drafted token stands with the same probability; a pass costs a line in its rows.
+    Seconds.
+    """
 
     rate: float
     draft: float
@@ -22,12 +26,18 @@ class World:
     row: float = 0.0
 
     def per_second(self, n: int) -> float:
-        return (1 - self.rate ** (n + 1)) / (1 - self.rate) / (self.verify + self.row * (n + 1) + n * self.draft)
+        return (
+            (1 - self.rate ** (n + 1))
+            / (1 - self.rate)
+            / (self.verify + self.row * (n + 1) + n * self.draft)
+        )
 
     def round(self, n: int, rng: random.Random, noise: float = 0.0) -> Round:
         accepted = next((at for at in range(n) if rng.random() >= self.rate), n)
         slow = 1 + noise * rng.random()
-        return Round(n, accepted, n + 1, slow * n * self.draft, slow * (self.verify + self.row * (n + 1)))
+        return Round(
+            n, accepted, n + 1, slow * n * self.draft, slow * (self.verify + self.row * (n + 1))
+        )
 
     @property
     def best(self) -> float:

@@ -1,4 +1,6 @@
-"""The law of what a hierarchy writes is the target's own, however bad the levels below and however deep they nest."""
+"""The law of what a hierarchy writes is the target's own, however bad the levels below and however
+deep they nest.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def family(below: str) -> list[Toy]:
-    """Target, middle, draft. The two lower ones have nothing to do with the target, or with each other."""
+    """Target, middle, draft. The two lower ones have nothing to do with the target, or with each
+    other.
+    """
     sharp, flat = Toy(1, 20.0), Toy(2, 0.0)
-    lower = {"sharp draft": [flat, sharp], "sharp middle": [sharp, flat], "skewed": [Toy(3, 1.0), Toy(4, 1.5)]}
+    lower = {
+        "sharp draft": [flat, sharp],
+        "sharp middle": [sharp, flat],
+        "skewed": [Toy(3, 1.0), Toy(4, 1.5)],
+    }
     return [Toy(0, 1.5), *lower[below]]
 
 
@@ -52,7 +60,9 @@ def text_counts(decoder: Decoder) -> Tensor:
         (2, 3, "skewed", NUCLEUS),
     ],
 )
-def test_texts_of_three_levels_follow_the_target_law(outer: int, inner: int, below: str, sampling: Sampling) -> None:
+def test_texts_of_three_levels_follow_the_target_law(
+    outer: int, inner: int, below: str, sampling: Sampling
+) -> None:
     models = family(below)
     decoder = nest(models, [outer, inner], sampling, generator(outer + 10 * inner))
     assert p_value(text_counts(decoder), models[0].text_law(sampling, TOKENS)) > LIKELY
@@ -64,7 +74,8 @@ def test_texts_of_three_levels_follow_the_target_law(outer: int, inner: int, bel
         (0, "sharp draft", FULL),
         (0, "sharp middle", NUCLEUS),
         (0, "skewed", FULL),
-        (1, "sharp draft", NUCLEUS),  # not a sharp middle: with one likely token, a plain redraw draws the same
+        # not a sharp middle: with one likely token, a plain redraw draws the same
+        (1, "sharp draft", NUCLEUS),
         (1, "sharp draft", FULL),
         (1, "skewed", NUCLEUS),
         (1, "skewed", FULL),
@@ -73,7 +84,8 @@ def test_texts_of_three_levels_follow_the_target_law(outer: int, inner: int, bel
 def test_a_plain_redraw_at_one_level_is_found_out(
     level: int, below: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # level 1 is the published middle level: it redraws from p on rejection, and reports p as the law it drew from
+    # level 1 is the published middle level: it redraws from p on rejection, and reports p as the
+    # law it drew from
     models = family(below)
     decoder = nest(models, [3, 2], sampling, generator(7))
     right, asking = decoding.speculation.verify.residual, trace(decoder)
@@ -125,7 +137,8 @@ def test_lengths_that_follow_the_past_and_prompt_lookup_keep_the_law(
 
 
 def test_a_length_that_follows_the_token_under_test_is_found_out() -> None:
-    # why lengths may know past rounds only: here a draft that starts with token 0 is put off as long as the dice allow
+    # why lengths may know past rounds only: here a draft that starts with token 0 is put off as
+    # long as the dice allow
     toys = [Toy(seed, 1.5) for seed in range(2)]
     decoder = nest(toys, [3], FULL, generator(9))
     assert isinstance(decoder, Speculative)

@@ -1,4 +1,6 @@
-"""Prompt lookup proposes what followed the same tokens before, and steps aside where they are new."""
+"""Prompt lookup proposes what followed the same tokens before, and steps aside where they are
+new.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ CPU = torch.device("cpu")
 
 
 def by_hand(text: list[int], ngram: int, n: int) -> list[int]:
-    """What follows the earlier place that agrees longest with the text's end, up to 32 tokens before the n-gram.
+    """What follows the earlier place that agrees longest with the text's end, up to 32 tokens
+    before the n-gram.
 
     Of equals it is the latest that n tokens follow, or else the earliest.
     """
@@ -77,7 +80,9 @@ def test_nothing_found_is_nothing_proposed() -> None:
 
 def test_what_is_new_is_left_to_the_level_below() -> None:
     model, sampling = Toy(0, 1.5), Sampling(1.0)
-    leaf = Autoregressive("leaf", model, HistoryCache(), [], sampling, torch.Generator().manual_seed(0))
+    leaf = Autoregressive(
+        "leaf", model, HistoryCache(), [], sampling, torch.Generator().manual_seed(0)
+    )
     lookup = Lookup([], 3, VOCAB, CPU, leaf)
     rng, text, asked = random.Random(1), list(PROMPT), 0
     lookup.sync(text, 0)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from decoding import Sampling
 from decoding.speculation.sampling import draw
@@ -24,7 +29,8 @@ def generator(seed: int = 0) -> torch.Generator:
 @pytest.mark.parametrize("top_k", [0, 1, 7, 60, 1000])
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1.0])
 def test_law_is_that_of_transformers_warpers(temperature: float, top_k: int, top_p: float) -> None:
-    # as `generate` chains them; both keep the token that crosses top_p, and all that tie with the k-th
+    # as `generate` chains them; both keep the token that crosses top_p, and all that tie with the
+    # k-th
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -37,12 +43,17 @@ def test_law_is_that_of_transformers_warpers(temperature: float, top_k: int, top
     torch.testing.assert_close(found.sum(1), torch.ones(len(found)))
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.25, 1), (0.2501, 2), (0.5, 2), (0.75, 3), (0.7501, 4)])
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.25, 1), (0.2501, 2), (0.5, 2), (0.75, 3), (0.7501, 4)]
+)
 def test_top_p_is_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
-    # quarters are exact in float32, so the threshold itself is tested: a mass of exactly top_p is enough
+    # quarters are exact in float32, so the threshold itself is tested: a mass of exactly top_p is
+    # enough
     level = torch.zeros(1, 4)
     law = Sampling(temperature=1, top_p=top_p).law(level)
-    assert int((law > 0).sum()) == kept == int(TopPLogitsWarper(top_p)(None, level).isfinite().sum())
+    assert (
+        int((law > 0).sum()) == kept == int(TopPLogitsWarper(top_p)(None, level).isfinite().sum())
+    )
     torch.testing.assert_close(law[law > 0], torch.full((kept,), 1 / kept))
 
 
@@ -54,7 +65,8 @@ def test_top_k_keeps_ties() -> None:
 def test_top_k_comes_before_top_p() -> None:
     masses = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     law = Sampling(temperature=1, top_k=2, top_p=0.5).law(masses.log())
-    torch.testing.assert_close(law, torch.tensor([[1.0, 0, 0, 0]]))  # 0.4 / 0.7 reaches 0.5 alone; 0.4 does not
+    # 0.4 / 0.7 reaches 0.5 alone; 0.4 does not
+    torch.testing.assert_close(law, torch.tensor([[1.0, 0, 0, 0]]))
 
 
 def test_greedy_is_one_hot_at_the_greatest_logit() -> None:
@@ -63,7 +75,10 @@ def test_greedy_is_one_hot_at_the_greatest_logit() -> None:
     assert torch.equal(law.sort(1).values[:, -2:], torch.tensor([0.0, 1.0]).expand(len(law), 2))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.6, top_p=0.9), Sampling(1.0, 5), Sampling(1.0, 5, 0.9)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(1.0), Sampling(0.6, top_p=0.9), Sampling(1.0, 5), Sampling(1.0, 5, 0.9)],
+)
 def test_a_row_with_a_nan_stays_nan_and_spares_the_others(sampling: Sampling) -> None:
     spoilt = logits(3)
     spoilt[1, 17] = torch.nan
@@ -73,7 +88,9 @@ def test_a_row_with_a_nan_stays_nan_and_spares_the_others(sampling: Sampling) ->
 
 
 @pytest.mark.parametrize("scale", [1.0, 37.0, 1e-6])
-@pytest.mark.parametrize("law", [[0.5, 0.3, 0.1, 0.06, 0.03, 0.01], [1, 1, 1, 1], [0.001, 0.999], [0, 0.25, 0, 0.75]])
+@pytest.mark.parametrize(
+    "law", [[0.5, 0.3, 0.1, 0.06, 0.03, 0.01], [1, 1, 1, 1], [0.001, 0.999], [0, 0.25, 0, 0.75]]
+)
 def test_draws_are_distributed_as_the_law(law: list[float], scale: float) -> None:
     source, wanted = generator(1), torch.tensor(law)
     drawn = [int(draw(wanted * scale, source)) for _ in range(10_000)]
@@ -86,29 +103,41 @@ def test_successive_draws_are_independent() -> None:
     assert p_value(frequencies(pairs, 9), torch.outer(law, law)) > LIKELY
 
 
-def test_tokens_rarer_than_float32_noise_are_not_drawn_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's portable generator, which is exactly 0 once in 2**24 float32 numbers; the one in MKL hides that
+def test_tokens_rarer_than_float32_noise_are_not_drawn_too_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # torch's portable generator, which is exactly 0 once in 2**24 float32 numbers; the one in MKL
+    # hides that
     def portable(self: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        return self.copy_(-torch.rand(self.shape, dtype=self.dtype, generator=generator).neg_().log1p_())
+        return self.copy_(
+            -torch.rand(self.shape, dtype=self.dtype, generator=generator).neg_().log1p_()
+        )
 
     monkeypatch.setattr(torch.Tensor, "exponential_", portable)
     law, source = torch.full((2**16,), 2.0**-40), generator(3)
     law[0] = 1
-    assert all(int(draw(law, source)) == 0 for _ in range(2_000))  # a rare one comes up once in 2**24 draws, not in 2**8
+    # a rare one comes up once in 2**24 draws, not in 2**8
+    assert all(int(draw(law, source)) == 0 for _ in range(2_000))
 
 
 @pytest.mark.cuda(standin=False)
 def test_tokens_rarer_than_float32_noise_are_not_drawn_too_seldom() -> None:
-    # 2**18 tokens of 2**-25 each: float32 noise on a GPU is never below 2**-24, and draws less than half of them
+    # 2**18 tokens of 2**-25 each: float32 noise on a GPU is never below 2**-24, and draws less than
+    # half of them
     law = torch.full((2**18 + 1,), 2.0**-25, device="cuda")
     law[0] = 1 - 2.0**-7
     source = torch.Generator("cuda").manual_seed(3)
     common = int(sum(draw(law, source) == 0 for _ in range(30_000)))
-    assert p_value(torch.tensor([common, 30_000 - common]), torch.tensor([1 - 2.0**-7, 2.0**-7])) > LIKELY
+    assert (
+        p_value(torch.tensor([common, 30_000 - common]), torch.tensor([1 - 2.0**-7, 2.0**-7]))
+        > LIKELY
+    )
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-30, 800.0])
-def test_a_token_of_no_probability_is_never_drawn(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_no_probability_is_never_drawn(
+    noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # the extremes of the noise, which no seed would show: 0 / 0 is NaN, and argmax prefers a NaN
     monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, generator: self.fill_(noise))
     assert int(draw(torch.tensor([0.0, 0, 1e-38, 0]), generator())) == 2
@@ -116,7 +145,9 @@ def test_a_token_of_no_probability_is_never_drawn(noise: float, monkeypatch: pyt
 
 def test_one_seed_gives_one_sequence_of_draws() -> None:
     law = logits(1)[0].softmax(0)
-    first, second = ([int(draw(law, source)) for _ in range(50)] for source in (generator(4), generator(4)))
+    first, second = (
+        [int(draw(law, source)) for _ in range(50)] for source in (generator(4), generator(4))
+    )
     assert first == second
     assert len(set(first)) > 5
 

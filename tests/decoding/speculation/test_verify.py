@@ -12,7 +12,14 @@ from offload.errors import DocumentError
 from support.laws import LIKELY, frequencies, p_value
 
 VOCAB = 5
-P = torch.tensor([[0.4, 0.3, 0.2, 0.1, 0.0], [0.05, 0.05, 0.0, 0.1, 0.8], [0.2, 0.2, 0.2, 0.2, 0.2], [0.0, 0.5, 0.5, 0.0, 0.0]])
+P = torch.tensor(
+    [
+        [0.4, 0.3, 0.2, 0.1, 0.0],
+        [0.05, 0.05, 0.0, 0.1, 0.8],
+        [0.2, 0.2, 0.2, 0.2, 0.2],
+        [0.0, 0.5, 0.5, 0.0, 0.0],
+    ]
+)
 DRAFTS = {
     "its own law": P[:3],
     "uniform": torch.full((3, VOCAB), 1 / VOCAB),
@@ -54,8 +61,13 @@ def test_every_token_let_out_follows_the_target_law(name: str, length: int) -> N
 
 @pytest.mark.parametrize("name", ["uniform", "nearly right", "the other way round"])
 def test_a_token_does_not_depend_on_the_one_before(name: str) -> None:
-    # P's rows do not, so neither may what comes out: two tokens of a text are a draw of the product law
-    pairs = [VOCAB * text[0] + text[1] for text in let_out(DRAFTS[name], 6_000, generator(2)) if len(text) > 1]
+    # P's rows do not, so neither may what comes out: two tokens of a text are a draw of the product
+    # law
+    pairs = [
+        VOCAB * text[0] + text[1]
+        for text in let_out(DRAFTS[name], 6_000, generator(2))
+        if len(text) > 1
+    ]
     first = torch.minimum(P[0], DRAFTS[name][0])  # a second token is there if the first one stood
     assert p_value(frequencies(pairs, VOCAB**2), torch.outer(first, P[1])) > LIKELY
 
@@ -64,7 +76,12 @@ def test_a_token_does_not_depend_on_the_one_before(name: str) -> None:
 def test_acceptance_is_the_overlap_of_the_laws(name: str) -> None:
     overlap = float(torch.minimum(P[0], DRAFTS[name][0]).sum())
     stood = sum(len(text) > 1 for text in let_out(DRAFTS[name][:1], 2_000, generator(3)))
-    assert p_value(torch.tensor([stood, 2_000 - stood]), torch.tensor([overlap, 1 - overlap]).clamp(0, 1)) > LIKELY
+    assert (
+        p_value(
+            torch.tensor([stood, 2_000 - stood]), torch.tensor([overlap, 1 - overlap]).clamp(0, 1)
+        )
+        > LIKELY
+    )
 
 
 def test_the_example_the_published_middle_level_gets_wrong() -> None:
@@ -72,7 +89,8 @@ def test_the_example_the_published_middle_level_gets_wrong() -> None:
     source, q, p = generator(4), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]])
     tokens = torch.zeros(1, dtype=torch.int64)
     found = [verify(Draft(tokens, q), p, source) for _ in range(2_000)]
-    assert all(following == 1 for accepted, following in found if not accepted)  # the residual has token 1 alone
+    # the residual has token 1 alone
+    assert all(following == 1 for accepted, following in found if not accepted)
     first = [0 if accepted else following for accepted, following in found]
     assert p_value(frequencies(first, 2), p[0]) > LIKELY
 
@@ -95,7 +113,8 @@ def test_greedy_laws_accept_what_agrees_and_correct_what_does_not() -> None:
 
 def test_a_residual_lost_to_rounding_falls_back_to_the_law() -> None:
     assert torch.equal(residual(P[0], P[0]), P[0])
-    assert torch.equal(residual(P[0], P[0].clamp(min=0.1)), P[0])  # q above p everywhere, as rounding can leave it
+    # q above p everywhere, as rounding can leave it
+    assert torch.equal(residual(P[0], P[0].clamp(min=0.1)), P[0])
 
 
 NAN = torch.full((VOCAB,), torch.nan)
