@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up: how many pieces of b hold a."""
+    return -(-a // b)
 
 
 @dataclass(frozen=True)

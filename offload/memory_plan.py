@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.errors import FitError
-from offload.layout import KVLayout
+from offload.layout import KVLayout, ceil_div
 
 _COPY_BYTES = 2 << 20  # a copy at least this big runs at line rate
 _RING_BYTES = 1 << 30
@@ -44,7 +44,7 @@ def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
     in all where that is possible.
     """
     head = 2 * context * layout.head_dim * layout.dtype.itemsize
-    heads = min(layout.heads, max(1, -(-2 * _COPY_BYTES // head)))
+    heads = min(layout.heads, max(1, ceil_div(2 * _COPY_BYTES, head)))
     slots = 3 if 3 * heads * head <= _RING_BYTES else 2
     return heads, slots, slots * heads * head
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.layout import KVLayout
+from offload.layout import KVLayout, ceil_div
 
 # keys, over all heads, that a choice looks at in one go: bounds its scratch memory
 SEEN_TOKENS = 1 << 18
@@ -50,7 +50,7 @@ class RetrievalShape:
         """Sizes that suit a budget. `summary` None: summaries of 64 tokens, or more where they
         would take over a quarter of it.
         """
-        block = -(-min(64, max(1, budget // 4)) // chunk) * chunk
+        block = ceil_div(min(64, max(1, budget // 4)), chunk) * chunk
         if summary is None:
             summary = 64
             while context > summary * max(1, budget // 4):
@@ -63,7 +63,7 @@ class RetrievalShape:
         """
         if prefix + recent <= self.budget:
             return prefix, 0
-        summaries = -(-prefix // self.summary) if self.summary else 0
+        summaries = ceil_div(prefix, self.summary) if self.summary else 0
         chunks = max(1, (self.budget - summaries - recent) // self.chunk)
         selected = min(chunks * self.chunk, prefix)
         return selected, summaries if selected < prefix else 0
@@ -71,7 +71,7 @@ class RetrievalShape:
     @property
     def slots(self) -> int:
         """Tokens a head that must fit the buffer."""
-        summaries = -(-self.context // self.summary) if self.summary else 0
+        summaries = ceil_div(self.context, self.summary) if self.summary else 0
         least = self.chunk + summaries + self.window + self.block + self.rows
         return max(self.budget, least) + self.fresh
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload.layout import ceil_div
 from offload.selection import Seen
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -41,7 +42,7 @@ def tangents(seen: Seen, kv: Tensor, size: int, part: slice = slice(None)) -> Te
     # a sum of weighted rows for each chunk, head by head: a view of a slot cannot be flattened, and
     # a product would copy it
     every = (
-        torch.arange(-(-tokens // size) * size, device=kv.device)
+        torch.arange(ceil_div(tokens, size) * size, device=kv.device)
         .clamp(max=tokens - 1)
         .view(-1, size)[part]
         .flatten()

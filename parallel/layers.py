@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from offload.layout import ceil_div
 from parallel.checkpoint import TensorSlice
 from parallel.group import Group
 
@@ -100,7 +101,7 @@ class VocabParallelEmbedding(Module):
     def __init__(self, group: Group, vocab: int, hidden: int):
         super().__init__()
         self.group, self.vocab = group, vocab
-        rows = -(-vocab // group.size)
+        rows = ceil_div(vocab, group.size)
         self.first = min(rows * group.rank, vocab)
         self.last = min(self.first + rows, vocab)
         self.weight = Parameter(torch.empty(rows, hidden), requires_grad=False)

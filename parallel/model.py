@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
+from offload.layout import ceil_div
 from offload.tiered import LAST_ROWS
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
@@ -168,7 +169,7 @@ class Llama(Module):
         output of the last few rows.
         """
         # even chunks: the last rows are what followers of the cache see
-        chunk = -(-len(tokens) // -(-len(tokens) // chunk))
+        chunk = ceil_div(len(tokens), ceil_div(len(tokens), chunk))
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for start in range(0, len(x), chunk):
             x[start : start + chunk] = self.embed(tokens[start : start + chunk])

@@ -18,6 +18,7 @@ import torch
 from decoding.planning.needs import COMPUTE_REFRESH, COMPUTE_TURNS, MOST, Sizes, weight_bytes
 from decoding.planning.profile import Hardware
 from decoding.settings import BUDGET
+from offload.layout import ceil_div
 from offload.memory_plan import MemoryPlan
 from offload.selection import POLICIES
 from parallel.config import ModelConfig
@@ -233,7 +234,7 @@ def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
     """Weights that a pass reads: all but the embedding, of which it takes a row, unless that is the
     head too.
     """
-    embedding = 0 if config.tied else -(-config.vocab // ranks) * config.hidden * dtype.itemsize
+    embedding = 0 if config.tied else ceil_div(config.vocab, ranks) * config.hidden * dtype.itemsize
     return weight_bytes(config, ranks, dtype) - embedding
 
 

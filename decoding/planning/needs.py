@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from decoding.settings import BUDGET, Settings
 from decoding.speculation.decoders import CATCH_UP
 from offload.errors import FitError
+from offload.layout import ceil_div
 from offload.memory_plan import Needs, tail_tokens
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
@@ -136,7 +137,7 @@ class Sizes:
         """
         settings, context = self.settings, prompt + new
         summaries = (
-            -(-context // settings.summary_size)
+            ceil_div(context, settings.summary_size)
             if settings.summary_size and context > self.budget
             else 0
         )

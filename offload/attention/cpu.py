@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial, attend_folded, attend_masked, merge
+from offload.layout import ceil_div
 
 _CPU_ROWS, _CPU_KEYS = 32, 512  # torch's CPU operator works through so many rows and keys at a time
 # up to so many scores a head, one masked call beats a prefix, a square and their merge
@@ -67,7 +68,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
     keys are split as well.
     """
     heads, keys, threads = k.shape[1], k.shape[2], torch.get_num_threads()
-    blocks = -(-q.shape[2] // _CPU_ROWS)
+    blocks = ceil_div(q.shape[2], _CPU_ROWS)
     parts = threads // math.gcd(threads, heads)  # by heads alone: the last block may be a small one
     # shared out evenly enough, or too little to share
     if heads * blocks >= 4 * threads or keys < parts * _CPU_KEYS:

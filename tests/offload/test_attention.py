@@ -13,6 +13,7 @@ from offload.attention import cpu, partial_attention
 from offload.attention.cpu import cpu_op
 from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, matmul_op
 from offload.attention.folding import Partial, attend_masked, merge
+from offload.layout import ceil_div
 from support.reference import reference_attention
 
 HEADS = [(4, 4), (8, 2), (6, 3)]  # query heads, KV heads
@@ -103,7 +104,7 @@ def test_keys_are_split_over_threads_that_have_no_head(
     q, k, v = draw(rows, 301, heads, dtype)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
     parts = {2: {4: 1, 2: 1, 3: 2}, 3: {4: 3, 2: 3, 3: 1}, 8: {4: 2, 2: 4, 3: 8}}[threads][heads[1]]
-    if heads[1] * -(-rows * heads[0] // heads[1] // 32) < 4 * threads:
+    if heads[1] * ceil_div(ceil_div(rows * heads[0], heads[1]), 32) < 4 * threads:
         assert merged == [parts + (301 % parts > 0)]  # what does not divide is a part of its own
 
 

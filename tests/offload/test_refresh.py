@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.layout import KVLayout
+from offload.layout import KVLayout, ceil_div
 from offload.link import Link
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
@@ -54,7 +54,7 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
         if selected == prefix:
             assert summaries == 0  # nothing is left to summarise
         else:
-            assert summaries == (-(-prefix // summary) if summary else 0)
+            assert summaries == (ceil_div(prefix, summary) if summary else 0)
             spent = selected + summaries + recent
             assert budget - chunk < spent <= budget or (spent > budget and selected == chunk)
 
@@ -67,9 +67,9 @@ def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None
     shape = RetrievalShape.of(budget, chunk, None, context, rows=7, fresh=20)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
     assert shape.summary >= 64
-    assert -(-context // shape.summary) <= max(1, budget // 4)
+    assert ceil_div(context, shape.summary) <= max(1, budget // 4)
     # no coarser than it must be
-    assert shape.summary == 64 or -(-context // (shape.summary // 2)) > budget // 4
+    assert shape.summary == 64 or ceil_div(context, shape.summary // 2) > budget // 4
     assert shape.window <= budget // 8
     for summary in (0, 5):
         assert RetrievalShape.of(budget, chunk, summary, context, 7, 20) == replace(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.layout import ceil_div
 from offload.selection import Seen
 from offload.summaries import biases, tangents
 from support.reference import bias_by_hand, reference_attention, tangent_by_hand
@@ -46,8 +47,8 @@ def test_the_formula_token_by_token(rows: int, tokens: int, size: int, left_out:
     out = torch.stack([torch.randperm(tokens)[:left_out] for _ in range(HEADS)])
     found, bias = summarise(q, kv, out, size)
     assert (found.shape, bias.shape) == (
-        (2, HEADS, -(-tokens // size), DIM),
-        (HEADS, -(-tokens // size)),
+        (2, HEADS, ceil_div(tokens, size), DIM),
+        (HEADS, ceil_div(tokens, size)),
     )
     assert bias.dtype == torch.float32
     for head in range(HEADS):
@@ -151,7 +152,7 @@ def test_any_key_gets_the_mass_it_stands_for(tokens: int, size: int) -> None:
     """
     q, kv = draw(5, tokens)
     q = q[:, ::GROUPS]
-    seen, old = Seen(q, kv[0], 8), torch.randn(HEADS, -(-tokens // size), DIM)
+    seen, old = Seen(q, kv[0], 8), torch.randn(HEADS, ceil_div(tokens, size), DIM)
     bias = biases(seen, old, size)
     for head in range(HEADS):
         for index, chunk in enumerate(torch.arange(tokens).split(size)):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offload.layout import ceil_div
 from standin.clocks import region_of
 from standin.kernels import CPU_ONLY, KERNELS, UNSET, WAITING
 from standin.machine import Allocation, Machine, Use
@@ -186,7 +187,7 @@ class OnGpu(TorchDispatchMode):
             return GpuTensor(
                 out,
                 Allocation(
-                    self.machine, -(-max(1, out.nbytes) // 512) * 512, f"the result of {func}"
+                    self.machine, ceil_div(max(1, out.nbytes), 512) * 512, f"the result of {func}"
                 ),
             )
         if isinstance(out, tuple | list):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.layout import ceil_div
+
 aten = torch.ops.aten
 SIXTEEN = (torch.float16, torch.bfloat16)
 
@@ -81,7 +83,7 @@ def efficient(
     _check(q, k, v, dropout)
     _require(bias is None, "not met so far: a bias")
     out, sums = _attention(q, k, v, causal)
-    padded = sums.new_full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), torch.inf)
+    padded = sums.new_full((*sums.shape[:2], ceil_div(sums.shape[2], 32) * 32), torch.inf)
     padded[:, :, : sums.shape[2]] = sums
     seed = torch.zeros((), dtype=torch.int64)
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
