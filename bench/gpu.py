@@ -31,7 +31,7 @@ from bench.speed.passes import DRAFTED, passes
 from decoding import Sampling, Settings
 from decoding.planning.forecast import prefill_flops
 from decoding.probe.rates import matmul_rate
-from decoding.runtime import Models
+from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import Fixed
 from offload.bandwidth import Copies
@@ -94,7 +94,7 @@ def link_rates(report: Report, link: Link) -> float:
     return rate
 
 
-def read(report: Report, models: Models, context: int) -> Session:
+def read(report: Report, models: Runtime, context: int) -> Session:
     """A session behind its prefill."""
     config, device = models.target.config, models.target.group.device
     arithmetic = matmul_rate(device, models.dtype)
@@ -147,9 +147,9 @@ def verified(report: Report, session: Session, rate: float) -> None:
         "tokens per verification (drawn weights: says nothing)",
         decoder.stats.tokens_per_pass or 0.0,
     )
-    for name, value in session.run.counts.items():
+    for name, value in session.forward.counts.items():
         report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
-    report.add("rounds", "peak memory", gigabytes(session.models.link.peak()), "GB")
+    report.add("rounds", "peak memory", gigabytes(session.runtime.link.peak()), "GB")
 
 
 def main(
@@ -204,7 +204,7 @@ def main(
         target, draft = (
             random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair]
         )
-        models = Models.make(target, draft, settings.mode, settings)
+        models = Runtime.make(target, draft, settings.mode, settings)
         rate = link_rates(report, models.link)
         session = read(report, models, room(target.config, models.dtype, context))
         verified(report, session, rate)

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from decoding.planning.budget import Choice, Split, affordable, link_rate
 from decoding.planning.needs import BUDGETS, draft_ranks
-from decoding.runtime import Models, plan
+from decoding.runtime import Runtime, plan
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
 from decoding.speculation.decoders import Decoder
-from decoding.speculation.draft_length import Noted
+from decoding.speculation.draft_length import RecordingLength
 from decoding.speculation.sampling import Sampling, draw
 from decoding.speculation.verify import read
 from decoding.stats import Stats
@@ -40,19 +40,19 @@ class Engine:
     `follow` until it closes.
     """
 
-    def __init__(self, models: Models, tokenizer: Any, stop_tokens: frozenset[int]):
-        self.models, self.tokenizer, self.stop_tokens = models, tokenizer, stop_tokens
-        self.group: Group = models.target.group
+    def __init__(self, runtime: Runtime, tokenizer: Any, stop_tokens: frozenset[int]):
+        self.runtime, self.tokenizer, self.stop_tokens = runtime, tokenizer, stop_tokens
+        self.group: Group = runtime.target.group
         self.stats = Stats()
-        self.lengths = draft_lengths(models.settings)
+        self.lengths = draft_lengths(runtime.settings)
         self.split = Split()
         self._busy = False  # a text is being generated, and the arena is its own
-        limit, wanted = models.target.config.context_limit, models.settings.context
+        limit, wanted = runtime.target.config.context_limit, runtime.settings.context
         if wanted is not None and wanted > limit:
             raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
         self.context = wanted or limit
         # bytes a second
-        self._link_rate = link_rate(models) if self._tunes and models.link.copies else None
+        self._link_rate = link_rate(runtime) if self._tunes and runtime.link.copies else None
 
     @classmethod
     def from_pretrained(
@@ -97,8 +97,8 @@ class Engine:
                 if drafts is not None
                 else None
             )
-            models = Models.make(target, small, mode, settings)
-            return cls(models, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
+            runtime = Runtime.make(target, small, mode, settings)
+            return cls(runtime, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
 
     def check(self, prompt: int, new: int) -> MemoryPlan:
         """Plan a text of that many tokens as `generate` would now; this rank's plan. All ranks call
@@ -107,7 +107,7 @@ class Engine:
         Raises FitError, on all ranks, when the text would not fit.
         """
         with self.group.together():
-            plans = affordable(self.models, prompt, new)
+            plans = affordable(self.runtime, prompt, new)
         if self._tunes and not self._common(plans):
             raise FitError(
                 "no one retrieval budget fits all ranks: set --budget, or free memory on the "
@@ -115,7 +115,7 @@ class Engine:
             )
         choice = self._spend(prompt, new)
         with self.group.together():
-            return plan(self.models.spending(choice.budget), prompt, new)
+            return plan(self.runtime.with_budget(choice.budget), prompt, new)
 
     def generate(
         self,
@@ -146,15 +146,17 @@ class Engine:
                 self.stats = Stats(
                     prompt_tokens=len(tokens),
                     plan=session.plan,
-                    mode=self.models.mode,
+                    mode=self.runtime.mode,
                     choice=choice,
                 )
-                with closing(PassLeader(session.sharded, session.most, session.run)) as leader:
+                with closing(
+                    PassLeader(session.announced, session.most, session.forward)
+                ) as leader:
                     yield from self._tokens(
                         session, leader, sampling or Sampling(), progress, started
                     )
                     self.split.record(
-                        session.models,
+                        session.runtime,
                         session.plan,
                         len(tokens),
                         self._link_rate,
@@ -177,7 +179,7 @@ class Engine:
         """Rank 0: let the other ranks go."""
         if self.group.rank == 0:
             self.group.broadcast(None)
-        self.models.link.close()
+        self.runtime.link.close()
 
     def _tokens(
         self,
@@ -192,7 +194,10 @@ class Engine:
         law = sampling.law(session.prefill(progress))[0]
         text = [*session.prompt.tolist(), *read(draw(law, generator), law)]
         decoder = session.decoder(
-            leader, sampling, generator, (Noted(self.lengths[0], stats.rounds), self.lengths[1])
+            leader,
+            sampling,
+            generator,
+            (RecordingLength(self.lengths[0], stats.rounds), self.lengths[1]),
         )
         decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
@@ -202,7 +207,7 @@ class Engine:
         stats.retrieval, stats.peaks, stats.fixed_shapes = (
             session.retrieval,
             session.peaks,
-            session.run.report,
+            session.forward.report,
         )
         stats.prefill_link_in, stats.prefill_link_out = (
             session.target.traffic.link_in,
@@ -226,22 +231,24 @@ class Engine:
     @property
     def _tunes(self) -> bool:
         """Whether budgets are to be chosen."""
-        return self.models.sizes.has_retrieval and self.models.settings.budget is None
+        return self.runtime.sizes.has_retrieval and self.runtime.settings.budget is None
 
     def _spend(self, prompt: int, new: int) -> Choice:
         """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to
         refuse.
         """
-        settings = self.models.settings
+        settings = self.runtime.settings
         if not self._tunes:
             return Choice(settings.budget, "set")
         try:
-            plans = affordable(self.models, prompt, new)
+            plans = affordable(self.runtime, prompt, new)
         except FitError:
             plans = {}
         if not (common := self._common(plans)):
             return Choice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
-        return self.group.broadcast(self.split.choose(self.models, common, prompt, self._link_rate))
+        return self.group.broadcast(
+            self.split.choose(self.runtime, common, prompt, self._link_rate)
+        )
 
     def _common(self, plans: Mapping[int, MemoryPlan]) -> dict[int, MemoryPlan]:
         """Of the plans of this rank, by budget, those whose budgets fit all ranks. All ranks call
@@ -266,7 +273,7 @@ class Engine:
                 f"{len(tokens)} prompt tokens and {new} new ones are more than the context of "
                 f"{self.context}."
             )
-        vocab = self.models.target.config.vocab
+        vocab = self.runtime.target.config.vocab
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab:
                 raise DocumentError(
@@ -276,7 +283,7 @@ class Engine:
     def _open(self, tokens: list[int], new: int, choice: Choice) -> Session:
         """On all ranks, or on none."""
         with self.group.together():
-            return Session(self.models.spending(choice.budget), tokens, new)
+            return Session(self.runtime.with_budget(choice.budget), tokens, new)
 
     def _follow_one(self) -> bool:
         request = self.group.broadcast(None)
@@ -290,7 +297,7 @@ class Engine:
             # raised on rank 0 too, which ends the passes before there is one
             with suppress(TierForceError):
                 session.prefill()
-            follow_passes(session.sharded, session.most, session.run)
+            follow_passes(session.announced, session.most, session.forward)
         return True
 
 

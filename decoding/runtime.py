@@ -19,7 +19,7 @@ from parallel.model import Llama
 
 
 @dataclass(frozen=True)
-class Models:
+class Runtime:
     """What a text is decoded with. `draft` is on rank 0 alone and whole, so that drafting needs no
     collective, or on all, split.
     """
@@ -32,22 +32,22 @@ class Models:
     arena: HostArena
 
     @classmethod
-    def make(cls, target: Llama, draft: Llama | None, mode: str, settings: Settings) -> Models:
+    def make(cls, target: Llama, draft: Llama | None, mode: str, settings: Settings) -> Runtime:
         """Put models to work in this mode, on a link and an arena of their own. Raises
         TierForceError for an unknown link.
         """
         link = make_link(settings.link, target.group.device)
         return cls(target, draft, mode, settings, link, HostArena(link, target.embed.weight.dtype))
 
-    def over(self, settings: Settings) -> Models:
+    def with_settings(self, settings: Settings) -> Runtime:
         """The same models under other settings, on rank 0."""
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
-        return Models.make(
+        return Runtime.make(
             self.target, self.draft, settings.resolved_mode(self.draft is not None), settings
         )
 
-    def spending(self, budget: int | None) -> Models:
+    def with_budget(self, budget: int | None) -> Runtime:
         """These with another retrieval budget, on the same link and arena. None: as the settings
         have it.
         """
@@ -69,19 +69,19 @@ class Models:
         return self.target.embed.weight.dtype
 
 
-def plan(models: Models, prompt: int, new: int) -> MemoryPlan:
+def plan(runtime: Runtime, prompt: int, new: int) -> MemoryPlan:
     """Where the KV of a text of `prompt` + `new` tokens goes on this rank. Raises FitError."""
-    settings, target, group = models.settings, models.target, models.target.group
+    settings, target, group = runtime.settings, runtime.target, runtime.target.group
     on_cpu = group.device.type == "cpu"
-    host = host_available() // group.size + models.arena.nbytes
+    host = host_available() // group.size + runtime.arena.nbytes
     weights = parameter_bytes(target) + (
-        parameter_bytes(models.draft) if models.draft is not None else 0
+        parameter_bytes(runtime.draft) if runtime.draft is not None else 0
     )
-    there = models.link.device_available() // (group.size if on_cpu else 1)
+    there = runtime.link.device_available() // (group.size if on_cpu else 1)
     if settings.device_memory is not None:
         free = min(settings.device_memory - weights, there if on_cpu else int(there * USED))
         # two readings of one memory differ by what came and went
         host = max(0, host - max(0, free)) if on_cpu else host
     else:
         free = int(there * USED)
-    return plan_memory(models.sizes.needs(prompt, new), free, host, settings.resident_layers)
+    return plan_memory(runtime.sizes.needs(prompt, new), free, host, settings.resident_layers)

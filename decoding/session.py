@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding.planning.needs import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
-from decoding.runtime import Models, plan
+from decoding.runtime import Runtime, plan
 from decoding.settings import Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
@@ -33,32 +33,32 @@ Lengths = tuple[DraftLength, DraftLength]
 
 
 class Session:
-    """The caches of one text on this rank; on rank 0 also its decoders. `sharded`: the models on
+    """The caches of one text on this rank; on rank 0 also its decoders. `announced`: the models on
     all ranks, each with a cache.
     """
 
-    def __init__(self, models: Models, prompt: list[int], new: int):
+    def __init__(self, runtime: Runtime, prompt: list[int], new: int):
         """Allocates everything the text needs. Raises FitError."""
-        self.models, self.new = models, new
-        models.link.peak()
+        self.runtime, self.new = runtime, new
+        runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
-        self.plan = plan(models, len(prompt), new)
-        settings, group = models.settings, models.target.group
-        device, config = group.device, models.target.config
+        self.plan = plan(runtime, len(prompt), new)
+        settings, group = runtime.settings, runtime.target.group
+        device, config = group.device, runtime.target.config
         self.prompt = torch.tensor(prompt, device=device)
-        sizes = models.sizes
+        sizes = runtime.sizes
         self.most = sizes.most
-        self.streams = self.plan.resident_layers < config.layers and models.link.copies
-        layout = config.kv_layout(group.size, models.dtype)
-        rotary = config.rotary(len(prompt), len(prompt) + new, models.dtype, device)
+        self.uses_link = self.plan.resident_layers < config.layers and runtime.link.copies
+        layout = config.kv_layout(group.size, runtime.dtype)
+        rotary = config.rotary(len(prompt), len(prompt) + new, runtime.dtype, device)
         recent, block = sizes.recent(len(prompt), new)
         self.target = TieredCache(
             layout,
             len(prompt) + new,
             self.plan.resident_layers,
-            models.link,
+            runtime.link,
             rotary,
-            models.arena,
+            runtime.arena,
             recent,
             block,
             sizes.most,
@@ -66,41 +66,41 @@ class Session:
             self.plan.slots,
             self.plan.late_layers,
         )
-        self.sharded: list[Sharded] = [(models.target, self.target)]
-        self.run = Replay(bool(settings.graphs), group.recorder)
+        self.announced: list[Sharded] = [(runtime.target, self.target)]
+        self.forward = Replay(bool(settings.graphs), group.recorder)
         self.retrieval = None
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
-            every = settings.refresh or (LINK_REFRESH if self.streams else COMPUTE_REFRESH)
+            every = settings.refresh or (LINK_REFRESH if self.uses_link else COMPUTE_REFRESH)
             # what is set is the same with any memory
-            turns = 1 if self.streams or settings.refresh else COMPUTE_TURNS
+            turns = 1 if self.uses_link or settings.refresh else COMPUTE_TURNS
             self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every, turns)
             self.target.followers.append(self.retrieval)
-            self.sharded.append((models.target, self.retrieval))
+            self.announced.append((runtime.target, self.retrieval))
         self.draft = None
-        if sizes.has_draft and models.draft is not None:
-            self.draft = _draft_cache(models.draft, settings.sinks, sizes.window)
-            if models.draft.group.size > 1:
-                self.sharded.append((models.draft, self.draft))
+        if sizes.has_draft and runtime.draft is not None:
+            self.draft = _draft_cache(runtime.draft, settings.sinks, sizes.window)
+            if runtime.draft.group.size > 1:
+                self.announced.append((runtime.draft, self.draft))
 
     @property
     def caches(self) -> list[Cache]:
         """Those of the target, outermost first."""
-        return [cache for model, cache in self.sharded if model is self.models.target]
+        return [cache for model, cache in self.announced if model is self.runtime.target]
 
     def prefill(self, progress=None) -> Tensor:
         """Read the prompt on all ranks; logits (1, V) of the first new token. Raises FitError, on
         all ranks.
         """
         with self.target.prefill(len(self.prompt)):
-            logits = self.models.target.prefill(
-                self.prompt, self.target, self.models.sizes.prefill_chunk, progress
+            logits = self.runtime.target.prefill(
+                self.prompt, self.target, self.runtime.sizes.prefill_chunk, progress
             )
-        with self.models.target.group.together():
+        with self.runtime.target.group.together():
             self.target.bring_in()
-        if self.models.draft is not None and self.draft is not None:
-            _read(self.models.draft, self.draft, self.prompt)
-        self.peaks["prefill"] = self.models.link.peak()
+        if self.runtime.draft is not None and self.draft is not None:
+            _read(self.runtime.draft, self.draft, self.prompt)
+        self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
     def decoder(
@@ -113,18 +113,18 @@ class Session:
         """The nested decoders of this text's mode, outermost first; for rank 0, after prefill.
         `lengths` None: the settings'.
         """
-        models, prompt = self.models, self.prompt.tolist()
+        runtime, prompt = self.runtime, self.prompt.tolist()
         inner: Proposer | None = None
-        if models.draft is not None and self.draft is not None:
+        if runtime.draft is not None and self.draft is not None:
             forward: Forward = (
-                leader if models.draft.group.size > 1 else partial(self.run, models.draft)
+                leader if runtime.draft.group.size > 1 else partial(self.forward, runtime.draft)
             )
             inner = Autoregressive("draft", forward, self.draft, prompt, sampling, generator)
-        if ngram := models.sizes.ngram:
-            inner = Lookup(prompt, ngram, models.target.config.vocab, self.prompt.device, inner)
-        lengths = lengths or draft_lengths(models.settings)
+        if ngram := runtime.sizes.ngram:
+            inner = Lookup(prompt, ngram, runtime.target.config.vocab, self.prompt.device, inner)
+        lengths = lengths or draft_lengths(runtime.settings)
         for length, start in zip(
-            lengths, (LINK_START if self.streams else COMPUTE_START, INNER_START), strict=True
+            lengths, (LINK_START if self.uses_link else COMPUTE_START, INNER_START), strict=True
         ):
             length.begin(start)
         for name, cache, length in reversed(
@@ -141,9 +141,9 @@ class Session:
         """The text is over: what decoding took is noted, recordings go, and no copy is left that
         works on its caches.
         """
-        self.models.link.drain()
-        self.peaks["decoding"] = self.models.link.peak()
-        self.run.forget()
+        self.runtime.link.drain()
+        self.peaks["decoding"] = self.runtime.link.peak()
+        self.forward.forget()
 
     def snapshot(self) -> list[Any]:
         """Where all caches stand, for `rewind`: right behind the prompt, say, to continue it more

@@ -7,7 +7,7 @@ from typing import Any
 
 from decoding.planning.budget import Choice
 from decoding.speculation.decoders import Proposer, Speculative
-from decoding.speculation.draft_length import Round
+from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
 from offload.retrieval import RetrievalCache
 from offload.traffic import Traffic
@@ -34,7 +34,7 @@ class Stats:
     # rank 0's memory in use at most, bytes, by phase
     peaks: dict[str, int | None] = field(default_factory=dict)
     fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
-    rounds: list[Round] = field(default_factory=list, repr=False)  # of the target
+    rounds: list[RoundStats] = field(default_factory=list, repr=False)  # of the target
 
     @property
     def ms_per_token(self) -> float | None:

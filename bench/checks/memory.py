@@ -73,26 +73,26 @@ def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
     )
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
     if setting.late:
-        needs = engine.models.sizes.needs(setting.context, new)
+        needs = engine.runtime.sizes.needs(setting.context, new)
         tiers = device_tiers(
             needs,
-            engine.models.target.config.layers if setting.resident is None else setting.resident,
+            engine.runtime.target.config.layers if setting.resident is None else setting.resident,
             setting.late,
         )
         weights = sum(
             parameter_bytes(each)
-            for each in (engine.models.target, engine.models.draft)
+            for each in (engine.runtime.target, engine.runtime.draft)
             if each is not None
         )
         memory = weights + max(sum(phase.values()) for phase in tiers)
         engine = Engine(
-            engine.models.over(replace(settings, device_memory=memory)),
+            engine.runtime.with_settings(replace(settings, device_memory=memory)),
             engine.tokenizer,
             engine.stop_tokens,
         )
     list(engine.generate([1] * 300, 20))  # threads and their memory
     prompt = prompt_tokens(engine.tokenizer, setting.context)
-    place = plan(engine.models, len(prompt), new)
+    place = plan(engine.runtime, len(prompt), new)
     before, wanted = data_bytes(), place.device_bytes + place.host_bytes
     limit = before + int(share * wanted / USED)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

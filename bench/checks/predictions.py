@@ -73,8 +73,8 @@ SETTINGS = [
 
 def here(engine: Engine) -> Hardware:
     """This machine, as a probe for this model would describe it; the link is each setting's own."""
-    device, config = engine.group.device, engine.models.target.config
-    rates: dict[str, Any] = pass_rates(config, device, engine.models.dtype)
+    device, config = engine.group.device, engine.runtime.target.config
+    rates: dict[str, Any] = pass_rates(config, device, engine.runtime.dtype)
     rates |= {
         "gpus": 1,
         "device_memory": 1e12,
@@ -101,7 +101,7 @@ def measured(session: Session, new: int) -> tuple[float, float, Decoder]:
     started = time.perf_counter()
     first = int(session.prefill().argmax())
     first_s = time.perf_counter() - started
-    decoder, seconds = continued(session, first, SAMPLING, draft_lengths(session.models.settings))
+    decoder, seconds = continued(session, first, SAMPLING, draft_lengths(session.runtime.settings))
     return first_s, seconds / decoder.stats.produced, decoder
 
 
@@ -115,7 +115,7 @@ def predicted(
         zip(levels, (setting.draft, setting.inner), strict=False)
     ):
         rates[index] = acceptance_of(level.stats.tokens_per_pass or 1.0, length)
-    sizes, prompt = session.models.sizes, len(session.prompt)
+    sizes, prompt = session.runtime.sizes, len(session.prompt)
     return forecast(sizes, session.plan, machine, prompt, session.new, rates[0], rates[1]), rates[0]
 
 
@@ -136,10 +136,10 @@ def main(
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
     machine, progress, table = here(engine), Console(stderr=True), []
     # makes kernels, once a process
-    Session(engine.models, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()
+    Session(engine.runtime, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()
     for setting in SETTINGS:
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
-        models = engine.models.over(setting.settings(dtype))
+        models = engine.runtime.with_settings(setting.settings(dtype))
         if setting.rate:
             with closing(Copies(models.link, 4 << 20)) as copies:
                 machine = replace(

@@ -74,7 +74,7 @@ class Study:
                 f"{context} tokens, temperature {sampling.temperature}, text {number + 1} of "
                 f"{self.texts}"
             )
-            led = Led(self.engine.models, prompt, self.new, variants, max(intervals))
+            led = Led(self.engine.runtime, prompt, self.new, variants, max(intervals))
             text = led.text(self.new + 1, replace(sampling, seed=number))
             for interval in intervals:
                 for variant, chains in led.along(text, interval, sampling).items():
@@ -136,7 +136,7 @@ class Study:
                 self.progress.print(
                     f"counting behind {context} tokens, text {number + 1} of {self.texts}"
                 )
-                led = Led(self.engine.models, prompt, self.new, variants, draft + 2)
+                led = Led(self.engine.runtime, prompt, self.new, variants, draft + 2)
                 for temperature, variant, seed in product(degrees, variants, range(SEEDS)):
                     sampling = replace(
                         self.sampling, temperature=temperature, seed=SEEDS * number + seed
@@ -246,7 +246,7 @@ def main(
         "counts": lambda: study.counts(
             [int(each) for each in counted.split(",")], degrees, draft_length
         ),
-        "needle": lambda: needles(engine.models, engine.tokenizer, tokens, context, ALL),
+        "needle": lambda: needles(engine.runtime, engine.tokenizer, tokens, context, ALL),
     }
     if unknown := set(parts.split(",")) - set(tasks):
         raise typer.BadParameter(

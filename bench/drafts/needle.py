@@ -22,7 +22,7 @@ from bench.drafts.overlap import Led, Variant
 from bench.drafts.recall import FACTS, WORDS, fact, fillers, question, recall_model
 from bench.drafts.recall import answer as repeated
 from decoding import Sampling, Settings
-from decoding.runtime import Models
+from decoding.runtime import Runtime
 
 NEEDLES = [
     ("The secret word of the lighthouse keeper at Saltmarsh is", " marigold thunder seventeen."),
@@ -42,7 +42,11 @@ INTERVAL = 4  # words between verifications
 
 
 def needles(
-    models: Models, tokenizer: Any, tokens: Sequence[int], context: int, variants: Sequence[Variant]
+    models: Runtime,
+    tokenizer: Any,
+    tokens: Sequence[int],
+    context: int,
+    variants: Sequence[Variant],
 ) -> list[dict[str, Any]]:
     """One row per model and policy, full attention first: the planted words' probability, and
     acceptance on them.
@@ -54,7 +58,7 @@ def needles(
             prompt = _planted(tokenizer, tokens, context, begun, rest, depth, number)
             for name, row in judged(models, prompt, words, variants).items():
                 kept.setdefault(("built-in target", name), []).append(row)
-    made = Models.make(recall_model(context + 64), None, "retrieval", Settings(mode="retrieval"))
+    made = Runtime.make(recall_model(context + 64), None, "retrieval", Settings(mode="retrieval"))
     for index in range(FACTS):
         for depth in DEPTHS:
             before, behind = int(depth * context), context - int(depth * context) - WORDS - 1
@@ -82,7 +86,7 @@ def needles(
 
 
 def judged(
-    models: Models, prompt: list[int], words: list[int], variants: Sequence[Variant]
+    models: Runtime, prompt: list[int], words: list[int], variants: Sequence[Variant]
 ) -> dict[str, tuple[float, float, float]]:
     """Mean over the words of q(word), overlap, and min(1, q(word) / p(word)), by policy; a
     verification every INTERVAL words.

@@ -24,7 +24,7 @@ from torch import Generator, Tensor
 
 from decoding import Sampling
 from decoding.planning.needs import COMPUTE_TURNS
-from decoding.runtime import Models
+from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
@@ -95,7 +95,7 @@ class Led:
 
     def __init__(
         self,
-        models: Models,
+        models: Runtime,
         prompt: Sequence[int],
         new: int,
         variants: Sequence[Variant],
@@ -106,7 +106,7 @@ class Led:
         layout = config.kv_layout(models.target.group.size, models.dtype)
         target.followers.clear()  # the session's own, whose place these take
         self.session.retrieval = None
-        del self.session.sharded[1:]
+        del self.session.announced[1:]
         self.caches: dict[Variant, RetrievalCache] = {}
         for each in variants:
             context = len(prompt) + new + rows + 1
@@ -136,7 +136,7 @@ class Led:
 
     def text(self, new: int, sampling: Sampling) -> Tensor:
         """The next `new` tokens (new,) from the target's law alone."""
-        target, model = self.session.target, self.session.models.target
+        target, model = self.session.target, self.session.runtime.target
         generator = Generator(self.first.device).manual_seed(sampling.seed)
         followers, target.followers = target.followers, []
         tokens, logits = [], self.first
@@ -152,7 +152,7 @@ class Led:
         """Verify `interval` tokens of the text at a time, each time after every variant has been
         led along them.
         """
-        model, target = self.session.models.target, self.session.target
+        model, target = self.session.runtime.target, self.session.target
         chains: dict[Variant, list[Chain]] = {variant: [] for variant in self.caches}
         for start in range(0, len(text) - interval, interval):
             rows, following = (
@@ -185,7 +185,11 @@ class Led:
         """Decode `new` tokens with drafts of `draft` tokens on the variant's cache: tokens made,
         and verifications.
         """
-        model, target, cache = self.session.models.target, self.session.target, self.caches[variant]
+        model, target, cache = (
+            self.session.runtime.target,
+            self.session.target,
+            self.caches[variant],
+        )
         generator = Generator(self.first.device).manual_seed(sampling.seed)
         prompt = self.session.prompt.tolist()
         inner = Autoregressive("retrieval", model, cache, prompt, sampling, generator)

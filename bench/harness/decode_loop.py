@@ -20,7 +20,7 @@ def continued(
     """
     generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
     decoder = session.decoder(
-        PassLeader(session.sharded, session.most, session.run), sampling, generator, lengths
+        PassLeader(session.announced, session.most, session.forward), sampling, generator, lengths
     )
     prompt = session.prompt.tolist()
     decoder.sync([*prompt, first], len(prompt))

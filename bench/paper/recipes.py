@@ -199,7 +199,7 @@ def needle_rows(context: int) -> list[dict[str, Any]]:
     )
     window = next(each for each in ALL if each.policy == "window")
     tokens = text_tokens(engine.tokenizer)
-    return needles(engine.models, engine.tokenizer, tokens, context, (window, STATIC, OURS))
+    return needles(engine.runtime, engine.tokenizer, tokens, context, (window, STATIC, OURS))
 
 
 def main(

@@ -51,7 +51,7 @@ class Ours(Peer):
             link = stats.traffic["target"].link_in - stats.prefill_link_in
             passes, rate = (
                 stats.levels[0].stats.passes,
-                getattr(self.engine.models.link, "rate", None),
+                getattr(self.engine.runtime.link, "rate", None),
             )
             result.rounds = {
                 "drafted": statistics.median(each.drafted for each in rounds),

@@ -62,7 +62,7 @@ class Ours:
     """
 
     def __init__(self, engine: Engine, settings: Settings, prompt: list[int], new: int):
-        self.session = Session(engine.models.over(settings), prompt, new)
+        self.session = Session(engine.runtime.with_settings(settings), prompt, new)
         self.first = int(self.session.prefill().argmax())
         self.start = self.session.snapshot()
 
@@ -70,7 +70,7 @@ class Ours:
         session = self.session
         session.rewind(self.start)
         before = session.target.traffic.link_in
-        lengths = draft_lengths(replace(session.models.settings, draft_length=length))
+        lengths = draft_lengths(replace(session.runtime.settings, draft_length=length))
         decoder, seconds = continued(session, self.first, sampling, lengths)
         levels = decoder.levels()
         acceptance = {
@@ -167,7 +167,7 @@ def main(
 
     progress = Console(stderr=True)
     progress.print("prefill: transformers")
-    peer = AutoModelForCausalLM.from_pretrained(model, dtype=engine.models.dtype)
+    peer = AutoModelForCausalLM.from_pretrained(model, dtype=engine.runtime.dtype)
     for kind in ("default", "static"):
         methods[f"transformers, {kind} cache"] = Transformers(
             peer, prompt, min(new_tokens, 32), kind == "static"

@@ -43,7 +43,7 @@ from bench.harness.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.needs import MOST
 from decoding.session import Session, draft_lengths
-from decoding.speculation.draft_length import Fixed, Noted, Round
+from decoding.speculation.draft_length import Fixed, RecordingLength, RoundStats
 
 Pair = tuple[int, int] | None  # draft length and inner length; None: adaptive
 
@@ -54,18 +54,18 @@ class Total:
 
     seconds: float = 0.0
     tokens: int = 0
-    texts: list[list[Round]] = field(default_factory=list)
-    inner_rounds: list[Round] = field(default_factory=list)
+    texts: list[list[RoundStats]] = field(default_factory=list)
+    inner_rounds: list[RoundStats] = field(default_factory=list)
     by_text: list[float] = field(default_factory=list)  # ms/token
 
-    def add(self, tokens: int, seconds: float, rounds: list[Round]) -> None:
+    def add(self, tokens: int, seconds: float, rounds: list[RoundStats]) -> None:
         self.texts.append(rounds)
         self.seconds += seconds
         self.tokens += tokens
         self.by_text.append(1e3 * seconds / tokens)
 
     @property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[RoundStats]:
         return list(chain(*self.texts))
 
     def expected(self, yields: list[float]) -> float:
@@ -99,7 +99,7 @@ class Total:
         }
 
 
-def expected_yields(rounds: Sequence[Round]) -> list[float]:
+def expected_yields(rounds: Sequence[RoundStats]) -> list[float]:
     """Tokens that a verified draft of 0, 1, ... tokens yields on average: 1 + sum_k prod_(i<=k) (1
     - h_i).
 
@@ -167,7 +167,7 @@ def main(
         settings = replace(
             settings, policy=variant.policy, chunk_size=variant.chunk, summary_size=variant.summary
         )
-        models = engine.models.over(settings)
+        models = engine.runtime.with_settings(settings)
         for number, prompt in enumerate(prompts(tokens, context, texts, new_tokens)):
             session = Session(models, prompt, new_tokens + 1)
             first = int(session.prefill().argmax())
@@ -178,8 +178,8 @@ def main(
                 total = totals.setdefault((rate, variant, pair), Total())
                 session.rewind(start)
                 outer, below = (Fixed(pair[0]), Fixed(pair[1])) if pair else adaptive
-                rounds: list[Round] = []
-                noted = (Noted(outer, rounds), Noted(below, total.inner_rounds))
+                rounds: list[RoundStats] = []
+                noted = (RecordingLength(outer, rounds), RecordingLength(below, total.inner_rounds))
                 decoder, seconds = continued(
                     session, first, Sampling(temperature, top_p=top_p, seed=number), noted
                 )
@@ -190,7 +190,7 @@ def main(
                     f"{total.by_text[-1]:.1f} ms/token"
                 )
         models.link.close()
-    drafts: dict[Variant, list[Round]] = {}
+    drafts: dict[Variant, list[RoundStats]] = {}
     for (_, variant, _), total in totals.items():
         drafts.setdefault(variant, []).extend(total.rounds)
     yields = {variant: expected_yields(every) for variant, every in drafts.items()}

@@ -50,7 +50,7 @@ def pass_ms(
 
 def passes(session: Session, repeats: int) -> dict[str, float]:
     """Milliseconds by level and rows of a pass."""
-    target, model, tokens = session.target, session.models.target, session.prompt
+    target, model, tokens = session.target, session.runtime.target, session.prompt
     followers, target.followers = target.followers, []
     found = {
         f"target {rows}": pass_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
@@ -61,16 +61,21 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
         found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
             found |= short_passes(
-                session.run,
+                session.forward,
                 f"retrieval {rows}",
                 model,
                 session.retrieval,
                 tokens[:rows],
                 5 * repeats,
             )
-    if session.draft is not None and session.models.draft is not None:
+    if session.draft is not None and session.runtime.draft is not None:
         found |= short_passes(
-            session.run, "draft 1", session.models.draft, session.draft, tokens[:1], 5 * repeats
+            session.forward,
+            "draft 1",
+            session.runtime.draft,
+            session.draft,
+            tokens[:1],
+            5 * repeats,
         )
     return found
 
@@ -112,7 +117,7 @@ def main(
                 f"the text has {len(tokens)} tokens, fewer than {context}", param_hint="--contexts"
             )
         started = time.perf_counter()
-        session = Session(engine.models, tokens[:context], DRAFTED)
+        session = Session(engine.runtime, tokens[:context], DRAFTED)
         session.prefill()
         row: dict[str, Any] = {"tokens": context, "prefill s": time.perf_counter() - started}
         row |= passes(session, repeats)

@@ -62,14 +62,14 @@ def ours(
             device="cpu",
             group=group,
         )
-        layout = engine.models.target.config.kv_layout(group.size, engine.models.dtype)
-        engine.models.arena.take((layout.bytes(context + 1) // layout.dtype.itemsize,)).zero_()
-        session = Session(engine.models, prompt_tokens(engine.tokenizer, context, text), 1)
+        layout = engine.runtime.target.config.kv_layout(group.size, engine.runtime.dtype)
+        engine.runtime.arena.take((layout.bytes(context + 1) // layout.dtype.itemsize,)).zero_()
+        session = Session(engine.runtime, prompt_tokens(engine.tokenizer, context, text), 1)
         before = _settled()
         started = time.perf_counter()
         session.prefill()
         done = Prefill(time.perf_counter() - started, _told(session.peaks["prefill"]) - before)
-        engine.models.link.close()
+        engine.runtime.link.close()
     return done
 
 

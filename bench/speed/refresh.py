@@ -46,7 +46,7 @@ def main(
             replace(each, budget=budget)
             for each in (STATIC, replace(OURS, summary=0), OURS, COMPUTE)
         ]
-        led = Led(engine.models, prompt_tokens(engine.tokenizer, context, text), 64, variants, 64)
+        led = Led(engine.runtime, prompt_tokens(engine.tokenizer, context, text), 64, variants, 64)
         for count in map(int, rows.split(",")):
             times: dict[Variant, list[float]] = {variant: [] for variant in led.caches}
             for _, (variant, cache) in product(range(repeats + 1), led.caches.items()):
@@ -54,7 +54,8 @@ def main(
                 led.session.target.followers = [cache]
                 session = led.session
                 times[variant].append(
-                    1e3 * pass_seconds(engine.models.target, session.target, session.prompt[:count])
+                    1e3
+                    * pass_seconds(engine.runtime.target, session.target, session.prompt[:count])
                 )
             base_ms = statistics.median(times[variants[0]][1:])
             for variant, found in times.items():

@@ -39,11 +39,11 @@ def main(
     base = Settings(mode="plain", link="view", resident_layers=0)
     engine = Engine.from_pretrained(model, settings=base)
     prompt = prompt_tokens(engine.tokenizer, context, text)
-    view = Session(engine.models, prompt, rows + 1)
+    view = Session(engine.runtime, prompt, rows + 1)
     view.prefill()
     table = []
     for rate in map(float, rates.split(",")):
-        models = engine.models.over(replace(base, link=f"emulated:{rate}"))
+        models = engine.runtime.with_settings(replace(base, link=f"emulated:{rate}"))
         session = Session(models, prompt, rows + 1)
         session.prefill()
         before = session.target.traffic.link_in

@@ -38,9 +38,9 @@ from bench.harness.record import prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from bench.speed.lengths import Total, expected_yields
 from decoding import Engine, Sampling, Settings
-from decoding.runtime import Models, plan
+from decoding.runtime import Runtime, plan
 from decoding.session import Session
-from decoding.speculation.draft_length import Fixed, Noted, Round
+from decoding.speculation.draft_length import Fixed, RecordingLength, RoundStats
 from parallel.loading import parameter_bytes
 
 SMALLEST, MOST_LAYERS = 512, 4  # the memory is what this budget and so many layers take
@@ -52,11 +52,11 @@ Found = dict[int, tuple[int, Total]]  # by budget: resident layers, and all text
 Grid = dict[tuple[int, int], tuple[int, Total]]  # by budget and draft length
 
 
-def memory_for(models: Models, prompt: int, new: int) -> int:
+def memory_for(models: Runtime, prompt: int, new: int) -> int:
     """Device memory, weights included, in which budgets and layers have to be weighed against each
     other.
     """
-    small = models.spending(SMALLEST)
+    small = models.with_budget(SMALLEST)
     place = plan(
         replace(small, settings=replace(small.settings, resident_layers=MOST_LAYERS)), prompt, new
     )
@@ -79,17 +79,17 @@ def tuned(engine: Engine, prompt: list[int], new: int, sampling: Sampling, found
     return f"budget {stats.choice.budget}, {stats.plan.resident_layers} layers: {stats.choice.why}"
 
 
-def fixed(models: Models, prompt: list[int], new: int, sampling: Sampling, grid: Grid) -> None:
+def fixed(models: Runtime, prompt: list[int], new: int, sampling: Sampling, grid: Grid) -> None:
     """The same text with every setting of the grid."""
     for budget in dict.fromkeys(budget for budget, _ in grid):
-        session = Session(models.spending(budget), prompt, new)
+        session = Session(models.with_budget(budget), prompt, new)
         first = int(session.prefill().argmax())
         start = session.snapshot()
         for length in (length for each, length in grid if each == budget):
             session.rewind(start)
-            rounds: list[Round] = []
+            rounds: list[RoundStats] = []
             decoder, seconds = continued(
-                session, first, sampling, (Noted(Fixed(length), rounds), Fixed(INNER))
+                session, first, sampling, (RecordingLength(Fixed(length), rounds), Fixed(INNER))
             )
             grid[budget, length] = (session.plan.resident_layers, grid[budget, length][1])
             grid[budget, length][1].add(decoder.stats.produced, seconds, rounds)
@@ -99,7 +99,7 @@ def table(rate: float, found: Found, grid: Grid) -> tuple[list[dict[str, Any]], 
     """The grid's rows and, last, that of what was chosen; and the latter against the best of the
     others.
     """
-    rounds: dict[int, list[Round]] = {}
+    rounds: dict[int, list[RoundStats]] = {}
     for budget, total in chain(
         ((b, total) for (b, _), (_, total) in grid.items()),
         ((b, each) for b, (_, each) in found.items()),
@@ -181,8 +181,8 @@ def main(
         settings = Settings(
             mode="hierarchical", dtype=dtype, link=f"emulated:{rate}", prefill_chunk=CHUNK
         )
-        memory = memory_for(base.models.over(settings), context, new_tokens + 1)
-        models = base.models.over(replace(settings, device_memory=memory))
+        memory = memory_for(base.runtime.with_settings(settings), context, new_tokens + 1)
+        models = base.runtime.with_settings(replace(settings, device_memory=memory))
         engine, found, reasons = Engine(models, base.tokenizer, frozenset()), Found(), list[str]()
         law = Sampling(temperature, top_p=top_p)
         for number, prompt in enumerate(learnt):

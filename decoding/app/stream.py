@@ -40,7 +40,7 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     """Say what runs where: devices, dtype, mode, context, and where the layers of a prompt of so
     many tokens go.
     """
-    group, models = engine.group, engine.models
+    group, models = engine.group, engine.runtime
     if group.device.type == "cuda":
         where = f"{group.size} x {torch.cuda.get_device_name(group.device)}"
     else:

@@ -121,7 +121,7 @@ def _summary(
         **engine.stats.as_dict(),
         "dropped_tokens": dropped,
         **job.as_dict(),
-        "dtype": str(engine.models.dtype).removeprefix("torch."),
+        "dtype": str(engine.runtime.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": engine.group.size,
         "date": _now(),

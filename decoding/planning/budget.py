@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from decoding.planning.forecast import EXPONENT, accepted_with, expected_tokens
 from decoding.planning.needs import MOST
-from decoding.runtime import Models, plan
+from decoding.runtime import Runtime, plan
 from decoding.settings import BUDGET
-from decoding.speculation.draft_length import Round
+from decoding.speculation.draft_length import RoundStats
 from offload.bandwidth import Copies
 from offload.errors import FitError
 from offload.memory_plan import MemoryPlan
@@ -50,7 +50,7 @@ class Choice:
     why: str
 
 
-def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
+def affordable(models: Runtime, prompt: int, new: int) -> dict[int, MemoryPlan]:
     """Where a text's KV would go, by the budgets that fit, of those that differ for it. Raises
     FitError where none does.
     """
@@ -59,7 +59,7 @@ def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
     found, refusal = {}, None
     for budget in models.sizes.budgets(prompt + new):
         try:
-            found[budget] = plan(models.spending(budget), prompt, new)
+            found[budget] = plan(models.with_budget(budget), prompt, new)
         except FitError as error:
             refusal = refusal or error
     if not found:
@@ -69,7 +69,7 @@ def affordable(models: Models, prompt: int, new: int) -> dict[int, MemoryPlan]:
     return found
 
 
-def link_rate(models: Models) -> float:
+def link_rate(models: Runtime) -> float:
     """Bytes a second of the slowest rank's link while all copy: GPUs may share lanes. All ranks
     call it. Raises FitError.
     """
@@ -90,7 +90,7 @@ class Split:
         self._verify_s = self._link_s = 0.0
 
     def choose(
-        self, models: Models, plans: Mapping[int, MemoryPlan], prompt: int, link_rate: float | None
+        self, models: Runtime, plans: Mapping[int, MemoryPlan], prompt: int, link_rate: float | None
     ) -> Choice:
         """One of the budgets planned for. `link_rate`: bytes a second; None where nothing is
         copied.
@@ -128,11 +128,11 @@ class Split:
 
     def record(
         self,
-        models: Models,
+        models: Runtime,
         place: MemoryPlan,
         prompt: int,
         link_rate: float | None,
-        rounds: list[Round],
+        rounds: list[RoundStats],
     ) -> None:
         """A text is over. One that its budget held whole says nothing of longer ones: its proposals
         are the target's own.
@@ -165,7 +165,7 @@ class Split:
         return (own.rejected + _OWN * expected) / (own.tested + _OWN)
 
     def _token_s(
-        self, models: Models, budget: int, place: MemoryPlan, prompt: int, link_rate: float | None
+        self, models: Runtime, budget: int, place: MemoryPlan, prompt: int, link_rate: float | None
     ) -> float:
         """Seconds a token, at the draft length that suits the budget."""
         link = _link_s(models, place, prompt, link_rate)
@@ -180,7 +180,7 @@ class Split:
         )
         return min((verify + n * drafted) / expected_tokens(accepted, n) for n in lengths)
 
-    def _drafted_s(self, models: Models, budget: int) -> float:
+    def _drafted_s(self, models: Runtime, budget: int) -> float:
         """Seconds a drafted token; of a budget not seen, from the nearest that was, by what a
         retrieval pass reads.
         """
@@ -194,7 +194,7 @@ class Split:
         )
 
 
-def _link_s(models: Models, place: MemoryPlan, prompt: int, link_rate: float | None) -> float:
+def _link_s(models: Runtime, place: MemoryPlan, prompt: int, link_rate: float | None) -> float:
     """Seconds that the prompt's KV takes over the link."""
     if link_rate is None:
         return 0.0

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from decoding.planning.forecast import attention_flops, matmul_flops, prefill_flops
 from decoding.planning.needs import COMPUTE_TURNS
-from decoding.runtime import Models
+from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.settings import BUDGET, Settings
 from decoding.speculation.sampling import Sampling
@@ -132,7 +132,9 @@ def _products(
     settings = Settings(
         mode="plain", resident_layers=2, link="view" if device.type == "cpu" else "auto"
     )
-    models = Models.make(random_model(config, Group(device=device), dtype), None, "plain", settings)
+    models = Runtime.make(
+        random_model(config, Group(device=device), dtype), None, "plain", settings
+    )
     tokens = models.sizes.prefill_chunk
     prompt = [0] * tokens
     try:

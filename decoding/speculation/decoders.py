@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from decoding.speculation.draft_length import DraftLength, Round
+from decoding.speculation.draft_length import DraftLength, RoundStats
 from decoding.speculation.sampling import Sampling, draw
 from decoding.speculation.verify import Draft, read, verify
 from offload.cache import Cache
@@ -208,7 +208,7 @@ class Speculative(Decoder):
         laws = self.sampling.law(self.forward(rows, self.cache, len(draft.tokens) + 1))
         accepted, following = verify(draft, laws, self.generator)
         self.length.record(
-            Round(
+            RoundStats(
                 len(draft.tokens),
                 accepted,
                 len(rows),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundStats:
     """What one round of a level was: counts, and seconds."""
 
     drafted: int  # tokens the level below proposed
@@ -34,14 +34,14 @@ class DraftLength(ABC):
         """At least 1."""
 
     @abstractmethod
-    def record(self, past: Round) -> None:
+    def record(self, past: RoundStats) -> None:
         """A round is over."""
 
 
-class Noted(DraftLength):
+class RecordingLength(DraftLength):
     """Keeps the rounds of another."""
 
-    def __init__(self, length: DraftLength, rounds: list[Round]):
+    def __init__(self, length: DraftLength, rounds: list[RoundStats]):
         self.length, self.rounds = length, rounds
 
     def begin(self, start: int) -> None:
@@ -50,7 +50,7 @@ class Noted(DraftLength):
     def next(self) -> int:
         return self.length.next()
 
-    def record(self, past: Round) -> None:
+    def record(self, past: RoundStats) -> None:
         self.rounds.append(past)
         self.length.record(past)
 
@@ -69,7 +69,7 @@ class Fixed(DraftLength):
     def next(self) -> int:
         return self.most
 
-    def record(self, past: Round) -> None:
+    def record(self, past: RoundStats) -> None:
         pass
 
 
@@ -117,7 +117,7 @@ class Adaptive(DraftLength):
     def next(self) -> int:
         return self._next
 
-    def record(self, past: Round) -> None:
+    def record(self, past: RoundStats) -> None:
         keep = self._FORGET
         verify_s = past.verify_s
         # a machine that was away for a moment says nothing of a pass; a new text does

@@ -10,8 +10,8 @@ from bench.drafts.overlap import OURS, STATIC, Chain, Led, Variant, prompts
 from bench.drafts.recall import FACTS, WORDS, answer, fact, fillers, question, recall_model
 from bench.speed.lengths import expected_yields
 from decoding import Sampling, Settings
-from decoding.runtime import Models
-from decoding.speculation.draft_length import Round
+from decoding.runtime import Runtime
+from decoding.speculation.draft_length import RoundStats
 from parallel.group import Group
 from parallel.loading import load_model
 from support.engines import DEMO
@@ -23,9 +23,11 @@ SETTINGS = Settings(mode="retrieval", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def models() -> Models:
+def models() -> Runtime:
     torch.set_num_threads(1)
-    return Models.make(load_model(DEMO / "target", Group(), "float32"), None, "retrieval", SETTINGS)
+    return Runtime.make(
+        load_model(DEMO / "target", Group(), "float32"), None, "retrieval", SETTINGS
+    )
 
 
 def test_tokens_of_a_chain() -> None:
@@ -36,7 +38,7 @@ def test_tokens_of_a_chain() -> None:
 
 def test_expected_yields_count_a_draft_only_as_far_as_it_was_tested() -> None:
     rounds = [
-        Round(drafted, accepted, drafted + 1, 1.0, 1.0)
+        RoundStats(drafted, accepted, drafted + 1, 1.0, 1.0)
         for drafted, accepted in ((0, 0), (1, 1), (2, 1), (3, 0), (3, 3))
     ]
     # of drafts that got so far, those whose next token stood
@@ -46,7 +48,7 @@ def test_expected_yields_count_a_draft_only_as_far_as_it_was_tested() -> None:
     )
 
 
-def test_a_cache_of_everything_agrees_with_the_target(models: Models) -> None:
+def test_a_cache_of_everything_agrees_with_the_target(models: Runtime) -> None:
     led = Led(models, prompt("typing"), 48, [STATIC, EVERYTHING], 16)
     text = led.text(49, NUCLEUS)
     chains = led.along(text, 16, NUCLEUS)
@@ -57,7 +59,7 @@ def test_a_cache_of_everything_agrees_with_the_target(models: Models) -> None:
     assert all(float(chain.overlap.mean()) < 0.99 for chain in chains[STATIC])
 
 
-def test_what_is_expected_is_what_is_counted(models: Models) -> None:
+def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
     led = Led(models, prompt("typing"), 400, [STATIC], 8)
     text = led.text(401, NUCLEUS)
     expected = [chain.tokens for chain in led.along(text, 8, NUCLEUS)[STATIC]]
@@ -68,7 +70,7 @@ def test_what_is_expected_is_what_is_counted(models: Models) -> None:
     assert made / passes == pytest.approx(sum(expected) / len(expected), rel=0.2)
 
 
-def test_a_rewound_text_is_the_same_text(models: Models) -> None:
+def test_a_rewound_text_is_the_same_text(models: Runtime) -> None:
     led = Led(models, prompt("argparse"), 40, [OURS], 8)
     first, again = (led.text(24, NUCLEUS) for _ in range(2))
     assert torch.equal(first, again)
@@ -86,7 +88,7 @@ def test_prompts_are_spread_over_the_text() -> None:
 @pytest.mark.parametrize("index", [0, FACTS - 1])
 def test_a_needle_is_recalled_by_what_can_find_it(index: int) -> None:
     model = recall_model(3000)
-    made = Models.make(model, None, "retrieval", SETTINGS)
+    made = Runtime.make(model, None, "retrieval", SETTINGS)
     tokens = [*fillers(400, 1), *fact(index), *fillers(1500, 2), question(index)]
     variants = [Variant("window", 256, 8, 0), Variant("static", 256, 8, 0), Variant("mass", 256)]
     found = judged(made, tokens, answer(index), variants)

@@ -41,7 +41,7 @@ def pair(checkpoint: Callable[..., Path]) -> Pair:
 
 def token_bytes(engine: Engine) -> int:
     """KV of one token in one layer of the target."""
-    return engine.models.target.config.kv_layout(1, engine.models.dtype).layer_token_bytes
+    return engine.runtime.target.config.kv_layout(1, engine.runtime.dtype).layer_token_bytes
 
 
 class Passes:
@@ -76,7 +76,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def boundary(engine: Engine, length: int, new: int) -> int:
     """Tokens of prefix that a pass from `length` tokens streams."""
-    recent, block = engine.models.sizes.recent(len(PROMPT), new)
+    recent, block = engine.runtime.sizes.recent(len(PROMPT), new)
     return max(0, length - recent) // block * block
 
 
@@ -87,7 +87,7 @@ def test_plain_decoding_streams_the_host_prefix_once_a_token(
     link: str, resident: int, new: int, pair: Pair
 ) -> None:
     with pair.engine("plain", link=link, resident_layers=resident) as engine:
-        assert engine.models.sizes.recent(len(PROMPT), new) == (0, BLOCK)
+        assert engine.runtime.sizes.recent(len(PROMPT), new) == (0, BLOCK)
         assert len(list(engine.generate(PROMPT, new))) == new
         # by the pass for each token but the first
         written = [(len(PROMPT) + index) // BLOCK * BLOCK for index in range(new - 1)]
@@ -138,7 +138,7 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
     for policy, summary, refresh in [*product(POLICIES, (0, None), (1,)), ("mass", None, 20)]:
         choices = {"policy": policy, "summary_size": summary, "refresh": refresh, **SMALL}
         with pair.engine(mode, resident_layers=1, **choices) as engine:
-            assert engine.models.sizes.recent(len(PROMPT), 60) == (4, 8)
+            assert engine.runtime.sizes.recent(len(PROMPT), 60) == (4, 8)
             passes.lengths, passes._before = [], []
             list(engine.generate(PROMPT, 60, Sampling(1.0)))
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
@@ -159,7 +159,7 @@ def test_where_a_choice_costs_compute_it_comes_seldom_and_does_less(
     link: str, resident: int, often: bool, pair: Pair
 ) -> None:
     with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
-        cache = Session(engine.models, PROMPT, 60).retrieval
+        cache = Session(engine.runtime, PROMPT, 60).retrieval
         assert cache is not None
         assert (cache.every, cache.turns) == ((1, 1) if often else (COMPUTE_REFRESH, COMPUTE_TURNS))
 
@@ -181,7 +181,7 @@ def test_the_plan_asks_for_what_the_session_allocates(
         "hierarchical", resident_layers=1, policy=policy, summary_size=summary, **SMALL
     ) as engine:
         list(engine.generate(PROMPT, new, Sampling(1.0)))
-        layout = engine.models.target.config.kv_layout(1, engine.models.dtype)
+        layout = engine.runtime.target.config.kv_layout(1, engine.runtime.dtype)
         levels, middle = engine.stats.levels, engine.stats.retrieval
         target = levels[0].cache
         needs, fixed = (

@@ -72,7 +72,7 @@ def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple
     settings = Settings(dtype="float32", **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
-    draft = engine.models.draft
+    draft = engine.runtime.draft
     if group.rank:
         engine.follow()
         return [], draft.group.size if draft else 0

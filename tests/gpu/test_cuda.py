@@ -212,7 +212,7 @@ def test_a_gpu_that_is_full_fails_one_text(
 def test_what_others_have_is_not_planned_with() -> None:
     device = torch.device("cuda", 0)
     engine = opened(Group(device=device), "plain", device_memory=1 << 50)
-    free = engine.models.link.device_available()
+    free = engine.runtime.link.device_available()
     next(engine.generate(PROMPT, NEW))
     assert engine.stats.plan is not None
     assert engine.stats.plan.device_bytes <= 0.9 * free

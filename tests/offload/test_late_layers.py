@@ -137,7 +137,7 @@ def test_the_engine_spends_on_layers_what_hidden_states_took(
     more |= {"prefill_chunk": 64, "link": "emulated:50"}
     wanted = models.text(mode, prompt, new, sampling, resident_layers=2, **more)
     with models.engine(mode, **more) as engine:
-        sizes: Sizes = engine.models.sizes
+        sizes: Sizes = engine.runtime.sizes
         needed = max(
             sum(tiers.values()) for tiers in device_tiers(sizes.needs(len(prompt), new), 2, 1)
         )
@@ -147,8 +147,8 @@ def test_the_engine_spends_on_layers_what_hidden_states_took(
         stats, plan = engine.stats, engine.stats.plan
         assert plan is not None
         assert (plan.resident_layers, plan.late_layers) == (2, 1)
-        assert plan.host_bytes == engine.models.arena.nbytes
-        layout = engine.models.target.config.kv_layout(1, torch.float32)
+        assert plan.host_bytes == engine.runtime.arena.nbytes
+        layout = engine.runtime.target.config.kv_layout(1, torch.float32)
         assert stats.prefill_link_in == layout.bytes(len(prompt), 1)
         streamed = stats.traffic["target"].link_in - stats.prefill_link_in
         assert stats.link_bytes_per_token == streamed / (new - 1)

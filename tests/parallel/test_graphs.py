@@ -320,5 +320,5 @@ def test_what_one_rank_cannot_record_no_rank_replays(
 
 def test_by_default_a_cpu_does_without() -> None:
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", Settings(budget=300))
-    assert engine.models.settings.graphs is False
+    assert engine.runtime.settings.graphs is False
     engine.close()

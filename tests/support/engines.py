@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from decoding import Engine, Sampling, Settings
-from decoding.runtime import Models
+from decoding.runtime import Runtime
 from parallel.group import Group
 from parallel.loading import load_model
 
@@ -37,11 +37,11 @@ class Pair:
         token ends a text.
         """
         settings = Settings(mode=mode, dtype="float32", **choices)
-        models = Models.make(self.target, self.draft, mode, settings)
+        runtime = Runtime.make(self.target, self.draft, mode, settings)
         try:
-            yield Engine(models, None, frozenset(stop))
+            yield Engine(runtime, None, frozenset(stop))
         finally:
-            models.link.close()
+            runtime.link.close()
 
     def text(
         self,

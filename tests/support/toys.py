@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 
 from decoding import Sampling
 from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
-from decoding.speculation.draft_length import DraftLength, Fixed, Round
+from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
 from decoding.speculation.lookup import Lookup
 from offload.cache import Cache
 from offload.layout import KVLayout
@@ -95,7 +95,7 @@ class Moody(DraftLength):
     def next(self) -> int:
         return self._next
 
-    def record(self, past: Round) -> None:
+    def record(self, past: RoundStats) -> None:
         self._next = self.most if past.accepted == past.drafted else 1 + past.accepted % self.most
 
 

@@ -51,12 +51,12 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
     machine = Hardware("here", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
     plan, (tiers, _) = outlook(sizes, machine, prompt, new)
     with pair.engine(mode, budget=200, resident_layers=resident, link="emulated:50") as engine:
-        session = Session(engine.models, random_tokens(prompt).tolist(), new)
+        session = Session(engine.runtime, random_tokens(prompt).tolist(), new)
         moving = (
             tiers["resident layers"] + tiers["ring, in prefill one layer"] + tiers["recent tokens"]
         )
         assert moving == session.target.device_bytes
-        assert plan.host_bytes == engine.models.arena.nbytes
+        assert plan.host_bytes == engine.runtime.arena.nbytes
         assert (plan.slots, plan.slot_heads, plan.resident_layers) == (
             session.plan.slots,
             session.plan.slot_heads,

@@ -13,9 +13,9 @@ import pytest
 from decoding import Engine
 from decoding.planning.budget import Split, affordable
 from decoding.planning.needs import BUDGETS
-from decoding.runtime import Models
+from decoding.runtime import Runtime
 from decoding.settings import BUDGET
-from decoding.speculation.draft_length import Round
+from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
 from parallel.loading import parameter_bytes
 from support.engines import DEMO, Pair
@@ -30,7 +30,7 @@ def pair() -> Pair:
     return Pair(DEMO / "target", DEMO / "draft")
 
 
-def models(pair: Pair, megabytes: float, **choices: Any) -> Models:
+def models(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
     """With so much device memory beside the weights, over a link."""
     assert pair.draft is not None
     weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
@@ -41,11 +41,13 @@ def models(pair: Pair, megabytes: float, **choices: Any) -> Models:
         prefill_chunk=256,
         **choices,
     ) as engine:
-        return engine.models
+        return engine.runtime
 
 
-def rounds(count: int, drafted: int, accepted: int, draft_s: float, verify_s: float) -> list[Round]:
-    return [Round(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * count
+def rounds(
+    count: int, drafted: int, accepted: int, draft_s: float, verify_s: float
+) -> list[RoundStats]:
+    return [RoundStats(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * count
 
 
 def test_a_budget_that_is_set_is_the_only_one(pair: Pair) -> None:
@@ -92,7 +94,7 @@ def test_what_past_texts_showed_decides(
         budget: replace(some[budget], resident_layers=layers)
         for budget, layers in ((1024, 2), (2048, 1), (4096, 0))
     }
-    spent = on.spending(2048)
+    spent = on.with_budget(2048)
     far = on.target.config.layers - plans[2048].resident_layers
     link_s = on.target.config.kv_layout(1, on.dtype).bytes(PROMPT, far) / RATE
     for _ in range(4):
@@ -107,28 +109,28 @@ def test_layers_are_worth_nothing_where_compute_is_the_cost(pair: Pair) -> None:
     """The link could be ten times as slow: a larger budget is taken, though it takes the layers."""
     on, split = models(pair, 130), Split()
     plans = affordable(on, PROMPT, NEW)
-    split.record(on.spending(2048), plans[2048], PROMPT, 1e13, rounds(20, 24, 8, 1e-6, 0.5))
+    split.record(on.with_budget(2048), plans[2048], PROMPT, 1e13, rounds(20, 24, 8, 1e-6, 0.5))
     assert split.choose(on, plans, PROMPT, 1e13).budget > 2048
 
 
 def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pair) -> None:
     on, split = models(pair, 130), Split()
     plans = affordable(on, PROMPT, NEW)
-    split.record(on.spending(1024), plans[1024], PROMPT, RATE, rounds(3, 24, 0, 1.0, 1.0))
+    split.record(on.with_budget(1024), plans[1024], PROMPT, RATE, rounds(3, 24, 0, 1.0, 1.0))
     assert "nothing is known" in split.choose(on, plans, PROMPT, RATE).why
     same = {
         budget: replace(place, resident_layers=2)
         for budget, place in plans.items()
         if budget in (1024, 2048)
     }
-    split.record(on.spending(1024), same[1024], PROMPT, RATE, rounds(20, 24, 24, 1e-4, 1e-2))
+    split.record(on.with_budget(1024), same[1024], PROMPT, RATE, rounds(20, 24, 24, 1e-4, 1e-2))
     assert split.choose(on, same, PROMPT, RATE).budget == 1024
 
 
 def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
     on, split = models(pair, 130), Split()
     place = affordable(on, 1900, NEW)[2048]
-    split.record(on.spending(2048), place, 1900, RATE, rounds(50, 24, 24, 1e-3, 1e-3))
+    split.record(on.with_budget(2048), place, 1900, RATE, rounds(50, 24, 24, 1e-3, 1e-3))
     choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT, RATE)
     assert choice.budget == BUDGET
     assert "nothing is known" in choice.why
@@ -187,7 +189,7 @@ def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair:
     on, split = models(pair, 130), Split()
     place = affordable(on, PROMPT, NEW)[2048]
     # one in five
-    split.record(on.spending(2048), place, PROMPT, RATE, rounds(2000, 10, 4, 1e-3, 1e-3))
+    split.record(on.with_budget(2048), place, PROMPT, RATE, rounds(2000, 10, 4, 1e-3, 1e-3))
     assert split.rejection(2048) == pytest.approx(0.2, rel=0.02)
     assert (
         split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)

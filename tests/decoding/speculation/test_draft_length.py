@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from decoding.speculation.draft_length import Adaptive, Fixed, Round
+from decoding.speculation.draft_length import Adaptive, Fixed, RoundStats
 
 MOST = 64
 
@@ -32,10 +32,10 @@ class World:
             / (self.verify + self.row * (n + 1) + n * self.draft)
         )
 
-    def round(self, n: int, rng: random.Random, noise: float = 0.0) -> Round:
+    def round(self, n: int, rng: random.Random, noise: float = 0.0) -> RoundStats:
         accepted = next((at for at in range(n) if rng.random() >= self.rate), n)
         slow = 1 + noise * rng.random()
-        return Round(
+        return RoundStats(
             n, accepted, n + 1, slow * n * self.draft, slow * (self.verify + self.row * (n + 1))
         )
 
@@ -86,7 +86,7 @@ def test_one_pass_that_took_for_ever_changes_little() -> None:
     for _ in range(60):
         length.record(world.round(length.next(), rng))
     before = length.next()
-    length.record(Round(before, before, before + 1, before * world.draft, 30.0))
+    length.record(RoundStats(before, before, before + 1, before * world.draft, 30.0))
     assert abs(length.next() - before) <= 3
 
 
@@ -96,20 +96,20 @@ def test_lengths_stay_within_their_bounds(most: int) -> None:
     for _ in range(200):
         n = length.next()
         assert 1 <= n <= most
-        length.record(Round(n, rng.randint(0, n), n + 1, rng.random(), rng.random()))
+        length.record(RoundStats(n, rng.randint(0, n), n + 1, rng.random(), rng.random()))
 
 
 def test_a_round_without_a_draft_says_what_a_pass_costs_and_nothing_of_acceptance() -> None:
     length = begun(5)
     for _ in range(50):
-        length.record(Round(0, 0, 1, 0.0, 0.1))
+        length.record(RoundStats(0, 0, 1, 0.0, 0.1))
     assert length.next() == 5
     assert length.acceptance == pytest.approx(0.93)
 
 
 def test_a_fixed_length_is_fixed() -> None:
     length = Fixed(7)
-    length.record(Round(7, 0, 8, 1.0, 1.0))
+    length.record(RoundStats(7, 0, 8, 1.0, 1.0))
     assert length.next() == length.most == 7
 
 
