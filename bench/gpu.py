@@ -26,7 +26,7 @@ from rich.console import Console
 
 from bench.harness.decode_loop import continued
 from bench.harness.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.speed.passes import DRAFTED, passes
 from decoding import Sampling, Settings
 from decoding.planning.forecast import prefill_flops
@@ -152,6 +152,7 @@ def verified(report: Report, session: Session, rate: float) -> None:
     report.add("rounds", "peak memory", gigabytes(session.runtime.link.peak()), "GB")
 
 
+@benchmark
 def main(
     pair: Annotated[
         str, typer.Option(help="Dimensions: 7b, or tiny to see that all of it runs.")

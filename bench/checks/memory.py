@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench.harness.options import Output
 from bench.harness.process import Died, apart
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.needs import USED
@@ -119,6 +119,7 @@ def run(setting: Setting, share: float, new: int) -> dict[str, Any]:
     )
 
 
+@benchmark
 def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 48,
     output: Output = Path("results/limits.json"),

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from bench.harness.decode_loop import continued
 from bench.harness.options import Draft, Dtype, Output, Target, Text, Threads
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.forecast import Forecast, expected_tokens, forecast
@@ -119,6 +119,7 @@ def predicted(
     return forecast(sizes, session.plan, machine, prompt, session.new, rates[0], rates[1]), rates[0]
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",

@@ -27,7 +27,7 @@ from bench.drafts.needle import needles
 from bench.drafts.overlap import ALL, OURS, STATIC, Chain, Led, Variant, prompts
 from bench.harness.options import Target, Temperature, Text, Threads, TopP
 from bench.harness.plots import acceptance_plot
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
 
@@ -194,6 +194,7 @@ def _rows(labels: dict[str, Any], found: Chains) -> list[dict[str, Any]]:
     return rows
 
 
+@benchmark
 def main(
     target: Target = DEMO / "target",
     text: Text = None,
@@ -264,7 +265,6 @@ def main(
             ],
         )
     settings = {
-        "text": str(text or "pydoc_data.topics"),
         "texts": texts,
         "new_tokens": new_tokens,
         "draft_length": draft_length,

@@ -4,14 +4,17 @@ command and the commit.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,25 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
+
+from bench.harness.text import BUILT_IN, long_text
+
+_OPTIONS: dict[str, Any] = {}  # of the benchmark that runs
+
+
+def benchmark(main: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a command, so that the document it saves says which options it ran with."""
+    signature = inspect.signature(main)
+
+    @wraps(main)
+    def command(*args: Any, **options: Any) -> None:
+        bound = signature.bind(*args, **options)
+        bound.apply_defaults()
+        _OPTIONS.clear()
+        _OPTIONS.update(bound.arguments)
+        main(*args, **options)
+
+    return command
 
 
 def prepare(threads: int) -> None:
@@ -33,11 +55,24 @@ def prepare(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def settings() -> dict[str, Any]:
+    """Return the options of the benchmark that runs, paths by their names, texts with a digest."""
+    named = {
+        name: _name(each) if isinstance(each, Path) or os.sep in str(each) else each
+        for name, each in _OPTIONS.items()
+    }
+    if "text" in _OPTIONS:
+        text = long_text(_OPTIONS["text"])
+        named["text"] = named["text"] or BUILT_IN
+        named["text_sha256"] = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return named
+
+
 def environment() -> dict[str, Any]:
     """The machine, the versions, the command and the commit of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
+        "command": _command(),
         "commit": COMMIT,
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -72,7 +107,9 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 def save(path: Path, document: dict[str, Any], quiet: bool = False) -> None:
     """Write the document, and say where unless `quiet`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**document, "environment": environment()}, indent=2) + "\n")
+    kept = {**document, "settings": settings() | document.get("settings", {})}
+    kept["environment"] = environment()
+    path.write_text(json.dumps(kept, indent=2) + "\n")
     if not quiet:
         print(f"written to {path}")
 
@@ -81,9 +118,22 @@ def _short(value: float) -> str:
     return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
-def _module() -> str:
+def _command() -> str:
+    """Return what was typed, with the name of a file or folder in place of its path."""
     main = sys.modules["__main__"].__spec__
-    return main.name.removesuffix(".__main__") if main else sys.argv[0]
+    module = main.name.removesuffix(".__main__") if main else sys.argv[0]
+    return shlex.join(
+        ["python", "-m", _without_folders(module), *map(_without_folders, sys.argv[1:])]
+    )
+
+
+def _without_folders(word: str) -> str:
+    option, equals, value = word.rpartition("=")
+    return option + equals + (_name(value) if os.sep in value else value)
+
+
+def _name(path: str | Path) -> str:
+    return Path(os.path.abspath(path)).name
 
 
 def _git(*arguments: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from offload.errors import TierForceError
 
+BUILT_IN = "pydoc_data.topics"  # the name of the text that is on every machine
 DEMO = Path(__file__).parents[2] / "demo"  # the built-in pair
 
 

@@ -28,7 +28,7 @@ from bench.drafts.overlap import ALL, OURS, STATIC
 from bench.harness.data import documents
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from bench.harness.options import Output
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from bench.paper.jobs import summarized
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Options, Row
@@ -202,6 +202,7 @@ def needle_rows(context: int) -> list[dict[str, Any]]:
     return needles(engine.runtime, engine.tokenizer, tokens, context, (window, STATIC, OURS))
 
 
+@benchmark
 def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join([*RECIPES, NEEDLE])}.")],
     data: Annotated[

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from bench.harness.options import Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
 from bench.harness.process import Died, apart
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.registry import PEERS
@@ -129,6 +129,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",
@@ -171,7 +172,7 @@ def main(
         "top_p": top_p,
         "link": link,
     }
-    settings |= {"repeats": repeats, "budget": budget, "text": str(text or "pydoc_data.topics")}
+    settings |= {"repeats": repeats, "budget": budget}
     try:
         prompts = {
             tokens: prompt_tokens(tokenizer, tokens, text)

@@ -37,7 +37,7 @@ from bench.harness.options import (
     Threads,
     TopP,
 )
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from bench.peers.hugging_face import warped
 from decoding import Engine, Sampling, Settings
@@ -126,6 +126,7 @@ class Transformers:
                 layer.cumulative_length.fill_(read)
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",

@@ -38,7 +38,7 @@ from bench.harness.options import (
     Threads,
     TopP,
 )
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.needs import MOST
@@ -116,6 +116,7 @@ def expected_yields(rounds: Sequence[RoundStats]) -> list[float]:
     return yields
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",

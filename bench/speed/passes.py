@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from bench.harness.options import Draft, Dtype, Output, Target, Text, Threads
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from decoding import Engine, Settings
 from decoding.session import Session
@@ -91,6 +91,7 @@ def short_passes(
     return found
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from bench.harness.options import Dtype, Output, Target, Text
 from bench.harness.ranks import run_ranks
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
 from decoding.planning.forecast import attention_flops, matmul_flops, prefill_flops
@@ -108,6 +108,7 @@ def _told(peak: int | None) -> int:
     return peak
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     text: Text = None,
@@ -178,7 +179,6 @@ def main(
         "threads": threads,
         "link": link,
         "repeats": repeats,
-        "text": str(text or "pydoc_data.topics"),
     }
     save(
         output, {"settings": settings, "rows": table, "matmul_gflops": rate / 1e9, "ratios": ratios}

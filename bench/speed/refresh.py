@@ -20,12 +20,13 @@ import typer
 
 from bench.drafts.overlap import COMPUTE, OURS, STATIC, Led, Variant
 from bench.harness.options import Context, Output, Target, Text, Threads
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from bench.speed.passes import pass_seconds
 from decoding import Engine, Settings
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     text: Text = None,

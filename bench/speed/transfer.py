@@ -17,13 +17,14 @@ import torch
 import typer
 
 from bench.harness.options import Context, Output, Rates, Target, Text, Threads
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from bench.speed.passes import pass_ms
 from decoding import Engine, Settings
 from decoding.session import Session
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     text: Text = None,

@@ -34,7 +34,7 @@ from bench.harness.options import (
     Threads,
     TopP,
 )
-from bench.harness.record import prepare, save, show
+from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from bench.speed.lengths import Total, expected_yields
 from decoding import Engine, Sampling, Settings
@@ -145,6 +145,7 @@ def table(rate: float, found: Found, grid: Grid) -> tuple[list[dict[str, Any]], 
     return [*rows, chosen], ratios
 
 
+@benchmark
 def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import COMMANDS, main
-from bench.harness.record import environment
+from bench.harness.record import benchmark, environment, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +52,30 @@ def test_records_say_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("bench.__main__"))
     monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "decode", "--repeats", "3"])
     assert environment()["command"] == "python -m bench decode --repeats 3"
+
+
+def test_what_is_kept_names_files_and_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, kept = tmp_path / "book.txt", tmp_path / "kept.json"
+    text.write_text("It was the best of times.")
+
+    @benchmark
+    def measure(text: Path | None, model: Path, context: int = 64) -> None:
+        save(kept, {"rows": []}, quiet=True)
+
+    arguments = ["--text", str(text), f"--output={kept}", "--link", "emulated:0.5"]
+    monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "decode", *arguments])
+    measure(text, model=tmp_path / "target")
+    document = json.loads(kept.read_text())
+    digest = hashlib.sha256(text.read_bytes()).hexdigest()[:12]
+    assert document["settings"] == {
+        "text": "book.txt",
+        "model": "target",
+        "context": 64,
+        "text_sha256": digest,
+    }
+    command = document["environment"]["command"]
+    assert command.endswith("decode --text book.txt --output=kept.json --link emulated:0.5")
+    measure(None, tmp_path)
+    assert json.loads(kept.read_text())["settings"]["text"] == "pydoc_data.topics"
