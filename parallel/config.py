@@ -1,31 +1,53 @@
-"""What a model is: the one place that reads Hugging Face configs and knows their quirks."""
+"""What a model is: the one place that reads Hugging Face configs and knows their quirks.
+
+There are two ways in. `from_pretrained` lets transformers read the file, which refuses what is
+broken; an engine loads by it. `find` reads the same numbers with neither torch nor transformers,
+for a plan that has to answer at once.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from huggingface_hub import hf_hub_download
-from torch import Tensor
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import TierForceError, one_line
 from offload.layout import KVLayout
-from offload.rotary import Rotary
-from parallel.hub import NotThere, from_hub
+from parallel.hub import NotThere, fetch_config
 
-# model_type: the biases its q/k/v and o projections have where the config does not say
-FAMILIES: dict[str, dict[str, bool]] = {
-    "llama": {"qkv_bias": False, "o_bias": False},
-    "mistral": {"qkv_bias": False, "o_bias": False},
-    "qwen2": {"qkv_bias": True, "o_bias": False},
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from offload.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a config of one model_type means where it says nothing, as transformers fills it in."""
+
+    max_positions: int
+    kv_heads: int | None = None  # None: one for each attention head
+    qkv_bias: bool = False
+    sliding_window: int | None = None
+    uses_sliding_window: bool = True
+    stop_token: int | None = None
+
+
+FAMILIES = {
+    "llama": Family(max_positions=2048, stop_token=2),
+    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096, stop_token=2),
+    "qwen2": Family(
+        max_positions=32_768,
+        kv_heads=32,
+        qkv_bias=True,
+        sliding_window=4096,
+        uses_sliding_window=False,
+    ),
 }
-# what transformers would fill in if it were missing
+# transformers would put some other model's numbers in their place
 _NEEDED = (
     "hidden_size",
     "num_hidden_layers",
@@ -33,7 +55,25 @@ _NEEDED = (
     "intermediate_size",
     "vocab_size",
 )
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = {  # and the parameters without which each means nothing
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+_STRETCHED = ("yarn", "llama3")  # these also know the positions the model was trained on
+_COUNTS = (
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "intermediate",
+    "vocab",
+    "max_positions",
+)
+_ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 
 
 class ConfigError(TierForceError):
@@ -41,8 +81,10 @@ class ConfigError(TierForceError):
 
 
 def token_ids(value: int | list[int] | None) -> frozenset[int]:
-    """Hugging Face's one id, list of ids or nothing."""
-    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
+    """Return a set for what Hugging Face writes as one id, a list of ids or nothing."""
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
 
 
 @dataclass(frozen=True)
@@ -62,21 +104,12 @@ class ModelConfig:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    dtype: torch.dtype | None  # None: the config does not say; the checkpoint's tensors do
+    dtype: str | None  # such as bfloat16; None: the config does not say, the tensors do
     stop_tokens: frozenset[int]  # end-of-sequence ids
-    rope: Any = field(hash=False)  # the transformers config, for its RoPE functions
+    rope: dict[str, Any] = field(hash=False)  # transformers' rope_parameters
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate",
-            "vocab",
-            "max_positions",
-        ):
+        for name in _COUNTS:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(
@@ -91,28 +124,36 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: Path) -> ModelConfig:
-        """Read config.json in `folder`. Raises ConfigError for what is missing, broken or not
-        supported.
+        """Read config.json in `folder` through transformers, which refuses what is broken.
+
+        Raises ConfigError for what is missing, broken or not supported.
         """
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{folder} has no config.json: point --model and --draft at complete Hugging Face "
-                "checkpoint folders."
-            )
-        return cls._read(folder / "config.json")
+        path = _config_file(folder)
+        _given(path)
+        from transformers import AutoConfig
+
+        try:
+            hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # transformers raises whatever the broken field happens to break
+            if "trust_remote_code" in str(error):
+                raise _foreign_code(path) from error
+            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+        return cls.from_hf(hf)
 
     @classmethod
     def find(cls, name: str) -> ModelConfig:
-        """Of a folder, a config.json, or a model on the hub, of which nothing else is fetched.
+        """Read the config of a folder, a config.json, or a model on the hub.
+
+        Needs neither torch nor transformers, and of a model on the hub fetches nothing else.
         Raises ConfigError.
         """
         path = Path(name)
         if path.is_dir():
-            return cls.from_pretrained(path)
+            return cls._read(_config_file(path))
         if path.is_file():
             return cls._read(path)
         try:
-            return cls._read(from_hub(hf_hub_download, name, filename="config.json"))
+            return cls._read(fetch_config(name))
         except NotThere as error:
             raise ConfigError(
                 f"{name} is neither a folder, a config.json nor a model the hub could give "
@@ -121,78 +162,58 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, path: Path) -> ModelConfig:
+        given = _given(path)
+        if given.get("model_type") not in FAMILIES and "auto_map" in given:
+            raise _foreign_code(path)
         try:
-            given = dict(json.loads(path.read_text(encoding="utf-8")))
-            known = given.get("model_type") in FAMILIES
-            missing = [name for name in _NEEDED if name not in given] if known else []
-            hf = (
-                None
-                if missing
-                else AutoConfig.from_pretrained(
-                    path, local_files_only=True, trust_remote_code=False
-                )
-            )
-        except Exception as error:  # transformers raises whatever the broken field happens to break
-            if "trust_remote_code" in str(error):
-                raise ConfigError(
-                    f"{path} would run code that came with the model (auto_map), which is never "
-                    "done here."
-                ) from error
+            return cls.from_fields(given)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the broken field happens to break
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
-        if missing:  # transformers would put some other model's numbers in their place
-            raise ConfigError(
-                f"{path} lacks {', '.join(missing)}: it does not say what the model is."
-            )
-        return cls.from_hf(hf)
 
     @classmethod
     def from_hf(cls, hf: Any) -> ModelConfig:
-        if hf.model_type not in FAMILIES:
+        """Take the numbers of a transformers config. Raises ConfigError."""
+        if hf.model_type in FAMILIES:
+            # a parameter beside rope_parameters counts when the frequencies are computed
+            hf.standardize_rope_params()
+        return cls.from_fields({**vars(hf), "model_type": hf.model_type})
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json; what is absent means what transformers would fill in.
+
+        Raises ConfigError for a model that is not supported.
+        """
+        kind = given.get("model_type")
+        if kind not in FAMILIES or (kind == "mistral" and "layer_types" in given):
             raise ConfigError(
-                f"model_type {hf.model_type!r} is not supported; supported are "
-                f"{', '.join(FAMILIES)}."
+                f"model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}."
             )
-        if hf.hidden_act != "silu":
-            raise ConfigError(
-                f"activation {hf.hidden_act!r} is not supported; the Llama family uses silu."
-            )
-        window = getattr(hf, "sliding_window", None)
-        if (
-            window
-            and getattr(hf, "use_sliding_window", True)
-            and window < hf.max_position_embeddings
-        ):
-            raise ConfigError(
-                f"sliding-window attention (window {window}) is not supported: every layer must see"
-                " the whole context."
-            )
-        rope = hf.rope_parameters
-        if rope.get("rope_type", "default") not in ROPE_TYPES:
-            raise ConfigError(
-                f"RoPE type {rope['rope_type']!r} is not supported; supported are "
-                f"{', '.join(ROPE_TYPES)}."
-            )
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError("partial rotary embeddings are not supported.")
-        family = FAMILIES[hf.model_type]
-        bias = getattr(hf, "attention_bias", None)
+        family = FAMILIES[kind]
+        _check_attention(given, family)
+        hidden, heads = given["hidden_size"], given["num_attention_heads"]
+        bias = given.get("attention_bias")
+        dtype = given.get("dtype") or given.get("torch_dtype")
+        name = None if dtype is None else str(dtype).removeprefix("torch.")
         return cls(
-            layers=hf.num_hidden_layers,
-            hidden=hf.hidden_size,
-            heads=hf.num_attention_heads,
-            kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-            head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-            intermediate=hf.intermediate_size,
-            vocab=hf.vocab_size,
-            norm_eps=hf.rms_norm_eps,
-            max_positions=hf.max_position_embeddings,
-            tied=bool(hf.tie_word_embeddings),
-            qkv_bias=family["qkv_bias"] if bias is None else bias,
-            o_bias=family["o_bias"] if bias is None else bias,
-            mlp_bias=getattr(hf, "mlp_bias", False),
-            dtype=hf.dtype if isinstance(hf.dtype, torch.dtype) else None,
-            stop_tokens=token_ids(hf.eos_token_id),
-            rope=hf,
+            layers=given["num_hidden_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=given.get("num_key_value_heads", family.kv_heads) or heads,
+            head_dim=given.get("head_dim") or hidden // heads,
+            intermediate=given["intermediate_size"],
+            vocab=given["vocab_size"],
+            norm_eps=given.get("rms_norm_eps", 1e-6),
+            max_positions=given.get("max_position_embeddings", family.max_positions),
+            tied=bool(given.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias if bias is None else bias,
+            o_bias=bool(bias),
+            mlp_bias=given.get("mlp_bias", False),
+            dtype=None if name is None else _ALIASES.get(name, name),
+            stop_tokens=token_ids(given.get("eos_token_id", family.stop_token)),
+            rope=_rope(given, family),
         )
 
     @property
@@ -200,30 +221,121 @@ class ModelConfig:
         """Tokens the model can address: its positions, stretched where the RoPE type stretches
         beyond what the config counts.
         """
-        rope = self.rope.rope_parameters
-        stretch = rope.get("factor", 1.0) if rope.get("rope_type") in ("linear", "dynamic") else 1.0
-        return int(self.max_positions * stretch)
+        stretches = self.rope["rope_type"] in ("linear", "dynamic")
+        return int(self.max_positions * (self.rope["factor"] if stretches else 1.0))
 
     def inverse_frequencies(self, tokens: int) -> tuple[Tensor, float]:
-        """(D / 2,) float32 and the factor on cos and sin, for a text of `tokens` tokens.
+        """Return (D / 2,) float32 and the factor on cos and sin, for a text of `tokens` tokens.
 
         Only dynamic NTK depends on the length: it is fixed at the prompt's, so that all keys of a
         text share one base.
         """
-        kind = self.rope.rope_parameters.get("rope_type", "default")
-        if kind == "default":
-            return LlamaRotaryEmbedding.compute_default_rope_parameters(self.rope)
-        return ROPE_INIT_FUNCTIONS[kind](self.rope, torch.device("cpu"), seq_len=tokens)
+        import torch
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        hf = LlamaConfig(
+            hidden_size=self.heads * self.head_dim,
+            num_attention_heads=self.heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.max_positions,
+            rope_parameters=dict(self.rope),
+        )
+        if self.rope["rope_type"] == "default":
+            return LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
+        compute = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]]
+        return compute(hf, torch.device("cpu"), seq_len=tokens)
 
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        """Tables for positions up to `length`, for a prompt of `tokens` tokens."""
+        """Return the tables for positions up to `length`, for a prompt of `tokens` tokens."""
+        from offload.rotary import Rotary
+
         return Rotary(*self.inverse_frequencies(tokens), length, dtype, device)
 
     def kv_layout(self, ranks: int, dtype: torch.dtype) -> KVLayout:
-        """The KV geometry of one of `ranks` ranks. Raises ConfigError when heads do not divide."""
+        """Return the KV geometry of one of `ranks` ranks.
+
+        Raises ConfigError when heads do not divide.
+        """
         if self.kv_heads % ranks:
             raise ConfigError(
                 f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: choose a "
                 "number of GPUs that divides them."
             )
         return KVLayout(self.layers, self.kv_heads // ranks, self.head_dim, dtype)
+
+
+def _config_file(folder: Path) -> Path:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: point --model and --draft at complete Hugging Face "
+            "checkpoint folders."
+        )
+    return path
+
+
+def _given(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json. Raises ConfigError where it does not say what the model
+    is.
+    """
+    try:
+        given = dict(json.loads(path.read_text(encoding="utf-8")))
+    except Exception as error:  # no file, no text, no JSON, no object
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+    known = given.get("model_type") in FAMILIES
+    if missing := [name for name in _NEEDED if known and name not in given]:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
+    return given
+
+
+def _foreign_code(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} would run code that came with the model (auto_map), which is never done here."
+    )
+
+
+def _check_attention(given: Mapping[str, Any], family: Family) -> None:
+    """Raise ConfigError for layers that are not those of the Llama family."""
+    act = given.get("hidden_act", "silu")
+    if act != "silu":
+        raise ConfigError(f"activation {act!r} is not supported; the Llama family uses silu.")
+    window = given.get("sliding_window", family.sliding_window)
+    uses_window = given.get("use_sliding_window", family.uses_sliding_window)
+    positions = given.get("max_position_embeddings", family.max_positions)
+    if window and uses_window and window < positions:
+        raise ConfigError(
+            f"sliding-window attention (window {window}) is not supported: every layer must see "
+            "the whole context."
+        )
+
+
+def _rope(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return rope_parameters as transformers writes them today, whichever year the config is of.
+
+    Raises ConfigError for a kind of RoPE that is not supported, and for numbers that are none.
+    """
+    rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", given.get("rope_theta", 10_000.0))
+    if given.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", given["partial_rotary_factor"])
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(
+            f"RoPE type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}, one for "
+            "all layers."
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial rotary embeddings are not supported.")
+    if kind in _STRETCHED:
+        positions = given.get("max_position_embeddings", family.max_positions)
+        rope.setdefault("original_max_position_embeddings", positions)
+        if "original_max_position_embeddings" in given:  # beside the others, it is the one meant
+            rope["original_max_position_embeddings"] = given["original_max_position_embeddings"]
+    for name in ("rope_theta", *ROPE_TYPES[kind]):
+        value = rope.get(name)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ConfigError(f"RoPE type {kind!r} needs {name} above 0, found {value!r}.")
+    return rope

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from offload.errors import TierForceError
 
 
+class RankLost(TierForceError):
+    """A collective failed because another rank is gone."""
+
+
 @dataclass(frozen=True)
 class Place:
     """A process among the ranks of its group, and among those on its machine."""

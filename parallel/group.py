@@ -15,13 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from parallel.environment import place_of
+from parallel.environment import RankLost, place_of
 
 T = TypeVar("T")
-
-
-class RankLost(TierForceError):
-    """A collective failed because another rank is gone."""
 
 
 class Group:

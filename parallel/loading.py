@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from torch.nn import Parameter
 
 from offload.errors import TierForceError
 from parallel.checkpoint import Checkpoint, CheckpointError
 from parallel.config import ModelConfig
 from parallel.group import Group
-from parallel.hub import NotThere, from_hub
+from parallel.hub import NotThere, fetch_model
 from parallel.model import Llama
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -40,7 +39,7 @@ def _download(name: str) -> Path:
             "weights."
         )
     try:
-        return from_hub(snapshot_download, name, allow_patterns=_PATTERNS)
+        return fetch_model(name, _PATTERNS)
     except NotThere as error:
         raise CheckpointError(
             f"{name} is neither a local folder nor a model the hub could give ({error})."
@@ -55,7 +54,13 @@ def pick_dtype(
     """
     if wanted != "auto" and wanted not in DTYPES:
         raise TierForceError(f"--dtype {wanted} is not known: use auto, {', '.join(DTYPES)}.")
-    dtype = DTYPES[wanted] if wanted != "auto" else config.dtype or checkpoint.dtype
+    name = config.dtype if wanted == "auto" else wanted
+    if name is not None and name not in DTYPES:
+        raise TierForceError(
+            f"the model's config says dtype {name}, in which no model is run here: use --dtype "
+            f"{' or '.join(DTYPES)}."
+        )
+    dtype = checkpoint.dtype if name is None else DTYPES[name]
     if dtype == torch.float16 and group.device.type == "cpu":
         if wanted != "auto":
             raise TierForceError(

@@ -38,7 +38,7 @@ def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     config = ModelConfig.from_pretrained(folder)
-    rope = config.rope.rope_parameters
+    rope = config.rope
     if (
         rope.get("rope_type", "default") != "default"
         or config.qkv_bias

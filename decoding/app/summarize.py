@@ -18,7 +18,7 @@ from decoding.app.records import Records
 from decoding.app.stream import describe
 from decoding.engine import Engine
 from offload.errors import DocumentError, TierForceError
-from parallel.group import RankLost
+from parallel.environment import RankLost
 
 
 @dataclass(frozen=True)

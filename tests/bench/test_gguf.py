@@ -30,7 +30,7 @@ def test_weights(
     assert len(found) == 9 * config.layers + 2 + (not tied)
     assert reader.fields["llama.attention.head_count_kv"].contents() == config.kv_heads
     assert reader.fields["llama.rope.freq_base"].contents() == pytest.approx(
-        config.rope.rope_parameters["rope_theta"]
+        config.rope["rope_theta"]
     )
     weights = {
         name: tensor

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import KVLayout
+from offload.policies import POLICY_NAMES
 from offload.selection import POLICIES, Seen
 from support.reference import chosen_by_hand, worths_by_hand
 
@@ -151,3 +152,7 @@ def test_what_accumulated_remembers_is_what_it_says_it_takes() -> None:
     assert [name for name, each in POLICIES.items() if each().state_bytes(layout, 60, 4)] == [
         "accumulated"
     ]
+
+
+def test_the_names_are_known_without_torch() -> None:
+    assert tuple(POLICIES) == POLICY_NAMES

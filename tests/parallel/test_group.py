@@ -13,7 +13,8 @@ import torch
 from bench.harness.ranks import run_ranks
 from offload.errors import FitError, TierForceError
 from parallel.checkpoint import CheckpointError
-from parallel.group import Group, RankLost
+from parallel.environment import RankLost
+from parallel.group import Group
 
 
 def collectives() -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""A config read without transformers says what transformers says, whatever the file leaves out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from parallel.config import FAMILIES, ConfigError, ModelConfig
+
+NEEDED = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+}
+OPTIONAL: dict[str, tuple[Any, ...]] = {  # each may be absent too
+    "num_key_value_heads": (None, 1, 4, 8),
+    "head_dim": (None, 16),
+    "rms_norm_eps": (1e-5,),
+    "max_position_embeddings": (1024, 65_536),
+    "tie_word_embeddings": (True, False),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "eos_token_id": (None, 7, [7, 8]),
+    "dtype": ("bfloat16", "float32", "half"),
+    "torch_dtype": ("float16",),
+    "hidden_act": ("silu",),
+    "rope_theta": (10_000, 1e6),
+    "original_max_position_embeddings": (256,),
+}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "finetuned": True},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 128, "rope_theta": 5e5},
+)
+
+
+def random_config(family: str, draw: random.Random) -> dict[str, Any]:
+    """Return a config.json of this family, with any of what is optional."""
+    fields: dict[str, Any] = {"model_type": family, **NEEDED}
+    for name, values in OPTIONAL.items():
+        if draw.random() < 0.5:
+            fields[name] = draw.choice(values)
+    if family != "llama" and draw.random() < 0.7:
+        fields["sliding_window"] = draw.choice((None, 131_072))
+    if draw.random() < 0.3:
+        fields["use_sliding_window"] = False
+    if draw.random() < 0.7:
+        form = draw.choice(("rope_scaling", "rope_parameters"))
+        fields[form] = dict(draw.choice(ROPES))
+    if family == "mistral" and fields.get("num_key_value_heads", 0) is None:
+        del fields["num_key_value_heads"]  # which transformers refuses
+    return fields
+
+
+def both(path: Path) -> list[ModelConfig | str]:
+    """Return what each way of reading says, a config or why there is none."""
+    said: list[ModelConfig | str] = []
+    for read in (
+        lambda: ModelConfig.from_pretrained(path.parent),
+        lambda: ModelConfig.find(str(path)),
+    ):
+        try:
+            said.append(read())
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ways_of_reading_agree(family: str, tmp_path: Path) -> None:
+    draw, path, read = random.Random(family), tmp_path / "config.json", 0
+    for _ in range(150):
+        fields = random_config(family, draw)
+        path.write_text(json.dumps(fields))
+        by_transformers, by_hand = both(path)
+        assert by_transformers == by_hand, fields
+        if isinstance(by_hand, ModelConfig):
+            read += 1
+            assert hash(by_hand) == hash(by_transformers)
+    assert read > 50
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
+    more = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
+    for rope, fields in itertools.product(ROPES, more):
+        path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
+        hf = AutoConfig.from_pretrained(path)
+        kind = hf.rope_parameters["rope_type"]
+        for tokens in (100, 200_000):
+            if kind == "default":
+                answer = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
+            else:
+                answer = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
+            frequencies, factor = ModelConfig.find(str(path)).inverse_frequencies(tokens)
+            assert torch.equal(frequencies, answer[0]), (rope, fields)
+            assert factor == answer[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "evil.X"}}, "would run code"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "is not supported"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"model_type": "mistral"}, "window 4096"),
+        ({"num_hidden_layers": "many"}, "layers = 'many'"),
+        ({"num_attention_heads": 0}, "cannot be read"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"rope_theta": "big"}, "rope_theta above 0"),
+        ({"rope_scaling": {"type": "linear"}}, "needs factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "needs factor above 0"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all layers"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+    ],
+    ids=str,
+)
+def test_what_an_engine_would_refuse_is_refused_without_one(
+    fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED, **fields}))
+    with pytest.raises(ConfigError):
+        ModelConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.find(str(path))
+
+
+def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
+    code = (
+        "import sys; from parallel.config import ModelConfig; "
+        f"assert ModelConfig.find({str(path)!r}).layers == 2; "
+        "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
