@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.errors import TierForceError
-from offload.selection import POLICIES
+from offload.policies import POLICY_NAMES
 
 BUDGET = 4096  # retrieval budget where nothing is known
 LONGEST = 512  # tokens of a draft: all caches have room for one
@@ -70,8 +70,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise TierForceError(f"--mode {self.mode} is not known: use {', '.join(MODES)}.")
-        if self.policy not in POLICIES:
-            raise TierForceError(f"--policy {self.policy} is not known: use {', '.join(POLICIES)}.")
+        if self.policy not in POLICY_NAMES:
+            raise TierForceError(
+                f"--policy {self.policy} is not known: use {', '.join(POLICY_NAMES)}."
+            )
         for name in (
             "context",
             "budget",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
-from torch import Tensor
 
 from offload.errors import FitError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def host_available() -> int:
@@ -46,6 +49,9 @@ def process_peak() -> int | None:
 
 
 def allocate(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor of host memory. Raises FitError where there is not as much."""
+    import torch  # here alone: plans ask how much memory there is, and do without torch
+
     needed, available = numel * dtype.itemsize, host_available()
     if needed > available:
         raise FitError(

@@ -1,5 +1,35 @@
-"""The names of the policies that choose what a retrieval cache keeps, for those who only name one:
-the policies themselves need torch.
-"""
+"""The selection policies by name, and what a plan needs to know of each: no torch, no tensors."""
 
-POLICY_NAMES = ("static", "window", "accumulated", "mean-key", "mass")
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class PolicyTraits:
+    """How a policy selects: how often, by how many rows, and with what memory of its own."""
+
+    reselects: bool = True  # at later verifications too, or only once, behind the prompt
+    # Rows of a pass that have a say. 8 reject a hundredth less than 4 and cost twice as much, 16
+    # four times.
+    rows: int = 4
+    remembers: bool = False  # one float32 for each chunk of each head
+
+    def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
+        """Return the device memory the policy takes beside the retrieval cache.
+
+        `context`: tokens of the whole text.
+        """
+        return 4 * layout.layers * layout.heads * (context // chunk) if self.remembers else 0
+
+
+POLICY_TRAITS = {
+    "static": PolicyTraits(reselects=False, rows=1),
+    "window": PolicyTraits(),
+    "accumulated": PolicyTraits(remembers=True),
+    "mean-key": PolicyTraits(),
+    "mass": PolicyTraits(),
+}
+POLICY_NAMES = tuple(POLICY_TRAITS)

@@ -109,7 +109,7 @@ class RetrievalCache(SlotCache):
         # when decoding, the pass's first token was pending: it stands already
         text = length + (end > length)
         due = (
-            self.policy.refreshes
+            self.policy.traits.reselects
             and self._chosen_at is not None
             and text - self._chosen_at >= self.every
         )
@@ -149,7 +149,7 @@ class RetrievalCache(SlotCache):
             kv[:, :, : self._selected] = prefix
             self._bias[layer, head : head + prefix.shape[1]] = 0
             return
-        seen = Seen(q, prefix[0], self.policy.rows)
+        seen = Seen(q, prefix[0], self.policy.traits.rows)
         # (Hkv, n / chunk)
         chunks = self.policy.select(seen, layer, head, chunk, self._selected // chunk)
         summaries, selected = kv[:, :, : self._summaries + self._selected].tensor_split(

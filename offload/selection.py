@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.layout import KVLayout
+from offload.policies import POLICY_TRAITS, PolicyTraits
 
 
 class Seen:
@@ -73,17 +74,7 @@ class Seen:
 class SelectionPolicy(ABC):
     """Ranks chunks of the prefix. One object serves one text, all its layers and heads."""
 
-    # whether the choice is made anew when the target verifies, or once, behind the prompt
-    refreshes = True
-    # rows of a pass that have a say: 8 or 16 reject a hundredth less, and cost twice or four times
-    # as much
-    rows = 4
-
-    def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
-        """Device memory that a policy takes for a text of `context` tokens beside the retrieval
-        cache.
-        """
-        return 0
+    traits: ClassVar[PolicyTraits]
 
     @abstractmethod
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
@@ -105,6 +96,8 @@ class MeanKey(SelectionPolicy):
     section 4.1).
     """
 
+    traits = POLICY_TRAITS["mean-key"]
+
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         # (Hkv, C, D)
         means = torch.stack(
@@ -117,14 +110,15 @@ class MeanKey(SelectionPolicy):
 class Static(MeanKey):
     """As published (TriForce, section 4.1): by the last prompt token's query alone, once."""
 
-    refreshes = False
-    rows = 1
+    traits = POLICY_TRAITS["static"]
 
 
 class Window(SelectionPolicy):
     """The most recent chunks, and the sink: what StreamingLLM keeps (Xiao et al. 2023, arXiv
     2309.17453, section 3.2).
     """
+
+    traits = POLICY_TRAITS["window"]
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         heads, tokens, _ = seen.keys.shape
@@ -138,6 +132,8 @@ class Mass(SelectionPolicy):
     read next, at half the odds.
     """
 
+    traits = POLICY_TRAITS["mass"]
+
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         mass = seen.mass.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
         return torch.maximum(mass, F.pad(mass[:, :-1] / 2, (1, 0)))
@@ -150,12 +146,11 @@ class Accumulated(SelectionPolicy):
     H2O sums over every row of the prompt; here the rows are those that a policy gets to see.
     """
 
+    traits = POLICY_TRAITS["accumulated"]
+
     def __init__(self) -> None:
         # by layer and KV head: heads come in groups of any size
         self._sums: dict[tuple[int, int], Tensor] = {}
-
-    def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
-        return 4 * layout.layers * layout.heads * (context // chunk)
 
     def scores(self, seen: Seen, layer: int, head: int, chunk: int) -> Tensor:
         now = seen.mass.unflatten(1, (-1, chunk)).sum(-1)

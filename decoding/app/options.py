@@ -13,7 +13,7 @@ import typer
 from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
-from offload.selection import POLICIES
+from offload.policies import POLICY_NAMES
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Common:
         str,
         typer.Option(
             help=(
-                f"What selects them: {', '.join(POLICIES)}. static, with --summary-size 0, is the "
-                "paper's."
+                f"What selects them: {', '.join(POLICY_NAMES)}. static, with --summary-size 0, is "
+                "the paper's."
             )
         ),
     ] = Settings.policy

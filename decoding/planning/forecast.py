@@ -20,7 +20,7 @@ from decoding.planning.profile import Hardware
 from decoding.settings import BUDGET
 from offload.layout import ceil_div
 from offload.memory_plan import MemoryPlan
-from offload.selection import POLICIES
+from offload.policies import POLICY_TRAITS
 from parallel.config import ModelConfig
 
 # rejections fall with the budget to this power: 512 to 3072 tokens of bench acceptance
@@ -94,7 +94,7 @@ def forecast(
 
     def refresh(n: int) -> float:
         """Keys are read for the scores, and both for the summaries; without a link less of both."""
-        if not sizes.has_retrieval or not POLICIES[sizes.settings.policy].refreshes:
+        if not sizes.has_retrieval or not POLICY_TRAITS[sizes.settings.policy].reselects:
             return 0.0
         every = sizes.settings.refresh or (1 if far else COMPUTE_REFRESH)
         turns = 1 if far or sizes.settings.refresh else COMPUTE_TURNS

@@ -15,8 +15,8 @@ from decoding.speculation.decoders import CATCH_UP
 from offload.errors import FitError
 from offload.layout import ceil_div
 from offload.memory_plan import Needs, tail_tokens
+from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES
 from parallel.config import ModelConfig
 from parallel.graphs import MOST_ROWS
 from parallel.group import Group
@@ -149,7 +149,7 @@ class Sizes:
             )
         since = (
             (settings.refresh or COMPUTE_REFRESH) + 2 * self.most
-            if POLICIES[settings.policy].refreshes
+            if POLICY_TRAITS[settings.policy].reselects
             else new
         )
         budget = max(settings.chunk_size, min(self.budget, context))
@@ -170,7 +170,7 @@ class Sizes:
         layout = target.kv_layout(self.ranks, self.dtype)
         retrieval = draft = masked = 0
         if self.has_retrieval:
-            shape, policy = self.shape(prompt, new), POLICIES[settings.policy]()
+            shape, policy = self.shape(prompt, new), POLICY_TRAITS[settings.policy]
             retrieval = shape.device_bytes(layout) + shape.scratch_bytes(
                 layout, policy.rows * target.heads // target.kv_heads
             )

@@ -97,7 +97,7 @@ def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(
         before = middle.traffic.attended
         forward(middle, text(1))
         spent = (middle.traffic.attended - before) // LAYOUT.bytes(1) - 1
-        if POLICIES[policy].refreshes or not rows:
+        if POLICIES[policy].traits.reselects or not rows:
             assert 48 - chunk < spent <= 48
             assert spent == 48 or chunk > 1
 
@@ -117,14 +117,14 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
         rng = random.Random(budget + every)
         draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 250
         rows = draft + 2
-        fresh = min(every + 2 * rows, new) if POLICIES[policy].refreshes else new
+        fresh = min(every + 2 * rows, new) if POLICIES[policy].traits.reselects else new
         shape = RetrievalShape.of(budget, chunk, summary, prompt + new, rows, fresh)
         target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
         story = text(prompt, TINY)
         prefill(target, story, chunk=32)
         while target.length + draft + 1 <= target.capacity:  # a slot too few raises ValueError
             story, _ = speculate(target, middle, story, draft, rng, sound)
-        assert middle.refreshes > new / draft / every / 4 or not POLICIES[policy].refreshes
+        assert middle.refreshes > new / draft / every / 4 or not POLICIES[policy].traits.reselects
         assert middle.device_bytes == shape.device_bytes(TINY)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import KVLayout
-from offload.policies import POLICY_NAMES
+from offload.policies import POLICY_NAMES, POLICY_TRAITS
 from offload.selection import POLICIES, Seen
 from support.reference import chosen_by_hand, worths_by_hand
 
@@ -68,9 +68,9 @@ def test_weights_and_mass_are_those_of_the_softmax() -> None:
 def test_chunks_are_ranked_by_worth(policy: str, rows: int, chunk: int) -> None:
     q, keys = draw(rows, 60)
     one = POLICIES[policy]()
-    count = min(rows, one.rows)
+    count = min(rows, one.traits.rows)
     kept = q[[rows * (index + 1) // count - 1 for index in range(count)]]
-    picked = one.select(Seen(q, keys, one.rows), 0, 0, chunk, 5)
+    picked = one.select(Seen(q, keys, one.traits.rows), 0, 0, chunk, 5)
     assert picked.shape == (HEADS, 5)
     for head in range(HEADS):
         worths = worths_by_hand(policy, of_head(kept, head), keys[head], chunk)
@@ -93,9 +93,8 @@ def test_the_first_chunk_is_always_kept_and_none_twice(policy: str) -> None:
 
 
 def test_only_the_static_choice_is_made_once_and_by_the_last_row() -> None:
-    assert [(name, policy.rows) for name, policy in POLICIES.items() if not policy.refreshes] == [
-        ("static", 1)
-    ]
+    once = [(name, each.rows) for name, each in POLICY_TRAITS.items() if not each.reselects]
+    assert once == [("static", 1)]
     q, keys = draw(7, 40)
     one, other = (
         POLICIES["static"]().select(Seen(rows, keys, 1), 0, 0, 4, 4) for rows in (q, q[-1:])
@@ -109,12 +108,12 @@ def test_accumulated_remembers_what_was_seen_before(chunk: int) -> None:
     passes = [draw(rows, tokens) for rows, tokens in [(9, 24), (1, 24), (3, 36), (2, 60)]]
     one, sums = POLICIES["accumulated"](), torch.zeros(HEADS, 60 // chunk)
     for q, keys in passes:
-        count = min(one.rows, len(q))
+        count = min(one.traits.rows, len(q))
         kept = q[[len(q) * (index + 1) // count - 1 for index in range(count)]]
         for head in range(HEADS):
             worths = worths_by_hand("accumulated", of_head(kept, head), keys[head], chunk)
             sums[head, : len(worths)] += worths
-        seen = Seen(q, keys, one.rows)
+        seen = Seen(q, keys, one.traits.rows)
         picked = one.select(seen, 0, 0, chunk, 4)
         for head in range(HEADS):
             tokens = [
@@ -145,14 +144,13 @@ def test_heads_may_be_seen_together_or_apart_and_layers_are_strangers(policy: st
 def test_what_accumulated_remembers_is_what_it_says_it_takes() -> None:
     layout, policy = KVLayout(1, HEADS, DIM, torch.float32), POLICIES["accumulated"]()
     q, keys = draw(4, 60)
-    policy.select(Seen(q, keys, policy.rows), 0, 0, 4, 4)
-    assert (
-        sum(each.nbytes for each in policy._sums.values()) == policy.state_bytes(layout, 60, 4) > 0
-    )
-    assert [name for name, each in POLICIES.items() if each().state_bytes(layout, 60, 4)] == [
-        "accumulated"
-    ]
+    policy.select(Seen(q, keys, policy.traits.rows), 0, 0, 4, 4)
+    held = sum(each.nbytes for each in policy._sums.values())
+    assert held == policy.traits.state_bytes(layout, 60, 4) > 0
+    keeping = [name for name, each in POLICY_TRAITS.items() if each.state_bytes(layout, 60, 4)]
+    assert keeping == ["accumulated"]
 
 
-def test_the_names_are_known_without_torch() -> None:
+def test_plans_and_caches_know_the_same_policies() -> None:
     assert tuple(POLICIES) == POLICY_NAMES
+    assert {name: policy.traits for name, policy in POLICIES.items()} == POLICY_TRAITS

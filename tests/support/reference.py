@@ -11,9 +11,9 @@ from torch import Tensor
 
 from offload.cache import Cache
 from offload.layout import KVLayout
+from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from offload.rotary import Rotary
-from offload.selection import POLICIES
 
 Kept = tuple[Tensor, Tensor, Tensor]  # keys, values (n, D) and bias (n,) that one head keeps
 
@@ -146,7 +146,7 @@ class RetrievalByHand:
         """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary`
         tokens.
         """
-        self.base, count = boundary, min(POLICIES[self.policy].rows, rows)
+        self.base, count = boundary, min(POLICY_TRAITS[self.policy].rows, rows)
         seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(text):
             q, k = self.rotary(q, 0)[seen], self.rotary(k, 0)
