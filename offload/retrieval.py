@@ -3,7 +3,7 @@ the target verifies.
 
 The paper chooses chunks once, behind the prompt (TriForce, arXiv 2404.11912, section 4.1). But a
 verification brings all keys to the device anyway, so here the choice follows the text, and what is
-not chosen is summarised (docs/design.md, "Past the paper").
+not chosen is summarised (docs/algorithm.md, "The retrieval cache").
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Tangent summaries: one key, one value and one bias stand for a chunk of keys that is not there
-(docs/design.md).
+(docs/algorithm.md).
 """
 
 from __future__ import annotations

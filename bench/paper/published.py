@@ -4,7 +4,7 @@ can be run again.
 Figures are those of https://infini-ai-lab.github.io/TriForce/ (the table of offloading), of the
 paper's abstract (on-chip, 2.31 times) and of the README of github.com/Infini-AI-Lab/TriForce (2.2
 times). Settings are those of that README's commands; it has none for the 13B, whose 1794 ms/token
-imply 6 resident layers (docs/design.md). Where the paper only draws a curve, no number is given.
+imply 6 resident layers (docs/memory.md). Where the paper only draws a curve, no number is given.
 """
 
 from __future__ import annotations

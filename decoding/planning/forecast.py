@@ -25,7 +25,7 @@ from parallel.config import ModelConfig
 
 # rejections fall with the budget to this power: 512 to 3072 tokens of bench acceptance
 EXPONENT = 0.45
-ACCEPTANCE = 0.9  # what the published 108 ms/token of Llama-2-7B imply, see docs/design.md
+ACCEPTANCE = 0.9  # what the published 108 ms/token of Llama-2-7B imply, see docs/memory.md
 INNER_ACCEPTANCE, INNER_LENGTH = 0.7, 2  # assumed
 
 
@@ -179,7 +179,7 @@ def choice_s(hardware: Hardware, kv: float, turns: int) -> float:
 
 def accepted_with(acceptance: float, budget: int) -> float:
     """An acceptance rate with another budget than BUDGET: rejections fall with a power of it
-    (docs/design.md).
+    (docs/memory.md).
     """
     return 1 - min(1.0, (1 - acceptance) * (budget / BUDGET) ** -EXPONENT)
 
