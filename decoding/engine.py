@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
 
+from decoding.loading import load
 from decoding.planning.budget import Choice, Split, affordable, link_rate
-from decoding.planning.needs import BUDGETS, draft_ranks
+from decoding.planning.needs import BUDGETS
 from decoding.runtime import Runtime, plan
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
@@ -24,11 +23,8 @@ from decoding.speculation.verify import read
 from decoding.stats import Stats
 from offload.errors import DocumentError, FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
-from parallel.config import ModelConfig, token_ids
 from parallel.group import Group
-from parallel.loading import load_model, resolve
 from parallel.lockstep import PassLeader, follow_passes
-from parallel.model import Llama
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
@@ -70,35 +66,7 @@ class Engine:
         FitError.
         """
         group = group or Group.from_environment(device)
-        settings = settings or Settings()
-        if settings.graphs is None:
-            settings = replace(settings, graphs=group.records())
-        with group.together():
-            mode = settings.resolved_mode(draft is not None)
-        folder = resolve(str(model), group)
-        drafts = (
-            resolve(str(draft), group)
-            if draft is not None and mode in ("hierarchical", "speculative")
-            else None
-        )
-        with group.together():
-            target = load_model(folder, group, settings.dtype)
-            if (
-                settings.resident_layers is not None
-                and settings.resident_layers > target.config.layers
-            ):
-                raise TierForceError(
-                    f"--resident-layers {settings.resident_layers}: the model has "
-                    f"{target.config.layers} layers."
-                )
-            tokenizer = _tokenizer(folder)
-            small = (
-                _load_draft(drafts, target, tokenizer, settings.shard_draft)
-                if drafts is not None
-                else None
-            )
-            runtime = Runtime.make(target, small, mode, settings)
-            return cls(runtime, tokenizer, _stop_tokens(folder) or target.config.stop_tokens)
+        return cls(*load(model, draft, settings or Settings(), group))
 
     def check(self, prompt: int, new: int) -> MemoryPlan:
         """Plan a text of that many tokens as `generate` would now; this rank's plan. All ranks call
@@ -299,53 +267,3 @@ class Engine:
                 session.prefill()
             follow_passes(session.announced, session.most, session.forward)
         return True
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the broken file happens to break
-        if "trust_remote_code" in str(error):
-            raise TierForceError(
-                f"{folder}: the tokenizer would run code that came with the model (auto_map in "
-                "tokenizer_config.json), which is never done here: use a folder with a "
-                "tokenizer.json of a known class."
-            ) from error
-        raise TierForceError(
-            f"{folder}: the tokenizer cannot be loaded ({one_line(error)})."
-        ) from error
-
-
-def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None) -> Llama | None:
-    """The draft model split over the ranks, or whole on rank 0 and None on the others."""
-    config, group = ModelConfig.from_pretrained(folder), target.group
-    same = (
-        config.vocab == target.config.vocab
-        and _tokenizer(folder).get_vocab() == tokenizer.get_vocab()
-    )
-    if not same:
-        raise TierForceError(
-            f"{folder}: the draft's vocabulary ({config.vocab} tokens) is not the target's "
-            f"({target.config.vocab}); a draft must share the target's tokenizer."
-        )
-    if shard is None:
-        shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
-    if shard and config.kv_heads % group.size:
-        raise TierForceError(
-            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over "
-            f"{group.size} GPUs: use --no-shard-draft."
-        )
-    if group.rank and not shard:
-        return None
-    dtype = str(target.embed.weight.dtype).removeprefix("torch.")
-    return load_model(folder, group if shard else Group(device=group.device), dtype, config)
-
-
-def _stop_tokens(folder: Path) -> frozenset[int]:
-    """All end-of-sequence ids of the generation config, if it names any."""
-    try:
-        return token_ids(
-            GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        )
-    except OSError:
-        return frozenset()

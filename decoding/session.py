@@ -15,6 +15,7 @@ from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Prop
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
+from decoding.speculation.vocabulary import readable, reading
 from offload.cache import Cache
 from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
@@ -99,7 +100,8 @@ class Session:
         with self.runtime.target.group.together():
             self.target.bring_in()
         if self.runtime.draft is not None and self.draft is not None:
-            _read(self.runtime.draft, self.draft, self.prompt)
+            draft, vocab = self.runtime.draft, self.runtime.target.config.vocab
+            _read(draft, self.draft, readable(self.prompt, draft.config.vocab, vocab))
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
@@ -119,7 +121,10 @@ class Session:
             forward: Forward = (
                 leader if runtime.draft.group.size > 1 else partial(self.forward, runtime.draft)
             )
-            inner = Autoregressive("draft", forward, self.draft, prompt, sampling, generator)
+            rows, vocab = runtime.draft.config.vocab, runtime.target.config.vocab
+            law = sampling if rows == vocab else sampling.over(vocab)
+            forward = reading(forward, rows, vocab)
+            inner = Autoregressive("draft", forward, self.draft, prompt, law, generator)
         if ngram := runtime.sizes.ngram:
             inner = Lookup(prompt, ngram, runtime.target.config.vocab, self.prompt.device, inner)
         lengths = lengths or draft_lengths(runtime.settings)

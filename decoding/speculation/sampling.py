@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from offload.errors import TierForceError
@@ -31,6 +32,10 @@ class Sampling:
         if not 0 <= self.seed < 2**63:
             raise TierForceError(f"seed must be between 0 and 2**63 - 1, found {self.seed}")
 
+    def over(self, vocab: int) -> PaddedSampling:
+        """Return the same sampling for a model that has more or fewer tokens than `vocab`."""
+        return PaddedSampling(**asdict(self), vocab=vocab)
+
     def law(self, logits: Tensor) -> Tensor:
         """The law (T, V) float32 that these logits (T, V) stand for. A row with a NaN stays NaN,
         for `verify` to find.
@@ -53,6 +58,22 @@ class Sampling:
         outside = ordered.cumsum(1) - ordered >= self.top_p
         kept = probs.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), 0)
         return kept / kept.sum(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class PaddedSampling(Sampling):
+    """The same sampling for a draft model whose vocabulary is padded otherwise than the target's.
+
+    Its laws are over the target's `vocab`, as verification wants them: what the draft lacks has no
+    probability, and what only the draft has is no candidate.
+    """
+
+    vocab: int = 0
+
+    def law(self, logits: Tensor) -> Tensor:
+        """Return the law (T, vocab) float32 that logits (T, rows of the draft) stand for."""
+        law = super().law(logits[:, : self.vocab])
+        return F.pad(law, (0, self.vocab - law.shape[1]))
 
 
 def draw(law: Tensor, generator: Generator) -> Tensor:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from decoding import Engine, Settings
 from offload.errors import DocumentError, FitError, TierForceError
-from parallel.group import Group
 from parallel.loading import parameter_bytes
-from support.engines import DEMO, Pair
+from support.engines import Pair
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
@@ -165,23 +161,6 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
         assert list(engine.generate(PROMPT, 20)) == pair.text("plain", PROMPT, 20)
-
-
-@pytest.mark.parametrize("kind", ["size", "meaning"])
-def test_a_draft_with_another_vocabulary_is_refused(kind: str, tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    shutil.copytree(DEMO / "draft", draft)
-    name = "config.json" if kind == "size" else "tokenizer.json"
-    content = json.loads((draft / name).read_text())
-    if kind == "size":
-        content["vocab_size"] -= 1
-    else:  # the same tokens, two of them with each other's id
-        words = content["model"]["vocab"]
-        first, second = list(words)[500:502]
-        words[first], words[second] = words[second], words[first]
-    (draft / name).write_text(json.dumps(content))
-    with pytest.raises(TierForceError, match="draft's vocabulary"):
-        Engine.from_pretrained(DEMO / "target", draft, Settings(dtype="float32"), group=Group())
 
 
 def test_summaries_that_fill_the_budget_are_told(pair: Pair) -> None:

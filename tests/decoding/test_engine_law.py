@@ -15,12 +15,14 @@ from torch import Tensor
 import decoding.speculation.verify
 from decoding import Sampling
 from offload.selection import POLICIES
+from parallel.config import ModelConfig
 from support.engines import Pair
 from support.laws import BROKEN, LIKELY, p_value
-from support.models import random_tokens, reference_logits
+from support.models import TINY, random_tokens, reference_logits
 
 PROMPT = random_tokens(70, seed=2).tolist()
 CELLS = 20
+VOCAB = TINY["vocab_size"]
 SAMPLINGS = {
     "full": Sampling(1.0, seed=1),
     "nucleus": Sampling(0.6, top_p=0.9, seed=1),
@@ -45,10 +47,7 @@ def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
     NaN.
     """
     tokens = torch.tensor([*PROMPT, *text])
-    p, q = (
-        sampling.law(reference_logits(folder, tokens)[len(PROMPT) - 1 : -1]).double()
-        for folder in folders
-    )
+    p, q = (reference_laws(folder, tokens, sampling) for folder in folders)
     order = (p - q).argsort(1)
     # (N, V), (N, 1)
     ordered, place = p.gather(1, order), order.argsort(1).gather(1, tokens[len(PROMPT) :, None])
@@ -56,6 +55,14 @@ def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
     noise = torch.rand(share.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = (ordered.cumsum(1).gather(1, place) - noise * share)[:, 0]
     return found.masked_fill(share[:, 0] == 0, torch.nan)
+
+
+def reference_laws(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """What transformers says of each new token, (N, V), also of a model of more or fewer tokens."""
+    rows = ModelConfig.from_pretrained(folder).vocab
+    logits = reference_logits(folder, tokens.masked_fill(tokens >= rows, 0))[len(PROMPT) - 1 : -1]
+    laws = sampling.law(logits[:, :VOCAB]).double()
+    return torch.nn.functional.pad(laws, (0, VOCAB - laws.shape[1]))
 
 
 def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
@@ -92,6 +99,16 @@ def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choi
 )
 def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: FOLDERS) -> None:
     assert likelihood(mode, SAMPLINGS[sampling], folders, 1_500) > LIKELY
+
+
+@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
+@pytest.mark.parametrize("rows", [VOCAB - 30, VOCAB + 30])
+def test_a_long_text_follows_the_target_law_with_a_draft_of_other_rows(
+    mode: str, rows: int, folders: FOLDERS, checkpoint: Callable[..., Path]
+) -> None:
+    draft = checkpoint(seed=1, num_hidden_layers=1, vocab_size=rows, max_position_embeddings=4096)
+    sampling = SAMPLINGS["nucleus" if mode == "hierarchical" else "full"]
+    assert likelihood(mode, sampling, (folders[0], draft), 1_000) > LIKELY
 
 
 @pytest.mark.parametrize("policy", POLICIES)

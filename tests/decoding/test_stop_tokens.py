@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from decoding import Engine
+from offload.errors import TierForceError
 from parallel.group import Group
 
 DEMO = Path(__file__).parents[2] / "demo"
+
+
+def model(folder: Path) -> Path:
+    """Copy the demo's target."""
+    return shutil.copytree(DEMO / "target", folder / "model")
 
 
 @pytest.mark.parametrize(
@@ -29,8 +35,7 @@ DEMO = Path(__file__).parents[2] / "demo"
 def test_stop_tokens_come_from_the_generation_config_first(
     tmp_path: Path, generation: object, config: object, expected: set[int]
 ) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(DEMO / "target", folder)
+    folder = model(tmp_path)
     shape = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**shape, "eos_token_id": config}))
     if generation == "no file":
@@ -38,3 +43,31 @@ def test_stop_tokens_come_from_the_generation_config_first(
     else:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert Engine.from_pretrained(folder, group=Group()).stop_tokens == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": 1', "cannot be read"),
+        ("", "cannot be read"),
+        ("7", "cannot be read"),
+        ('{"eos_token_id": "</s>"}', 'must be a token id or a list of them, found "</s>"'),
+        ('{"eos_token_id": [1, null]}', r"found \[1, null\]"),
+        ('{"eos_token_id": -1}', "found -1"),
+        ('{"eos_token_id": true}', "found true"),
+        (None, "cannot be read"),  # a link to nothing, as a lost download leaves
+    ],
+)
+def test_a_generation_config_that_names_no_ids_is_refused(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    folder = model(tmp_path)
+    path = folder / "generation_config.json"
+    path.unlink()
+    if content is None:
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        path.write_text(content)
+    with pytest.raises(TierForceError, match=f"generation_config.json.*{message}") as caught:
+        Engine.from_pretrained(folder, group=Group())
+    assert "\n" not in str(caught.value)

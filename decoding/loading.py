@@ -1,0 +1,146 @@
+"""From folders to what texts are decoded with: models, tokenizer, and the tokens that stop."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from decoding.planning.needs import draft_ranks
+from decoding.runtime import Runtime
+from decoding.settings import Settings
+from offload.errors import TierForceError, one_line
+from parallel.config import ModelConfig
+from parallel.group import Group
+from parallel.loading import load_model, resolve
+from parallel.model import Llama
+
+
+def load(
+    model: str | Path, draft: str | Path | None, settings: Settings, group: Group
+) -> tuple[Runtime, Any, frozenset[int]]:
+    """Load a target, its tokenizer, and a draft where the mode has one; all ranks call it.
+
+    Args:
+        model: the target's folder or hub name.
+        draft: the draft's folder or hub name.
+        settings: how the models are to run.
+        group: the ranks that share the target.
+
+    Returns:
+        The models at work, the target's tokenizer, and the tokens that end a text.
+
+    Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, FitError.
+    """
+    if settings.graphs is None:
+        settings = replace(settings, graphs=group.records())
+    with group.together():
+        mode = settings.resolved_mode(draft is not None)
+    folder = resolve(str(model), group)
+    draft_folder = None
+    if draft is not None and mode in ("hierarchical", "speculative"):
+        draft_folder = resolve(str(draft), group)
+    with group.together():
+        target = load_model(folder, group, settings.dtype)
+        _refuse_missing_layers(settings.resident_layers, target.config.layers)
+        tokenizer = load_tokenizer(folder)
+        small = None
+        if draft_folder is not None:
+            small = _load_draft(draft_folder, target, tokenizer, settings.shard_draft)
+        stop_tokens = load_stop_tokens(folder) or target.config.stop_tokens
+        return Runtime.make(target, small, mode, settings), tokenizer, stop_tokens
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a folder. Raises TierForceError when it is missing or broken."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever the broken file happens to break
+        if "trust_remote_code" in str(error):
+            raise TierForceError(
+                f"{folder}: the tokenizer would run code that came with the model (auto_map in "
+                "tokenizer_config.json), which is never done here: use a folder with a "
+                "tokenizer.json of a known class."
+            ) from error
+        raise TierForceError(
+            f"{folder}: the tokenizer cannot be loaded ({one_line(error)})."
+        ) from error
+
+
+def load_stop_tokens(folder: Path) -> frozenset[int]:
+    """Return all end-of-sequence ids of the generation config, none where there is no such file.
+
+    Raises TierForceError when the file is there but cannot be read, or names something else.
+    """
+    path = folder / "generation_config.json"
+    if not os.path.lexists(path):  # a link that leads nowhere is a broken file
+        return frozenset()
+    try:
+        given = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
+    except (OSError, ValueError, TypeError) as error:
+        raise TierForceError(
+            f"{path} cannot be read ({one_line(error)}): it says which tokens end a text. Fetch it "
+            "again, or remove it to go by config.json."
+        ) from error
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise TierForceError(
+            f"{path}: eos_token_id must be a token id or a list of them, found "
+            f"{json.dumps(given)[:80]}."
+        )
+    return frozenset(ids)
+
+
+def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> None:
+    """Refuse a draft whose tokenizer names a token otherwise than the target's.
+
+    Models are published with vocabularies padded to different sizes, and tokenizers add tokens
+    behind the last: what counts is that the two agree on every id below the smaller vocabulary.
+
+    Args:
+        folder: the draft's folder, for the message.
+        target: the target's tokenizer.
+        draft: the draft's tokenizer.
+        vocab: the number of rows that both models have.
+
+    Raises TierForceError, which names the first id that differs and its two tokens.
+    """
+    names = target.get_vocab(), draft.get_vocab()
+    if names[0] == names[1]:
+        return
+    # an id of two names has the same one in every process
+    theirs, ours = ({at: name for name, at in sorted(each.items())} for each in names)
+    for token in range(min(vocab, 1 + max(theirs), 1 + max(ours))):
+        if theirs.get(token) != ours.get(token):
+            raise TierForceError(
+                f"{folder}: the draft's vocabulary is not the target's: token {token} is "
+                f"{ours.get(token)!r} for the draft and {theirs.get(token)!r} for the target; a "
+                "draft must share the target's tokenizer."
+            )
+
+
+def _refuse_missing_layers(resident: int | None, layers: int) -> None:
+    if resident is not None and resident > layers:
+        raise TierForceError(f"--resident-layers {resident}: the model has {layers} layers.")
+
+
+def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None) -> Llama | None:
+    """Load the draft split over the ranks, or whole on rank 0 and None on the others."""
+    config, group = ModelConfig.from_pretrained(folder), target.group
+    vocab = min(config.vocab, target.config.vocab)
+    refuse_other_tokens(folder, tokenizer, load_tokenizer(folder), vocab)
+    if shard is None:
+        shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
+    if shard and config.kv_heads % group.size:
+        raise TierForceError(
+            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over "
+            f"{group.size} GPUs: use --no-shard-draft."
+        )
+    if group.rank and not shard:
+        return None
+    dtype = str(target.embed.weight.dtype).removeprefix("torch.")
+    return load_model(folder, group if shard else Group(device=group.device), dtype, config)
