@@ -39,6 +39,7 @@ from offload.errors import FitError
 from offload.host_memory import host_available
 from offload.link import Link
 from parallel.config import ModelConfig
+from parallel.graphs import graphs_work
 from parallel.group import Group
 from parallel.loading import random_model
 
@@ -196,7 +197,7 @@ def main(
         link=link,
         resident_layers=resident_layers,
         device_memory=int(0.9 * cap),
-        graphs=group.records(),
+        graphs=graphs_work(group),
     )
     report.add(
         "device", "short passes can be recorded as CUDA graphs", "yes" if settings.graphs else "no"

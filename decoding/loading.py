@@ -15,6 +15,7 @@ from decoding.runtime import Runtime
 from decoding.settings import Settings
 from offload.errors import TierForceError, one_line
 from parallel.config import ModelConfig
+from parallel.graphs import graphs_work
 from parallel.group import Group
 from parallel.loading import load_model, resolve
 from parallel.model import Llama
@@ -37,7 +38,7 @@ def load(
     Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, FitError.
     """
     if settings.graphs is None:
-        settings = replace(settings, graphs=group.records())
+        settings = replace(settings, graphs=graphs_work(group))
     with group.together():
         mode = settings.resolved_mode(draft is not None)
     folder = resolve(str(model), group)

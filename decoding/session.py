@@ -21,7 +21,7 @@ from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
 from offload.tiered import TieredCache
-from parallel.graphs import Replay
+from parallel.graphs import GraphRunner
 from parallel.lockstep import PassLeader, Sharded
 from parallel.model import Llama
 
@@ -68,7 +68,7 @@ class Session:
             self.plan.late_layers,
         )
         self.announced: list[Sharded] = [(runtime.target, self.target)]
-        self.forward = Replay(bool(settings.graphs), group.recorder)
+        self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.retrieval = None
         if sizes.has_retrieval:
             shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()

@@ -40,7 +40,7 @@ class SlotCache(Cache):
 
 
 class FixedPass:
-    """Passes of `rows` tokens on a cache. `place` goes before each; all else may be recorded."""
+    """Passes of `rows` tokens on a cache. `prepare` goes before each; all else may be recorded."""
 
     length = 0  # where a pass starts is in device memory
 
@@ -51,13 +51,13 @@ class FixedPass:
         self._slot, self._position = (
             torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
         )
-        self._first = 0  # the slot of the first row, as `place` knows it
+        self._first = 0  # the slot of the first row, as `prepare` knows it
         self._steps, self._columns = (
             torch.arange(count, device=device) for count in (rows, cache.slots)
         )
 
-    def place(self) -> None:
-        """The next pass goes behind what the cache holds now."""
+    def prepare(self) -> None:
+        """Set the next pass behind what the cache holds now."""
         cache, rows = self._cache, len(self._steps)
         cache.begin(rows)
         slot, position = cache.place(cache.length)

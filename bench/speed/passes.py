@@ -24,7 +24,7 @@ from decoding import Engine, Settings
 from decoding.session import Session
 from offload.cache import Cache
 from offload.fixed_shape import SlotCache
-from parallel.graphs import Replay
+from parallel.graphs import GraphRunner
 from parallel.lockstep import Run
 from parallel.model import Llama
 
@@ -81,12 +81,12 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
 
 
 def short_passes(
-    run: Replay, name: str, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int
+    run: GraphRunner, name: str, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int
 ) -> dict[str, float]:
     """As a session makes them, and where these are recorded, as they would be otherwise."""
     run.warm(model, tokens, cache, len(tokens))
     found = {name: pass_ms(model, cache, tokens, repeats, run)}
-    if run.fixed:
+    if run.enabled:
         found[f"{name}, not recorded"] = pass_ms(model, cache, tokens, repeats)
     return found
 

@@ -5,10 +5,8 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
-from accelerate import init_empty_weights
 
 from decoding.settings import BUDGET, Settings
 from decoding.speculation.decoders import CATCH_UP
@@ -18,9 +16,7 @@ from offload.memory_plan import Needs, tail_tokens
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from parallel.config import ModelConfig
-from parallel.graphs import MOST_ROWS
-from parallel.group import Group
-from parallel.model import Llama
+from parallel.sizes import MAX_GRAPH_TOKENS, parameter_count
 
 # the longest draft put before the target, and before the level below, where they adapt
 MOST, INNER_MOST = 64, 16
@@ -175,9 +171,8 @@ class Sizes:
                 layout, policy.rows * target.heads // target.kv_heads
             )
             retrieval += policy.state_bytes(layout, shape.context, shape.chunk)
-            masked = (
-                SCORES * 4 * min(self.most, MOST_ROWS) * target.heads // self.ranks * shape.slots
-            )
+            recorded = min(self.most, MAX_GRAPH_TOKENS)
+            masked = SCORES * 4 * recorded * target.heads // self.ranks * shape.slots
         if self.has_draft and self.draft is not None:
             slots = settings.sinks + self.window + SLACK
             # keys twice: raw and rotated
@@ -198,12 +193,9 @@ class Sizes:
         )
 
 
-@cache
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Of the last rank, which has no fewer than any other."""
-    with init_empty_weights():
-        model = Llama(config, Group(ranks - 1, ranks))
-    return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+    """Return the bytes of weights on the last rank, which has no fewer than any other."""
+    return parameter_count(config, ranks) * dtype.itemsize
 
 
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

@@ -29,7 +29,7 @@ from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
 from parallel.config import ModelConfig
-from parallel.graphs import Replay
+from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
 from parallel.loading import random_model
 
@@ -92,7 +92,7 @@ def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> flo
         random_model(config, group, dtype),
         torch.zeros(1, dtype=torch.int64, device=device),
     )
-    run = Replay(group.records(), group.recorder)
+    run = GraphRunner(graphs_work(group), group.recorder)
     run.warm(model, token, cache, 1)
     others = torch.ones(_KV[device.type] // 4, device=device)
     # weights come from memory, as behind a text

@@ -24,8 +24,8 @@ from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
-from parallel.graphs import Replay
-from parallel.group import Group, Recorder
+from parallel.graphs import GraphRunner, Recorder, graphs_work
+from parallel.group import Group
 from parallel.model import Layer
 from standin import Machine, gpu_or_standin
 from support.engines import DEMO
@@ -78,7 +78,7 @@ def test_recorded_passes_write_the_same(
     mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(device=torch.device("cuda", 0))
-    assert group.records()
+    assert graphs_work(group)
     monkeypatch.setattr(parallel.graphs, "USES", 2)
     choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
     seen = []
@@ -129,7 +129,7 @@ def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> N
     group = Group(device=torch.device("cuda", 0))
     x = torch.zeros(4, device=group.device)
     for _ in range(2):
-        Replay(True, group.recorder)
+        GraphRunner(True, group.recorder)
         again = group.recorder.record(lambda: x + 1)
         assert again().tolist() == [1] * 4
         del again
@@ -263,14 +263,14 @@ def without_nccl() -> None:
 def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
     with gpu_or_standin():
         parallel.graphs.USES = 2
-        made, build = [], Replay.__init__
+        made, build = [], GraphRunner.__init__
 
-        def noted(self: Replay, *arguments: Any) -> None:
+        def noted(self: GraphRunner, *arguments: Any) -> None:
             build(self, *arguments)
             made.append(self)
 
-        Replay.__init__ = noted  # type: ignore[method-assign]
+        GraphRunner.__init__ = noted  # type: ignore[method-assign]
         group = Group.from_environment("cuda")
-        assert group.records()
+        assert graphs_work(group)
         found = text(group, mode, resident_layers=1)
         return found, made[-1].counts

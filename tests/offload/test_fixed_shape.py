@@ -44,7 +44,7 @@ class Fixed:
     def forward(self, tokens: list[QKV]) -> Tensor:
         rows = len(tokens[0][0])
         fixed = self.passes.setdefault(rows, FixedPass(self.cache, rows))
-        fixed.place()
+        fixed.prepare()
         fixed.begin(rows)
         return torch.stack(
             [fixed.attend(layer, *qkv, fixed.length) for layer, qkv in enumerate(tokens)]

@@ -1,5 +1,5 @@
-"""Recordings: made when a kind of pass has come often, compared before they are trusted, and used
-on all ranks or on none.
+"""Recordings of passes are made when a kind has come often, compared before they are trusted, and
+used on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import parallel.graphs
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
 from offload.streaming import StreamingCache
-from parallel.graphs import Replay
-from parallel.group import Group, Recorder
+from parallel.graphs import GraphRunner, Recorder, graphs_work
+from parallel.group import Group
 from parallel.loading import load_model
 from parallel.model import Llama
+from parallel.sizes import MAX_GRAPH_TOKENS
 from support.driving import tiered
 from support.engines import DEMO, Pair
 from support.links import CPU, make_test_link
@@ -89,13 +90,13 @@ def streaming(model: Llama) -> StreamingCache:
     return StreamingCache(layout, 4, 64, 64, model.config.rotary(132, 132, torch.float32, CPU), CPU)
 
 
-def compared(replay: Replay, model: Llama, passes: int) -> None:
+def compared(runner: GraphRunner, model: Llama, passes: int) -> None:
     """Passes of one token and of two in turn give the logits of an ordinary cache."""
     cache, plain = streaming(model), streaming(model)
     for seed in range(passes):
         tokens = random_tokens(1 + seed % 2, seed=seed)
-        found, wanted = replay(model, tokens, cache, 1), model(tokens, plain, 1)
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        logits, wanted = runner(model, tokens, cache, 1), model(tokens, plain, 1)
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
         cache.advance(len(tokens))
         plain.advance(len(tokens))
 
@@ -113,9 +114,9 @@ def compared(replay: Replay, model: Llama, passes: int) -> None:
 def test_a_recording_is_compared_before_it_is_trusted(
     record: Any, why: str | None, draft: Llama
 ) -> None:
-    replay = Replay(True, Scripted(record), USES)
-    compared(replay, draft, 40)
-    counts = replay.counts
+    runner = GraphRunner(True, Scripted(record), USES)
+    compared(runner, draft, 40)
+    counts = runner.counts
     assert (counts["replayed"], counts["refused"]) == ((2, 0) if why is None else (0, 2))
     assert counts["seconds"] > 0
     assert (counts["why"] is None) if why is None else (why in counts["why"])
@@ -127,13 +128,13 @@ def test_what_was_recorded_is_what_runs(draft: Llama, monkeypatch: pytest.Monkey
     def counting(function: Made) -> Made:
         return lambda: replayed.append(1) or function()
 
-    replay, cache = Replay(True, Scripted(counting), USES), streaming(draft)
+    runner, cache = GraphRunner(True, Scripted(counting), USES), streaming(draft)
     whole = Llama.forward
     monkeypatch.setattr(
         Llama, "forward", lambda *arguments: launched.append(1) or whole(*arguments)
     )
     for seed in range(10):
-        replay(draft, random_tokens(1, seed=seed), cache, 1)
+        runner(draft, random_tokens(1, seed=seed), cache, 1)
         cache.advance(1)
     assert len(replayed) == 10 - USES  # one of them to be compared
     # as they are, recorded, compared, within replays
@@ -144,29 +145,29 @@ def test_it_is_compared_where_it_was_not_made(draft: Llama) -> None:
     """A draft that was rejected whole makes the next pass at the same place, where what is baked in
     does not show.
     """
-    replay, cache = Replay(True, Scripted(baked), USES), streaming(draft)
+    runner, cache = GraphRunner(True, Scripted(baked), USES), streaming(draft)
     for seed in range(USES + 5):
-        replay(draft, random_tokens(1, seed=seed), cache, 1)
-    assert (replay.counts["replayed"], replay.counts["refused"]) == (0, 0)
+        runner(draft, random_tokens(1, seed=seed), cache, 1)
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 0)
     cache.advance(1)
-    replay(draft, random_tokens(1), cache, 1)
-    assert (replay.counts["replayed"], replay.counts["refused"]) == (0, 1)
+    runner(draft, random_tokens(1), cache, 1)
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
 
 
 def test_a_kind_can_be_warmed_up(draft: Llama) -> None:
-    replay, cache = Replay(True, Recorder(CPU)), streaming(draft)
-    replay.warm(draft, random_tokens(2), cache, 1)
-    assert replay.counts["replayed"] == 1
+    runner, cache = GraphRunner(True, Recorder(CPU)), streaming(draft)
+    runner.warm(draft, random_tokens(2), cache, 1)
+    assert runner.counts["replayed"] == 1
     assert cache.length == 0
 
 
 def test_a_recorder_that_broke_is_not_asked_again(draft: Llama) -> None:
     recorder = Scripted(faithful)
     recorder.broken = "a capture before this one"
-    replay = Replay(True, recorder, USES)
-    compared(replay, draft, 20)
+    runner = GraphRunner(True, recorder, USES)
+    compared(runner, draft, 20)
     assert recorder.made == 0
-    assert replay.counts["why"] == "a capture before this one"
+    assert runner.counts["why"] == "a capture before this one"
 
 
 def test_logits_outlive_the_next_pass(draft: Llama) -> None:
@@ -175,30 +176,27 @@ def test_logits_outlive_the_next_pass(draft: Llama) -> None:
     def in_place(function: Made) -> Made:  # as a graph does
         return lambda: out.copy_(function())
 
-    replay, cache = Replay(True, Scripted(in_place), USES), streaming(draft)
+    runner, cache = GraphRunner(True, Scripted(in_place), USES), streaming(draft)
     outs = []
     for seed in range(USES + 4):
-        outs.append(replay(draft, random_tokens(1, seed=seed), cache, 1))
+        outs.append(runner(draft, random_tokens(1, seed=seed), cache, 1))
         cache.advance(1)
-    assert replay.counts["replayed"] == 1
+    assert runner.counts["replayed"] == 1
     kept = [each.clone() for each in outs]
-    replay(draft, random_tokens(1, seed=99), cache, 1)
+    runner(draft, random_tokens(1, seed=99), cache, 1)
     assert all(torch.equal(*pair) for pair in zip(outs, kept, strict=True))
     assert not torch.equal(outs[-1], outs[-2])
 
 
 def test_long_passes_and_other_caches_go_as_they_are(draft: Llama) -> None:
     recorder = Scripted(impossible)
-    replay, cache, whole = (
-        Replay(True, recorder, 1),
-        streaming(draft),
-        tiered(make_test_link("view"), 2),
-    )
+    runner, cache = GraphRunner(True, recorder, 1), streaming(draft)
+    whole = tiered(make_test_link("view"), 2)
     for _ in range(3):
-        replay(draft, random_tokens(parallel.graphs.MOST_ROWS + 1), cache, 1)
+        runner(draft, random_tokens(MAX_GRAPH_TOKENS + 1), cache, 1)
     assert recorder.made == 0
     calls: list[Any] = []
-    replay(lambda *arguments: calls.append(arguments), random_tokens(1), whole, 1)  # type: ignore[arg-type]
+    runner(lambda *arguments: calls.append(arguments), random_tokens(1), whole, 1)  # type: ignore[arg-type]
     assert len(calls) == 1
 
 
@@ -207,14 +205,14 @@ def test_a_text_that_is_over_leaves_nothing_behind(draft: Llama) -> None:
     gc.collect()
     gc.disable()
     try:
-        replay, cache = Replay(True, Recorder(CPU), USES), streaming(draft)
+        runner, cache = GraphRunner(True, Recorder(CPU), USES), streaming(draft)
         for seed in range(USES + 3):
-            replay(draft, random_tokens(1, seed=seed), cache, 1)
+            runner(draft, random_tokens(1, seed=seed), cache, 1)
             cache.advance(1)
-        replay(draft, random_tokens(2), cache, 1)  # of a kind that was not recorded yet
-        assert replay.counts["replayed"] == 1
+        runner(draft, random_tokens(2), cache, 1)  # of a kind that was not recorded yet
+        assert runner.counts["replayed"] == 1
         gone = weakref.ref(cache)
-        replay.forget()
+        runner.forget()
         del cache
         assert gone() is None
     finally:
@@ -267,16 +265,16 @@ def on_a_rank(tokens: list[int], shard: bool) -> tuple[list[int], bool, dict[str
     engine.stop_tokens = frozenset()
     if group.rank:
         engine.follow()
-        return [], group.records(), None
-    found = list(engine.generate(tokens, 64))
+        return [], graphs_work(group), None
+    text = list(engine.generate(tokens, 64))
     engine.close()
-    return found, group.records(), engine.stats.fixed_shapes
+    return text, graphs_work(group), engine.stats.fixed_shapes
 
 
 @pytest.mark.parametrize("shard", [False, True])
 def test_over_two_ranks(shard: bool, demo: Pair) -> None:
-    (found, possible, counts), (nothing, too, _) = run_ranks(2, on_a_rank, prompt("typing"), shard)
-    assert found == demo.text("plain", prompt("typing"), 64)
+    (text, possible, counts), (nothing, too, _) = run_ranks(2, on_a_rank, prompt("typing"), shard)
+    assert text == demo.text("plain", prompt("typing"), 64)
     assert nothing == []
     assert counts is not None
     assert counts["replayed"] > 0
@@ -287,18 +285,18 @@ def test_over_two_ranks(shard: bool, demo: Pair) -> None:
 def failing_on_one(fails: int, record: Callable[[Made], Made]) -> dict[str, Any]:
     group = Group.from_environment("cpu")
     model = load_model(DEMO / "draft", group, "float32")
-    replay = Replay(True, Scripted(record if group.rank == fails else faithful), USES)
-    compared(replay, model, 30)
-    return replay.counts
+    runner = GraphRunner(True, Scripted(record if group.rank == fails else faithful), USES)
+    compared(runner, model, 30)
+    return runner.counts
 
 
 def broken_on_one(breaks: int) -> tuple[int, dict[str, Any]]:
     group = Group.from_environment("cpu")
     recorder = Scripted(faithful)
     recorder.broken = "a capture before this one" if group.rank == breaks else None
-    replay = Replay(True, recorder, USES)
-    compared(replay, load_model(DEMO / "draft", group, "float32"), 20)
-    return recorder.made, replay.counts
+    runner = GraphRunner(True, recorder, USES)
+    compared(runner, load_model(DEMO / "draft", group, "float32"), 20)
+    return recorder.made, runner.counts
 
 
 @pytest.mark.parametrize("breaks", [0, 1])
