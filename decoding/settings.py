@@ -1,130 +1,210 @@
-"""How an engine runs: every choice in one frozen place, checked when it is made."""
+"""How an engine runs: every choice in one frozen place, checked when it is made.
+
+Reading it needs no torch, so that the command line answers at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-
+from decoding.option import MEMORY, PYTHON, RETRIEVAL, SPECULATION, check_options, option
 from offload.errors import TierForceError
 from offload.policies import POLICY_NAMES
 
+if TYPE_CHECKING:
+    import torch
+
 BUDGET = 4096  # retrieval budget where nothing is known
-LONGEST = 512  # tokens of a draft: all caches have room for one
+MAX_DRAFT_LENGTH = 512  # tokens: all caches have room for one draft of so many
 MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Raises TierForceError for what no model is run in."""
-    if name not in ("bfloat16", "float16", "float32"):
-        raise TierForceError(f"--dtype {name} is not known: use bfloat16, float16 or float32.")
-    return getattr(torch, name)
+    """Return torch's dtype of this name. Raises TierForceError for what no model is run in."""
+    if name not in DTYPES:
+        raise TierForceError(f"`dtype` {name} is not known: use {', '.join(DTYPES)}.")
+    import torch
+
+    kind = getattr(torch, name)
+    assert isinstance(kind, torch.dtype)
+    return kind
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Tokens unless a unit is named.
+    """What is None is chosen by the engine: from the models, the machine and past texts."""
 
-    mode: `hierarchical` (draft -> retrieval -> target), `retrieval` (retrieval -> target, no draft
-    model), `speculative` (draft -> target), `plain` (target alone), or `auto`: hierarchical with a
-    draft model, retrieval without. Prompt lookup proposes in front of the draft model, or in its
-    place.
-    """
-
-    mode: str = "auto"
-    # longest prompt and output together; the model's own limit by default
-    context: int | None = None
-    # retrieval budget, tokens a head; by default what pays, by past texts, BUDGET at first
-    budget: int | None = None
-    chunk_size: int = 8  # tokens that are selected together
-    policy: str = "mass"  # what selects them
-    # tokens a summary of what is not selected stands for; by default 64 or more, 0 for none
-    summary_size: int | None = None
-    refresh: int | None = (
-        # tokens one selection serves at least; by default 1, each verification selects, over a
-        # link, else 16
-        None
+    mode: str = option(
+        "What drafts for the target: hierarchical is draft model, then retrieval cache; retrieval "
+        "has no draft model; speculative has no retrieval cache; plain drafts nothing. auto is "
+        "hierarchical with a draft model, and retrieval without.",
+        value="auto",
+        group=SPECULATION,
+        choices=MODES,
     )
-    # tokens the target verifies at once; by default what pays, by past rounds
-    draft_length: int | None = None
-    # tokens put before the retrieval level at once; by default what pays
-    inner_length: int | None = None
-    # n-gram of prompt lookup, 0 for none; by default 3 where there is no draft model, else none
-    lookup: int | None = None
-    # whether the draft model is split over the ranks; by default if it is large
-    shard_draft: bool | None = None
-    sinks: int = 16
-    window: int = 256
-    # target layers whose KV stays on the device; planned by default
-    resident_layers: int | None = None
-    # bytes the engine may use per rank, weights included; what is free by default
-    device_memory: int | None = None
-    link: str = "auto"
-    # whether short passes are recorded as CUDA graphs; by default where trying it shows that it
-    # works
-    graphs: bool | None = None
-    dtype: str = "auto"
-    # tokens that prefill computes at once; by default as many as a bounded memory allows
-    prefill_chunk: int | None = None
+    context: int | None = option(
+        "Longest prompt and output together. Longer documents are cut.",
+        value=None,
+        unit="tokens",
+        default="the model's limit",
+        at_least=1,
+    )
+    budget: int | None = option(
+        "Size of the retrieval cache for each head: selected tokens, summaries of the others, and "
+        "the recent window.",
+        value=None,
+        group=MEMORY,
+        unit="tokens",
+        default=f"{BUDGET} for the first text, then what past texts showed to pay",
+        at_least=1,
+    )
+    chunk_size: int = option(
+        "Tokens that are selected together.",
+        value=8,
+        group=RETRIEVAL,
+        unit="tokens",
+        at_least=1,
+    )
+    policy: str = option(
+        "What selects the chunks of the retrieval cache. static, with no summaries, is the "
+        "published way.",
+        value="mass",
+        group=RETRIEVAL,
+        choices=POLICY_NAMES,
+    )
+    summary_size: int | None = option(
+        "Tokens that one summary of what is not selected stands for.",
+        value=None,
+        group=RETRIEVAL,
+        unit="tokens",
+        default="64 or more",
+        at_least=0,
+        zero="no summaries",
+    )
+    refresh: int | None = option(
+        "Tokens that one selection serves at least.",
+        value=None,
+        group=RETRIEVAL,
+        unit="tokens",
+        default="1 over a link, where each verification selects, else 16",
+        at_least=1,
+    )
+    draft_length: int | None = option(
+        "Tokens put before the target at once.",
+        value=None,
+        group=SPECULATION,
+        unit="tokens",
+        default="what has paid in past rounds",
+        at_least=1,
+        at_most=MAX_DRAFT_LENGTH,
+    )
+    inner_length: int | None = option(
+        "Tokens put before the retrieval level at once.",
+        value=None,
+        group=SPECULATION,
+        unit="tokens",
+        default="what has paid in past rounds",
+        at_least=1,
+        at_most=MAX_DRAFT_LENGTH,
+    )
+    lookup: int | None = option(
+        "Length of the n-grams by which drafts are looked up in the text itself. They come before "
+        "the draft model's, or in their place.",
+        value=None,
+        group=SPECULATION,
+        unit="tokens",
+        default="3 without a draft model, else off",
+        at_least=0,
+        zero="off",
+    )
+    shard_draft: bool | None = option(
+        "Split the draft model over the GPUs, too.",
+        value=None,
+        group=SPECULATION,
+        default="from 3 GiB of weights on",
+    )
+    sinks: int = option(
+        "First tokens that the draft's cache always keeps.",
+        value=16,
+        group=PYTHON,
+        unit="tokens",
+        at_least=1,
+    )
+    window: int = option(
+        "Recent tokens that the draft's cache keeps.",
+        value=256,
+        group=PYTHON,
+        unit="tokens",
+        at_least=1,
+    )
+    resident_layers: int | None = option(
+        "Layers of the target whose KV cache stays on the device; the others' stays on the host.",
+        value=None,
+        group=MEMORY,
+        unit="layers",
+        default="as many as fit",
+        at_least=0,
+    )
+    device_memory: int | None = option(
+        "Device memory to use for each rank, weights included.",
+        value=None,
+        group=MEMORY,
+        unit="GB",
+        scale=1e9,
+        default="what is free",
+        at_least=1,
+    )
+    link: str = option(
+        "How KV reaches the device. On a CPU also view, which copies nothing, and emulated:RATE, "
+        "in GB/s.",
+        value="auto",
+        group=MEMORY,
+    )
+    graphs: bool | None = option(
+        "Record short passes as CUDA graphs. On a CPU they only take fixed shapes.",
+        value=None,
+        group=MEMORY,
+        default="where trying it shows that it works",
+    )
+    dtype: str = option(
+        "Number format of weights and KV cache. auto is the checkpoint's own.",
+        value="auto",
+        group=MEMORY,
+        choices=("auto", *DTYPES),
+    )
+    prefill_chunk: int | None = option(
+        "Tokens that prefill computes at once.",
+        value=None,
+        group=PYTHON,
+        unit="tokens",
+        default="as many as a bounded memory allows",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise TierForceError(f"--mode {self.mode} is not known: use {', '.join(MODES)}.")
-        if self.policy not in POLICY_NAMES:
-            raise TierForceError(
-                f"--policy {self.policy} is not known: use {', '.join(POLICY_NAMES)}."
-            )
-        for name in (
-            "context",
-            "budget",
-            "chunk_size",
-            "draft_length",
-            "inner_length",
-            "sinks",
-            "window",
-            "device_memory",
-            "prefill_chunk",
-            "refresh",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise TierForceError(
-                    f"--{name.replace('_', '-')} must be at least 1, found {value}."
-                )
+        """Raise TierForceError for a value that is not allowed."""
+        check_options(self)
         if self.budget is not None and self.chunk_size > self.budget:
             raise TierForceError(
-                f"--chunk-size {self.chunk_size} is larger than --budget {self.budget}: no chunk "
+                f"`chunk_size` {self.chunk_size} is larger than `budget` {self.budget}: no chunk "
                 "would fit."
-            )
-        for name in ("draft_length", "inner_length"):
-            if (getattr(self, name) or 0) > LONGEST:
-                raise TierForceError(
-                    f"--{name.replace('_', '-')} must be at most {LONGEST}, found "
-                    f"{getattr(self, name)}."
-                )
-        if self.lookup is not None and self.lookup < 0:
-            raise TierForceError(
-                f"--lookup must be 0 (off) or the n-gram's length, found {self.lookup}."
-            )
-        if self.summary_size is not None and self.summary_size < 0:
-            raise TierForceError(
-                f"--summary-size must be 0 (no summaries) or more, found {self.summary_size}."
-            )
-        if self.resident_layers is not None and self.resident_layers < 0:
-            raise TierForceError(
-                f"--resident-layers must be 0 or more, found {self.resident_layers}."
             )
 
     def resolved_mode(self, has_draft: bool) -> str:
-        """The mode `auto` stands for. Raises TierForceError when a mode lacks its draft model."""
+        """Return the mode that `auto` stands for.
+
+        Raises TierForceError when a mode lacks its draft model.
+        """
         if self.mode == "auto":
             return "hierarchical" if has_draft else "retrieval"
         if self.mode == "hierarchical" and not has_draft:
             raise TierForceError(
-                "--mode hierarchical needs a draft model: give --draft, or use --mode retrieval."
+                "`mode` hierarchical needs a draft model: give `draft`, or use `mode` retrieval."
             )
         if self.mode == "speculative" and not has_draft and not self.lookup:
             raise TierForceError(
-                "--mode speculative needs a draft model or a lookup: give --draft or --lookup 3."
+                "`mode` speculative needs a draft model or a lookup: give `draft` or `lookup` 3."
             )
         return self.mode

@@ -58,6 +58,14 @@ def place_of(variables: Mapping[str, str] = os.environ) -> Place:
     return place
 
 
+def under_launcher(variables: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether this process is already a rank, of torchrun or of `launch`.
+
+    Raises TierForceError for a broken environment.
+    """
+    return place_of(variables).size > 1 or "TORCHELASTIC_RUN_ID" in variables
+
+
 def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:
     """Name a launcher's variables that are set and mean nothing here, for a warning; None where
     there are none.

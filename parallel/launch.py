@@ -13,15 +13,6 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from parallel.environment import place_of
-
-
-def under_launcher() -> bool:
-    """Tell whether this process is already a rank, of torchrun or of `launch`. Raises
-    TierForceError for a broken environment.
-    """
-    return place_of().size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
-
 
 def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the

@@ -47,7 +47,7 @@ def documents(source: str | None, count: int, shortest: int) -> dict[str, str]:
 
 
 def _from_disk(path: Path, count: int, shortest: int) -> dict[str, str]:
-    texts = ((each.id, each.read()) for each in find_documents(path))
+    texts = ((each.id, each.read()) for each in find_documents(path).documents)
     return dict(islice(((name, text) for name, text in texts if len(text) >= shortest), count))
 
 

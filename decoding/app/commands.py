@@ -1,46 +1,69 @@
-"""What the command line can do: `summarize` and `generate`, alone, through --gpus, or under
-torchrun; `plan` and `probe`.
+"""What the command line can do: `summarize`, `generate`, `plan` and `probe`.
+
+Here is what typer needs to answer `--help` and a mistyped option at once. What takes seconds to
+import stands behind these functions, in modules of the commands' names.
 """
 
 import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from decoding.app.documents import Document, find_documents
-from decoding.app.interrupts import Interrupts
-from decoding.app.job import Job, model_digest, model_name
-from decoding.app.options import Common, with_common
+from decoding.app.interrupts import Interrupts, culprit
+from decoding.app.options import EXIT_CODES, Common, JobOptions, described, with_common
 from decoding.app.plan import plan
-from decoding.app.probe_view import table
-from decoding.app.progress import Display
-from decoding.app.prompt import INSTRUCTION, Template
-from decoding.app.records import Records
-from decoding.app.stream import opening, stream
-from decoding.app.summarize import Longest, due_documents, longest_prompt
-from decoding.app.summarize import summarize as summarize_all
+from decoding.app.prompt import INSTRUCTION
 from decoding.app.terminal import say, warn
-from decoding.engine import Engine
-from decoding.probe.probe import profile, write
-from decoding.settings import dtype_of
-from offload.errors import FitError, TierForceError
-from parallel.environment import ignored_variables
-from parallel.group import Group
-from parallel.launch import launch, under_launcher
-from parallel.loading import resolve
+from offload.errors import TierForceError
+from parallel.environment import ignored_variables, under_launcher
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
 )
-app.command()(plan)
 
 
-@app.command()
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        number = version("tierforce")
+    except PackageNotFoundError:
+        number = "not installed"
+    typer.echo(f"tierforce {number}")
+    raise typer.Exit
+
+
+def _command(example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that makes a function a command, with an example in its help."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        paragraphs = (function.__doc__ or "").split("\n\n")
+        paragraphs.append(f"Example: tierforce {example}")
+        help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+        return app.command(help=help, epilog=EXIT_CODES)(function)
+
+    return add
+
+
+@app.callback()
+def tierforce(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Exact long-context decoding with the KV cache in host memory."""
+
+
+@_command("summarize --model TARGET --draft DRAFT --input books --output summaries.jsonl")
 @with_common
 def summarize(
     common: Common,
@@ -53,86 +76,27 @@ def summarize(
     output: Annotated[
         Path,
         typer.Option(
-            help="JSONL, one record as each document finishes; an existing file is resumed."
+            help="JSONL, one record as each document finishes. A file that exists is resumed."
         ),
     ],
     instruction: Annotated[
         str, typer.Option(help="What is asked about each document.")
     ] = INSTRUCTION,
 ) -> None:
-    """Summarise every document, exactly as the target model alone would, with one durable record
-    each.
+    """Summarise every document.
+
+    The text is exactly what the target model alone would write. Each document gets a record that is
+    on disk as soon as it is finished, and the same command goes on after an interruption.
     """
-    settings, sampling = common.settings, common.sampling
     interrupts = _start(
         common, "interrupted ({name}) before a document was begun: run the same command to go on"
     )
-    group = Group.from_environment(common.device)
-    with group.together():
-        documents = find_documents(input) if group.rank == 0 else []
-    folder = resolve(common.model, group)
-    with group.together():
-        records = Records(output) if group.rank == 0 else None
-        job = Job(
-            model=model_name(common.model),
-            draft=model_name(common.draft) if common.draft is not None else None,
-            weights=model_digest(folder) if group.rank == 0 else "",
-            instruction=instruction,
-            max_new_tokens=common.max_new_tokens,
-            context=settings.context,
-            dtype=settings.dtype,
-            sampling=sampling,
-        )
-        due = due_documents(documents, records, job) if records is not None else []
-    if group.broadcast(not due):
-        say(f"all {len(documents)} documents were finished before, in {output}")
-        return
-    if records is not None and (
-        changed := sum(document.id in records.finished for document in due)
-    ):
-        warn(
-            f"{changed} finished records in {output} are of another text, instruction, model or "
-            "sampling law: these documents are summarised again, and their old records stay."
-        )
-    engine = Engine.from_pretrained(folder, common.draft, settings, group=group)
-    with group.together():
-        template = Template.summary(engine.tokenizer, instruction)
-    _say_what_fits(
-        engine,
-        group.broadcast(longest_prompt(engine, due, template, common.max_new_tokens)),
-        common,
-    )
-    if records is None:
-        engine.follow()
-        return
+    from decoding.app.summarize import run
 
-    def last_words(name: str) -> None:
-        display.stop()
-        safe = f"{len(records.finished)} finished records are safe in {output}"
-        say(f"interrupted ({_culprit(name)}); {safe}: run the same command to go on")
-
-    with records, Display(len(documents), sys.stderr) as display:
-        interrupts.last_words = last_words
-        failed = summarize_all(engine, documents, due, records, template, job, display)
-    engine.close()
-    cut = sum(
-        records.finished[document.id].cut
-        for document in documents
-        if document.id in records.finished
-    )
-    done = f"{len(documents) - failed} of {len(documents)} documents summarised in {output}"
-    say(
-        f"{done}, {cut} of them cut: their ends are beyond the context of {engine.context:,} tokens"
-        if cut
-        else done
-    )
-    if failed:
-        raise TierForceError(
-            f"{failed} of {len(documents)} documents failed; their records in {output} say why."
-        )
+    run(common, input, output, instruction, interrupts)
 
 
-@app.command()
+@_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")
 @with_common
 def generate(
     common: Common,
@@ -141,70 +105,52 @@ def generate(
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue itself.")] = None,
 ) -> None:
-    """Continue a text, exactly as the target model alone would, printing it as it is verified."""
-    settings, sampling = common.settings, common.sampling
+    """Continue a text.
+
+    The continuation is exactly what the target model alone would write. It is printed as it is
+    verified.
+    """
     if (prompt is None) == (prompt_file is None):
         raise TierForceError("give the text to continue with either --prompt-file or --prompt.")
     interrupts = _start(common, "interrupted ({name})")
-    group = Group.from_environment(common.device)
-    with group.together():
-        text = (
-            Document(prompt_file.name, prompt_file, 0).read()
-            if prompt_file is not None
-            else prompt or ""
-        )
-    engine = Engine.from_pretrained(common.model, common.draft, settings, group=group)
-    _say_what_fits(engine, None, common)
-    if group.rank:
-        engine.follow()
-        return
+    from decoding.app.generate import run
 
-    def last_words(name: str) -> None:
-        display.stop()
-        say(f"interrupted ({_culprit(name)})")
-
-    with Display(1, sys.stderr) as display:
-        interrupts.last_words = last_words
-        stream(engine, text, common.max_new_tokens, sampling, display)
-    engine.close()
+    run(common, prompt_file, prompt, interrupts)
 
 
-@app.command()
+_command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)
+
+
+@_command("probe --gpus 2 --output machine.json")
 def probe(
     gpus: Annotated[
-        int, typer.Option(min=1, help="Ranks to measure with; CPU ranks where there is no GPU.")
+        int,
+        described(
+            JobOptions, "gpus", 1, "Ranks to measure with, on the CPU where there is no GPU."
+        ),
     ] = 1,
     model: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Whose dimensions kernels are measured with: a folder, a hub name, or a "
-                "config.json."
-            )
+            help="Model whose dimensions kernels are measured with: a folder, a hub name, or a "
+            "config.json."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, described(JobOptions, "device")] = "auto",
     output: Annotated[
         Path, typer.Option(help="Hardware file to write, for `tierforce plan --hardware`.")
     ] = Path("probe.json"),
 ) -> None:
-    """Measure what this machine can do, warn of what costs most, and write a hardware file for
-    `tierforce plan`.
+    """Measure this machine.
+
+    Warns of what costs most, and writes a hardware file for `tierforce plan`. Takes a minute or
+    two.
     """
-    kind = dtype_of(dtype)
     _spread(gpus)
-    group = Group.from_environment(device)
-    found = profile(group, model, kind)
-    with group.together():
-        if group.rank == 0:
-            write(found, output)
-    if group.rank == 0:
-        Console().print(table(found, str(group.device)))
-        say(f"driver: {found['machine']['driver']}")
-        for warning in found["warnings"]:
-            say(f"warning: {warning}")
-        say(f"written to {output}")
+    from decoding.app.probe import run
+
+    run(model, dtype, device, output)
 
 
 def _start(common: Common, last_words: str) -> Interrupts:
@@ -215,37 +161,14 @@ def _start(common: Common, last_words: str) -> Interrupts:
             f"{ignored} in the environment names no group of ranks and is ignored: this process "
             "works alone."
         )
-    return Interrupts(lambda name: say(last_words.format(name=_culprit(name))))
-
-
-def _culprit(name: str) -> str:
-    """Name a signal, and who may have sent it: a launcher ends all ranks when it has lost one."""
-    return f"{name}, or another rank ended" if name == "SIGTERM" and under_launcher() else name
-
-
-def _say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> None:
-    """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
-    place = None
-    if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
-        warn(
-            f"--gpus {common.gpus}, but torch finds no GPU here: the processor does all the work, "
-            "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
-            "--device cpu."
-        )
-    if longest is not None:
-        try:
-            place = engine.check(longest.tokens, common.max_new_tokens)
-        except FitError as error:  # of one document: the others may fit
-            warn(
-                f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
-                f" {error}"
-            )
-    say(opening(engine, longest.tokens if longest else 0, place))
+    return Interrupts(lambda name: say(last_words.format(name=culprit(name))))
 
 
 def _spread(gpus: int) -> None:
-    """With --gpus above 1 and no launcher yet: run this very command as that many ranks, and end
-    with their exit code.
+    """Run this very command as that many ranks, unless a launcher has, and end with their exit
+    code.
     """
     if gpus > 1 and not under_launcher():
+        from parallel.launch import launch
+
         sys.exit(launch(gpus, "decoding.cli", sys.argv[1:]))

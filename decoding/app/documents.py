@@ -1,10 +1,9 @@
-"""Finding and reading what is to be summarised: a folder of text, one file, or JSON lines with `id`
-and `text`.
-"""
+"""What is to be summarised: a folder of text, one file, or JSON lines with `id` and `text`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,12 @@ class Document:
     offset: int | None = None  # of its line in a JSONL file
 
     def read(self) -> str:
-        """The text. Raises DocumentError when it is empty, binary, not UTF-8, or not there any
-        more.
+        """Return the text.
+
+        Raises DocumentError when it is empty, binary, not UTF-8, or not there any more.
         """
+        if self.path.exists() and not self.path.is_file():
+            raise DocumentError(f"{self.path} is no regular file: save its text to one first.")
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset or 0)
@@ -51,56 +53,77 @@ class Document:
         return text
 
 
-def find_documents(source: Path) -> list[Document]:
-    """All documents of a folder (searched through, by name), a text file, or a .jsonl file, in
-    order.
+@dataclass(frozen=True)
+class Listing:
+    """What a source holds."""
+
+    documents: list[Document]
+    skipped: int = 0  # files of a folder that are no text
+
+
+def find_documents(source: Path, output: Path | None = None) -> Listing:
+    """List the documents of a folder (searched through, by name), a text file, or a .jsonl file.
+
+    The file `output`, which may lie in the folder, is no document.
 
     Raises TierForceError when there is none, when the source cannot be read, or when two share an
     id.
     """
     try:
         if source.is_dir():
-            paths = sorted(
-                path
-                for path in source.rglob("*")
-                if path.suffix.lower() in SUFFIXES and path.is_file()
+            listing = _folder(source, output)
+        elif source.exists() and not source.is_file():
+            raise TierForceError(
+                f"--input {source} is a pipe or a device: give a folder or a regular file."
             )
-            found = [
-                Document(str(path.relative_to(source)), path, path.stat().st_size) for path in paths
-            ]
         elif source.suffix.lower() == ".jsonl":
-            found = _lines(source)
+            listing = Listing(_lines(source))
         else:
             with source.open("rb"):
-                found = [Document(source.name, source, source.stat().st_size)]
+                listing = Listing([Document(source.name, source, source.stat().st_size)])
     except OSError as error:
         raise TierForceError(f"--input {source} cannot be read: {error.strerror}.") from error
-    if not found:
+    if not listing.documents:
         what = f"no {' or '.join(SUFFIXES)} file" if source.is_dir() else "no line"
         raise TierForceError(f"--input {source} holds {what}: there is nothing to summarise.")
+    _refuse_twins(source, listing.documents)
+    return listing
+
+
+def _folder(source: Path, output: Path | None) -> Listing:
+    ours = output.resolve() if output is not None else None
+    files = [path for path in source.rglob("*") if path.is_file() and path.resolve() != ours]
+    texts = sorted(path for path in files if path.suffix.lower() in SUFFIXES)
+    documents = [
+        Document(str(path.relative_to(source)), path, path.stat().st_size) for path in texts
+    ]
+    return Listing(documents, len(files) - len(texts))
+
+
+def _refuse_twins(source: Path, documents: Sequence[Document]) -> None:
     seen: set[str] = set()
-    for document in found:
+    for document in documents:
         if document.id in seen:
             raise TierForceError(
                 f"--input {source}: the id {document.id!r} appears more than once; ids tell records"
                 " apart."
             )
         seen.add(document.id)
-    return found
 
 
 def _lines(source: Path) -> list[Document]:
-    found, offset = [], 0
+    documents, offset = [], 0
     with source.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
-                found.append(Document(_identity(raw) or f"line {number}", source, len(raw), offset))
+                name = _identity(raw) or f"line {number}"
+                documents.append(Document(name, source, len(raw), offset))
             offset += len(raw)
-    return found
+    return documents
 
 
 def _identity(raw: bytes) -> str | None:
-    """The id of a line; None when it has none, of which its record will then tell."""
+    """Return the id of a line; None when it has none, of which its record will then tell."""
     try:
         return str(_object(raw.decode("utf-8-sig"))["id"])
     except (DocumentError, UnicodeDecodeError):
@@ -109,12 +132,12 @@ def _identity(raw: bytes) -> str | None:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"the line is not JSON: {error}.") from error
-    if not isinstance(found, dict) or not isinstance(found.get("id"), str | int):
+    if not isinstance(value, dict) or not isinstance(value.get("id"), str | int):
         raise DocumentError('the line must be an object with "id", a string or a whole number.')
-    return found
+    return value
 
 
 def _text(line: str) -> str:

@@ -5,7 +5,14 @@ import signal
 import threading
 from collections.abc import Callable
 
+from parallel.environment import under_launcher
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def culprit(name: str) -> str:
+    """Name a signal, and who may have sent it: a launcher ends all ranks when it has lost one."""
+    return f"{name}, or another rank ended" if name == "SIGTERM" and under_launcher() else name
 
 
 class Interrupts:

@@ -1,5 +1,6 @@
-"""The entry: `tierforce`, or `-m decoding.cli` under torchrun. Whatever goes wrong is one line and
-a non-zero exit on all ranks.
+"""The entry: `tierforce`, or `-m decoding.cli` under torchrun.
+
+Whatever goes wrong is one line and a non-zero exit on all ranks.
 """
 
 import os
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 def main() -> None:
     """Run the command line, and leave."""
-    # the imports take seconds: until `Interrupts` listens, Ctrl-C just ends them
+    # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from decoding.app.terminal import Unread, say
     from offload.errors import TierForceError
@@ -26,7 +27,8 @@ def main() -> None:
     try:
         rank = place_of().rank
         if rank:
-            sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - rank 0 says what all ranks have to say
+            # rank 0 says what all ranks have to say
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         code = _run(rank)
     except TierForceError as error:  # variables that name no rank
         say(f"tierforce: {error}")
@@ -40,16 +42,13 @@ def main() -> None:
 
 
 def _run(rank: int) -> int:
-    """Run the command as this rank; returns the exit code."""
-    from transformers.utils import logging
-
+    """Run the command as this rank, and return the exit code."""
     from decoding.app.commands import app
+    from decoding.app.options import as_flags
     from decoding.app.terminal import say
-    from offload.errors import TierForceError, is_out_of_memory, one_line
-    from parallel.group import RankLost
+    from offload.errors import TierForceError
+    from parallel.environment import RankLost
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         app()
     except SystemExit as leaving:
@@ -58,23 +57,28 @@ def _run(rank: int) -> int:
         time.sleep(1)  # a signal to all ranks may be on its way here, and says more
         say(f"tierforce: {error} Finished records are safe: run the same command again to go on.")
     except TierForceError as error:
-        say(f"tierforce: {error}")
+        say(f"tierforce: {as_flags(str(error))}")
         # launchers end the other ranks when the first leaves: let rank 0 speak, however slow it is
         time.sleep(rank and 10)
     except Exception as error:
-        if is_out_of_memory(error):
-            _fault(
-                rank,
-                f"out of memory: {one_line(error)} Finished records are safe: free memory, and run "
-                "the same command again.",
-            )
-        elif os.environ.get("TIERFORCE_DEBUG"):
-            raise
-        else:
-            _fault(
-                rank, f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)"
-            )
+        _explain(rank, error)
     return 1
+
+
+def _explain(rank: int, error: Exception) -> None:
+    """Say in one line what nobody foresaw; with TIERFORCE_DEBUG, raise it."""
+    from offload.errors import is_out_of_memory, one_line
+
+    if is_out_of_memory(error):
+        _fault(
+            rank,
+            f"out of memory: {one_line(error)} Finished records are safe: free memory, and run "
+            "the same command again.",
+        )
+    elif os.environ.get("TIERFORCE_DEBUG"):
+        raise error
+    else:
+        _fault(rank, f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)")
 
 
 def _fault(rank: int, reason: str) -> None:

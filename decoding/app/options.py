@@ -1,212 +1,182 @@
-"""The options that commands share, once: a command takes them as one `Common`, typer sees them one
-by one.
+"""The options that commands share, made from the fields that say what they mean.
+
+A command takes them as one `Common`; typer sees them one by one.
 """
 
 # no `from __future__ import annotations`: typer reads these annotations as objects
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Any
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from decoding.option import GROUPS, MEMORY, about, check_options, option, options_of
 from decoding.settings import Settings
-from decoding.speculation.sampling import Sampling
+from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import TierForceError
-from offload.policies import POLICY_NAMES
+
+DEVICES = ("auto", "cpu", "cuda")
+EXIT_CODES = (
+    "Exit codes: 0 all is done; 1 something failed, and a line says what; 2 the command line is "
+    "wrong; 128 + n ended by signal n. TIERFORCE_DEBUG=1 in the environment shows where an "
+    "unexpected error came from."
+)
+# the command line samples as people like to read; from Python nothing is warped
+DEFAULTS = {"temperature": 0.6, "top_p": 0.9}
 
 
 @dataclass(frozen=True)
-class Common:
-    """What every command that loads an engine can be told."""
+class JobOptions:
+    """Which models do the work and where, and how much they write."""
 
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Target model: a Hugging Face folder, or a hub name.", show_default=False
-        ),
-    ]
-    draft: Annotated[
-        str | None, typer.Option(help="Small draft model with the target's vocabulary.")
-    ] = None
-    gpus: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="GPUs to split the model over, by default 1; CPU ranks where there is no GPU.",
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
-    dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), bfloat16, float16 or float32.")
-    ] = "auto"
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to write.")] = 512
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.6
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens that together reach this mass.")
-    ] = 0.9
-    seed: Annotated[
-        int,
-        typer.Option(
-            help=(
-                "The same seed and settings give the same text, if draft lengths, budget and "
-                "refresh are set too."
-            )
-        ),
-    ] = 0
-    mode: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "auto, hierarchical, retrieval (no draft model), speculative (no retrieval cache) "
-                "or plain."
-            )
-        ),
-    ] = "auto"
-    context: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of prompt and output together; by default the model's limit."
-        ),
-    ] = None
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            help=(
-                "Retrieval budget, tokens a head: those selected, summaries of the others, and the "
-                "recent window. By default what pays: 4096 for the first text, then what past "
-                "texts showed."
-            )
-        ),
-    ] = None
-    chunk_size: Annotated[int, typer.Option(help="Tokens that are selected together.")] = (
-        Settings.chunk_size
+    model: str = option("Target model: a Hugging Face folder, or a hub name.")
+    draft: str | None = option(
+        "Small draft model with the target's vocabulary: a folder, or a hub name.",
+        value=None,
+        default="none, drafts are looked up in the text",
     )
-    policy: Annotated[
-        str,
-        typer.Option(
-            help=(
-                f"What selects them: {', '.join(POLICY_NAMES)}. static, with --summary-size 0, is "
-                "the paper's."
-            )
-        ),
-    ] = Settings.policy
-    summary_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens that one summary stands for; 0 for no summaries, by default 64 or more."
-        ),
-    ] = None
-    refresh: Annotated[
-        int | None,
-        typer.Option(
-            help=(
-                "Tokens that one selection serves at least; by default 1, each verification "
-                "selects, over a link, else 16."
-            )
-        ),
-    ] = None
-    draft_length: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens put before the target at once; by default what has paid in past rounds."
-        ),
-    ] = None
-    inner_length: Annotated[
-        int | None,
-        typer.Option(
-            help=(
-                "Tokens put before the retrieval level at once; by default what has paid in past "
-                "rounds."
-            )
-        ),
-    ] = None
-    lookup: Annotated[
-        int | None,
-        typer.Option(
-            help=(
-                "Prompt lookup by n-grams of this length, 0 for none; by default 3 where there is "
-                "no draft."
-            )
-        ),
-    ] = None
-    shard_draft: Annotated[
-        bool | None,
-        typer.Option(
-            help="Split the draft model over the GPUs; by default from 3 GiB of weights on."
-        ),
-    ] = None
-    resident_layers: Annotated[
-        int | None,
-        typer.Option(help="Target layers whose KV stays on the device; by default as many as fit."),
-    ] = None
-    device_memory: Annotated[
-        float | None,
-        typer.Option(
-            help="Device memory to use per rank, in GB, weights included; by default what is free."
-        ),
-    ] = None
-    graphs: Annotated[
-        bool | None,
-        typer.Option(
-            help=(
-                "Record short passes as CUDA graphs; by default where it works. On a CPU they only "
-                "take fixed shapes."
-            )
-        ),
-    ] = None
-    link: Annotated[
-        str,
-        typer.Option(help="auto; on a CPU also view (nothing is copied) or emulated:RATE (GB/s)."),
-    ] = "auto"
+    gpus: int | None = option(
+        "GPUs to split the model over. Without any, ranks on the CPU.",
+        value=None,
+        default="1",
+        at_least=1,
+    )
+    device: str = option(
+        "Where the models run. auto is the GPU where there is one.",
+        value="auto",
+        group=MEMORY,
+        choices=DEVICES,
+    )
+    max_new_tokens: int = option(
+        "Most tokens to write for a text.", value=512, unit="tokens", at_least=1
+    )
 
-    @property
-    def settings(self) -> Settings:
-        """Raises TierForceError for values that make no sense."""
-        shared = {field.name for field in fields(Settings)} & {field.name for field in fields(self)}
-        values = {name: getattr(self, name) for name in shared}
-        if self.device_memory is not None:
-            if not 1e-9 <= self.device_memory < float("inf"):
-                raise TierForceError(
-                    f"--device-memory must be above 0 GB, found {self.device_memory}."
-                )
-            values["device_memory"] = int(self.device_memory * 1e9)
-        return Settings(**values)
+    def __post_init__(self) -> None:
+        """Raise TierForceError for a value that is not allowed."""
+        check_options(self)
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+@dataclass(frozen=True, kw_only=True)
+class Common(JobOptions):
+    """What every command that loads an engine is told."""
+
+    settings: Settings
+    sampling: SamplingOptions
+
+
+def as_flags(message: str) -> str:
+    """Word a message of the layers below for the command line: `chunk_size` is --chunk-size.
+
+    They name settings, in backquotes, since they know no command line.
+    """
+    return re.sub(r"`([a-z_]+)`", lambda name: f"--{name[1].replace('_', '-')}", message)
+
+
+def described(kind: type, name: str, default: Any = MISSING, help: str | None = None) -> Any:
+    """Return what typer is told of a field, to stand in an annotation.
+
+    Args:
+        kind: the dataclass that has the field.
+        name: the field.
+        default: the command's own, in place of the field's.
+        help: the command's own words, in place of the field's.
+    """
+    each = options_of(kind)[name]
+    said, value = about(each), each.default if default is MISSING else default
+    return typer.Option(
+        help=help or help_of(each),
+        show_default=value is not MISSING and value is not None,
+        metavar=_metavar(each),
+        rich_help_panel=said.group,
+    )
 
 
 def with_common(command: Callable[..., None]) -> Callable[..., None]:
-    """A command (common: Common, own options...) as typer should see it: Common's fields in front
-    of the command's own options.
+    """Make typer see a command (common: Common, own options...) with an option for each shared
+    field, behind the command's own.
     """
-    own = list(inspect.signature(command).parameters.values())[1:]
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(field.default),
-            annotation=field.type,
-        )
-        for field in fields(Common)
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in list(inspect.signature(command).parameters.values())[1:]
     ]
-    names = {parameter.name for parameter in shared}
+    shared = _shared_parameters()
 
-    def run(**options: Any) -> None:
-        common = Common(**{name: options.pop(name) for name in names})
-        command(common, **options)
+    def run(**given: Any) -> None:
+        common = _common({each.name: given.pop(each.name) for each in shared})
+        command(common, **given)
 
-    parameters = shared + [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own
-    ]
+    # what must be given stands first
+    parameters = sorted(
+        [*own, *shared], key=lambda each: each.default is not inspect.Parameter.empty
+    )
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     return run
 
 
-def _default(value: Any) -> Any:
-    return inspect.Parameter.empty if value is MISSING else value
+def _shared_parameters() -> list[inspect.Parameter]:
+    """Return a parameter for each shared option, group by group."""
+    return [
+        _parameter(kind, name)
+        for group in GROUPS
+        for kind in (JobOptions, SamplingOptions, Settings)
+        for name, each in options_of(kind).items()
+        if about(each).group == group
+    ]
+
+
+def _parameter(kind: type, name: str) -> inspect.Parameter:
+    each = options_of(kind)[name]
+    default = DEFAULTS.get(name, each.default)
+    hint = float | None if about(each).scale is not None else get_type_hints(kind)[name]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[hint, described(kind, name, default)],
+    )
+
+
+def _common(given: dict[str, Any]) -> Common:
+    """Sort options into what they are of. Raises TierForceError for values that make no sense."""
+    for name, each in options_of(Settings).items():
+        said = about(each)
+        if said.scale is not None and given.get(name) is not None:
+            given[name] = _scaled(name, given[name], said.unit, said.scale)
+    settings = Settings(**_of(Settings, given))
+    return Common(
+        **_of(JobOptions, given),
+        settings=settings,
+        sampling=SamplingOptions(**_of(SamplingOptions, given)),
+    )
+
+
+def _of(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: given[each.name] for each in fields(kind) if each.name in given}
+
+
+def _scaled(name: str, value: float, unit: str, scale: float) -> int:
+    if not 1 / scale <= value < float("inf"):
+        raise TierForceError(f"`{name}` must be above 0 {unit}, found {value}.")
+    return int(value * scale)
+
+
+def help_of(each: Field[Any]) -> str:
+    """Say what an option means, what it may be, and what holds where nothing is said."""
+    said = about(each)
+    text = said.help
+    if not all(choice in text for choice in said.choices):
+        text += f" One of {', '.join(said.choices)}."
+    if said.zero:
+        text += f" 0 is {said.zero}."
+    if said.default:
+        text += f" By default {said.default}."
+    return text
+
+
+def _metavar(each: Field[Any]) -> str | None:
+    said = about(each)
+    return "NAME" if said.choices else said.unit.upper() or None

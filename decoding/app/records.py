@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -21,15 +22,14 @@ from offload.errors import TierForceError
 class Finished:
     """What later runs need to know of a finished record."""
 
-    # of all that shaped its summary (`Job.digest`); None in records of before there was one
-    digest: str | None
+    digest: str | None  # of all that shaped its summary, by `Job.digest`; old records have none
     cut: bool  # whether the document was longer than the context
 
 
 class Records:
-    """Appends records to a JSONL file. Opening it repairs a torn last line and drops error records,
-    whose documents are due again.
+    """A JSONL file that records are appended to.
 
+    Opening it repairs a torn last line and drops error records, whose documents are due again.
     Only one job at a time may hold a file. Raises TierForceError when the file cannot be written,
     is held, or is not such a file.
     """
@@ -38,6 +38,11 @@ class Records:
         self.path = path
         self._place = Path(os.path.realpath(path))  # a link to the file stays one
         try:
+            self._new = not self._place.exists()
+            if not (self._new or self._place.is_dir() or self._place.is_file()):
+                raise TierForceError(
+                    f"--output {path} is a pipe or a device: records need a regular file."
+                )
             self._file = self._held(self._place.open("ab", buffering=0))
             content = self._place.read_bytes()
             kept = self._finished(content)
@@ -52,8 +57,9 @@ class Records:
             raise self._unwritable(error) from error
 
     def append(self, record: dict[str, Any]) -> None:
-        """Write one record and wait until it is on disk. Raises TierForceError when the disk will
-        not take it.
+        """Write one record and wait until it is on disk.
+
+        Raises TierForceError when the disk will not take it.
         """
         text = json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
         # an id may have what UTF-8 cannot say: JSON can, by the same escape
@@ -71,7 +77,7 @@ class Records:
         )
 
     def _held(self, file: FileIO) -> FileIO:
-        """The file, locked for this job."""
+        """Lock the file for this job, and return it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # a repair may have put another in its place
@@ -86,8 +92,9 @@ class Records:
         return file
 
     def _finished(self, content: bytes) -> list[bytes]:
-        """The lines of finished records. Raises TierForceError for a line that no job wrote, so
-        that no other file is harmed.
+        """Return the lines of finished records.
+
+        Raises TierForceError for a line that no job wrote, so that no other file is harmed.
         """
         *lines, last = content.split(b"\n")
         if not _torn(last):
@@ -105,20 +112,18 @@ class Records:
         return kept
 
     def _replace(self, content: bytes) -> None:
-        """Swap the file for a repaired copy in one step, so that a crash leaves the one or the
-        other.
-        """
-        fresh = self._place.with_name(self._place.name + ".repair")
-        file = fresh.open("wb", buffering=0)
+        """Swap the file for a repaired copy, in one step: a crash leaves the one or the other."""
+        repaired = self._place.with_name(self._place.name + ".repair")
+        file = repaired.open("wb", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX)
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
         _write(file, content)
-        fresh.replace(self._place)
+        repaired.replace(self._place)
         self._file.close()
         self._file = file
 
     def _sync_folder(self) -> None:
-        """The file's name, too, has to be on disk."""
+        """Wait until the file's name, too, is on disk."""
         folder = os.open(self._place.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -129,6 +134,10 @@ class Records:
         return TierForceError(f"--output {self.path} cannot be written: {error.strerror}.{more}")
 
     def close(self) -> None:
+        """Let go of the file, and leave none behind where no record was written."""
+        if self._new and not os.fstat(self._file.fileno()).st_size:
+            with suppress(OSError):
+                self._place.unlink()
         self._file.close()
 
     def __enter__(self) -> Records:
@@ -151,9 +160,7 @@ def _write(file: FileIO, content: bytes) -> None:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether this is what a crash leaves of a record behind the last newline: nothing, or the
-    beginning of one.
-    """
+    """Tell whether this is what a crash leaves behind the last newline: a record's beginning."""
     try:
         json.loads(line)
     except ValueError:
@@ -162,7 +169,7 @@ def _torn(line: bytes) -> bool:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, of a finished document or a failed one; None when it is neither."""
+    """Return the record in a line, of a finished document or a failed one; None for neither."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -2,31 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from decoding.app.documents import Document
-from decoding.app.job import Job
+from decoding.app.documents import SUFFIXES, Document, find_documents
+from decoding.app.interrupts import Interrupts, culprit
+from decoding.app.job import Job, model_digest, model_name
+from decoding.app.lines import Longest, describe, say_what_fits
+from decoding.app.options import Common, as_flags
 from decoding.app.progress import Display
 from decoding.app.prompt import Template
 from decoding.app.records import Records
-from decoding.app.stream import describe
+from decoding.app.terminal import say, silence_transformers, warn
 from decoding.engine import Engine
+from decoding.speculation.sampling import Sampling
 from offload.errors import DocumentError, TierForceError
 from parallel.environment import RankLost
+from parallel.group import Group
+from parallel.loading import resolve
 
 
-@dataclass(frozen=True)
-class Longest:
-    """The document that asks most of memory."""
+def run(
+    common: Common, source: Path, output: Path, instruction: str, interrupts: Interrupts
+) -> None:
+    """Summarise the documents of `source` into `output`; every rank calls it.
 
-    name: str
-    tokens: int  # of its prompt, cut to the context
+    Raises TierForceError for what keeps the job from starting, and at its end where documents
+    failed.
+    """
+    silence_transformers()
+    group = Group.from_environment(common.device)
+    documents: list[Document] = []
+    with group.together():
+        if group.rank == 0:
+            documents = _listed(source, output)
+    folder = resolve(common.model, group)
+    with ExitStack() as files:
+        records = None
+        due: list[Document] = []
+        with group.together():
+            job = _job(common, folder, instruction)
+            if group.rank == 0:
+                records = files.enter_context(Records(output))
+                due = due_documents(documents, records, job)
+        if group.broadcast(not due):
+            say(f"all {len(documents)} documents were finished before, in {output}")
+            return
+        if records is not None:
+            _warn_of_changed(due, records)
+        engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
+        with group.together():
+            template = Template.summary(engine.tokenizer, instruction)
+        longest = longest_prompt(engine, due, template, common.max_new_tokens)
+        say_what_fits(engine, group.broadcast(longest), common)
+        if records is None:
+            engine.follow()
+            return
+        with Display(len(documents), sys.stderr) as display:
+            interrupts.last_words = _last_words(records, display)
+            failed = summarize(engine, documents, due, records, template, job, display)
+        engine.close()
+    _say_what_is_done(documents, records, failed, engine.context)
+
+
+def _listed(source: Path, output: Path) -> list[Document]:
+    listing = find_documents(source, output)
+    if listing.skipped:
+        say(f"skipped {listing.skipped} files that are not {' or '.join(SUFFIXES)}")
+    return listing.documents
+
+
+def _job(common: Common, folder: Path, instruction: str) -> Job:
+    return Job(
+        model=model_name(common.model),
+        draft=model_name(common.draft) if common.draft is not None else None,
+        weights=model_digest(folder),
+        instruction=instruction,
+        max_new_tokens=common.max_new_tokens,
+        context=common.settings.context,
+        dtype=common.settings.dtype,
+        sampling=Sampling(**vars(common.sampling)),
+    )
+
+
+def _warn_of_changed(due: Sequence[Document], records: Records) -> None:
+    """Say which records an earlier job of another kind has left."""
+    if changed := sum(document.id in records.finished for document in due):
+        warn(
+            f"{changed} finished records in {records.path} are of another text, instruction, model "
+            "or sampling law: these documents are summarised again, and their old records stay."
+        )
+
+
+def _last_words(records: Records, display: Display) -> Callable[[str], None]:
+    def say_last_words(name: str) -> None:
+        display.stop()
+        safe = f"{len(records.finished)} finished records are safe in {records.path}"
+        say(f"interrupted ({culprit(name)}); {safe}: run the same command to go on")
+
+    return say_last_words
+
+
+def _say_what_is_done(
+    documents: Sequence[Document], records: Records, failed: int, context: int
+) -> None:
+    """Say how the batch went. Raises TierForceError where documents failed."""
+    finished = [records.finished.get(document.id) for document in documents]
+    cut = sum(record.cut for record in finished if record is not None)
+    done = f"{len(documents) - failed} of {len(documents)} documents summarised in {records.path}"
+    if cut:
+        done += f", {cut} of them cut: their ends are beyond the context of {context:,} tokens"
+    say(done)
+    if failed:
+        raise TierForceError(
+            f"{failed} of {len(documents)} documents failed; their records in {records.path} say "
+            "why."
+        )
 
 
 def longest_prompt(
@@ -88,12 +186,12 @@ def summarize(
         except TierForceError as error:
             record = {
                 "id": document.id,
-                "error": str(error),
+                "error": as_flags(str(error)),
                 "kind": type(error).__name__,
                 "date": _now(),
                 "versions": versions(),
             }
-            line = f"failed: {error}"
+            line = f"failed: {as_flags(str(error))}"
             failed += 1
         records.append(record)
         display.end(f"{document.id}: {line}")

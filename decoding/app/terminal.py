@@ -40,6 +40,14 @@ def printable(text: str) -> str:
     )
 
 
+def silence_transformers() -> None:
+    """Keep transformers from warning and from showing progress of its own."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def say(line: str) -> None:
     """Print one line on standard error, as it is."""
     sys.stderr.write(printable(line) + "\n")

@@ -8,29 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from offload.errors import TierForceError
+from decoding.speculation.sampling_options import SamplingOptions
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How every level warps its logits. temperature 0 is greedy; top_k 0 and top_p 1 keep all
-    tokens.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise TierForceError(f"temperature must be 0 or more, found {self.temperature}")
-        if self.top_k < 0:
-            raise TierForceError(f"top-k must be 0 (off) or more, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise TierForceError(f"top-p must be above 0 and at most 1, found {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise TierForceError(f"seed must be between 0 and 2**63 - 1, found {self.seed}")
+class Sampling(SamplingOptions):
+    """The law that every level draws from: logits, warped by the options."""
 
     def over(self, vocab: int) -> PaddedSampling:
         """Return the same sampling for a model that has more or fewer tokens than `vocab`."""

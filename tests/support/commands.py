@@ -29,7 +29,7 @@ BIN = Path(sys.executable).parent
 TORCHRUN = (str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "decoding.cli")
 PATIENCE = 60.0  # seconds; what takes longer hangs
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["decoding.app.commands"])
+_forks.set_forkserver_preload(["decoding.app.generate", "decoding.app.summarize"])
 
 
 @dataclass(frozen=True)

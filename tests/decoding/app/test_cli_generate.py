@@ -128,9 +128,8 @@ COMMON = {
 def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path) -> None:
     result = forked(tmp_path, command, "--help")
     assert result.code == 0
-    described = {
-        line.split()[0] for line in result.out.splitlines() if line.strip().startswith("--")
-    }
+    words = [line.strip("│* ").split(maxsplit=1) for line in result.out.splitlines()]
+    described = {each[0] for each in words if each and each[0].startswith("--")}
     assert described == COMMON | own | {"--help"}
 
 

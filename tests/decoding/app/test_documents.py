@@ -19,7 +19,7 @@ def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) 
         path.write_text(f"This is {name}.")
     (tmp_path / "folder.txt").mkdir()
     os.symlink(tmp_path / "nowhere", tmp_path / "broken.txt")
-    found = find_documents(tmp_path)
+    found = find_documents(tmp_path).documents
     assert [document.id for document in found] == ["B.md", "a/b/c.TXT", "a/z.md", "b.txt"]
     assert [document.read() for document in found] == [
         f"This is {document.id}." for document in found
@@ -29,7 +29,7 @@ def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) 
 def test_one_file_of_any_name_is_a_document(tmp_path: Path) -> None:
     path = tmp_path / "letter"
     path.write_text("Dear all,")
-    (document,) = find_documents(path)
+    (document,) = find_documents(path).documents
     assert (document.id, document.size, document.read()) == ("letter", 9, "Dear all,")
 
 
@@ -46,7 +46,7 @@ def test_lines_of_jsonl_are_documents_under_their_own_ids(tmp_path: Path) -> Non
         for name, text in texts.items()
     ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
-    found = find_documents(path)
+    found = find_documents(path).documents
     assert [document.id for document in found] == ["a", "7", "ü", "last"]
     assert [document.read() for document in found] == list(texts.values())
     assert found[2].size == len(lines[2].encode()) + 2
@@ -55,7 +55,7 @@ def test_lines_of_jsonl_are_documents_under_their_own_ids(tmp_path: Path) -> Non
 def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffIt was".encode())
-    assert find_documents(path)[0].read() == "It was"
+    assert find_documents(path).documents[0].read() == "It was"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_no_text_is_told_when_it_is_read(
     content: bytes, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    (document,) = find_documents(tmp_path)
+    (document,) = find_documents(tmp_path).documents
     with pytest.raises(DocumentError, match=reason):
         document.read()
 
@@ -101,7 +101,7 @@ def test_a_bad_line_is_a_document_that_cannot_be_read(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "good", "text": "x"}\n' + line + "\n", encoding="utf-8")
-    good, bad = find_documents(path)
+    good, bad = find_documents(path).documents
     assert (good.id, good.read()) == ("good", "x")
     assert bad.id == name
     with pytest.raises(DocumentError, match=reason):
@@ -111,7 +111,7 @@ def test_a_bad_line_is_a_document_that_cannot_be_read(
 def test_a_line_that_is_not_utf_8_is_a_document_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"id": "caf\xe9", "text": "x"}\n')
-    (document,) = find_documents(path)
+    (document,) = find_documents(path).documents
     assert document.id == "line 1"
     with pytest.raises(DocumentError, match="not UTF-8"):
         document.read()
@@ -131,3 +131,21 @@ def test_a_source_with_nothing_to_summarise_is_refused(tmp_path: Path) -> None:
         find_documents(tmp_path)
     with pytest.raises(TierForceError, match="No such file"):
         find_documents(tmp_path / "nowhere")
+
+
+def test_what_is_no_text_is_counted_and_the_output_is_no_document(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.epub", "c.pdf", "out.txt"):
+        (tmp_path / name).write_text("It was")
+    listing = find_documents(tmp_path, tmp_path / "../" / tmp_path.name / "out.txt")
+    assert [document.id for document in listing.documents] == ["a.txt"]
+    assert listing.skipped == 2
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(TierForceError, match="pipe or a device"):
+        find_documents(tmp_path / "pipe.txt")
+    with pytest.raises(DocumentError, match="no regular file"):
+        Document("pipe.txt", tmp_path / "pipe.txt", 0).read()
+    with pytest.raises(TierForceError, match="nothing to summarise"):
+        find_documents(tmp_path)

@@ -171,3 +171,19 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Records(tmp_path)
     with pytest.raises(TierForceError, match="No such file or directory"):
         Records(tmp_path / "missing" / "out.jsonl")
+
+
+def test_a_pipe_and_a_device_without_end_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/full")):
+        with pytest.raises(TierForceError, match="pipe or a device"):
+            Records(path)
+
+
+def test_a_job_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    Records(path).close()
+    assert not path.exists()
+    path.touch()
+    Records(path).close()
+    assert path.exists()  # it was there before

@@ -1,39 +1,45 @@
-"""One text on the terminal, as it is verified."""
+"""What is said of an engine before it works, and of a text when it is done: a line each."""
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 
 import torch
-from transformers import TextStreamer
 
-from decoding.app.progress import Display
-from decoding.app.prompt import Template
+from decoding.app.options import Common, as_flags
+from decoding.app.terminal import say, warn
 from decoding.engine import Engine
-from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
+from offload.errors import FitError
 from offload.memory_plan import MemoryPlan
 
 
-def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Display) -> None:
-    """Continue `text` on standard output; progress, warnings and what it took go to `display`."""
-    prompt, dropped = Template.plain(engine.tokenizer).fill(
-        engine.tokenizer, text, engine.context - new, keep_end=True
-    )
-    printer = TextStreamer(engine.tokenizer, skip_special_tokens=True)
-    if dropped:
-        display.warn(
-            f"longer than the context of {engine.context} tokens; the first {dropped} tokens were "
-            "dropped"
+@dataclass(frozen=True)
+class Longest:
+    """The document that asks most of memory."""
+
+    name: str
+    tokens: int  # of its prompt, cut to the context
+
+
+def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> None:
+    """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
+    place = None
+    if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
+        warn(
+            f"--gpus {common.gpus}, but torch finds no GPU here: the processor does all the work, "
+            "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
+            "--device cpu."
         )
-    display.begin("prompt")
-    for token in engine.generate(prompt, new, sampling, display.prefill):
-        if engine.stats.new_tokens == 1:
-            display.stop()  # the text takes over the terminal
-        printer.put(torch.tensor([token]))
-    printer.end()
-    sys.stdout.flush()
-    display.end(describe(engine.stats))
+    if longest is not None:
+        try:
+            place = engine.check(longest.tokens, common.max_new_tokens)
+        except FitError as error:  # of one document: the others may fit
+            warn(
+                f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
+                f" {as_flags(str(error))}"
+            )
+    say(opening(engine, longest.tokens if longest else 0, place))
 
 
 def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
@@ -57,7 +63,7 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
 
 
 def describe(stats: Stats) -> str:
-    """What a text took, in one line."""
+    """Say what a text took."""
     parts = [
         f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s, {stats.new_tokens} "
         "written"

@@ -1,0 +1,31 @@
+"""`tierforce probe`: measure on all ranks, show on the first, and write a hardware file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from decoding.app.probe_view import table
+from decoding.app.terminal import say, silence_transformers
+from decoding.probe.probe import profile, write
+from decoding.settings import dtype_of
+from parallel.group import Group
+
+
+def run(model: str | None, dtype: str, device: str, output: Path) -> None:
+    """Measure this machine with the dimensions of `model`; every rank calls it."""
+    silence_transformers()
+    kind = dtype_of(dtype)
+    group = Group.from_environment(device)
+    measured = profile(group, model, kind)
+    with group.together():
+        if group.rank == 0:
+            write(measured, output)
+    if group.rank:
+        return
+    Console().print(table(measured, str(group.device)))
+    say(f"driver: {measured['machine']['driver']}")
+    for warning in measured["warnings"]:
+        say(f"warning: {warning}")
+    say(f"written to {output}")

@@ -1,0 +1,48 @@
+"""The choices behind a law, without the law itself: reading them needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoding.option import SAMPLING, check_options, option
+from offload.errors import TierForceError
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How logits are warped: not at all by default, and the likeliest token is taken."""
+
+    temperature: float = option(
+        "How bold the choice of each token is.",
+        value=0.0,
+        zero="greedy",
+        at_least=0,
+    )
+    top_k: int = option(
+        "Keep only the likeliest tokens, so many.",
+        value=0,
+        group=SAMPLING,
+        unit="tokens",
+        zero="off",
+        at_least=0,
+    )
+    top_p: float = option(
+        "Keep only the likeliest tokens that together have this probability.",
+        value=1.0,
+    )
+    seed: int = option(
+        "Where the noise starts. The same seed gives the same text only if draft lengths, budget "
+        "and refresh are set too.",
+        value=0,
+        group=SAMPLING,
+    )
+
+    def __post_init__(self) -> None:
+        """Raise TierForceError for values of which no law can be made."""
+        check_options(self)
+        if self.temperature == float("inf"):
+            raise TierForceError("`temperature` must be a finite number, found inf.")
+        if not 0 < self.top_p <= 1:
+            raise TierForceError(f"`top_p` must be above 0 and at most 1, found {self.top_p}.")
+        if not 0 <= self.seed < 2**63:
+            raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")
