@@ -21,6 +21,7 @@ from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
 from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
 from parallel.graphs import GraphRunner
 from parallel.lockstep import PassLeader, Sharded
 from parallel.model import Llama
@@ -53,20 +54,19 @@ class Session:
         layout = config.kv_layout(group.size, runtime.dtype)
         rotary = config.rotary(len(prompt), len(prompt) + new, runtime.dtype, device)
         recent, block = sizes.recent(len(prompt), new)
-        self.target = TieredCache(
+        tiers = TieredShape(
             layout,
             len(prompt) + new,
             self.plan.resident_layers,
-            runtime.link,
-            rotary,
-            runtime.arena,
+            self.plan.late_layers,
             recent,
             block,
             sizes.most,
             self.plan.slot_heads,
             self.plan.slots,
-            self.plan.late_layers,
+            runtime.link.copies,
         )
+        self.target = TieredCache(tiers, runtime.link, rotary, runtime.arena)
         self.announced: list[Sharded] = [(runtime.target, self.target)]
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.retrieval = None
@@ -93,9 +93,9 @@ class Session:
         """Read the prompt on all ranks; logits (1, V) of the first new token. Raises FitError, on
         all ranks.
         """
-        with self.target.prefill(len(self.prompt)):
+        with self.target.prefill(len(self.prompt)) as reading:
             logits = self.runtime.target.prefill(
-                self.prompt, self.target, self.runtime.sizes.prefill_chunk, progress
+                self.prompt, reading, self.runtime.sizes.prefill_chunk, progress
             )
         with self.runtime.target.group.together():
             self.target.bring_in()

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from offload.attention import partial_attention
 from offload.layout import KVLayout
 from offload.traffic import Traffic
 
@@ -80,20 +79,6 @@ class Cache(ABC):
     def device_bytes(self) -> int:
         """Bytes of device memory this cache has allocated."""
 
-    def _attend(
-        self, q: Tensor, kv: Tensor, tokens: int, bias: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Attention over the first `tokens` of a head-major buffer kv (2, Hkv, capacity, D); the
-        last T are the rows' own.
-
-        bias (Hkv, capacity) float32 are the keys' weights, if any, in logarithms.
-        """
-        k, v = kv[0, :, :tokens].transpose(0, 1), kv[1, :, :tokens].transpose(0, 1)  # (N, Hkv, D)
-        self.traffic.attended += 2 * k.nbytes
-        return partial_attention(
-            q, k, v, causal=True, bias=None if bias is None else bias[:, :tokens]
-        )
-
 
 class Follower(Protocol):
     """A cache that lives off another's KV: the retrieval cache off the target's."""
@@ -115,12 +100,3 @@ class Follower(Protocol):
 
     def advanced(self, length: int) -> None:
         """The target stands at `length` tokens."""
-
-
-def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
-    """Write k and v (T, H, D) into a head-major buffer kv (2, H, capacity, D) from slot `at`."""
-    # torch would drop a single row without a word: one row broadcasts to none
-    if at + len(k) > kv.shape[2]:
-        raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
-    kv[0, :, at : at + len(k)] = k.transpose(0, 1)
-    kv[1, :, at : at + len(v)] = v.transpose(0, 1)

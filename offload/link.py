@@ -15,6 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ from offload.errors import TierForceError
 from offload.host_memory import allocate, host_available, process_peak
 
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
+
+
+def by_head(destination: Tensor, source: Tensor) -> list[Copy]:
+    """Return the copies, each of one contiguous block, that take source (2, H, T, D) there."""
+    heads = product(range(2), range(source.shape[1]))
+    return [(destination[part, head], source[part, head]) for part, head in heads]
 
 
 class Link(ABC):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.errors import FitError
-from offload.layout import KVLayout, ceil_div
-
-_COPY_BYTES = 2 << 20  # a copy at least this big runs at line rate
-_RING_BYTES = 1 << 30
+from offload.layout import KVLayout
+from offload.tiered_shape import TieredShape
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,13 @@ class Needs:
     passes: int = 0  # device bytes of a pass when decoding
     copies: bool = True  # whether the link copies; if not, ring and prefill stage take nothing
 
+    @property
+    def target(self) -> TieredShape:
+        """The shape of the target's cache, with no resident layer."""
+        return TieredShape.with_ring(
+            self.layout, self.context, self.tail, block=0, rows=0, copies=self.copies
+        )
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -39,39 +44,21 @@ class MemoryPlan:
     late_layers: int = 0
 
 
-def ring_shape(layout: KVLayout, context: int) -> tuple[int, int, int]:
-    """Heads per slot, slots, and bytes of the transfer ring: copies of 2 MB or more, at most 1 GB
-    in all where that is possible.
-    """
-    head = 2 * context * layout.head_dim * layout.dtype.itemsize
-    heads = min(layout.heads, max(1, ceil_div(2 * _COPY_BYTES, head)))
-    slots = 3 if 3 * heads * head <= _RING_BYTES else 2
-    return heads, slots, slots * heads * head
-
-
 def device_tiers(
     needs: Needs, resident: int, late: int = 0
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Device bytes by what they are for, in prefill and when decoding: hidden states are live in
     the one, `late` of the resident layers in the other.
     """
-    layout, far = needs.layout, needs.layout.layers - resident
-    # prefill works on one far layer at a time; the ring is idle then
-    stage = layout.bytes(needs.context, 1)
-    decode = {
-        "resident layers": layout.bytes(needs.context, resident),
-        "ring, in prefill one layer": (
-            max(ring_shape(layout, needs.context)[2], stage) if far and needs.copies else 0
-        ),
-        "recent tokens": layout.bytes(needs.tail, far),
+    shape = needs.target.placed(resident, late)
+    fixed = {
         "retrieval cache": needs.retrieval,
         "draft cache": needs.draft,
         "rotary tables": needs.tables,
-        "hidden states": 0,
-        "a pass": needs.passes,
     }
-    early = layout.bytes(needs.context, resident - late)
-    return {**decode, "resident layers": early, "hidden states": needs.hidden, "a pass": 0}, decode
+    prefill = {**shape.device_tiers(True), **fixed, "hidden states": needs.hidden, "a pass": 0}
+    decode = {**shape.device_tiers(False), **fixed, "hidden states": 0, "a pass": needs.passes}
+    return prefill, decode
 
 
 def plan_memory(
@@ -112,24 +99,21 @@ def plan_memory(
             f"({needs.retrieval / 1e9:.3f} GB of it for the retrieval cache) and "
             f"{max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
         )
-    on_host = layout.bytes(needs.context, layout.layers - fitting + waiting)
+    on_host = needs.target.placed(fitting, waiting).host_bytes
     if on_host > host:
         raise FitError(
             f"the KV cache of {needs.context} tokens needs {on_host / 1e9:.2f} GB of host memory "
             f"per rank and {host / 1e9:.2f} GB are available. It would take a shorter --context, "
             "more host memory or more device memory."
         )
-    heads, slots, _ = ring_shape(layout, needs.context)
-    return MemoryPlan(fitting, heads, slots, on_device(fitting, waiting), on_host, waiting)
-
-
-def places(layers: int, resident: int) -> list[tuple[bool, int]]:
-    """Whether each layer is resident, and its index among its kind: spread evenly, so that the link
-    is busy while they compute, and the first layer is one of them, so that the first copy hides
-    behind it.
-    """
-    near = [layer * resident % layers < resident for layer in range(layers)]
-    return [(here, near[:layer].count(here)) for layer, here in enumerate(near)]
+    return MemoryPlan(
+        fitting,
+        needs.target.slot_heads,
+        needs.target.slots,
+        on_device(fitting, waiting),
+        on_host,
+        waiting,
+    )
 
 
 def tail_tokens(recent: int, block: int, rows: int) -> int:

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from offload.cache import put
+from offload.buffers import attend_to, put
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.retrieval_shape import SEEN_TOKENS, RetrievalShape
@@ -88,7 +88,8 @@ class RetrievalCache(SlotCache):
         slot = self._slot(start)
         put(self._kv[layer], self.rotary(k, start), v, slot)
         bias = self._bias[layer] if self._summaries else None
-        return self._attend(self.rotary(q, start), self._kv[layer], slot + len(q), bias)[0]
+        q = self.rotary(q, start)
+        return attend_to(self._kv[layer], q, slot + len(q), self.traffic, bias=bias)[0]
 
     def place(self, start: int) -> tuple[int, int]:
         return self._slot(start), start

@@ -1,44 +1,43 @@
-"""The transfer ring: chunks of host memory pass through a few device slots, ahead of the compute
-that reads them.
-"""
+"""The transfer ring: chunks of host memory pass through a few device slots, ahead of compute."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.link import Link
+from offload.link import Link, by_head
 
 
 class TransferRing:
-    """Streams a pass's chunks in order. A chunk is (2, heads, tokens, D): keys and values of a few
-    heads in the host store.
+    """A few device slots through which the chunks of a pass are streamed, in order.
 
-    `slots` device buffers of `slot_shape` = (2, heads, capacity, D) take turns; a slot is refilled
-    as soon as its chunk has been read. Where the link copies nothing there are no slots, and the
-    chunks themselves are handed out.
-
-    The slots lie in one flat buffer, `memory`, of `room` elements at least: between passes it may
-    serve for something else.
+    A chunk is (2, heads, tokens, D): keys and values of a few heads in the host store. The slots
+    take turns: each is refilled as soon as its chunk has been read. Where the link copies nothing
+    there are no slots, and the chunks themselves are handed out. Between passes the slots' memory
+    may serve for something else (`lend`).
     """
 
     def __init__(
-        self, link: Link, slots: int, slot_shape: Sequence[int], dtype: torch.dtype, room: int = 0
+        self, link: Link, slots: int, slot_shape: Sequence[int], dtype: torch.dtype, numel: int = 0
     ):
+        """Allocate `slots` buffers of slot_shape = (2, heads, capacity, D), and `numel` elements
+        in all at least.
+        """
         if link.copies and slots < 2:
             raise ValueError(
                 f"a ring needs at least 2 slots to overlap copies with compute, found {slots}"
             )
         self.link = link
-        count, size = slots if link.copies else 0, torch.Size(slot_shape).numel()
-        self.memory = torch.empty(
-            max(count * size, room) if link.copies else 0, dtype=dtype, device=link.device
-        )
-        self._slots = list(self.memory[: count * size].view(count, *slot_shape))
+        count = slots if link.copies else 0
+        filled = count * prod(slot_shape)
+        room = max(filled, numel) if link.copies else 0
+        self._memory = torch.empty(room, dtype=dtype, device=link.device)
+        self._slots = list(self._memory[:filled].view(count, *slot_shape))
         self._waiting: deque[Tensor] = deque()  # chunks of the pass that no copy has begun for
         # slot, chunk in it, and the copy's ticket
         self._filled: deque[tuple[Tensor, Tensor, Any]] = deque()
@@ -46,20 +45,28 @@ class TransferRing:
 
     @property
     def nbytes(self) -> int:
-        return self.memory.nbytes
+        return self._memory.nbytes
+
+    def lend(self, shape: Sequence[int]) -> Tensor:
+        """Return the ring's memory in this shape, for use until the next `start`."""
+        self.link.drain()  # a pass given up may still fill the slots
+        return self._memory[: prod(shape)].view(*shape)
 
     def start(self, chunks: Sequence[Tensor]) -> None:
-        """Begin a pass and fill the slots. A pass left unfinished is abandoned: its copies come
-        first, for the link keeps order.
+        """Begin a pass and fill the slots.
+
+        A pass left unfinished is abandoned: its copies come first, for the link keeps order.
         """
-        self._waiting, self._held = deque(chunks), None
+        self._waiting = deque(chunks)
+        self._held = None
         self._filled.clear()
         for slot in self._slots:
             self._fill(slot)
 
     def next(self) -> Tensor:
-        """The next chunk, on the device, good until the next call: its slot is then refilled.
-        IndexError behind the last.
+        """Return the next chunk, on the device. Raises IndexError behind the last.
+
+        It is good until the next call, which refills its slot.
         """
         if not self.link.copies:
             return self._waiting.popleft()
@@ -77,7 +84,5 @@ class TransferRing:
         source = self._waiting.popleft()
         _, heads, tokens, _ = source.shape
         chunk = slot[:, :heads, :tokens]
-        ticket = self.link.copy(
-            [(chunk[part, head], source[part, head]) for part in range(2) for head in range(heads)]
-        )
+        ticket = self.link.copy(by_head(chunk, source))
         self._filled.append((slot, chunk, ticket))

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from offload.layout import KVLayout
-from offload.link import Link
+from offload.link import Link, by_head
+from offload.traffic import Traffic
 
 
 class HostArena:
-    """One flat host buffer, allocated (and pinned) at the largest size asked for and reused from
-    document to document.
+    """One flat host buffer for text after text.
+
+    It is allocated (and pinned) at the largest size asked for so far.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype):
-        self.link, self.dtype = link, dtype
+        self.link = link
+        self.dtype = dtype
         self._buffer = torch.empty(0, dtype=dtype)
 
     def reserve(self, numel: int) -> None:
-        """Make room for `numel` elements. Raises FitError when the host cannot give them; the old
-        contents are lost.
+        """Make room for `numel` elements; where the arena grows, its contents are lost.
+
+        Raises FitError when the host cannot give them.
         """
         if numel > self._buffer.numel():
             self.link.release(self._buffer)
@@ -29,12 +36,13 @@ class HostArena:
             self._buffer = self.link.host_empty(numel, self.dtype)
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
-        """A view of this shape at the start of the arena; whoever took one before has lost it, and
-        its copies are over.
+        """Return a view of this shape at the start of the arena.
+
+        Whoever took one before has lost it, and its copies are over.
         """
-        # those of a pass given up would reach device memory that is someone else's by now
+        # copies of a pass given up would reach device memory that is someone else's by now
         self.link.drain()
-        numel = torch.Size(shape).numel()
+        numel = prod(shape)
         self.reserve(numel)
         return self._buffer[:numel].view(shape)
 
@@ -43,28 +51,27 @@ class HostArena:
         return self._buffer.nbytes
 
 
-class HostStore:
-    """(layers, 2, Hkv, capacity, D) in host memory. A head's prefix is one contiguous copy."""
+class HostLayer:
+    """One layer's KV in host memory, `kv` (2, Hkv, capacity, D): a head's prefix is one copy."""
 
-    def __init__(self, layout: KVLayout, layers: int, capacity: int, arena: HostArena):
-        self.kv = arena.take(layout.shape(layers, capacity))
+    def __init__(self, kv: Tensor, link: Link, traffic: Traffic):
+        self.kv = kv
+        self.link = link
+        self._traffic = traffic
 
-    def chunks(self, layers: int, tokens: int, heads: int) -> list[Tensor]:
-        """What one pass streams: per layer and group of `heads` heads, a (2, heads, tokens, D) view
-        of the first tokens.
+    def chunks(self, tokens: int, heads: int) -> Sequence[Tensor]:
+        """Return views (2, heads, tokens, D) of the first tokens, for each group of heads."""
+        return self.kv[:, :, :tokens].split(heads, dim=1)
+
+    def write(self, kv: Tensor, at: int) -> Any:
+        """Start writing kv (2, Hkv, T, D), contiguous per head, from slot `at` on.
+
+        Returns the link's ticket.
         """
-        return [
-            group
-            for layer in self.kv[:layers]
-            for group in layer[:, :, :tokens].split(heads, dim=1)
-        ]
+        self._traffic.link_out += kv.nbytes
+        return self.link.copy(by_head(self.kv[:, :, at : at + kv.shape[2]], kv))
 
-    def write(self, link: Link, layer: int, kv: Tensor, at: int) -> object:
-        """Start writing kv (2, Hkv, T, D), contiguous per head, behind slot `at`; returns the
-        link's ticket.
-        """
-        target = self.kv[layer, :, :, at : at + kv.shape[2]]
-        heads = kv.shape[1]
-        return link.copy(
-            [(target[part, head], kv[part, head]) for part in range(2) for head in range(heads)]
-        )
+    def read(self, kv: Tensor) -> Any:
+        """Start reading the first T tokens into kv (2, Hkv, T, D); returns the link's ticket."""
+        self._traffic.link_in += kv.nbytes
+        return self.link.copy(by_head(kv, self.kv[:, :, : kv.shape[2]]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.cache import put
+from offload.buffers import attend_to, put
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.rotary import Rotary
@@ -72,7 +72,8 @@ class StreamingCache(SlotCache):
         slot, _ = self.place(start)
         self._raw[layer, :, slot : slot + len(k)] = k.transpose(0, 1)
         put(self._kv[layer], self.rotary(k, slot), v, slot)
-        return self._attend(self.rotary(q, slot), self._kv[layer], slot + len(q))[0]
+        q = self.rotary(q, slot)
+        return attend_to(self._kv[layer], q, slot + len(q), self.traffic)[0]
 
     def skip(self, tokens: int) -> None:
         """Count `tokens` tokens that were never read: the text between the sinks and where the

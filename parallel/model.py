@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from offload.layout import ceil_div
-from offload.tiered import LAST_ROWS
+from offload.prefill import LAST_ROWS
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
 from parallel.group import Group
@@ -23,17 +23,22 @@ from parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, Vo
 Progress = Callable[[int, int], None]  # units done, units in all
 
 
-class AttendingCache(Protocol):
+class Attending(Protocol):
+    """What a layer asks of a cache, or of a prompt's way into it."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
+
+
+class AttendingCache(Attending, Protocol):
     """What a model asks of a cache."""
 
     length: int
 
     def begin(self, rows: int) -> None: ...
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
 
 
-class PrefillingCache(AttendingCache, Protocol):
-    """What a layer-major prefill asks beside."""
+class PrefillingCache(Attending, Protocol):
+    """What a layer-major prefill asks."""
 
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
 
@@ -57,11 +62,11 @@ class Layer(Module):
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
     # (T, hidden) -> (T, hidden)
-    def forward(self, x: Tensor, cache: AttendingCache, start: int) -> Tensor:
+    def forward(self, x: Tensor, cache: Attending, start: int) -> Tensor:
         *_, (out,) = self.steps(x, cache, start)
         return out
 
-    def steps(self, x: Tensor, cache: AttendingCache, start: int) -> Iterator[tuple[Tensor, ...]]:
+    def steps(self, x: Tensor, cache: Attending, start: int) -> Iterator[tuple[Tensor, ...]]:
         """`forward` in three steps, of which the last yields the output; at each of the others a
         sum over ranks is under way.
         """
@@ -164,9 +169,9 @@ class Llama(Module):
         that follow the last one.
 
         Holds the hidden states of the whole prompt; the cache holds one layer's KV at a time. To be
-        called inside the cache's own `prefill` context. While the sums of one chunk are under way
-        between the ranks, the next chunks compute. Of the last layer only the KV is made, and the
-        output of the last few rows.
+        called inside the cache's own `prefill` context, with what that yields. While the sums of
+        one chunk are under way between the ranks, the next chunks compute. Of the last layer only
+        the KV is made, and the output of the last few rows.
         """
         # even chunks: the last rows are what followers of the cache see
         chunk = ceil_div(len(tokens), ceil_div(len(tokens), chunk))

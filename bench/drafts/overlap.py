@@ -113,7 +113,7 @@ class Led:
             shape = RetrievalShape.of(
                 each.budget, each.chunk, each.summary, context, rows, new + rows
             )
-            shape = replace(shape, window=target.recent, block=target.block)
+            shape = replace(shape, window=target.shape.recent, block=target.shape.block)
             cache = RetrievalCache(
                 layout,
                 shape,

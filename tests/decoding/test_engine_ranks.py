@@ -19,7 +19,7 @@ from bench.harness.ranks import run_ranks
 from decoding import Engine, Sampling
 from decoding.runtime import plan
 from offload.errors import DocumentError, FitError
-from offload.tiered import TieredCache
+from offload.layers import ResidentLayer
 from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.loading import parameter_bytes
@@ -148,9 +148,9 @@ def late_layers(pair: Pair) -> list[str | list[int]]:
     the first again.
     """
     planned, found = decoding.session.plan, list[str | list[int]]()
-    layer = TieredCache._layer
+    layer = ResidentLayer._allocate
 
-    def lost(cache: TieredCache) -> Tensor:
+    def lost(layer: ResidentLayer) -> Tensor:
         raise torch.OutOfMemoryError("gone")
 
     with (
@@ -161,7 +161,7 @@ def late_layers(pair: Pair) -> list[str | list[int]]:
     ):
         for without in (False, True, False):
             with patch.object(
-                TieredCache, "_layer", lost if without and pair.group.rank else layer
+                ResidentLayer, "_allocate", lost if without and pair.group.rank else layer
             ):
                 try:
                     found.append(list(engine.generate(PROMPT, NEW, FULL)))

@@ -49,10 +49,10 @@ def test_a_late_layer_goes_out_and_comes_back_once(link: Link, resident: int, la
     cache, early = tiered(link, resident, late=late), resident - late
     ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4
     there = LAYOUT.bytes(TAIL, LAYERS - resident) + ring
-    with cache.prefill(50):
+    with cache.prefill(50) as reading:
         assert cache.device_bytes == LAYOUT.bytes(CAPACITY, early) + there
         for layer, qkv in enumerate(text(50)):
-            cache.attend(layer, *qkv, 0)
+            reading.attend(layer, *qkv, 0)
     cache.bring_in()
     assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + there
     assert cache.traffic.link_in == LAYOUT.bytes(50, late)

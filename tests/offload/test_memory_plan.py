@@ -17,11 +17,11 @@ from offload.memory_plan import (
     Needs,
     device_tiers,
     plan_memory,
-    ring_shape,
     tail_tokens,
 )
 from offload.store import HostArena
 from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
 from support.links import CPU
 from support.reference import random_rotary
 
@@ -103,18 +103,9 @@ def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, lat
     assert plan.late_layers == late
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
-    cache = TieredCache(
-        layout,
-        3000,
-        resident,
-        link,
-        rotary,
-        arena,
-        *SIZES,
-        plan.slot_heads,
-        plan.slots,
-        plan.late_layers,
-    )
+    recent, block, rows = SIZES
+    shape = TieredShape.with_ring(layout, 3000, recent, block, rows, copies=True)
+    cache = TieredCache(shape.placed(resident, late), link, rotary, arena)
     with cache.prefill(3000):  # the hidden states, the ring and the layer that prefill works on
         assert cache.device_bytes + needs.hidden == room
     cache.bring_in()
@@ -219,11 +210,12 @@ def test_llama_7b_on_a_24_gb_card() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_ring(context: int, heads: int) -> None:
     layout = KVLayout(2, heads, 128, torch.float16)
-    slot_heads, slots, size = ring_shape(layout, context)
-    head = 2 * context * 128 * 2
+    shape = TieredShape.with_ring(layout, context, 0, 1, 1, copies=True)
+    slot_heads, slots, head = shape.slot_heads, shape.slots, 2 * context * 128 * 2
+    size = slots * slot_heads * head
     assert 1 <= slot_heads <= heads
     assert slots >= 2
-    assert size == slots * slot_heads * head
+    assert shape.ring_numel * 2 == max(size, layout.bytes(context, 1))
     assert size <= 2**30 or (slot_heads, slots) == (1, 2) or slots == 2
     # keys and values 2 MB each, unless the layer is smaller
     assert slot_heads == heads or slot_heads * head >= 4 << 20

@@ -122,7 +122,9 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
         target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
         story = text(prompt, TINY)
         prefill(target, story, chunk=32)
-        while target.length + draft + 1 <= target.capacity:  # a slot too few raises ValueError
+        while (
+            target.length + draft + 1 <= target.shape.capacity
+        ):  # a slot too few raises ValueError
             story, _ = speculate(target, middle, story, draft, rng, sound)
         assert middle.refreshes > new / draft / every / 4 or not POLICIES[policy].traits.reselects
         assert middle.device_bytes == shape.device_bytes(TINY)
@@ -170,7 +172,7 @@ def test_a_choice_costs_no_byte_over_the_link(link: Link, resident: int) -> None
     counts = []
     for policy, summary in (("", 0), *product(POLICIES, (0, 16))):
         shape = replace(SHAPE, summary=summary)
-        alone = tiered(link, resident, shape.window, shape.block, shape.rows)
+        alone = tiered(link, resident, recent=shape.window, block=shape.block, rows=shape.rows)
         target = pair(link, resident, shape, policy)[0] if policy else alone
         prefill(target, text(70), chunk=32)
         counts.append([(target.traffic.link_in, target.traffic.link_out)])

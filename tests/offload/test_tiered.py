@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 
 from offload.layout import KVLayout
 from offload.link import Copy, Link
-from offload.memory_plan import places
 from offload.store import HostArena
 from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
 from support.driving import (
     BLOCK,
     CAPACITY,
@@ -143,7 +144,7 @@ class RememberingLink(DelayingLink):
 def test_copies_are_over_before_their_memory_is_anothers() -> None:
     link = RememberingLink(delay=1e-2)
     arena = HostArena(link, LAYOUT.dtype)
-    cache = TieredCache(LAYOUT, 90, 1, link, plain().rotary, arena)
+    cache = TieredCache(TieredShape(LAYOUT, 90, 1), link, plain().rotary, arena)
     prefill(cache, text(80), chunk=16)
     assert all(ticket.is_set() for ticket in link.tickets)
     cache.begin(1)
@@ -161,7 +162,8 @@ def test_documents_share_an_arena(link: Link) -> None:
     arena = HostArena(link, LAYOUT.dtype)
     for capacity in (90, 40, 120):
         want = plain()
-        cache = TieredCache(LAYOUT, capacity, 1, link, want.rotary, arena, 3, 8, 5)
+        shape = TieredShape(LAYOUT, capacity, 1, recent=3, block=8, rows=5, copies=link.copies)
+        cache = TieredCache(shape, link, want.rotary, arena)
         prompt, tokens = text(capacity - 10), text(5)
         prefill(cache, prompt, chunk=16)
         forward(want, prompt)
@@ -182,8 +184,8 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
     tokens = text(prompt)
     prefill(cache, tokens, chunk=16)
     # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
-    stored = cache._store.kv[:, :, :, :boundary].clone()
-    tail = cache._tail[:, :, :, : prompt - boundary]
+    stored = cache.host[:, :, :, :boundary].clone()
+    tail = cache._tails[:, :, :, : prompt - boundary]
     forward(want, tokens)
     want.advance(prompt)
     assert cache.boundary == boundary
@@ -195,16 +197,12 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
 @pytest.mark.parametrize("layers", [1, 2, 6, 32, 40])
 def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> None:
     for resident in range(layers + 1):
-        found = places(layers, resident)
-        near = [layer for layer, (here, _) in enumerate(found) if here]
+        shape = TieredShape(replace(LAYOUT, layers=layers), CAPACITY, resident)
+        near = [layer for layer, here in enumerate(shape.residency()) if here]
         assert len(near) == resident
         assert not resident or near[0] == 0
         gaps = [after - before for before, after in pairwise([*near, layers])]
         assert max(gaps, default=0) - min(gaps, default=0) <= 1
-        for kind in (True, False):
-            assert [index for here, index in found if here == kind] == list(
-                range(sum(here == kind for here, _ in found))
-            )
 
 
 @every_link
@@ -212,7 +210,7 @@ def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> 
 def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(
     link: Link, recent: int, block: int
 ) -> None:
-    cache, want = tiered(link, 2, recent, block), plain()
+    cache, want = tiered(link, 2, recent=recent, block=block), plain()
     for rows, stand in [
         (7, 7),
         (1, 1),
@@ -236,8 +234,8 @@ def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(
         link.drain()
         both = torch.cat(
             (
-                cache._store.kv[:, :, :, : cache.boundary],
-                cache._tail[:, :, :, : cache.length - cache.boundary],
+                cache.host[:, :, :, : cache.boundary],
+                cache._tails[:, :, :, : cache.length - cache.boundary],
             ),
             dim=3,
         )

@@ -16,6 +16,7 @@ from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.store import HostArena
 from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
 from parallel.group import Group
 from parallel.loading import load_model
 from parallel.lockstep import PassLeader, Sharded, follow_passes
@@ -36,17 +37,8 @@ def caches_of(model: Llama) -> list[Sharded]:
     )
     rotary = model.config.rotary(PROMPT, PROMPT + NEW, torch.float32, CPU)
     shape = RetrievalShape.of(24, 4, None, PROMPT + NEW, MOST, NEW)
-    target = TieredCache(
-        layout,
-        PROMPT + NEW,
-        1,
-        link,
-        rotary,
-        HostArena(link, torch.float32),
-        shape.window,
-        shape.block,
-        MOST,
-    )
+    tiers = TieredShape(layout, PROMPT + NEW, 1, recent=shape.window, block=shape.block, rows=MOST)
+    target = TieredCache(tiers, link, rotary, HostArena(link, torch.float32))
     retrieval = RetrievalCache(layout, shape, POLICIES["mass"](), rotary, CPU)
     target.followers.append(retrieval)
     return [(model, target), (model, retrieval)]
@@ -81,8 +73,8 @@ def on_a_rank(folder: Path) -> tuple[list[Tensor], list[int]]:
         sharded = caches_of(model)
         target = sharded[0][1]
         assert isinstance(target, TieredCache)
-        with target.prefill(PROMPT):
-            first = model.prefill(random_tokens(PROMPT, seed=seed), target, 25)
+        with target.prefill(PROMPT) as reading:
+            first = model.prefill(random_tokens(PROMPT, seed=seed), reading, 25)
         if group.rank == 0:
             texts += [first, *lead(sharded)]
         else:

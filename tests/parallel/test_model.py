@@ -18,6 +18,7 @@ from bench.harness.ranks import run_ranks
 from offload.link import Link
 from offload.store import HostArena
 from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
 from parallel.group import Group
 from parallel.loading import load_model
 from parallel.model import Llama
@@ -88,7 +89,8 @@ def resident(
     layout = model.config.kv_layout(model.group.size, torch.float32)
     count = layout.layers if resident_layers is None else resident_layers
     rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
-    return TieredCache(layout, tokens, count, link, rotary, HostArena(link, torch.float32), **sizes)
+    shape = TieredShape(layout, tokens, count, copies=link.copies, **sizes)
+    return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
 
 
 def in_one_pass(model: Llama, tokens: Tensor) -> Tensor:
@@ -127,8 +129,8 @@ def test_layer_major_prefill_is_token_major_prefill(
     model, seen = load_model(folder, Group()), []
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
     cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
-    with cache.prefill(TOKENS):
-        last = model.prefill(tokens, cache, chunk, lambda done, total: seen.append((done, total)))
+    with cache.prefill(TOKENS) as reading:
+        last = model.prefill(tokens, reading, chunk, lambda done, total: seen.append((done, total)))
     all_rows = in_passes(model, tokens, other, [7] * 12 + [6])
     close(all_rows, reference_logits(folder, tokens))
     close(last, all_rows[-1:])
@@ -151,8 +153,8 @@ def test_tiers_do_not_change_logits(
     model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
     cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, late_layers=late)
-    with cache.prefill(60):
-        close(model.prefill(tokens[:60], cache, chunk), wanted[59:60])
+    with cache.prefill(60) as reading:
+        close(model.prefill(tokens[:60], reading, chunk), wanted[59:60])
     close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
     cache.crop(55)
     close(in_passes(model, tokens[55:75], cache, [3, 17]), wanted[55:75])
@@ -172,7 +174,8 @@ def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
     layout = model.config.kv_layout(1, torch.bfloat16)
     rotary = model.config.rotary(TOKENS, TOKENS, torch.bfloat16, CPU)
     link = make_test_link("view")
-    cache = TieredCache(layout, TOKENS, 1, link, rotary, HostArena(link, torch.bfloat16))
+    shape = TieredShape(layout, TOKENS, 1, copies=link.copies)
+    cache = TieredCache(shape, link, rotary, HostArena(link, torch.bfloat16))
     exact = reference_logits(folder, tokens)
     ours = (model(tokens, cache, TOKENS) - exact).abs().mean()
     theirs = (reference_logits(folder, tokens, torch.bfloat16) - exact).abs().mean()
@@ -187,8 +190,8 @@ def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
         model = load_model(folder, group)
         link = make_test_link("delaying")
         cache = resident(model, len(tokens), link, 1, block=8)
-        with cache.prefill(60):
-            last = model.prefill(tokens[:60], cache, 25)
+        with cache.prefill(60) as reading:
+            last = model.prefill(tokens[:60], reading, 25)
         rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])
         sizes = torch.tensor(
             [sum(parameter.numel() for parameter in model.parameters()), cache.layout.heads]
@@ -242,8 +245,8 @@ def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoi
     group = NotingGroup()
     model = load_model(checkpoint(num_hidden_layers=2), group, "float32")
     cache = resident(model, TOKENS)
-    with cache.prefill(TOKENS):
-        model.prefill(random_tokens(TOKENS), cache, TOKENS // 5)
+    with cache.prefill(TOKENS) as reading:
+        model.prefill(random_tokens(TOKENS), reading, TOKENS // 5)
     events, chunks = group.events, 5
     assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
     busy = [
@@ -260,12 +263,13 @@ def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
 ) -> None:
     model = load_model(checkpoint(), Group(), "float32")
     cache, attended = resident(model, TOKENS), Counter()
-    attend = cache.attend
+    with cache.prefill(TOKENS) as reading:
+        attend = reading.attend
 
-    def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        attended[layer] += len(q)
-        return attend(layer, q, k, v, start)
+        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+            attended[layer] += len(q)
+            return attend(layer, q, k, v, start)
 
-    with cache.prefill(TOKENS), patch.object(cache, "attend", noted):
-        model.prefill(random_tokens(TOKENS), cache, chunk)
+        with patch.object(reading, "attend", noted):
+            model.prefill(random_tokens(TOKENS), reading, chunk)
     assert attended == {0: TOKENS, 1: TOKENS, 2: rows}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.store import HostArena
 from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
 from support.reference import PlainCache, random_rotary
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -25,6 +28,7 @@ CAPACITY = 200
 # what stays behind the boundary, in what steps it moves, rows of the largest pass
 RECENT, BLOCK, ROWS = 5, 12, 24
 TAIL = RECENT + BLOCK + ROWS
+SHAPE = TieredShape(LAYOUT, CAPACITY, recent=RECENT, block=BLOCK, rows=ROWS, slot_heads=2)
 
 
 def text(rows: int, layout: KVLayout = LAYOUT) -> list[QKV]:
@@ -65,43 +69,19 @@ def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
 def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
     """Layer-major, as a model does it. (L, T, Hq, D)"""
     outs = []
-    with cache.prefill(len(tokens[0][0])):
+    with cache.prefill(len(tokens[0][0])) as reading:
         for layer, qkv in enumerate(tokens):
-            parts = zip(*(x.split(chunk) for x in qkv), strict=True)
-            outs.append(
-                torch.cat(
-                    [cache.attend(layer, *part, index * chunk) for index, part in enumerate(parts)]
-                )
-            )
+            parts = enumerate(zip(*(x.split(chunk) for x in qkv), strict=True))
+            rows = [reading.attend(layer, *part, index * chunk) for index, part in parts]
+            outs.append(torch.cat(rows))
     return torch.stack(outs)
 
 
-def tiered(
-    link: Link,
-    resident: int,
-    recent: int = RECENT,
-    block: int = BLOCK,
-    rows: int = ROWS,
-    slot_heads: int = 2,
-    layout: KVLayout = LAYOUT,
-    capacity: int = CAPACITY,
-    late: int = 0,
-) -> TieredCache:
-    """A cache whose sizes divide nothing evenly."""
-    arena, rotary = HostArena(link, layout.dtype), random_rotary(layout, capacity)
-    return TieredCache(
-        layout,
-        capacity,
-        resident,
-        link,
-        rotary,
-        arena,
-        recent,
-        block,
-        rows,
-        slot_heads,
-        late_layers=late,
-    )
+def tiered(link: Link, resident: int, late: int = 0, **choices: Any) -> TieredCache:
+    """Return a cache whose sizes divide nothing evenly, unless `choices` of its shape say so."""
+    shape = replace(SHAPE, copies=link.copies, **choices).placed(resident, late)
+    rotary = random_rotary(shape.layout, shape.capacity)
+    return TieredCache(shape, link, rotary, HostArena(link, shape.layout.dtype))
 
 
 def plain(layout: KVLayout = LAYOUT) -> PlainCache:
@@ -122,12 +102,12 @@ def pair(
     target = tiered(
         link,
         resident,
-        shape.window,
-        shape.block,
-        shape.rows,
+        late,
+        recent=shape.window,
+        block=shape.block,
+        rows=shape.rows,
         layout=layout,
         capacity=shape.context,
-        late=late,
     )
     retrieval = RetrievalCache(
         layout, shape, POLICIES[policy](), target.rotary, link.device, every, turns

@@ -1,0 +1,40 @@
+"""Writing to head-major buffers (2, Hkv, capacity, D) of keys and values, and attending to them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload.attention import partial_attention
+from offload.attention.folding import Partial
+from offload.traffic import Traffic
+
+
+def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
+    """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
+    end = at + len(k)
+    # torch would drop a single row without a word: one row broadcasts to none
+    if end > kv.shape[2]:
+        raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
+    kv[0, :, at:end] = k.transpose(0, 1)
+    kv[1, :, at:end] = v.transpose(0, 1)
+
+
+def attend_to(
+    kv: Tensor,
+    q: Tensor,
+    tokens: int,
+    traffic: Traffic,
+    causal: bool = True,
+    bias: Tensor | None = None,
+) -> Partial:
+    """Return the attention of q (T, Hq, D) to the first `tokens` of a buffer; count its bytes.
+
+    If causal, the last T tokens are the rows' own. bias (Hkv, capacity) float32 holds weights of
+    keys, in logarithms.
+    """
+    k = kv[0, :, :tokens].transpose(0, 1)  # (N, Hkv, D)
+    v = kv[1, :, :tokens].transpose(0, 1)
+    traffic.attended += 2 * k.nbytes
+    if bias is not None:
+        bias = bias[:, :tokens]
+    return partial_attention(q, k, v, causal, bias)

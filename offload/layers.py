@@ -1,0 +1,221 @@
+"""The layers of the target's cache, by where their KV lives: each kind behind one interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from offload.attention.folding import Partial, merge
+from offload.buffers import attend_to, put
+from offload.ring import TransferRing
+from offload.store import HostLayer
+from offload.tiered_shape import TieredShape
+from offload.traffic import Traffic
+
+
+class Show(Protocol):
+    """Shows the cache's followers what a layer attends with, and to what (`Follower.observe`)."""
+
+    def __call__(self, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None: ...
+
+
+class TieredLayer(ABC):
+    """The KV of one layer, wherever it lives. Keys and queries that come here are rotated.
+
+    The cache's boundary splits its tokens into a prefix and recent ones. A pass asks a layer for
+    `chunks`, then calls `put` and `attend`. Before a pass the boundary may move, by `write_back`
+    and `drop`. A prompt comes block by block: it is built in `buffer` and handed to `keep`.
+    """
+
+    is_late = False  # whether `bring_in` is still to come
+
+    def chunks(self, boundary: int) -> Sequence[Tensor]:
+        """Return what a pass streams of this layer through the ring, in order."""
+        return ()
+
+    @abstractmethod
+    def put(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
+        """Write k and v (T, Hkv, D) of recent tokens from `start` on."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
+        """Return the attention (T, Hq, D) of q (T, Hq, D), which are the last T of `end` tokens.
+
+        Calls `show` for each group of heads, with all its keys and values on the device.
+        """
+
+    def write_back(self, boundary: int, count: int) -> Any:
+        """Start writing `count` tokens behind the boundary to where the prefix is.
+
+        Returns the link's ticket; None where there is nothing to write.
+        """
+        return None
+
+    def drop(self, count: int, rest: int) -> None:
+        """Forget the first `count` recent tokens, now written back; `rest` stand behind them."""
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """Where a prompt's KV is built, (2, Hkv, N, D); None for the stage of the prefill."""
+        return None
+
+    @abstractmethod
+    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
+        """Keep KV (2, Hkv, T, D) of a prompt's tokens from `start` on, built in buffer or stage.
+
+        `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None.
+        """
+
+    def bring_in(self, length: int) -> None:
+        """Start copying `length` tokens of a late layer to the device.
+
+        Raises torch.OutOfMemoryError where there is no room for them.
+        """
+
+    @property
+    @abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of device memory that this layer has allocated, or has of the cache's."""
+
+
+class ResidentLayer(TieredLayer):
+    """A layer in one device buffer (2, Hkv, capacity, D).
+
+    A late one has no buffer until prefill, which takes memory for hidden states, is over: its
+    prompt goes to host memory.
+    """
+
+    def __init__(
+        self,
+        shape: TieredShape,
+        device: torch.device,
+        traffic: Traffic,
+        late_host: HostLayer | None = None,
+    ):
+        self._shape = shape
+        self._device = device
+        self._traffic = traffic
+        self._host = late_host
+        self._kv = self._allocate() if late_host is None else None
+
+    @property
+    def is_late(self) -> bool:  # type: ignore[override]
+        return self._kv is None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        return self._kv
+
+    @property
+    def device_bytes(self) -> int:
+        return 0 if self._kv is None else self._kv.nbytes
+
+    def put(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
+        assert self._kv is not None
+        put(self._kv, k, v, start)
+
+    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
+        assert self._kv is not None
+        show(0, q, self._kv[:, :, :boundary], self._kv[:, :, boundary:end])
+        return attend_to(self._kv, q, end, self._traffic)[0]
+
+    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
+        if self._kv is not None:
+            return None  # kv is part of it
+        assert self._host is not None
+        return self._host.write(kv, start)
+
+    def bring_in(self, length: int) -> None:
+        assert self._host is not None
+        kv = self._allocate()
+        self._host.read(kv[:, :, :length])
+        self._kv = kv
+
+    def _allocate(self) -> Tensor:
+        shape = self._shape
+        with torch.inference_mode(False):  # a link writes to it from outside
+            return torch.empty(shape.layer_buffer, dtype=shape.layout.dtype, device=self._device)
+
+
+class StreamedLayer(TieredLayer):
+    """A layer with its prefix in host memory, and its recent tokens in a device tail.
+
+    A pass streams the prefix through the ring, a group of heads at a time. A head needs only its
+    own KV: groups are independent, and only prefix and tail are merged.
+    """
+
+    def __init__(
+        self,
+        host: HostLayer,
+        tail: Tensor,
+        ring: TransferRing,
+        slot_heads: int,
+        traffic: Traffic,
+    ):
+        """`tail` (2, Hkv, capacity, D): a part of the cache's memory for recent tokens."""
+        self._host = host
+        self._tail = tail
+        self._ring = ring
+        self._slot_heads = slot_heads
+        self._traffic = traffic
+
+    @property
+    def device_bytes(self) -> int:
+        return self._tail.nbytes
+
+    def chunks(self, boundary: int) -> Sequence[Tensor]:
+        return self._host.chunks(boundary, self._slot_heads)
+
+    def put(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
+        put(self._tail, k, v, start - boundary)
+
+    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
+        recent = self._tail[:, :, : end - boundary]
+        parts = [attend_to(self._tail, q, end - boundary, self._traffic)]
+        if boundary:
+            parts.append(self._attend_to_prefix(q, boundary, recent, show))
+        else:
+            show(0, q, recent[:, :, :0], recent)
+        return merge(parts)[0]
+
+    def _attend_to_prefix(self, q: Tensor, boundary: int, recent: Tensor, show: Show) -> Partial:
+        """Attend to one group of heads after another, as they come over the link."""
+        heads = recent.shape[1]
+        group = q.shape[1] // heads  # query heads per KV head
+        parts = []
+        for head in range(0, heads, self._slot_heads):
+            chunk = self._ring.next()  # (2, h, boundary, D), on the device until the next call
+            end = head + chunk.shape[1]
+            rows = q[:, head * group : end * group]
+            self._traffic.link_in += chunk.nbytes
+            parts.append(attend_to(chunk, rows, boundary, self._traffic, causal=False))
+            show(head, rows, chunk, recent[:, head:end])
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+    def write_back(self, boundary: int, count: int) -> Any:
+        return self._host.write(self._tail[:, :, :count], boundary)
+
+    def drop(self, count: int, rest: int) -> None:
+        self._tail[:, :, :rest] = self._tail[:, :, count : count + rest].clone()
+
+    @property
+    def buffer(self) -> Tensor | None:
+        return None if self._host.link.copies else self._host.kv
+
+    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
+        count = max(0, boundary - start)
+        prefix, recent = kv[:, :, :count], kv[:, :, count:]
+        if recent.shape[2]:
+            at = max(0, start - boundary)
+            self._tail[:, :, at : at + recent.shape[2]] = recent
+        if not prefix.shape[2]:
+            return None
+        if self.buffer is not None:  # the prefix was built where it belongs
+            self._traffic.link_out += prefix.nbytes
+            return None
+        return self._host.write(prefix, start)
