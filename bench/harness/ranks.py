@@ -14,13 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# what ranks, and commands forked in tests, would else import in seconds each
 PRELOAD = [
-    "torch.distributed",
-    "transformers.models.auto",
+    "torch.distributed.run",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.streamers",
     "accelerate",
-    "parallel.lockstep",
-    "parallel.graphs",
-    "parallel.loading",
+    "parallel.launch",
+    "decoding.engine",
+    "decoding.probe.probe",
+    "decoding.app.main",
+    "decoding.app.commands",
+    "decoding.app.generate",
+    "decoding.app.summarize",
+    "pydantic.type_adapter",
 ]
 
 

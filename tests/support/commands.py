@@ -1,18 +1,23 @@
-"""Running the command: as its users do, or, where start-up is not the matter, in a fork of a
-process that has imported it.
+"""Running the command: in interpreters of its own, as its users do, or, where start-up is not the
+matter, in forks of a process that has imported all of it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -21,15 +26,18 @@ import psutil
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bench.harness.ranks import PRELOAD
+
 DEMO = Path(__file__).parents[2] / "demo"
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 MODELS = ("--model", str(TARGET), "--draft", str(DRAFT), "--device", "cpu")
 STEADY = ("--dtype", "float32", "--temperature", "0")  # the same text on any number of ranks
 BIN = Path(sys.executable).parent
-TORCHRUN = (str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "decoding.cli")
-PATIENCE = 60.0  # seconds; what takes longer hangs
+TIERFORCE = ("tierforce",)
+TORCHRUN = ("torchrun", "--nproc-per-node", "2", "-m", "decoding.cli")
+PATIENCE = 120.0  # seconds; what takes longer hangs
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["decoding.app.generate", "decoding.app.summarize"])
+_forks.set_forkserver_preload(PRELOAD)
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,60 @@ class Finished:
     err: str
 
 
-class Job:
-    """A command under way. Its mark is in the environment of every process it starts."""
+class Running(ABC):
+    """A command under way, with all its processes."""
+
+    process: Any  # has a pid
+    torchrun: bool  # which has an account of its own, a traceback, of a rank that failed
+
+    @abstractmethod
+    def processes(self) -> list[psutil.Process]:
+        """Return all that is left of the command."""
+
+    @abstractmethod
+    def rank(self, number: int) -> psutil.Process | None:
+        """Return the process of a rank, once it is there."""
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Tell whether the command itself has ended; others of its processes may not have."""
+
+    @abstractmethod
+    def wait(self, patience: float) -> Finished:
+        """Wait for the end of the command itself; raises where it takes longer."""
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the command itself."""
+        os.kill(self.process.pid, number)
+
+    def finish(self, patience: float = PATIENCE) -> Finished:
+        """Wait for the end of the command and of all its processes, at most `patience` seconds, or
+        fail.
+        """
+        try:
+            finished = self.wait(patience)
+            assert not self.processes(), "the command left processes behind"
+            assert self.torchrun or "Traceback" not in finished.err, finished.err
+        finally:
+            for process in self.processes():
+                process.kill()
+        return finished
+
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        """Wait until the condition holds; fails when the command ends before, or takes too long."""
+        wait_for(lambda: condition() or self.has_ended())
+        assert not self.has_ended(), self.wait(PATIENCE).err
+
+
+class Job(Running):
+    """A command in interpreters of its own, which import all they need, in seconds. Its mark is in
+    the environment of every process it starts.
+    """
 
     def __init__(
         self,
         *arguments: str,
-        command: tuple[str, ...] = (str(BIN / "tierforce"),),
+        command: tuple[str, ...] = TIERFORCE,
         env: dict[str, str] | None = None,
     ):
         self.mark = uuid4().hex
@@ -59,12 +114,16 @@ class Job:
             "TIERFORCE_TEST": self.mark,
         }
         pipe = subprocess.PIPE
+        program, *options = command
         self.process = subprocess.Popen(
-            [*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True
+            [str(BIN / program), *options, *arguments],
+            env=environment,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
         )
 
     def processes(self) -> list[psutil.Process]:
-        """All that is left of the command."""
         return [
             process
             for process in psutil.process_iter()
@@ -72,7 +131,6 @@ class Job:
         ]
 
     def rank(self, number: int) -> psutil.Process | None:
-        """The process of a rank, once it is there."""
         return next(
             (
                 process
@@ -82,58 +140,118 @@ class Job:
             None,
         )
 
-    def finish(self, patience: float = PATIENCE) -> Finished:
-        """Wait for the end of the command and of all its processes, at most `patience` seconds, or
-        fail.
-        """
-        try:
-            out, err = self.process.communicate(timeout=patience)
-            assert not self.processes(), "the command left processes behind"
-            assert self.torchrun or "Traceback" not in err, err
-        finally:
-            for process in self.processes():
-                process.kill()
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def wait(self, patience: float) -> Finished:
+        out, err = self.process.communicate(timeout=patience)
         return Finished(self.process.returncode, out, err)
 
-    def wait_for(self, condition: Callable[[], Any]) -> None:
-        """Until the condition holds; fails when the command ends before, or takes too long."""
-        wait_for(lambda: condition() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.communicate()[1]
+
+class Fork(Running):
+    """A command in a fork of a process that has imported it, and so are its ranks. All else is as
+    in a `Job`: the launcher is torch's, and ranks have sessions and environments of their own.
+
+    `folder` gets what it writes. `out`, a FIFO, takes standard output instead. `before`, a module's
+    own, is called first in each process of the command.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        command: tuple[str, ...] = TIERFORCE,
+        out: Path | None = None,
+        before: Callable[[], None] | None = None,
+    ):
+        self.torchrun = command == TORCHRUN
+        self.folder = Path(tempfile.mkdtemp(dir=folder, prefix="command-"))
+        self.piped = out is not None
+        streams = (out or self.folder / "out", self.folder / "err")
+        start = _Start(self.folder, (*command, *arguments), before)
+        self.process = _forks.Process(target=start, args=streams)
+        self.process.start()
+
+    def processes(self) -> list[psutil.Process]:
+        pids = [self.process.pid, *map(_number_in, self.folder.glob("rank[0-9]"))]
+        return [process for process in map(_running, pids) if process]
+
+    def rank(self, number: int) -> psutil.Process | None:
+        path = self.folder / f"rank{number}"
+        return _running(_number_in(path)) if path.exists() else None
+
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None
+
+    def wait(self, patience: float) -> Finished:
+        self.process.join(patience)
+        assert self.has_ended(), "the command hangs"
+        out = "" if self.piped else (self.folder / "out").read_text(encoding="utf-8")
+        err = (self.folder / "err").read_text(encoding="utf-8")
+        return Finished(self.process.exitcode, out, err)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a fork does instead of what it was."""
+
+    folder: Path
+    command: tuple[str, ...]
+    before: Callable[[], None] | None
+
+    def __call__(self, out: Path, err: Path) -> None:
+        """Become the command, with these files for its output."""
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+        for number, path in ((1, out), (2, err)):
+            with path.open("wb") as file:
+                os.dup2(file.fileno(), number)
+        os.sched_getaffinity = lambda _: {0}  # on a busy machine two threads wait for each other
+        SubprocessHandler._popen = lambda _, command, environment: self._fork(command, environment)
+        if self.command[: len(TORCHRUN)] == TORCHRUN:
+            from torch.distributed.run import main
+
+            sys.exit(main(self.command[1:]))
+        self._run(self.command[1:])
+
+    def _run(self, arguments: tuple[str, ...]) -> None:
+        sys.argv = ["tierforce", *arguments]
+        if self.before:
+            self.before()
+        from decoding.app.main import main
+
+        main()
+
+    def _fork(self, command: tuple[str, ...], environment: dict[str, str]) -> subprocess.Popen:
+        """Fork a rank in place of what torch's launcher would start. Its command is never run, for
+        the rank does not return.
+        """
+        become = partial(self._become_rank, command, environment)
+        return subprocess.Popen(command, preexec_fn=become, start_new_session=True)
+
+    def _become_rank(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
+        # among them what tells Popen, by its end, that the command has started
+        os.closerange(3, 1024)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        logging.disable(logging.NOTSET)
+        os.environ.clear()
+        os.environ.update(environment)
+        path = self.folder / f"rank{os.environ['RANK']}"
+        path.with_suffix(".new").write_text(str(os.getpid()))
+        path.with_suffix(".new").rename(path)
+        self._run(command[command.index("decoding.cli") + 1 :])
 
 
 def tierforce(*arguments: str, env: dict[str, str] | None = None) -> Finished:
-    """The console script."""
+    """Run the console script."""
     return Job(*arguments, env=env).finish()
 
 
 def forked(folder: Path, *arguments: str, before: Callable[[], None] | None = None) -> Finished:
-    """The command's own `main` in a process of its own, a few seconds sooner. `before`, a module's
-    own, is called in it first.
-    """
-    process = _forks.Process(target=_main, args=(arguments, folder / "out", folder / "err", before))
-    process.start()
-    process.join(PATIENCE)
-    if process.exitcode is None:
-        process.kill()
-        raise AssertionError("the command hangs")
-    out, err = ((folder / name).read_text(encoding="utf-8") for name in ("out", "err"))
-    assert "Traceback" not in err, err
-    return Finished(process.exitcode, out, err)
-
-
-def _main(
-    arguments: tuple[str, ...], out: Path, err: Path, before: Callable[[], None] | None
-) -> None:
-    for number, path in ((1, out), (2, err)):
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), number)
-    sys.argv = ["tierforce", *arguments]
-    os.sched_getaffinity = lambda _: {0}  # on a busy machine two threads wait for each other
-    if before:
-        before()
-    from decoding.app.main import main
-
-    main()
+    """Run the command in a `Fork`."""
+    return Fork(folder, *arguments, before=before).finish()
 
 
 def refused(result: Finished) -> str:
@@ -190,3 +308,16 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:
         return {}
+
+
+def _running(pid: int) -> psutil.Process | None:
+    """A process, unless it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    except psutil.Error:
+        return None
+
+
+def _number_in(path: Path) -> int:
+    return int(path.read_text())

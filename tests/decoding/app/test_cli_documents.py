@@ -20,7 +20,6 @@ from support.commands import (
     Finished,
     forked,
     records,
-    tierforce,
     variant,
 )
 
@@ -45,7 +44,7 @@ def summarize(
         str(output),
         *more,
     )
-    result = tierforce(*command) if "--gpus" in more else forked(folder, *command)
+    result = forked(folder, *command)
     return result, {record["id"]: record for record in records(output)}
 
 

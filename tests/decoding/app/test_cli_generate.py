@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Job, forked, tierforce
+from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Fork, Job, forked, tierforce
 
 PROMPT = "It was the best of times, it was the worst of times"
 NEW = ("--max-new-tokens", "40")
@@ -62,7 +62,7 @@ def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Pat
     )
 
 
-def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
+def test_text_arrives_while_it_is_written_and_a_reader_may_leave(tmp_path: Path) -> None:
     slow = (
         "--resident-layers",
         "0",
@@ -73,11 +73,11 @@ def test_text_arrives_while_it_is_written_and_a_reader_may_leave() -> None:
         "--gpus",
         "2",
     )
-    job = Job(*JOB, *slow)
-    assert job.process.stdout
-    assert len(os.read(job.process.stdout.fileno(), 10)) > 0
-    assert job.process.poll() is None
-    job.process.stdout.close()
+    os.mkfifo(tmp_path / "pipe")
+    job = Fork(tmp_path, *JOB, *slow, out=tmp_path / "pipe")
+    with (tmp_path / "pipe").open("rb", buffering=0) as reader:
+        assert len(reader.read(10)) > 0
+        assert not job.has_ended()
     result = job.finish()
     assert result.code != 0
     assert "Error" not in result.err

@@ -12,41 +12,43 @@ from typing import Any
 import psutil
 import pytest
 
-from support.commands import BIN, MODELS, STEADY, TORCHRUN, Job, forked, lines, records
+from support.commands import (
+    MODELS,
+    STEADY,
+    TIERFORCE,
+    TORCHRUN,
+    Fork,
+    Job,
+    Running,
+    forked,
+    lines,
+    records,
+)
 
 SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
-SLOW = (
-    "--resident-layers",
-    "0",
-    "--link",
-    "emulated:0.01",
-    "--max-new-tokens",
-    "48",
-    "--budget",
-    "4096",
-)  # a second or two for a document
+OFFLOADED = ("--resident-layers", "0", "--max-new-tokens", "48", "--budget", "4096")
+SLOW = ("--link", "emulated:0.01")  # a second or two for a document
 TWO = ("--gpus", "2")
-COMMAND = (str(BIN / "tierforce"),)
 
 
 def write(folder: Path, documents: int) -> tuple[str, ...]:
-    """Documents, and the command less its output."""
+    """Write documents; returns the command less its link and output."""
     (folder / "in").mkdir()
     for number in range(documents):
         (folder / f"in/{number}.txt").write_text(
             f"It was the best of times number {number}, it was the worst of times. " * 20
         )
-    return "summarize", *MODELS, *SLOW, "--input", str(folder / "in")
+    return "summarize", *MODELS, *OFFLOADED, "--input", str(folder / "in")
 
 
 def uninterrupted(folder: Path, *command: str) -> dict[str, Any]:
-    """The summaries by id."""
+    """Return the summaries by id, which are the same over any link."""
     output = folder / "reference.jsonl"
     assert forked(folder, *command, "--output", str(output)).code == 0
     return {record["id"]: record["summary"] for record in records(output)}
 
 
-def in_the_middle(job: Job, output: Path) -> list[dict[str, Any]]:
+def in_the_middle(job: Running, output: Path) -> list[dict[str, Any]]:
     """Wait for one more record, and for the next document to be under way. The records so far."""
     before = lines(output)
     job.wait_for(lambda: lines(output) > before)
@@ -54,7 +56,7 @@ def in_the_middle(job: Job, output: Path) -> list[dict[str, Any]]:
     return records(output)
 
 
-def kill_rank(number: int, job: Job) -> None:
+def kill_rank(number: int, job: Running) -> None:
     rank = job.rank(number)
     assert rank
     rank.kill()
@@ -74,9 +76,9 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
         "2",
     )
     output = tmp_path / "out.jsonl"
-    job = Job(*command, "--output", str(output))
+    job = Fork(tmp_path, *command, *SLOW, "--output", str(output))
     finished = in_the_middle(job, output)
-    job.process.send_signal(number)
+    job.send_signal(number)
     result = job.finish(SOON)
     assert result.code == 128 + number
     last = (
@@ -85,7 +87,7 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
     )
     assert result.err.splitlines()[-1] == last
     assert records(output) == finished
-    result = forked(tmp_path, *command, "--output", str(output))
+    result = forked(tmp_path, *command, *SLOW, "--output", str(output))
     assert result.code == 0
     assert result.err.count("finished before, skipped") == len(finished)
     assert records(output)[: len(finished)] == finished
@@ -98,14 +100,14 @@ def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> Non
     command = (*write(tmp_path, documents=6), *STEADY)
     output = tmp_path / "out.jsonl"
     interrupts = [
-        (137, "rank 1 was killed by SIGKILL", COMMAND, TWO, lambda job: kill_rank(1, job)),
-        (137, "rank 0 was killed by SIGKILL", COMMAND, TWO, lambda job: kill_rank(0, job)),
-        (130, "interrupted", COMMAND, TWO, lambda job: job.process.send_signal(signal.SIGINT)),
-        (143, "interrupted", COMMAND, TWO, lambda job: job.process.send_signal(signal.SIGTERM)),
-        (1, "interrupted", TORCHRUN, (), lambda job: job.process.send_signal(signal.SIGTERM)),
+        (137, "rank 1 was killed by SIGKILL", TIERFORCE, TWO, lambda job: kill_rank(1, job)),
+        (137, "rank 0 was killed by SIGKILL", TIERFORCE, TWO, lambda job: kill_rank(0, job)),
+        (130, "interrupted", TIERFORCE, TWO, lambda job: job.send_signal(signal.SIGINT)),
+        (143, "interrupted", TIERFORCE, TWO, lambda job: job.send_signal(signal.SIGTERM)),
+        (1, "interrupted", TORCHRUN, (), lambda job: job.send_signal(signal.SIGTERM)),
     ]
     for finished_before, (code, words, start, how, interrupt) in enumerate(interrupts):
-        job = Job(*command, "--output", str(output), *how, command=start)
+        job = Fork(tmp_path, *command, *SLOW, "--output", str(output), *how, command=start)
         finished = in_the_middle(job, output)
         interrupt(job)
         result = job.finish(SOON)
@@ -116,7 +118,7 @@ def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> Non
         assert result.err.count("finished before, skipped") == finished_before
         assert records(output) == finished
         assert len(finished) == finished_before + 1
-    assert forked(tmp_path, *command, "--output", str(output)).code == 0
+    assert forked(tmp_path, *command, *SLOW, "--output", str(output)).code == 0
     assert [record["ranks"] for record in records(output)] == [2] * 5 + [1]
     assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(
         tmp_path, *command
@@ -130,7 +132,7 @@ def test_an_interrupt_while_the_program_loads_is_quiet() -> None:
             "libtorch" in part.path for part in psutil.Process(job.process.pid).memory_maps()
         )
     )
-    job.process.send_signal(signal.SIGINT)
+    job.send_signal(signal.SIGINT)
     result = job.finish(SOON)
     assert (result.code, result.out, result.err) == (-signal.SIGINT, "", "")
 
@@ -139,6 +141,6 @@ def test_an_interrupt_while_the_ranks_load_is_quiet() -> None:
     job = Job("generate", *MODELS, "--prompt", "It was", *TWO)
     job.wait_for(lambda: job.rank(0) and job.rank(1))
     time.sleep(0.7)
-    job.process.send_signal(signal.SIGINT)
+    job.send_signal(signal.SIGINT)
     result = job.finish(SOON)
     assert (result.code, result.out, result.err) == (128 + signal.SIGINT, "", "")

@@ -5,10 +5,12 @@ and no process stays behind.
 from __future__ import annotations
 
 import os
-import sys
+import time
 from pathlib import Path
 
-from support.commands import DRAFT, MODELS, TORCHRUN, Job, records, refused, tierforce, variant
+import psutil
+
+from support.commands import DRAFT, MODELS, TORCHRUN, Fork, forked, records, refused, variant
 
 GENERATE = ("generate", "--prompt", "It was", "--gpus", "2")
 
@@ -18,17 +20,11 @@ def summarize(folder: Path, *more: str) -> tuple[str, ...]:
     return "summarize", *MODELS, "--gpus", "2", "--input", str(folder / "a.txt"), *more
 
 
-def at_start(folder: Path, code: str) -> dict[str, str]:
-    """An environment in which every Python process runs this code first."""
-    (folder / "sitecustomize.py").write_text(f"import os\nrank = os.environ.get('RANK')\n{code}\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
-
-
 def test_an_error_of_all_ranks(tmp_path: Path) -> None:
     model = variant(
         tmp_path / "model", edit=lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight")
     )
-    line = refused(tierforce(*GENERATE, *model))
+    line = refused(forked(tmp_path, *GENERATE, *model))
     assert "model.layers.3.mlp.up_proj.weight is missing" in line
 
 
@@ -36,23 +32,20 @@ def test_heads_that_do_not_divide(tmp_path: Path) -> None:
     model = variant(
         tmp_path / "model", hidden_size=192, num_attention_heads=3, num_key_value_heads=3
     )
-    line = refused(tierforce(*GENERATE, *model))
+    line = refused(forked(tmp_path, *GENERATE, *model))
     assert "3 key/value heads cannot be split over 2 ranks" in line
 
 
 def test_an_error_of_rank_0_alone(tmp_path: Path) -> None:
-    line = refused(tierforce(*summarize(tmp_path, "--output", str(tmp_path / "missing/out.jsonl"))))
+    output = tmp_path / "missing/out.jsonl"
+    line = refused(forked(tmp_path, *summarize(tmp_path, "--output", str(output))))
     assert "--output" in line
     assert "No such file or directory" in line
 
 
 def test_an_error_of_rank_1_alone(tmp_path: Path) -> None:
-    less = (
-        "psutil.virtual_memory = lambda real=psutil.virtual_memory(): "
-        "real._replace(available=10_000_000)"
-    )
-    env = at_start(tmp_path, f"if rank == '1':\n    import psutil\n    {less}")
-    result = tierforce(*summarize(tmp_path, "--output", str(tmp_path / "out.jsonl")), env=env)
+    command = summarize(tmp_path, "--output", str(tmp_path / "out.jsonl"))
+    result = forked(tmp_path, *command, before=_little_memory_on_rank_1)
     assert result.code == 1
     (record,) = records(tmp_path / "out.jsonl")
     line = record["error"]
@@ -61,15 +54,28 @@ def test_an_error_of_rank_1_alone(tmp_path: Path) -> None:
     assert "0.004 GB are available" in line  # nine tenths of half of it
 
 
+def _little_memory_on_rank_1() -> None:
+    if os.environ.get("RANK") == "1":
+        memory = psutil.virtual_memory()
+        psutil.virtual_memory = lambda: memory._replace(available=10_000_000)
+
+
 def test_an_error_before_the_ranks_have_met_is_left_to_rank_0_to_tell(tmp_path: Path) -> None:
-    env = at_start(tmp_path, "if rank == '0':\n    import time; time.sleep(3)")
-    line = refused(tierforce(*GENERATE, *MODELS, "--device", "abacus", env=env))
+    line = refused(
+        forked(tmp_path, *GENERATE, *MODELS, "--device", "abacus", before=_slow_start_of_rank_0)
+    )
     assert "abacus" in line
+
+
+def _slow_start_of_rank_0() -> None:
+    if os.environ.get("RANK") == "0":
+        time.sleep(3)
 
 
 def test_an_error_under_torchrun(tmp_path: Path) -> None:
     variant(tmp_path / "draft", DRAFT, vocab_size=2000)
-    result = Job(*GENERATE, *MODELS, "--draft", str(tmp_path / "draft"), command=TORCHRUN).finish()
+    options = ("--draft", str(tmp_path / "draft"))
+    result = Fork(tmp_path, *GENERATE, *MODELS, *options, command=TORCHRUN).finish()
     assert result.code == 1
     # torchrun's own account comes behind our line, and is not ours to hide
     ours, _, report = result.err.partition("Traceback")
