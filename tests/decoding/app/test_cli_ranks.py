@@ -81,5 +81,5 @@ def test_an_error_under_torchrun(tmp_path: Path) -> None:
     ours, _, report = result.err.partition("Traceback")
     assert "decoding.cli FAILED" in report
     assert ours.count("tierforce: ") == 1
-    assert "the draft's vocabulary (2000 tokens) is not the target's" in ours
+    assert "config.json implies (2000, 128)" in ours
     assert "tierforce: " not in report
