@@ -29,7 +29,7 @@ from bench.harness.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
 from bench.harness.record import benchmark, prepare, save, show
 from bench.speed.passes import DRAFTED, passes
 from decoding import Sampling, Settings
-from decoding.planning.forecast import prefill_flops
+from decoding.planning.passes import prefill_flops
 from decoding.probe.rates import matmul_rate
 from decoding.runtime import Runtime
 from decoding.session import Session

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from decoding.loading import load
-from decoding.planning.budget import Choice, Split, affordable, link_rate
-from decoding.planning.needs import BUDGETS
-from decoding.runtime import Runtime, plan
+from decoding.planning.budget import BudgetChoice, BudgetChooser
+from decoding.planning.defaults import BUDGETS
+from decoding.planning.fit import affordable
+from decoding.planning.observed import ObservedCosts
+from decoding.runtime import Runtime
 from decoding.session import Session, draft_lengths
 from decoding.settings import Settings
 from decoding.speculation.decoders import Decoder
@@ -41,14 +43,12 @@ class Engine:
         self.group: Group = runtime.target.group
         self.stats = Stats()
         self.lengths = draft_lengths(runtime.settings)
-        self.split = Split()
         self._busy = False  # a text is being generated, and the arena is its own
         limit, wanted = runtime.target.config.context_limit, runtime.settings.context
         if wanted is not None and wanted > limit:
             raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
         self.context = wanted or limit
-        # bytes a second
-        self._link_rate = link_rate(runtime) if self._tunes and runtime.link.copies else None
+        self.chooser = BudgetChooser(ObservedCosts(runtime.link_rate() if self._tunes else None))
 
     @classmethod
     def from_pretrained(
@@ -75,7 +75,7 @@ class Engine:
         Raises FitError, on all ranks, when the text would not fit.
         """
         with self.group.together():
-            plans = affordable(self.runtime, prompt, new)
+            plans = self._affordable(prompt, new)
         if self._tunes and not self._common(plans):
             raise FitError(
                 "no one retrieval budget fits all ranks: set --budget, or free memory on the "
@@ -83,7 +83,7 @@ class Engine:
             )
         choice = self._spend(prompt, new)
         with self.group.together():
-            return plan(self.runtime.with_budget(choice.budget), prompt, new)
+            return self.runtime.with_budget(choice.budget).plan(prompt, new)
 
     def generate(
         self,
@@ -123,12 +123,8 @@ class Engine:
                     yield from self._tokens(
                         session, leader, sampling or Sampling(), progress, started
                     )
-                    self.split.record(
-                        session.runtime,
-                        session.plan,
-                        len(tokens),
-                        self._link_rate,
-                        self.stats.rounds,
+                    self.chooser.record(
+                        session.runtime.needs, session.plan, len(tokens), self.stats.rounds
                     )
         except (RuntimeError, MemoryError) as error:
             if self.group.size > 1 or not is_out_of_memory(error):
@@ -199,24 +195,25 @@ class Engine:
     @property
     def _tunes(self) -> bool:
         """Whether budgets are to be chosen."""
-        return self.runtime.sizes.has_retrieval and self.runtime.settings.budget is None
+        return self.runtime.needs.chooses_budget
 
-    def _spend(self, prompt: int, new: int) -> Choice:
+    def _affordable(self, prompt: int, new: int) -> dict[int, MemoryPlan]:
+        return affordable(self.runtime.needs, self.runtime.memory(), prompt, new)
+
+    def _spend(self, prompt: int, new: int) -> BudgetChoice:
         """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to
         refuse.
         """
         settings = self.runtime.settings
         if not self._tunes:
-            return Choice(settings.budget, "set")
+            return BudgetChoice(settings.budget, "set")
         try:
-            plans = affordable(self.runtime, prompt, new)
+            plans = self._affordable(prompt, new)
         except FitError:
             plans = {}
         if not (common := self._common(plans)):
-            return Choice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
-        return self.group.broadcast(
-            self.split.choose(self.runtime, common, prompt, self._link_rate)
-        )
+            return BudgetChoice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
+        return self.group.broadcast(self.chooser.choose(self.runtime.needs, common, prompt))
 
     def _common(self, plans: Mapping[int, MemoryPlan]) -> dict[int, MemoryPlan]:
         """Of the plans of this rank, by budget, those whose budgets fit all ranks. All ranks call
@@ -248,7 +245,7 @@ class Engine:
                     f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
                 )
 
-    def _open(self, tokens: list[int], new: int, choice: Choice) -> Session:
+    def _open(self, tokens: list[int], new: int, choice: BudgetChoice) -> Session:
         """On all ranks, or on none."""
         with self.group.together():
             return Session(self.runtime.with_budget(choice.budget), tokens, new)

@@ -1,18 +1,20 @@
-"""What a text is decoded with: models, link and arena; and where the KV of a text goes, before it
-is there.
-"""
+"""What texts are decoded with: models, settings, link, arena, and the memory there is."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import torch
 
-from decoding.planning.needs import USED, Sizes
+from decoding.planning.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
+from decoding.planning.fit import Memory, fit
+from decoding.planning.needs import TextNeeds
 from decoding.settings import Settings
+from offload.bandwidth import Copies
 from offload.host_memory import host_available
 from offload.link import Link, make_link
-from offload.memory_plan import MemoryPlan, plan_memory
+from offload.memory_plan import MemoryPlan
 from offload.store import HostArena
 from parallel.loading import parameter_bytes
 from parallel.model import Llama
@@ -20,8 +22,10 @@ from parallel.model import Llama
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a text is decoded with. `draft` is on rank 0 alone and whole, so that drafting needs no
-    collective, or on all, split.
+    """The models on this rank, with the settings, the link and the arena that texts share.
+
+    `draft` is whole and on rank 0 alone, so that drafting needs no collective, or split over all
+    ranks.
     """
 
     target: Llama
@@ -33,55 +37,88 @@ class Runtime:
 
     @classmethod
     def make(cls, target: Llama, draft: Llama | None, mode: str, settings: Settings) -> Runtime:
-        """Put models to work in this mode, on a link and an arena of their own. Raises
-        TierForceError for an unknown link.
+        """Put models to work in this mode, on a link and an arena of their own.
+
+        Raises TierForceError for an unknown link.
         """
         link = make_link(settings.link, target.group.device)
         return cls(target, draft, mode, settings, link, HostArena(link, target.embed.weight.dtype))
 
     def with_settings(self, settings: Settings) -> Runtime:
-        """The same models under other settings, on rank 0."""
+        """Return the same models under other settings; for rank 0."""
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
-        return Runtime.make(
-            self.target, self.draft, settings.resolved_mode(self.draft is not None), settings
-        )
+        mode = settings.resolved_mode(self.draft is not None)
+        return Runtime.make(self.target, self.draft, mode, settings)
 
     def with_budget(self, budget: int | None) -> Runtime:
-        """These with another retrieval budget, on the same link and arena. None: as the settings
-        have it.
+        """Return this runtime with another retrieval budget, on the same link and arena.
+
+        None: as the settings have it.
         """
         if budget is None:
             return self
         return replace(self, settings=replace(self.settings, budget=budget))
 
     @property
-    def sizes(self) -> Sizes:
-        draft = self.draft.config if self.draft is not None else None
-        split = self.draft.group.size if self.draft is not None else 1
-        ranks, copies = self.target.group.size, self.link.copies
-        return Sizes(
-            self.target.config, draft, self.mode, self.settings, self.dtype, ranks, split, copies
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of weights and KV."""
+        return self.target.embed.weight.dtype
+
+    @property
+    def needs(self) -> TextNeeds:
+        """Return what texts need of this rank."""
+        return TextNeeds(
+            target=self.target.config,
+            draft=self.draft.config if self.draft is not None else None,
+            mode=self.mode,
+            settings=self.settings,
+            dtype=self.dtype,
+            ranks=self.target.group.size,
+            draft_ranks=self.draft.group.size if self.draft is not None else 1,
+            copies=self.link.copies,
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.target.embed.weight.dtype
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights on this rank."""
+        models = [model for model in (self.target, self.draft) if model is not None]
+        return sum(parameter_bytes(model) for model in models)
 
+    def memory(self) -> Memory:
+        """Return the memory that the next text may use on this rank, as it is now.
 
-def plan(runtime: Runtime, prompt: int, new: int) -> MemoryPlan:
-    """Where the KV of a text of `prompt` + `new` tokens goes on this rank. Raises FitError."""
-    settings, target, group = runtime.settings, runtime.target, runtime.target.group
-    on_cpu = group.device.type == "cpu"
-    host = host_available() // group.size + runtime.arena.nbytes
-    weights = parameter_bytes(target) + (
-        parameter_bytes(runtime.draft) if runtime.draft is not None else 0
-    )
-    there = runtime.link.device_available() // (group.size if on_cpu else 1)
-    if settings.device_memory is not None:
-        free = min(settings.device_memory - weights, there if on_cpu else int(there * USED))
-        # two readings of one memory differ by what came and went
-        host = max(0, host - max(0, free)) if on_cpu else host
-    else:
-        free = int(there * USED)
-    return plan_memory(runtime.sizes.needs(prompt, new), free, host, settings.resident_layers)
+        On a CPU device memory is host memory, which all ranks share.
+        """
+        limit, group = self.settings.device_memory, self.target.group
+        on_cpu = group.device.type == "cpu"
+        host = host_available() // group.size + self.arena.nbytes
+        there = self.link.device_available() // (group.size if on_cpu else 1)
+        if limit is None:
+            return Memory(int(there * USABLE_SHARE), host)
+        usable = there if on_cpu else int(there * USABLE_SHARE)
+        device = min(limit - self.weight_bytes, usable)
+        if on_cpu:
+            # two readings of one memory differ by what came and went
+            host = max(0, host - max(0, device))
+        return Memory(device, host)
+
+    def plan(self, prompt: int, new: int) -> MemoryPlan:
+        """Plan where the KV of a text of `prompt` + `new` tokens goes on this rank.
+
+        Raises FitError.
+        """
+        return fit(self.needs, self.memory(), prompt, new)
+
+    def link_rate(self) -> float | None:
+        """Measure the link: bytes a second of the slowest rank while all copy at once.
+
+        None where nothing is copied. GPUs may share lanes. All ranks call it. Raises FitError.
+        """
+        if not self.link.copies:
+            return None
+        group = self.target.group
+        with group.together():
+            copies = Copies(self.link, LINK_PROBE_BYTES)
+        with closing(copies):
+            return min(group.gather(copies.rate(out=False, seconds=LINK_PROBE_SECONDS)))

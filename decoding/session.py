@@ -8,8 +8,15 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from decoding.planning.needs import COMPUTE_REFRESH, COMPUTE_TURNS, INNER_MOST, MOST, SLACK
-from decoding.runtime import Runtime, plan
+from decoding.planning.defaults import (
+    DRAFT_SLACK,
+    FIRST_DRAFT_ON_DEVICE,
+    FIRST_DRAFT_OVER_LINK,
+    FIRST_INNER_DRAFT,
+    MAX_DRAFT,
+    MAX_INNER_DRAFT,
+)
+from decoding.runtime import Runtime
 from decoding.settings import Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
@@ -26,10 +33,6 @@ from parallel.graphs import GraphRunner
 from parallel.lockstep import PassLeader, Sharded
 from parallel.model import Llama
 
-LINK_REFRESH = 1  # tokens one selection serves where keys come over a link anyway
-# the first draft: where a verification costs link time, flat in its rows, and where compute
-LINK_START, COMPUTE_START = 32, 6
-INNER_START = 2
 # of what is put before the target, and before the retrieval level
 Lengths = tuple[DraftLength, DraftLength]
 
@@ -44,16 +47,16 @@ class Session:
         self.runtime, self.new = runtime, new
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
-        self.plan = plan(runtime, len(prompt), new)
+        self.plan = runtime.plan(len(prompt), new)
         settings, group = runtime.settings, runtime.target.group
         device, config = group.device, runtime.target.config
         self.prompt = torch.tensor(prompt, device=device)
-        sizes = runtime.sizes
-        self.most = sizes.most
-        self.uses_link = self.plan.resident_layers < config.layers and runtime.link.copies
+        needs = runtime.needs
+        self.most = needs.max_pass_tokens
+        self.uses_link = needs.uses_link(self.plan)
         layout = config.kv_layout(group.size, runtime.dtype)
         rotary = config.rotary(len(prompt), len(prompt) + new, runtime.dtype, device)
-        recent, block = sizes.recent(len(prompt), new)
+        recent, block = needs.recent(len(prompt), new)
         tiers = TieredShape(
             layout,
             len(prompt) + new,
@@ -61,7 +64,7 @@ class Session:
             self.plan.late_layers,
             recent,
             block,
-            sizes.most,
+            needs.max_pass_tokens,
             self.plan.slot_heads,
             self.plan.slots,
             runtime.link.copies,
@@ -70,17 +73,15 @@ class Session:
         self.announced: list[Sharded] = [(runtime.target, self.target)]
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.retrieval = None
-        if sizes.has_retrieval:
-            shape, policy = sizes.shape(len(prompt), new), POLICIES[settings.policy]()
-            every = settings.refresh or (LINK_REFRESH if self.uses_link else COMPUTE_REFRESH)
-            # what is set is the same with any memory
-            turns = 1 if self.uses_link or settings.refresh else COMPUTE_TURNS
+        if needs.has_retrieval:
+            shape, policy = needs.shape(len(prompt), new), POLICIES[settings.policy]()
+            every, turns = needs.selection(self.plan)
             self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every, turns)
             self.target.followers.append(self.retrieval)
             self.announced.append((runtime.target, self.retrieval))
         self.draft = None
-        if sizes.has_draft and runtime.draft is not None:
-            self.draft = _draft_cache(runtime.draft, settings.sinks, sizes.window)
+        if needs.has_draft and runtime.draft is not None:
+            self.draft = _draft_cache(runtime.draft, settings.sinks, needs.window)
             if runtime.draft.group.size > 1:
                 self.announced.append((runtime.draft, self.draft))
 
@@ -95,7 +96,7 @@ class Session:
         """
         with self.target.prefill(len(self.prompt)) as reading:
             logits = self.runtime.target.prefill(
-                self.prompt, reading, self.runtime.sizes.prefill_chunk, progress
+                self.prompt, reading, self.runtime.needs.prefill_chunk, progress
             )
         with self.runtime.target.group.together():
             self.target.bring_in()
@@ -125,12 +126,13 @@ class Session:
             law = sampling if rows == vocab else sampling.over(vocab)
             forward = reading(forward, rows, vocab)
             inner = Autoregressive("draft", forward, self.draft, prompt, law, generator)
-        if ngram := runtime.sizes.ngram:
+        if ngram := runtime.needs.ngram:
             inner = Lookup(prompt, ngram, runtime.target.config.vocab, self.prompt.device, inner)
         lengths = lengths or draft_lengths(runtime.settings)
-        for length, start in zip(
-            lengths, (LINK_START if self.uses_link else COMPUTE_START, INNER_START), strict=True
-        ):
+        first = FIRST_DRAFT_ON_DEVICE
+        if self.uses_link:
+            first = FIRST_DRAFT_OVER_LINK
+        for length, start in zip(lengths, (first, FIRST_INNER_DRAFT), strict=True):
             length.begin(start)
         for name, cache, length in reversed(
             list(zip(("target", "retrieval"), self.caches, lengths, strict=False))
@@ -168,16 +170,16 @@ class Session:
 def draft_lengths(settings: Settings) -> Lengths:
     """Fixed where they are set, else adaptive, to be used for text after text."""
     outer, inner = settings.draft_length, settings.inner_length
-    return Adaptive(MOST) if outer is None else Fixed(outer), (
-        Adaptive(INNER_MOST) if inner is None else Fixed(inner)
+    return Adaptive(MAX_DRAFT) if outer is None else Fixed(outer), (
+        Adaptive(MAX_INNER_DRAFT) if inner is None else Fixed(inner)
     )
 
 
 def _draft_cache(model: Llama, sinks: int, window: int) -> StreamingCache:
-    slots, dtype = sinks + window + SLACK, model.embed.weight.dtype
+    slots, dtype = sinks + window + DRAFT_SLACK, model.embed.weight.dtype
     rotary = model.config.rotary(slots, slots, dtype, model.group.device)
     layout = model.config.kv_layout(model.group.size, dtype)
-    return StreamingCache(layout, sinks, window, SLACK, rotary, model.group.device)
+    return StreamingCache(layout, sinks, window, DRAFT_SLACK, rotary, model.group.device)
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
@@ -193,6 +195,6 @@ def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
 
 
 def _advance(model: Llama, cache: Cache, tokens: Tensor) -> None:
-    for part in tokens.split(SLACK):
+    for part in tokens.split(DRAFT_SLACK):
         model(part, cache, 1)
         cache.advance(len(part))

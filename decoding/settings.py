@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from decoding.option import MEMORY, PYTHON, RETRIEVAL, SPECULATION, check_options, option
+from decoding.planning.defaults import DEFAULT_BUDGET
 from offload.errors import TierForceError
 from offload.policies import POLICY_NAMES
 
 if TYPE_CHECKING:
     import torch
 
-BUDGET = 4096  # retrieval budget where nothing is known
 MAX_DRAFT_LENGTH = 512  # tokens: all caches have room for one draft of so many
 MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -57,7 +57,7 @@ class Settings:
         value=None,
         group=MEMORY,
         unit="tokens",
-        default=f"{BUDGET} for the first text, then what past texts showed to pay",
+        default=f"{DEFAULT_BUDGET} for the first text, then what past texts showed to pay",
         at_least=1,
     )
     chunk_size: int = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoding.planning.budget import Choice
+from decoding.planning.budget import BudgetChoice
 from decoding.speculation.decoders import Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
@@ -25,7 +25,7 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    choice: Choice | None = None  # of the retrieval budget
+    choice: BudgetChoice | None = None  # of the retrieval budget
     levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0

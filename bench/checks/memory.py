@@ -22,8 +22,7 @@ from bench.harness.process import Died, apart
 from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.planning.needs import USED
-from decoding.runtime import plan
+from decoding.planning.defaults import USABLE_SHARE
 from offload.errors import TierForceError
 from offload.memory_plan import device_tiers
 from parallel.loading import parameter_bytes
@@ -73,7 +72,7 @@ def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
     )
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
     if setting.late:
-        needs = engine.runtime.sizes.needs(setting.context, new)
+        needs = engine.runtime.needs.memory(setting.context, new)
         tiers = device_tiers(
             needs,
             engine.runtime.target.config.layers if setting.resident is None else setting.resident,
@@ -92,9 +91,9 @@ def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
         )
     list(engine.generate([1] * 300, 20))  # threads and their memory
     prompt = prompt_tokens(engine.tokenizer, setting.context)
-    place = plan(engine.runtime, len(prompt), new)
+    place = engine.runtime.plan(len(prompt), new)
     before, wanted = data_bytes(), place.device_bytes + place.host_bytes
-    limit = before + int(share * wanted / USED)
+    limit = before + int(share * wanted / USABLE_SHARE)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     row = {
         "planned MB": wanted / 1e6,

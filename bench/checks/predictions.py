@@ -23,11 +23,13 @@ from bench.harness.options import Draft, Dtype, Output, Target, Text, Threads
 from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.planning.forecast import Forecast, expected_tokens, forecast
-from decoding.planning.profile import Hardware
+from decoding.planning.cost import Acceptance
+from decoding.planning.forecast import Forecast, forecast
+from decoding.planning.profile import HardwareProfile
 from decoding.probe.kernels import pass_rates
 from decoding.session import Session, draft_lengths
 from decoding.speculation.decoders import Decoder, Speculative
+from decoding.speculation.draft_length import expected_tokens
 from offload.bandwidth import Copies
 
 SAMPLING = Sampling(0.6, top_p=0.9, seed=1)
@@ -71,7 +73,7 @@ SETTINGS = [
 ]
 
 
-def here(engine: Engine) -> Hardware:
+def here(engine: Engine) -> HardwareProfile:
     """This machine, as a probe for this model would describe it; the link is each setting's own."""
     device, config = engine.group.device, engine.runtime.target.config
     rates: dict[str, Any] = pass_rates(config, device, engine.runtime.dtype)
@@ -82,7 +84,7 @@ def here(engine: Engine) -> Hardware:
         "link_in": 1e12,
         "link_out": 1e12,
     }
-    return Hardware(
+    return HardwareProfile(
         "here", all_reduce_s=0.0, all_reduce_rate=1e15, runs_ahead=device.type == "cuda", **rates
     )
 
@@ -106,7 +108,7 @@ def measured(session: Session, new: int) -> tuple[float, float, Decoder]:
 
 
 def predicted(
-    setting: Setting, session: Session, machine: Hardware, decoder: Decoder
+    setting: Setting, session: Session, machine: HardwareProfile, decoder: Decoder
 ) -> tuple[Forecast, float]:
     """And the acceptance rate it was given."""
     rates = [1.0, 1.0]
@@ -115,8 +117,9 @@ def predicted(
         zip(levels, (setting.draft, setting.inner), strict=False)
     ):
         rates[index] = acceptance_of(level.stats.tokens_per_pass or 1.0, length)
-    sizes, prompt = session.runtime.sizes, len(session.prompt)
-    return forecast(sizes, session.plan, machine, prompt, session.new, rates[0], rates[1]), rates[0]
+    needs, prompt = session.runtime.needs, len(session.prompt)
+    acceptance = Acceptance(rates[0], rates[1], needs.budget)
+    return forecast(needs, session.plan, machine, prompt, session.new, acceptance), rates[0]
 
 
 @benchmark

@@ -23,7 +23,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.planning.needs import COMPUTE_TURNS
+from decoding.planning.defaults import SUMMARY_SHARES
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.decoders import Autoregressive, Speculative
@@ -59,7 +59,7 @@ class Variant:
 
 STATIC = Variant("static", 768, 8, 0)  # the published policy
 OURS = Variant("mass", 768)  # the engine's default over a link
-COMPUTE = replace(OURS, turns=COMPUTE_TURNS)  # and its default without one
+COMPUTE = replace(OURS, turns=SUMMARY_SHARES)  # and its default without one
 ALL = [
     STATIC,
     Variant("window", 768, 8, 0),

@@ -33,10 +33,10 @@ from bench.harness.text import DEMO, text_tokens
 from bench.paper.jobs import summarized
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Options, Row
 from decoding import Engine, Settings
-from decoding.app.plan import outlook
-from decoding.planning.forecast import ACCEPTANCE, INNER_ACCEPTANCE, accepted_with, forecast
-from decoding.planning.needs import Sizes
-from decoding.planning.profile import Hardware
+from decoding.planning.cost import Acceptance
+from decoding.planning.needs import TextNeeds
+from decoding.planning.outlook import look_ahead
+from decoding.planning.profile import HardwareProfile
 from offload.errors import TierForceError
 
 NEEDLE = "needle"
@@ -131,30 +131,26 @@ def predicted(row: Row, mode: str) -> tuple[float, float]:
     Layers that are set, and host memory, are taken as there.
     """
     options = row.full | (row.plain_full if mode == "plain" else {})
-    machine = replace(Hardware.find(row.hardware), host_memory=256e9, device_memory=128e9)
+    machine = replace(HardwareProfile.find(row.hardware), host_memory=256e9, device_memory=128e9)
     known = {
         name: options[name]
         for name in ("budget", "draft_length", "resident_layers", "chunk_size")
         if name in options
     }
     target, dtype = config_of(LLAMA_13B if row.checkpoint == THIRTEEN else LLAMA_7B), torch.float16
-    sizes = Sizes(
-        target,
-        config_of(LLAMA_68M),
-        mode,
-        Settings(mode=mode, **known),
-        dtype,
-        options["gpus"],
-        1,
-        True,
+    needs = TextNeeds(
+        target=target,
+        draft=config_of(LLAMA_68M),
+        mode=mode,
+        settings=Settings(mode=mode, **known),
+        dtype=dtype,
+        ranks=options["gpus"],
+        draft_ranks=1,
+        copies=True,
     )
     prompt, new = options["context"] - options["max_new_tokens"], options["max_new_tokens"]
-    plan, _ = outlook(sizes, machine, prompt, new)
-    accepted = accepted_with(ACCEPTANCE, sizes.budget)
-    return (
-        1e3 * forecast(sizes, plan, machine, prompt, new, accepted, INNER_ACCEPTANCE).token_s,
-        accepted,
-    )
+    ahead = look_ahead(needs, machine, prompt, new)
+    return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs)
 
 
 def result(study: Study, row: Row, books: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from bench.harness.options import (
 from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.planning.needs import MOST
+from decoding.planning.defaults import MAX_DRAFT
 from decoding.session import Session, draft_lengths
 from decoding.speculation.draft_length import Fixed, RecordingLength, RoundStats
 
@@ -154,7 +154,7 @@ def main(
         map(float, rates.split(",")), (OURS, STATIC) if published else (OURS,)
     ):
         # makes room; every run has lengths of its own
-        longest = max(MOST, *(pair[0] for pair in grid if pair))
+        longest = max(MAX_DRAFT, *(pair[0] for pair in grid if pair))
         settings = Settings(
             mode="hierarchical",
             dtype=dtype,

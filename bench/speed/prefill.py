@@ -30,7 +30,7 @@ from bench.harness.ranks import run_ranks
 from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, prompt_tokens
 from decoding import Engine, Settings
-from decoding.planning.forecast import attention_flops, matmul_flops, prefill_flops
+from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import matmul_rate
 from decoding.session import Session
 from offload.errors import TierForceError

@@ -38,10 +38,9 @@ from bench.harness.record import benchmark, prepare, save, show
 from bench.harness.text import DEMO, text_tokens
 from bench.speed.lengths import Total, expected_yields
 from decoding import Engine, Sampling, Settings
-from decoding.runtime import Runtime, plan
+from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import Fixed, RecordingLength, RoundStats
-from parallel.loading import parameter_bytes
 
 SMALLEST, MOST_LAYERS = 512, 4  # the memory is what this budget and so many layers take
 INNER = 2
@@ -57,13 +56,8 @@ def memory_for(models: Runtime, prompt: int, new: int) -> int:
     other.
     """
     small = models.with_budget(SMALLEST)
-    place = plan(
-        replace(small, settings=replace(small.settings, resident_layers=MOST_LAYERS)), prompt, new
-    )
-    weights = sum(
-        parameter_bytes(model) for model in (models.target, models.draft) if model is not None
-    )
-    return weights + place.device_bytes + (1 << 20)
+    smallest = replace(small, settings=replace(small.settings, resident_layers=MOST_LAYERS))
+    return smallest.weight_bytes + smallest.plan(prompt, new).device_bytes + (1 << 20)
 
 
 def tuned(engine: Engine, prompt: list[int], new: int, sampling: Sampling, found: Found) -> str:

@@ -1,35 +1,113 @@
-"""A plan as tables and as a picture: where memory goes, and how one round of decoding passes."""
+"""A plan for people, as tables and as a picture: how long a text takes, and where memory goes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
-from decoding.planning.forecast import Forecast
-from decoding.planning.needs import Sizes
-from decoding.planning.profile import Hardware
+from decoding.planning.outlook import Outlook
 from offload.errors import TierForceError
-from offload.memory_plan import MemoryPlan
 
-Tiers = dict[str, int]  # device bytes by what they are for
+# what device memory is for, in words
+_TIERS = {
+    "weights": "weights",
+    "resident layers": "KV that stays here",
+    "ring, in prefill one layer": "KV on its way",
+    "recent tokens": "KV of recent tokens",
+    "retrieval cache": "retrieval cache",
+    "draft cache": "KV of the draft model",
+    "rotary tables": "tables of positions",
+    "hidden states": "the prompt's hidden states",
+    "a pass": "working memory",
+}
+_BOUNDS = {
+    "link": "the link to host memory",
+    "compute": "the GPU",
+    "arithmetic": "the GPU",
+    "sums over ranks": "sums between GPUs",
+    "write-back": "the link to host memory",
+}
 
 
-def plan_picture(
-    path: Path,
-    title: str,
-    tiers: Sequence[Tiers],
-    room: float,
-    host: int,
-    host_room: float,
-    seen: Forecast,
-) -> None:
-    """Left: bytes by tier as stacked bars, of a device in prefill and in decoding (`tiers`), and of
-    the host (a rank's share).
+def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
+    """Return how long the text takes, beside `plain` decoding in a plan of its own."""
+    seen, mode = ahead.forecast, ahead.needs.mode
+    table = Table(
+        title=f"Fits {ahead.hardware.name}. Predicted, not measured:", title_justify="left"
+    )
+    table.add_column("")
+    table.add_column("", justify="right")
+    table.add_column("waits for")
+    table.add_row(f"a document of {ahead.prompt:,} tokens", duration(seen.document_s))
+    table.add_row(
+        "  reading it, up to the first token",
+        duration(seen.prefill_s),
+        _BOUNDS[seen.prefill_bound],
+    )
+    table.add_row(
+        f"  writing {ahead.new:,} tokens",
+        duration(seen.decode_s),
+        _BOUNDS[seen.verification_bound],
+    )
+    table.add_row(f"a token, {mode} decoding", f"{1e3 * seen.token_s:,.0f} ms")
+    if mode != "plain":
+        said = "does not fit"
+        if plain is not None:
+            said = f"{1e3 * plain.forecast.token_s:,.0f} ms"
+        table.add_row("a token, plain decoding", said)
+        table.add_row(
+            "tokens drafted at once, and gained by it",
+            f"{seen.draft_length}, {seen.tokens_per_verification:.1f}",
+        )
+    if ahead.needs.has_retrieval:
+        table.add_row("retrieval budget", f"{ahead.needs.budget:,} tokens")
+    table.add_row(
+        "layers with KV on the GPU, on the host",
+        f"{ahead.plan.resident_layers}, {ahead.layers_on_host}",
+    )
+    return table
 
-    Right: seconds of one round, on the link and on the device. Raises TierForceError where it
-    cannot be drawn or written.
+
+def memory_table(ahead: Outlook) -> Table:
+    """Return where memory goes, in GB, while the prompt is read and while tokens are written."""
+    machine, ranks = ahead.hardware, ahead.needs.ranks
+    each = "each GPU" if ranks > 1 else "the GPU"
+    table = Table(title=f"GB of {each} while", title_justify="left")
+    table.add_column("")
+    table.add_column("reading", justify="right")
+    table.add_column("writing", justify="right")
+    phases = (ahead.prefill_tiers, ahead.decode_tiers)
+    for name in ahead.prefill_tiers:
+        if any(phase[name] for phase in phases):
+            table.add_row(_TIERS.get(name, name), *(_gb(phase[name]) for phase in phases))
+    table.add_section()
+    table.add_row(
+        f"in all, of {_gb(machine.device_memory)}",
+        *(_gb(sum(phase.values())) for phase in phases),
+    )
+    host = _gb(ahead.plan.host_bytes * ranks)
+    table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)
+    return table
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people write it: 0.41 s, 12 s, 1 min 52 s, 2 h 5 min."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def plan_picture(path: Path, model: str, ahead: Outlook) -> None:
+    """Draw memory by tier, and one round of decoding on the link and on the device.
+
+    Raises TierForceError where it cannot be drawn or written.
     """
     try:
         import matplotlib
@@ -39,56 +117,12 @@ def plan_picture(
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 6), width_ratios=(2, 3))
-    bottoms = [0.0, 0.0]
-    for number, name in enumerate(
-        name for name, size in tiers[0].items() if size or tiers[1][name]
-    ):
-        heights = [phase[name] / 1e9 for phase in tiers]
-        left.bar(
-            ["device, prefill", "device, decode"],
-            heights,
-            bottom=bottoms,
-            color=f"C{number}",
-            label=name,
-            width=0.6,
-        )
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    left.bar(["host"], [host / 1e9], color="0.6", label="KV on the host", width=0.6)
-    for start, end, there in ((-0.4, 1.4, room), (1.6, 2.4, host_room)):
-        left.hlines(there / 1e9, start, end, color="black", linestyle="--", linewidth=1)
-        left.annotate(
-            f"there is: {there / 1e9:.3g}",
-            (start, there / 1e9),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    left.set(ylabel="GB of one rank", title="memory")
-    left.legend(fontsize=8, frameon=False)
-
-    drafting, unit = 1e3 * seen.drafting_s, 1e3
-    spans = [
-        ("device", 0.0, drafting, "C2", f"{seen.draft_length} drafted" if seen.draft_length else "")
-    ]
-    spans.append(("device", drafting, unit * seen.compute_s, "C0", "verification, compute"))
-    spans.append(("link", drafting, unit * seen.link_s, "C1", "verification, link"))
-    for lane, start, length, color, label in spans:
-        if length:
-            right.barh(
-                lane,
-                length,
-                left=start,
-                color=color,
-                height=0.5,
-                label=f"{label}: {length:,.4g} ms",
-            )
-    tokens = f"{seen.tokens_per_verification:.1f} tokens, {1e3 * seen.token_s:,.4g} ms each"
-    right.set(
-        xlabel="ms", title=f"one round, predicted: {tokens}; it waits for {seen.verification_bound}"
+    _draw_memory(left, ahead)
+    _draw_round(right, ahead)
+    figure.suptitle(
+        f"{model}, {ahead.prompt:,} + {ahead.new} tokens on {ahead.hardware.name}, "
+        f"{ahead.needs.mode}"
     )
-    right.legend(fontsize=9, frameon=False, loc="upper right")
-    right.set_ylim(-0.6, 2.2)
-    figure.suptitle(title)
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=110)
@@ -97,51 +131,62 @@ def plan_picture(
     pyplot.close(figure)
 
 
-def memory_table(
-    tiers: tuple[Tiers, Tiers], placed: MemoryPlan, machine: Hardware, ranks: int
-) -> Table:
-    each = "each GPU" if ranks > 1 else "the GPU"
-    table = Table(title=f"Fits {machine.name}: GB of {each}, by phase", title_justify="left")
-    for heading in ("", "prefill", "decode"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name in tiers[0]:
-        table.add_row(name, *(f"{phase[name] / 1e9:.3f}" for phase in tiers))
-    table.add_section()
-    table.add_row("in all", *(f"{sum(phase.values()) / 1e9:.3f}" for phase in tiers))
-    table.add_row("there is", *[f"{machine.device_memory / 1e9:.3f}"] * 2)
-    table.add_section()
-    host = f"{placed.host_bytes * ranks / 1e9:.3f}"
-    table.add_row(f"host memory, of {machine.host_memory / 1e9:.0f}", host, host)
-    return table
+def _draw_memory(axes: Any, ahead: Outlook) -> None:
+    """Draw the bytes of a device in both phases, and of a rank's share of the host, as bars."""
+    phases = (ahead.prefill_tiers, ahead.decode_tiers)
+    bottoms = [0.0, 0.0]
+    shown = [name for name in ahead.prefill_tiers if any(phase[name] for phase in phases)]
+    for number, name in enumerate(shown):
+        heights = [phase[name] / 1e9 for phase in phases]
+        axes.bar(
+            ["GPU, reading", "GPU, writing"],
+            heights,
+            bottom=bottoms,
+            color=f"C{number}",
+            label=_TIERS.get(name, name),
+            width=0.6,
+        )
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    host = ahead.plan.host_bytes / 1e9
+    axes.bar(["host"], [host], color="0.6", label="KV on the host", width=0.6)
+    _draw_limit(axes, (-0.4, 1.4), ahead.hardware.device_memory)
+    _draw_limit(axes, (1.6, 2.4), ahead.hardware.host_memory / ahead.needs.ranks)
+    axes.set(ylabel="GB of one rank", title="memory")
+    axes.legend(fontsize=8, frameon=False)
 
 
-def times_table(seen: Forecast, sizes: Sizes, placed: MemoryPlan, prompt: int, new: int) -> Table:
-    table = Table(title="Predicted, not measured", title_justify="left")
-    for heading in ("", "", "waits for"):
-        table.add_column(heading, justify="right" if table.columns else "left")
-    far = sizes.target.layers - placed.resident_layers
-    table.add_row("layers on the device, on the host", f"{placed.resident_layers}, {far}", "")
-    if placed.late_layers:
-        table.add_row("  of the first, those that come behind prefill", f"{placed.late_layers}", "")
-    if sizes.has_retrieval:
-        table.add_row("retrieval budget", f"{sizes.budget:,} tokens", "")
-    table.add_row(
-        "ring", f"{placed.slots} slots of {placed.slot_heads} heads" if far else "none", ""
+def _draw_limit(axes: Any, span: tuple[float, float], nbytes: float) -> None:
+    """Draw how much memory there is."""
+    height = nbytes / 1e9
+    axes.hlines(height, *span, color="black", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"there is {height:.3g}",
+        (span[0], height),
+        xytext=(0, 3),
+        textcoords="offset points",
+        fontsize=8,
     )
-    table.add_row(
-        f"time to first token, {prompt:,} tokens", f"{seen.prefill_s:.1f} s", seen.prefill_bound
-    )
-    table.add_row("plain decoding", f"{1e3 * seen.step_s:.0f} ms/token", seen.step_bound)
-    if sizes.mode != "plain":
-        table.add_row(f"{sizes.mode} decoding", f"{1e3 * seen.token_s:.0f} ms/token", "")
-        table.add_row(
-            "  a verification", f"{1e3 * seen.verification_s:.0f} ms", seen.verification_bound
-        )
-        table.add_row(
-            f"  its {seen.draft_length} drafted tokens",
-            f"{1e3 * seen.drafting_s:.0f} ms",
-            "compute",
-        )
-        table.add_row("  tokens per verification", f"{seen.tokens_per_verification:.1f}", "")
-    table.add_row(f"documents an hour, {new} new tokens each", f"{seen.documents_per_hour:.1f}", "")
-    return table
+
+
+def _draw_round(axes: Any, ahead: Outlook) -> None:
+    """Draw the milliseconds of one round, on the link and on the GPU."""
+    seen = ahead.forecast
+    drafting = 1e3 * seen.drafting_s
+    spans = [
+        ("GPU", 0.0, drafting, "C2", f"{seen.draft_length} drafted"),
+        ("GPU", drafting, 1e3 * seen.compute_s, "C0", "verification, compute"),
+        ("link", drafting, 1e3 * seen.link_s, "C1", "verification, link"),
+    ]
+    for lane, start, length, color, label in spans:
+        if length:
+            said = f"{label}: {length:,.4g} ms"
+            axes.barh(lane, length, left=start, color=color, height=0.5, label=said)
+    tokens = f"{seen.tokens_per_verification:.1f} tokens, {1e3 * seen.token_s:,.4g} ms each"
+    title = f"one round, predicted: {tokens}; it waits for {_BOUNDS[seen.verification_bound]}"
+    axes.set(xlabel="ms", title=title)
+    axes.legend(fontsize=9, frameon=False, loc="upper right")
+    axes.set_ylim(-0.6, 2.2)
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.2f}"

@@ -1,204 +1,268 @@
-"""What a text takes of one rank, by the models' configs and the settings alone: no weights, no
-device.
+"""What texts take of one rank, by configs and settings alone: no weights, no device.
+
+All sizes are in tokens or bytes, as named. Bytes are those of one rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from decoding.settings import BUDGET, Settings
-from decoding.speculation.decoders import CATCH_UP
+from decoding.planning.defaults import (
+    ALLOCATOR_FACTOR,
+    BOUNDARY_BLOCK,
+    BUDGETS,
+    DEFAULT_BUDGET,
+    DRAFT_SLACK,
+    LAW_BYTES_PER_LOGIT,
+    LOOKUP_NGRAM,
+    MASKED_VALUES_PER_SCORE,
+    MAX_DRAFT,
+    MAX_INNER_DRAFT,
+    MAX_PREFILL_CHUNK,
+    PREFILL_ACTIVATION_BYTES,
+    PREFILL_CHUNK_STEP,
+    SELECTION_INTERVAL_ON_DEVICE,
+    SELECTION_INTERVAL_OVER_LINK,
+    SPLIT_DRAFT_BYTES,
+    SUMMARY_SHARES,
+)
+from decoding.settings import Settings
+from decoding.speculation.draft_length import CATCH_UP
 from offload.errors import FitError
 from offload.layout import ceil_div
-from offload.memory_plan import Needs, tail_tokens
+from offload.memory_plan import MemoryPlan, Needs, tail_tokens
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from parallel.config import ModelConfig
 from parallel.sizes import MAX_GRAPH_TOKENS, parameter_count
 
-# the longest draft put before the target, and before the level below, where they adapt
-MOST, INNER_MOST = 64, 16
-COMPUTE_REFRESH = 16  # tokens one selection serves where it costs compute
-# selections that share the work of making all summaries anew, where it costs compute
-COMPUTE_TURNS = 8
-BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)  # of which one is chosen where none is set
-NGRAM = 3  # tokens that prompt lookup matches
-# tokens of host layers that gather on the device before they are written back, where nobody selects
-BLOCK = 256
-# times the activations that live at once: what an allocator holds for them (python -m bench memory)
-HELD = 2
-# float32 values that a masked pass holds for each row of a head and slot, with one recorded beside
-# it
-SCORES = 6
-# of an entry of a row of logits: itself, its place in their order (int64), and what laws are made
-# of and compared
-LAW_BYTES = 48
-PREFILL_BYTES, PREFILL_MOST = 256 << 20, 4096  # activations of one chunk, and its tokens, at most
-# bytes of weights from which reading them takes longer than the collectives of a split model
-LARGE_DRAFT = 3 << 30
-USED = 0.9  # of the device memory that is free, where nothing else is said
-SLACK = 64  # slots of the draft's cache that fill before its window slides
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of a target and, where this rank runs one, a draft."""
+class TextNeeds:
+    """What texts need that these models decode with these settings."""
 
     target: ModelConfig
-    draft: ModelConfig | None
-    mode: str
+    draft: ModelConfig | None  # where this rank runs one
+    mode: str  # never `auto`
     settings: Settings
     dtype: torch.dtype
     ranks: int
     draft_ranks: int  # over which the draft is split
     copies: bool  # whether the link copies
 
-    @property
-    def budget(self) -> int:
-        """Of retrieval."""
-        return self.settings.budget or BUDGET
-
-    def budgets(self, context: int) -> list[int]:
-        """Those of BUDGETS worth a thought for a text of `context` tokens: the first that holds it
-        whole is the last.
-        """
-        return [
-            each
-            for each in BUDGETS
-            if self.settings.chunk_size
-            <= each
-            < 2 * max(BUDGETS[0], self.settings.chunk_size, context)
-        ]
-
-    def spending(self, budget: int) -> Sizes:
-        """With another retrieval budget."""
-        return replace(self, settings=replace(self.settings, budget=budget))
+    # -- which levels there are --------------------------------------------------------------------
 
     @property
     def has_retrieval(self) -> bool:
+        """Return whether there is a retrieval cache."""
         return self.mode in ("hierarchical", "retrieval")
 
     @property
     def has_draft(self) -> bool:
+        """Return whether this mode uses a draft model."""
         return self.mode in ("hierarchical", "speculative")
 
     @property
     def ngram(self) -> int:
-        """Tokens that prompt lookup matches; 0 where there is none."""
+        """Return how many tokens prompt lookup matches; 0 where there is none."""
         if self.mode == "plain":
             return 0
         if self.settings.lookup is not None:
             return self.settings.lookup
-        return 0 if self.has_draft else NGRAM
+        return 0 if self.has_draft else LOOKUP_NGRAM
+
+    # -- the retrieval budget ----------------------------------------------------------------------
 
     @property
-    def most(self) -> int:
-        """Tokens of the largest pass: the same on all ranks, whatever their plans."""
-        return (
-            max(
-                self.settings.draft_length or MOST,
-                self.settings.inner_length or INNER_MOST,
-                CATCH_UP,
-            )
-            + 2
-        )
+    def budget(self) -> int:
+        """Return the retrieval budget, tokens a head."""
+        return self.settings.budget or DEFAULT_BUDGET
+
+    @property
+    def chooses_budget(self) -> bool:
+        """Return whether there is a budget, and none is set."""
+        return self.has_retrieval and self.settings.budget is None
+
+    def budgets(self, context: int) -> list[int]:
+        """Return the budgets worth a thought for a text of `context` tokens.
+
+        The first that holds the text whole is the last.
+        """
+        end = 2 * max(BUDGETS[0], self.settings.chunk_size, context)
+        return [budget for budget in BUDGETS if self.settings.chunk_size <= budget < end]
+
+    def with_budget(self, budget: int | None) -> TextNeeds:
+        """Return these needs with another retrieval budget. None: as the settings have it."""
+        if budget is None:
+            return self
+        return replace(self, settings=replace(self.settings, budget=budget))
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    @property
+    def draft_lengths(self) -> range:
+        """Return the lengths of a draft that may be put before the target."""
+        length = self.settings.draft_length
+        return range(1, MAX_DRAFT + 1) if length is None else range(length, length + 1)
+
+    @property
+    def max_pass_tokens(self) -> int:
+        """Return the tokens of the largest pass: the same on all ranks, whatever their plans."""
+        outer = self.settings.draft_length or MAX_DRAFT
+        inner = self.settings.inner_length or MAX_INNER_DRAFT
+        return max(outer, inner, CATCH_UP) + 2
 
     @property
     def window(self) -> int:
-        """Recent tokens the draft's cache keeps when it slides: no fewer than a verification may
-        still take back.
+        """Return how many recent tokens the draft's cache keeps when it slides.
+
+        They are no fewer than a verification may still take back.
         """
-        return max(self.settings.window, self.settings.draft_length or MOST)
+        return max(self.settings.window, self.settings.draft_length or MAX_DRAFT)
 
     @property
     def activations(self) -> int:
-        """Elements a token that a layer's prefill holds at most: a chunk that computes, and two
-        whose sums are under way.
+        """Return the elements a token that a layer's prefill holds at most.
+
+        They are those of a chunk that computes, and of two whose sums are under way.
         """
         return 8 * self.target.hidden + 4 * self.target.intermediate // self.ranks
 
     @property
     def prefill_chunk(self) -> int:
-        """Tokens that prefill computes at once: as many as keep large products large, within a
-        bounded memory.
+        """Return how many tokens prefill computes at once.
+
+        They are as many as keep large products large, within a bounded memory.
         """
-        fits = PREFILL_BYTES // (self.activations * self.dtype.itemsize)
-        return self.settings.prefill_chunk or max(256, min(PREFILL_MOST, fits // 256 * 256))
+        if self.settings.prefill_chunk:
+            return self.settings.prefill_chunk
+        step = PREFILL_CHUNK_STEP
+        fits = PREFILL_ACTIVATION_BYTES // (self.activations * self.dtype.itemsize)
+        return max(step, min(MAX_PREFILL_CHUNK, fits // step * step))
+
+    # -- shapes of caches --------------------------------------------------------------------------
 
     def shape(self, prompt: int, new: int) -> RetrievalShape:
-        """How the retrieval cache of such a text is laid out. Raises FitError for summaries that
-        leave room for nothing else.
+        """Return how the retrieval cache of such a text is laid out.
+
+        Raises FitError for summaries that leave room for nothing else.
         """
         settings, context = self.settings, prompt + new
-        summaries = (
-            ceil_div(context, settings.summary_size)
-            if settings.summary_size and context > self.budget
-            else 0
-        )
+        summaries = 0
+        if settings.summary_size and context > self.budget:
+            summaries = ceil_div(context, settings.summary_size)
         if summaries + settings.chunk_size > self.budget:
             raise FitError(
                 f"--summary-size {settings.summary_size}: {context} tokens need {summaries} "
                 f"summaries, which leave no room for a chunk in --budget {self.budget}. Use larger "
                 "summaries, or leave --summary-size out."
             )
-        since = (
-            (settings.refresh or COMPUTE_REFRESH) + 2 * self.most
-            if POLICY_TRAITS[settings.policy].reselects
-            else new
-        )
+        # tokens that may come behind one selection: without a further one, all new ones
+        since = new
+        if POLICY_TRAITS[settings.policy].reselects:
+            interval = settings.refresh or SELECTION_INTERVAL_ON_DEVICE
+            since = min(new, interval + 2 * self.max_pass_tokens)
         budget = max(settings.chunk_size, min(self.budget, context))
+        rows = self.max_pass_tokens
         return RetrievalShape.of(
-            budget, settings.chunk_size, settings.summary_size, context, self.most, min(since, new)
+            budget, settings.chunk_size, settings.summary_size, context, rows, since
         )
 
     def recent(self, prompt: int, new: int) -> tuple[int, int]:
-        """Tokens that stay behind the target's boundary, and in what blocks it moves."""
+        """Return how many tokens stay behind the target's boundary, and by what blocks it moves."""
         if not self.has_retrieval:
-            return 0, BLOCK
+            return 0, BOUNDARY_BLOCK
         shape = self.shape(prompt, new)
         return shape.window, shape.block
 
-    def needs(self, prompt: int, new: int) -> Needs:
-        """Device memory beside the weights, by what it is for. Raises FitError, ConfigError."""
-        settings, target, item = self.settings, self.target, self.dtype.itemsize
-        layout = target.kv_layout(self.ranks, self.dtype)
-        retrieval = draft = masked = 0
-        if self.has_retrieval:
-            shape, policy = self.shape(prompt, new), POLICY_TRAITS[settings.policy]
-            retrieval = shape.device_bytes(layout) + shape.scratch_bytes(
-                layout, policy.rows * target.heads // target.kv_heads
-            )
-            retrieval += policy.state_bytes(layout, shape.context, shape.chunk)
-            recorded = min(self.most, MAX_GRAPH_TOKENS)
-            masked = SCORES * 4 * recorded * target.heads // self.ranks * shape.slots
-        if self.has_draft and self.draft is not None:
-            slots = settings.sinks + self.window + SLACK
-            # keys twice: raw and rotated
-            draft = self.draft.kv_layout(self.draft_ranks, self.dtype).bytes(slots) * 3 // 2
+    # -- what a plan decides -----------------------------------------------------------------------
+
+    def uses_link(self, plan: MemoryPlan) -> bool:
+        """Return whether a verification waits for KV that comes over the link."""
+        return self.copies and plan.resident_layers < self.target.layers
+
+    def selection(self, plan: MemoryPlan) -> tuple[int, int]:
+        """Return the tokens that a selection serves at least, and the shares of summary work.
+
+        One in so many shares of the summaries is made anew by each selection. An interval that is
+        set means the same with any memory.
+        """
+        over_link = self.uses_link(plan)
+        usual = SELECTION_INTERVAL_OVER_LINK if over_link else SELECTION_INTERVAL_ON_DEVICE
+        shares = 1 if over_link or self.settings.refresh else SUMMARY_SHARES
+        return self.settings.refresh or usual, shares
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of all weights on one rank."""
+        weights = weight_bytes(self.target, self.ranks, self.dtype)
+        if self.draft is not None and self.has_draft:
+            weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
+        return weights
+
+    def memory(self, prompt: int, new: int) -> Needs:
+        """Return the device memory beside the weights, by what it is for.
+
+        Raises FitError, and ConfigError where heads do not divide.
+        """
+        target, item = self.target, self.dtype.itemsize
+        chunk = min(prompt, self.prefill_chunk)
+        hidden = prompt * target.hidden + ALLOCATOR_FACTOR * chunk * self.activations
+        row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * target.vocab
         return Needs(
-            layout=layout,
+            layout=target.kv_layout(self.ranks, self.dtype),
             context=prompt + new,
-            tail=tail_tokens(*self.recent(prompt, new), self.most),
-            retrieval=retrieval,
-            draft=draft,
+            tail=tail_tokens(*self.recent(prompt, new), self.max_pass_tokens),
+            retrieval=self._retrieval_bytes(prompt, new),
+            draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.head_dim * item,
-            hidden=(
-                prompt * target.hidden + HELD * min(prompt, self.prefill_chunk) * self.activations
-            )
-            * item,
-            passes=self.most * (HELD * self.activations * item + LAW_BYTES * target.vocab) + masked,
+            hidden=hidden * item,
+            passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new),
             copies=self.copies,
         )
 
+    def _retrieval_bytes(self, prompt: int, new: int) -> int:
+        """Return what the retrieval cache takes, with what choosing takes while it is done."""
+        if not self.has_retrieval:
+            return 0
+        layout = self.target.kv_layout(self.ranks, self.dtype)
+        shape, policy = self.shape(prompt, new), POLICY_TRAITS[self.settings.policy]
+        rows = policy.rows * self.target.heads // self.target.kv_heads
+        choosing = shape.scratch_bytes(layout, rows)
+        return (
+            shape.device_bytes(layout)
+            + choosing
+            + policy.state_bytes(layout, shape.context, shape.chunk)
+        )
+
+    def _masked_bytes(self, prompt: int, new: int) -> int:
+        """Return what masked attention over the retrieval cache holds in a recorded pass."""
+        if not self.has_retrieval:
+            return 0
+        rows = min(self.max_pass_tokens, MAX_GRAPH_TOKENS)
+        values = MASKED_VALUES_PER_SCORE * rows * self.target.heads // self.ranks
+        return 4 * values * self.shape(prompt, new).slots
+
+    def _draft_bytes(self) -> int:
+        """Return what the draft's cache takes: its keys twice, raw and rotated."""
+        if self.draft is None or not self.has_draft:
+            return 0
+        slots = self.settings.sinks + self.window + DRAFT_SLACK
+        return self.draft.kv_layout(self.draft_ranks, self.dtype).bytes(slots) * 3 // 2
+
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Return the bytes of weights on the last rank, which has no fewer than any other."""
+    """Return the bytes of the last rank's weights: no other rank has more."""
     return parameter_count(config, ranks) * dtype.itemsize
 
 
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Over how many ranks a draft is split by default."""
-    large = weight_bytes(draft, 1, dtype) >= LARGE_DRAFT
+    """Return over how many ranks a draft is split by default."""
+    large = weight_bytes(draft, 1, dtype) >= SPLIT_DRAFT_BYTES
     return ranks if large and draft.kv_heads % ranks == 0 else 1

@@ -15,7 +15,7 @@ from offload.errors import TierForceError
 
 
 @dataclass(frozen=True)
-class Hardware:
+class HardwareProfile:
     """One machine. Bytes, seconds, and bytes or operations a second; rates are of each GPU while
     all are at work.
     """
@@ -75,7 +75,7 @@ class Hardware:
             )
 
     @classmethod
-    def find(cls, name: str) -> Hardware:
+    def find(cls, name: str) -> HardwareProfile:
         """A shipped profile, or a JSON file of the same form: numbers, or objects with `value` and
         `source`. TierForceError.
         """
@@ -94,7 +94,7 @@ class Hardware:
         return cls._of(Path(name).stem, found)
 
     @classmethod
-    def _of(cls, name: str, found: Any) -> Hardware:
+    def _of(cls, name: str, found: Any) -> HardwareProfile:
         known = [field.name for field in fields(cls) if field.name != "name"]
         wanted = [
             field.name for field in fields(cls) if field.name != "name" and field.default is MISSING

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from decoding.planning.forecast import attention_flops, matmul_flops, prefill_flops
-from decoding.planning.needs import COMPUTE_TURNS
+from decoding.planning.defaults import DEFAULT_BUDGET, SUMMARY_SHARES
+from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
 from decoding.runtime import Runtime
 from decoding.session import Session
-from decoding.settings import BUDGET, Settings
+from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.verify import Draft, verify
 from offload.attention import partial_attention
@@ -135,7 +135,7 @@ def _products(
     models = Runtime.make(
         random_model(config, Group(device=device), dtype), None, "plain", settings
     )
-    tokens = models.sizes.prefill_chunk
+    tokens = models.needs.prefill_chunk
     prompt = [0] * tokens
     try:
         seconds = typical(lambda: Session(models, prompt, 1).prefill(), of=min)
@@ -149,16 +149,17 @@ def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> d
     layout = config.kv_layout(1, dtype)
     usual = Settings()
     shape = RetrievalShape.of(
-        BUDGET, usual.chunk_size, usual.summary_size, _CHOSEN + _ROWS, _ROWS, _ROWS
+        DEFAULT_BUDGET, usual.chunk_size, usual.summary_size, _CHOSEN + _ROWS, _ROWS, _ROWS
     )
     _, summaries = shape.split(_CHOSEN, _ROWS)
     # which selects as much
-    bare = RetrievalShape.of(BUDGET - summaries, usual.chunk_size, 0, _CHOSEN + _ROWS, _ROWS, _ROWS)
+    selected = DEFAULT_BUDGET - summaries
+    bare = RetrievalShape.of(selected, usual.chunk_size, 0, _CHOSEN + _ROWS, _ROWS, _ROWS)
     plain = _choice_seconds(config, layout, bare, 1, device)
     whole, turned = (
-        _choice_seconds(config, layout, shape, turns, device) for turns in (1, COMPUTE_TURNS)
+        _choice_seconds(config, layout, shape, turns, device) for turns in (1, SUMMARY_SHARES)
     )
-    made = max(0.0, (whole - turned) * COMPUTE_TURNS / (COMPUTE_TURNS - 1))
+    made = max(0.0, (whole - turned) * SUMMARY_SHARES / (SUMMARY_SHARES - 1))
     costs = {"score_rate": plain, "summary_rate": made, "weigh_rate": whole - plain - made}
     # noise may leave nothing
     return {name: layout.bytes(_CHOSEN) / seconds for name, seconds in costs.items() if seconds > 0}

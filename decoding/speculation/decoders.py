@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from decoding.speculation.draft_length import DraftLength, RoundStats
+from decoding.speculation.draft_length import CATCH_UP, DraftLength, RoundStats
 from decoding.speculation.sampling import Sampling, draw
 from decoding.speculation.verify import Draft, read, verify
 from offload.cache import Cache
 from parallel.group import on_device
 
-CATCH_UP = 32  # pending tokens a model reads in one pass
 # tokens (T,), their cache, rows -> logits (rows, V) of the last rows
 Forward = Callable[[Tensor, Cache, int], Tensor]
 

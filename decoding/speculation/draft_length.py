@@ -5,8 +5,33 @@ stood of them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+CATCH_UP = 32  # pending tokens that a model reads in one pass
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Return the tokens that a verification of `length` drafted ones yields on average.
+
+    Leviathan et al. 2023, arXiv 2211.17192, equation 1: 1 + a + ... + a^length, where each token
+    stands with probability a if all before it do.
+    """
+    if acceptance == 1:
+        return length + 1
+    return (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+def best_length(
+    lengths: Iterable[int], acceptance: float, round_s: Callable[[int], float]
+) -> tuple[int, float]:
+    """Return the draft length with the fewest seconds a token, and these seconds.
+
+    `round_s` tells the seconds of a round by its draft length. Of equals the shortest is taken.
+    """
+    token_s = {n: round_s(n) / expected_tokens(acceptance, n) for n in lengths}
+    best = min(token_s, key=token_s.__getitem__)
+    return best, token_s[best]
 
 
 @dataclass(frozen=True)
@@ -164,11 +189,8 @@ class Adaptive(DraftLength):
         return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
 
     def _best(self) -> int:
-        a, per_token, verify = self.acceptance, self._draft_s / self._drafted, self._verify()
-        best, best_rate, yielded = 1, 0.0, 1.0
-        for n in range(1, self.most + 1):
-            yielded += a**n  # 1 + a + ... + a^n tokens
-            rate = yielded / (verify(n + 1) + n * per_token)
-            if rate > best_rate:
-                best, best_rate = n, rate
-        return best
+        per_token, verify = self._draft_s / self._drafted, self._verify()
+        length, _ = best_length(
+            range(1, self.most + 1), self.acceptance, lambda n: verify(n + 1) + n * per_token
+        )
+        return length

@@ -10,9 +10,9 @@ import pytest
 import torch
 from psutil import Process
 
-import decoding.runtime
+import decoding.planning.fit
 from decoding import Engine, Sampling
-from decoding.planning.needs import COMPUTE_REFRESH, COMPUTE_TURNS
+from decoding.planning.defaults import SELECTION_INTERVAL_ON_DEVICE, SUMMARY_SHARES
 from decoding.session import Session
 from offload.memory_plan import MemoryPlan, Needs, plan_memory
 from offload.selection import POLICIES
@@ -76,7 +76,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def boundary(engine: Engine, length: int, new: int) -> int:
     """Tokens of prefix that a pass from `length` tokens streams."""
-    recent, block = engine.runtime.sizes.recent(len(PROMPT), new)
+    recent, block = engine.runtime.needs.recent(len(PROMPT), new)
     return max(0, length - recent) // block * block
 
 
@@ -87,7 +87,7 @@ def test_plain_decoding_streams_the_host_prefix_once_a_token(
     link: str, resident: int, new: int, pair: Pair
 ) -> None:
     with pair.engine("plain", link=link, resident_layers=resident) as engine:
-        assert engine.runtime.sizes.recent(len(PROMPT), new) == (0, BLOCK)
+        assert engine.runtime.needs.recent(len(PROMPT), new) == (0, BLOCK)
         assert len(list(engine.generate(PROMPT, new))) == new
         # by the pass for each token but the first
         written = [(len(PROMPT) + index) // BLOCK * BLOCK for index in range(new - 1)]
@@ -138,7 +138,7 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
     for policy, summary, refresh in [*product(POLICIES, (0, None), (1,)), ("mass", None, 20)]:
         choices = {"policy": policy, "summary_size": summary, "refresh": refresh, **SMALL}
         with pair.engine(mode, resident_layers=1, **choices) as engine:
-            assert engine.runtime.sizes.recent(len(PROMPT), 60) == (4, 8)
+            assert engine.runtime.needs.recent(len(PROMPT), 60) == (4, 8)
             passes.lengths, passes._before = [], []
             list(engine.generate(PROMPT, 60, Sampling(1.0)))
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
@@ -161,7 +161,9 @@ def test_where_a_choice_costs_compute_it_comes_seldom_and_does_less(
     with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
         cache = Session(engine.runtime, PROMPT, 60).retrieval
         assert cache is not None
-        assert (cache.every, cache.turns) == ((1, 1) if often else (COMPUTE_REFRESH, COMPUTE_TURNS))
+        assert (cache.every, cache.turns) == (
+            (1, 1) if often else (SELECTION_INTERVAL_ON_DEVICE, SUMMARY_SHARES)
+        )
 
 
 @pytest.mark.parametrize("policy", ["static", "mass"])
@@ -176,7 +178,7 @@ def test_the_plan_asks_for_what_the_session_allocates(
         asked.append(needs)
         return plan_memory(needs, *arguments)
 
-    monkeypatch.setattr(decoding.runtime, "plan_memory", noted)
+    monkeypatch.setattr(decoding.planning.fit, "plan_memory", noted)
     with pair.engine(
         "hierarchical", resident_layers=1, policy=policy, summary_size=summary, **SMALL
     ) as engine:

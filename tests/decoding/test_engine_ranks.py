@@ -17,7 +17,6 @@ import decoding.runtime
 import decoding.session
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Sampling
-from decoding.runtime import plan
 from offload.errors import DocumentError, FitError
 from offload.layers import ResidentLayer
 from parallel.group import Group
@@ -115,12 +114,10 @@ def plans_differ(pair: Pair) -> tuple[int, list[int]]:
     """
     choices = {"budget": 32, "link": "emulated:50"}
     with pair.engine("hierarchical", **choices) as engine:
-        needed = parameter_bytes(pair.target) + plan(engine.runtime, len(LONG), NEW).device_bytes
+        needed = parameter_bytes(pair.target) + engine.runtime.plan(len(LONG), NEW).device_bytes
     room = pair.group.all_gather(torch.tensor([needed])).tolist()[1]
     with pair.engine("hierarchical", device_memory=room, **choices) as engine:
-        return plan(engine.runtime, len(LONG), NEW).resident_layers, list(
-            engine.generate(LONG, NEW)
-        )
+        return engine.runtime.plan(len(LONG), NEW).resident_layers, list(engine.generate(LONG, NEW))
 
 
 def one_rank_too_small(pair: Pair) -> list[str | list[int]]:

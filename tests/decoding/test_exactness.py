@@ -67,7 +67,7 @@ def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
 
 def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple[list[int], int]:
     """The text, and over how many ranks the draft model is split; 0 where there is none."""
-    decoding.planning.needs.LARGE_DRAFT = large
+    decoding.planning.needs.SPLIT_DRAFT_BYTES = large
     group = Group.from_environment("cpu")
     settings = Settings(dtype="float32", **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)

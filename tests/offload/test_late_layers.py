@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from decoding import Sampling
-from decoding.planning.needs import Sizes
 from offload.link import Link
 from offload.memory_plan import device_tiers
 from offload.retrieval_shape import RetrievalShape
@@ -137,9 +136,9 @@ def test_the_engine_spends_on_layers_what_hidden_states_took(
     more |= {"prefill_chunk": 64, "link": "emulated:50"}
     wanted = models.text(mode, prompt, new, sampling, resident_layers=2, **more)
     with models.engine(mode, **more) as engine:
-        sizes: Sizes = engine.runtime.sizes
+        needs = engine.runtime.needs
         needed = max(
-            sum(tiers.values()) for tiers in device_tiers(sizes.needs(len(prompt), new), 2, 1)
+            sum(tiers.values()) for tiers in device_tiers(needs.memory(len(prompt), new), 2, 1)
         )
     room = needed + parameter_bytes(models.target) + parameter_bytes(models.draft)
     with models.engine(mode, device_memory=room, resident_layers=2, **more) as engine:

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from decoding import Settings
-from decoding.app.plan import outlook
-from decoding.planning.needs import BUDGETS, Sizes, weight_bytes
-from decoding.planning.profile import Hardware
+from decoding.app.plan_view import duration
+from decoding.planning.defaults import BUDGETS
+from decoding.planning.needs import TextNeeds, weight_bytes
+from decoding.planning.outlook import look_ahead
+from decoding.planning.profile import HardwareProfile
 from decoding.session import Session
 from offload.errors import FitError, TierForceError
 from parallel.loading import parameter_bytes
@@ -47,9 +49,10 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
     prompt, new = 700, 60
     settings = Settings(mode=mode, dtype="float32", budget=200, resident_layers=resident)
     draft = pair.draft.config if pair.draft is not None else None
-    sizes = Sizes(pair.target.config, draft, mode, settings, torch.float32, 1, 1, True)
-    machine = Hardware("here", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    plan, (tiers, _) = outlook(sizes, machine, prompt, new)
+    needs = TextNeeds(pair.target.config, draft, mode, settings, torch.float32, 1, 1, True)
+    machine = HardwareProfile("here", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
+    ahead = look_ahead(needs, machine, prompt, new)
+    plan, tiers = ahead.plan, ahead.prefill_tiers
     with pair.engine(mode, budget=200, resident_layers=resident, link="emulated:50") as engine:
         session = Session(engine.runtime, random_tokens(prompt).tolist(), new)
         moving = (
@@ -108,7 +111,7 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
         sum(phase.values()) - phase["weights"] for phase in phases
     )
     assert found["plan"]["late_layers"] > 0
-    assert found["forecast"]["token_s"] < found["forecast"]["step_s"]
+    assert found["forecast"]["token_s"] < found["plain"]["token_s"]
 
 
 def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
@@ -150,8 +153,25 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
 def test_tables_for_people(tmp_path: Path) -> None:
     done = plan(tmp_path, "--hardware", "1x4090", "--context", "100000")
     assert done.code == 0, done.err
-    assert "Predicted, not measured" in done.out
-    assert "Fits 1x4090" in done.out
+    assert "Fits 1x4090. Predicted, not measured" in done.out
+    assert "a document of 99,488 tokens" in done.out
+    assert "plain decoding" in done.out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4567, "0.46 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 0 s"),
+        (112, "1 min 52 s"),
+        (3599.7, "1 h 0 min"),
+        (7530, "2 h 5 min"),
+    ],
+)
+def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -206,7 +226,7 @@ def test_hardware_that_makes_no_sense_is_refused(
 ) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS | change))
     with pytest.raises(TierForceError, match=line):
-        Hardware.find(str(tmp_path / "mine.json"))
+        HardwareProfile.find(str(tmp_path / "mine.json"))
 
 
 def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
@@ -214,20 +234,20 @@ def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
         json.dumps({name: value for name, value in NUMBERS.items() if name != "matmul"})
     )
     with pytest.raises(TierForceError, match="hardware mine lacks matmul"):
-        Hardware.find(str(tmp_path / "mine.json"))
+        HardwareProfile.find(str(tmp_path / "mine.json"))
 
 
 def test_what_is_shipped_is_complete() -> None:
     path = Path(__file__).parents[3] / "decoding" / "planning" / "profiles.json"
     for name, numbers in json.loads(path.read_text()).items():
-        assert Hardware.find(name).name == name
+        assert HardwareProfile.find(name).name == name
         assert all(number["source"] for number in numbers.values())
 
 
 def test_weights_too_large_are_said_to_be(pair: Pair) -> None:
-    machine = Hardware("tiny", 1, 1e6, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    sizes = Sizes(
+    machine = HardwareProfile("tiny", 1, 1e6, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
+    needs = TextNeeds(
         pair.target.config, None, "plain", Settings(mode="plain"), torch.float32, 1, 1, True
     )
     with pytest.raises(FitError, match="the weights alone take"):
-        outlook(sizes, machine, 1000, 10)
+        look_ahead(needs, machine, 1000, 10)

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from decoding import Engine
-from decoding.planning.budget import Split, affordable
-from decoding.planning.needs import BUDGETS
+from decoding.planning.budget import BudgetChoice, BudgetChooser
+from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET
+from decoding.planning.fit import affordable as affordable_with
+from decoding.planning.observed import ObservedCosts
 from decoding.runtime import Runtime
-from decoding.settings import BUDGET
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
+from offload.memory_plan import MemoryPlan
 from parallel.loading import parameter_bytes
 from support.engines import DEMO, Pair
 from support.models import random_tokens
@@ -42,6 +44,27 @@ def models(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
         **choices,
     ) as engine:
         return engine.runtime
+
+
+def affordable(runtime: Runtime, prompt: int, new: int) -> dict[int, MemoryPlan]:
+    return affordable_with(runtime.needs, runtime.memory(), prompt, new)
+
+
+class Past:
+    """A chooser fed with past texts, on a link of a known rate."""
+
+    def __init__(self, rate: float = RATE):
+        self.costs = ObservedCosts(rate)
+        self.chooser = BudgetChooser(self.costs)
+        self.rejection = self.costs.rejection
+
+    def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> BudgetChoice:
+        return self.chooser.choose(runtime.needs, plans, prompt)
+
+    def record(
+        self, runtime: Runtime, plan: MemoryPlan, prompt: int, past: list[RoundStats]
+    ) -> None:
+        self.chooser.record(runtime.needs, plan, prompt, past)
 
 
 def rounds(
@@ -71,10 +94,10 @@ def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
     for megabytes in (130, 100):
         on = models(pair, megabytes)
         plans = affordable(on, PROMPT, NEW)
-        choice = Split().choose(on, plans, PROMPT, RATE)
-        assert choice.budget == max(budget for budget in plans if budget <= BUDGET)
+        choice = Past().choose(on, plans, PROMPT)
+        assert choice.budget == max(budget for budget in plans if budget <= DEFAULT_BUDGET)
         assert "nothing is known" in choice.why
-        assert ("does not fit" in choice.why) == (BUDGET not in plans)
+        assert ("does not fit" in choice.why) == (DEFAULT_BUDGET not in plans)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +111,7 @@ def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
 def test_what_past_texts_showed_decides(
     accepted: int, draft_s: float, larger: bool, pair: Pair
 ) -> None:
-    on, split = models(pair, 130), Split()
+    on, split = models(pair, 130), Past()
     some = affordable(on, PROMPT, NEW)
     plans = {
         budget: replace(some[budget], resident_layers=layers)
@@ -98,8 +121,8 @@ def test_what_past_texts_showed_decides(
     far = on.target.config.layers - plans[2048].resident_layers
     link_s = on.target.config.kv_layout(1, on.dtype).bytes(PROMPT, far) / RATE
     for _ in range(4):
-        split.record(spent, plans[2048], PROMPT, RATE, rounds(20, 24, accepted, draft_s, link_s))
-    choice = split.choose(on, plans, PROMPT, RATE)
+        split.record(spent, plans[2048], PROMPT, rounds(20, 24, accepted, draft_s, link_s))
+    choice = split.choose(on, plans, PROMPT)
     assert choice.budget > 2048 if larger else choice.budget < 2048
     assert "ms/token predicted" in choice.why
     assert "layers" in choice.why
@@ -107,34 +130,34 @@ def test_what_past_texts_showed_decides(
 
 def test_layers_are_worth_nothing_where_compute_is_the_cost(pair: Pair) -> None:
     """The link could be ten times as slow: a larger budget is taken, though it takes the layers."""
-    on, split = models(pair, 130), Split()
+    on, split = models(pair, 130), Past(1e13)
     plans = affordable(on, PROMPT, NEW)
-    split.record(on.with_budget(2048), plans[2048], PROMPT, 1e13, rounds(20, 24, 8, 1e-6, 0.5))
-    assert split.choose(on, plans, PROMPT, 1e13).budget > 2048
+    split.record(on.with_budget(2048), plans[2048], PROMPT, rounds(20, 24, 8, 1e-6, 0.5))
+    assert split.choose(on, plans, PROMPT).budget > 2048
 
 
 def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pair) -> None:
-    on, split = models(pair, 130), Split()
+    on, split = models(pair, 130), Past()
     plans = affordable(on, PROMPT, NEW)
-    split.record(on.with_budget(1024), plans[1024], PROMPT, RATE, rounds(3, 24, 0, 1.0, 1.0))
-    assert "nothing is known" in split.choose(on, plans, PROMPT, RATE).why
+    split.record(on.with_budget(1024), plans[1024], PROMPT, rounds(3, 24, 0, 1.0, 1.0))
+    assert "nothing is known" in split.choose(on, plans, PROMPT).why
     same = {
         budget: replace(place, resident_layers=2)
         for budget, place in plans.items()
         if budget in (1024, 2048)
     }
-    split.record(on.with_budget(1024), same[1024], PROMPT, RATE, rounds(20, 24, 24, 1e-4, 1e-2))
-    assert split.choose(on, same, PROMPT, RATE).budget == 1024
+    split.record(on.with_budget(1024), same[1024], PROMPT, rounds(20, 24, 24, 1e-4, 1e-2))
+    assert split.choose(on, same, PROMPT).budget == 1024
 
 
 def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
-    on, split = models(pair, 130), Split()
+    on, split = models(pair, 130), Past()
     place = affordable(on, 1900, NEW)[2048]
-    split.record(on.with_budget(2048), place, 1900, RATE, rounds(50, 24, 24, 1e-3, 1e-3))
-    choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT, RATE)
-    assert choice.budget == BUDGET
+    split.record(on.with_budget(2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3))
+    choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT)
+    assert choice.budget == DEFAULT_BUDGET
     assert "nothing is known" in choice.why
-    short = split.choose(on, affordable(on, 900, NEW), 900, RATE)
+    short = split.choose(on, affordable(on, 900, NEW), 900)
     assert (short.budget, "fit" in short.why) == (1024, False)
 
 
@@ -186,10 +209,10 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
 
 
 def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair: Pair) -> None:
-    on, split = models(pair, 130), Split()
+    on, split = models(pair, 130), Past()
     place = affordable(on, PROMPT, NEW)[2048]
     # one in five
-    split.record(on.with_budget(2048), place, PROMPT, RATE, rounds(2000, 10, 4, 1e-3, 1e-3))
+    split.record(on.with_budget(2048), place, PROMPT, rounds(2000, 10, 4, 1e-3, 1e-3))
     assert split.rejection(2048) == pytest.approx(0.2, rel=0.02)
     assert (
         split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)

@@ -11,54 +11,48 @@ import torch
 
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
-from decoding.app.plan import outlook
-from decoding.planning.forecast import (
-    ACCEPTANCE,
-    INNER_ACCEPTANCE,
-    Forecast,
-    expected_tokens,
-    forecast,
-    prefill_flops,
-)
-from decoding.planning.needs import Sizes
-from decoding.planning.profile import Hardware
+from decoding.planning.cost import Acceptance
+from decoding.planning.defaults import DEFAULT_BUDGET
+from decoding.planning.forecast import Forecast, forecast
+from decoding.planning.needs import TextNeeds
+from decoding.planning.outlook import Outlook, look_ahead, plain
+from decoding.planning.passes import prefill_flops
+from decoding.planning.profile import HardwareProfile
+from decoding.speculation.draft_length import best_length, expected_tokens
 from parallel.config import ModelConfig
 
 PROMPT, NEW = 130_048, 512
 SEVEN, THIRTEEN, SMALL = (config_of(each) for each in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
 
 
-def predicted(
-    target: ModelConfig, hardware: str, mode: str, **choices: Any
-) -> tuple[Forecast, int]:
-    """And the resident layers. The 13B's KV takes more host memory than a profile assumes; layers
-    that are set are taken as set.
+def needs_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> TextNeeds:
+    settings = Settings(mode=mode, **{"budget": DEFAULT_BUDGET, **choices})
+    draft = SMALL if mode == "hierarchical" else None
+    return TextNeeds(target, draft, mode, settings, torch.float16, ranks, 1, True)
+
+
+def predicted(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> Outlook:
+    """The 13B's KV takes more host memory than a profile assumes; layers that are set are taken as
+    set.
     """
-    machine = replace(Hardware.find(hardware), host_memory=256e9)
+    machine = replace(HardwareProfile.find(hardware), host_memory=256e9)
     if "resident_layers" in choices:
         machine = replace(machine, device_memory=48e9)
-    draft = SMALL if mode == "hierarchical" else None
-    sizes = Sizes(
-        target, draft, mode, Settings(mode=mode, **choices), torch.float16, machine.gpus, 1, True
-    )
-    plan, _ = outlook(sizes, machine, PROMPT, NEW)
-    return (
-        forecast(sizes, plan, machine, PROMPT, NEW, ACCEPTANCE, INNER_ACCEPTANCE),
-        plan.resident_layers,
-    )
+    needs = needs_of(target, mode, int(machine.gpus), **choices)
+    return look_ahead(needs, machine, PROMPT, NEW)
 
 
 def test_published_plain_offload_of_the_7b() -> None:
     """840 ms a token on two 4090s with 12 resident layers (TriForce, arXiv 2404.11912, table 2)."""
-    seen, _ = predicted(SEVEN, "2x4090", "plain", resident_layers=12)
-    assert seen.step_s == pytest.approx(0.840, rel=0.05)
-    assert seen.step_bound == "link"
+    seen = predicted(SEVEN, "2x4090", "plain", resident_layers=12).forecast
+    assert seen.token_s == pytest.approx(0.840, rel=0.05)
+    assert seen.verification_bound == "link"
 
 
 def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> None:
     """1794 ms a token: of 0 to 10 resident layers, 6 come nearest."""
     times = {
-        count: predicted(THIRTEEN, "2x4090", "plain", resident_layers=count)[0].step_s
+        count: predicted(THIRTEEN, "2x4090", "plain", resident_layers=count).forecast.token_s
         for count in range(11)
     }
     assert min(times, key=lambda count: abs(times[count] - 1.794)) == 6
@@ -71,31 +65,49 @@ def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> Non
 )
 def test_published_hierarchical_rows(target: ModelConfig, hardware: str, published: float) -> None:
     """With one acceptance rate for all three, the one that the first row implies."""
-    seen, _ = predicted(target, hardware, "hierarchical")
+    seen = predicted(target, hardware, "hierarchical").forecast
     assert seen.token_s == pytest.approx(published, rel=0.25)
     assert seen.verification_bound == "link"
 
 
 def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
-    machine, settings = Hardware.find("1x4090"), Settings(mode="hierarchical")
-    sizes = Sizes(SEVEN, SMALL, "hierarchical", settings, torch.float16, 1, 1, True)
-    plan, _ = outlook(sizes, machine, PROMPT, NEW)
-    found = [forecast(sizes, plan, machine, PROMPT, NEW, rate, 0.7) for rate in (0.5, 0.8, 0.95)]
+    ahead = predicted(SEVEN, "1x4090", "hierarchical")
+
+    def with_rate(target: float, inner: float = 0.7) -> Forecast:
+        acceptance = Acceptance(target, inner)
+        return forecast(ahead.needs, ahead.plan, ahead.hardware, PROMPT, NEW, acceptance)
+
+    found = [with_rate(rate) for rate in (0.5, 0.8, 0.95)]
     lengths, times = [each.draft_length for each in found], [each.token_s for each in found]
     assert lengths == sorted(set(lengths))
     assert times == sorted(times, reverse=True)
-    assert forecast(sizes, plan, machine, PROMPT, NEW, 0.0, 0.0).tokens_per_verification == 1
+    assert with_rate(0.0, 0.0).tokens_per_verification == 1
 
 
 def test_a_text_that_fits_the_device_waits_for_no_link() -> None:
-    sizes = Sizes(
-        SEVEN, SMALL, "hierarchical", Settings(mode="hierarchical"), torch.float16, 1, 1, True
-    )
-    machine = Hardware.find("1xA100-80")
-    plan, _ = outlook(sizes, machine, 16_384, NEW)
-    assert plan.resident_layers == SEVEN.layers
-    seen = forecast(sizes, plan, machine, 16_384, NEW, 0.9, 0.7)
-    assert (seen.step_bound, seen.verification_bound, plan.host_bytes) == ("compute", "compute", 0)
+    needs, machine = needs_of(SEVEN, "hierarchical", 1), HardwareProfile.find("1xA100-80")
+    ahead = look_ahead(needs, machine, 16_384, NEW)
+    assert ahead.plan.resident_layers == SEVEN.layers
+    assert ahead.plan.host_bytes == 0
+    without = plain(ahead)
+    assert without is not None
+    bounds = (ahead.forecast.verification_bound, without.forecast.verification_bound)
+    assert bounds == ("compute", "compute")
+
+
+def test_plain_decoding_is_told_with_a_plan_of_its_own() -> None:
+    """Memory that a retrieval cache takes is not missing in what it is compared with."""
+    ahead = predicted(SEVEN, "2x4090", "hierarchical", budget=32_768)
+    without, alone = plain(ahead), predicted(SEVEN, "2x4090", "plain")
+    assert without is not None
+    assert without.forecast == alone.forecast
+    assert without.plan.resident_layers > ahead.plan.resident_layers
+
+
+def test_the_best_length_is_the_shortest_of_the_best() -> None:
+    assert best_length(range(1, 65), 0.9, lambda n: 1.0)[0] == 64
+    assert best_length(range(1, 65), 0.0, lambda n: 1.0) == (1, 1.0)
+    assert best_length(range(7, 8), 0.5, lambda n: 1.0 + n)[0] == 7
 
 
 def test_expected_tokens() -> None:

@@ -9,23 +9,29 @@ import pytest
 import torch
 
 from bench.checks.predictions import SETTINGS, acceptance_of
-from decoding.planning.forecast import (
+from decoding.planning.passes import (
+    Passes,
     attention_flops,
-    choice_s,
-    expected_tokens,
     matmul_flops,
-    pass_s,
     read_bytes,
+    selection_s,
 )
-from decoding.planning.profile import Hardware
+from decoding.planning.profile import HardwareProfile
 from decoding.probe.kernels import pass_rates
+from decoding.speculation.draft_length import expected_tokens
 from offload.errors import TierForceError
 from parallel.config import ModelConfig
 
 TARGET = ModelConfig.from_pretrained(Path(__file__).parents[3] / "demo" / "target")
 CPU = torch.device("cpu")
 # a machine of round numbers, on which everything adds up
-SERIAL = Hardware("serial", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 1e-4, runs_ahead=False)
+SERIAL = HardwareProfile(
+    "serial", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 1e-4, runs_ahead=False
+)
+
+
+def seconds(machine: HardwareProfile, rows: int, attended: int) -> float:
+    return Passes(machine, TARGET, 1, torch.float32).seconds(rows, attended)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,7 @@ def rates() -> dict[str, float]:
 
 def test_rates_are_numbers_of_a_hardware(rates: dict[str, float]) -> None:
     machine = replace(SERIAL, **rates)  # which refuses what is no number, or not above 0
-    assert set(rates) <= {field.name for field in fields(Hardware)}
+    assert set(rates) <= {field.name for field in fields(HardwareProfile)}
     assert all(getattr(machine, name) == value for name, value in rates.items())
 
 
@@ -49,17 +55,17 @@ def test_bytes_a_second_are_of_a_memorys_magnitude(rates: dict[str, float], name
 def test_a_pass_takes_its_memory_its_rows_and_its_launches() -> None:
     """Float32 weights and KV at 10 GB/s, 0.1 TFLOP/s, 100 microseconds a layer."""
     kv = TARGET.kv_layout(1, torch.float32).bytes(1000)
-    one = pass_s(SERIAL, TARGET, 1, torch.float32, 1, 1000)
+    one = seconds(SERIAL, 1, 1000)
     memory = (read_bytes(TARGET, 1, torch.float32) + kv) / 1e10
     assert one == pytest.approx(memory + matmul_flops(TARGET) / 1e11 + 6e-4)
-    nine = pass_s(SERIAL, TARGET, 1, torch.float32, 9, 1000)
+    nine = seconds(SERIAL, 9, 1000)
     assert nine - one == pytest.approx(
         8 * (matmul_flops(TARGET) + attention_flops(TARGET) * 1000) / 1e11
     )
 
 
 def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
-    base = pass_s(SERIAL, TARGET, 1, torch.float32, 9, 50_000)
+    base = seconds(SERIAL, 9, 50_000)
     for name, value in (
         ("kv_rate", 1e10),
         ("attention", 1e11),
@@ -67,9 +73,7 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
         ("sample_s", 0.0),
         ("draw_s", 0.0),
     ):
-        assert pass_s(
-            replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000
-        ) == pytest.approx(base)
+        assert seconds(replace(SERIAL, **{name: value}), 9, 50_000) == pytest.approx(base)
     for name, value in (
         ("kv_rate", 1e9),
         ("attention", 1e10),
@@ -77,32 +81,29 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
         ("sample_s", 0.1),
         ("draw_s", 0.1),
     ):
-        assert (
-            pass_s(replace(SERIAL, **{name: value}), TARGET, 1, torch.float32, 9, 50_000)
-            > 1.2 * base
-        )
+        assert seconds(replace(SERIAL, **{name: value}), 9, 50_000) > 1.2 * base
     kv = 1e9
-    assert choice_s(SERIAL, kv, 1) == pytest.approx(0.05 + 0.1)  # keys once, and both
-    assert choice_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8), kv, 4) == pytest.approx(
+    assert selection_s(SERIAL, kv, 1) == pytest.approx(0.05 + 0.1)  # keys once, and both
+    assert selection_s(replace(SERIAL, score_rate=1e9, summary_rate=5e8), kv, 4) == pytest.approx(
         1 + 0.5
     )
-    assert choice_s(
+    assert selection_s(
         replace(SERIAL, score_rate=1e9, summary_rate=5e8, weigh_rate=4e9), kv, 4
     ) == pytest.approx(1 + 0.25 + 0.5)
 
 
 def test_a_device_that_the_host_runs_ahead_of_waits_for_the_slowest_alone() -> None:
     ahead = replace(SERIAL, runs_ahead=True)
-    assert pass_s(ahead, TARGET, 1, torch.float32, 1, 10) == pytest.approx(
+    assert seconds(ahead, 1, 10) == pytest.approx(
         read_bytes(TARGET, 1, torch.float32) / 1e10, rel=0.1
     )
-    assert pass_s(replace(ahead, layer_s=1.0), TARGET, 1, torch.float32, 1, 10) == pytest.approx(6)
+    assert seconds(replace(ahead, layer_s=1.0), 1, 10) == pytest.approx(6)
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_runs_ahead_is_true_or_false(value: object) -> None:
     with pytest.raises(TierForceError, match="runs_ahead must be true or false"):
-        Hardware._of("mine", {**vars(SERIAL), "runs_ahead": value})
+        HardwareProfile._of("mine", {**vars(SERIAL), "runs_ahead": value})
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_runs_ahead_is_true_or_false(value: object) -> None:
 )
 def test_absurd_numbers_are_refused(name: str) -> None:
     with pytest.raises(TierForceError, match=f"{name} must be a number, found -1"):
-        Hardware._of("mine", {**vars(SERIAL), name: -1})
+        HardwareProfile._of("mine", {**vars(SERIAL), name: -1})
 
 
 def test_acceptance_is_found_back() -> None:

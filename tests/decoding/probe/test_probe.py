@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bench.harness.ranks import run_ranks
 from decoding.app.probe_view import table
-from decoding.planning.profile import Hardware
+from decoding.planning.profile import HardwareProfile
 from decoding.probe.advice import warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
@@ -45,7 +45,7 @@ def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
         if name not in ("machine", "warnings", "runs_ahead")
     )
     assert found["runs_ahead"]["value"] is False
-    machine = Hardware.find(str(path))
+    machine = HardwareProfile.find(str(path))
     assert machine.gpus == 1
     assert machine.link_in > 0
     assert 1e-7 < machine.layer_s < 0.1

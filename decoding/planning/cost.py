@@ -1,0 +1,178 @@
+"""What a round of decoding costs: one model, fed by a machine's numbers or by past rounds.
+
+    time per token = (max(link, compute) of a verification + drafting) / tokens per verification
+
+A cost is as good as its numbers: rates of the hardware (`profiles.json` says where each is from),
+or what rounds of other texts took, and acceptance, which depends on models and text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from decoding.planning.defaults import (
+    ACCEPTANCE,
+    DEFAULT_BUDGET,
+    INNER_ACCEPTANCE,
+    INNER_DRAFT,
+    REJECTION_EXPONENT,
+)
+from decoding.planning.needs import TextNeeds
+from decoding.planning.passes import Passes, selection_s, target_passes
+from decoding.planning.profile import HardwareProfile
+from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
+from offload.memory_plan import MemoryPlan
+from offload.policies import POLICY_TRAITS
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """The seconds of one round of a text, by the number of tokens that are drafted in it."""
+
+    link_s: float  # the KV of the layers on the host, over the link
+    compute_s: Callable[[int], float]  # a verification of so many drafted tokens, beside the link
+    drafted_s: float  # a drafted token
+    acceptance: float  # how often a drafted token stands when all before it do
+    uncovered_s: float = 0.0  # copies that no compute hides where compute is the cost
+    other_s: float = 0.0  # of a verification, what neither link nor compute explains
+
+    def verification_s(self, drafted: int) -> float:
+        """Return the seconds of a verification."""
+        return max(self.link_s, self.compute_s(drafted) + self.uncovered_s) + self.other_s
+
+    def verification_bound(self, drafted: int) -> str:
+        """Return what a verification waits for."""
+        compute = self.compute_s(drafted) + self.uncovered_s
+        return "link" if self.link_s >= compute else "compute"
+
+    def tokens(self, drafted: int) -> float:
+        """Return the tokens that a round is expected to yield."""
+        return expected_tokens(self.acceptance, drafted)
+
+    def best_length(self, lengths: Iterable[int]) -> tuple[int, float]:
+        """Return the draft length with the fewest seconds a token, and these seconds."""
+        return best_length(
+            lengths, self.acceptance, lambda n: self.verification_s(n) + n * self.drafted_s
+        )
+
+
+class CostSource(Protocol):
+    """Whoever can tell what a round of a text would cost."""
+
+    def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost | None:
+        """Return the cost with the budget of `needs`; None where nothing is known of it."""
+
+    def record(
+        self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+    ) -> bool:
+        """Take in a text that is over; return whether it said anything."""
+
+
+def link_bytes(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> int:
+    """Return the bytes of KV that a verification brings over one rank's link."""
+    far = needs.target.layers - plan.resident_layers if needs.copies else 0
+    return needs.target.kv_layout(needs.ranks, needs.dtype).bytes(prompt, far)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often a drafted token stands: before the target, and before the retrieval level."""
+
+    target: float = ACCEPTANCE
+    inner: float = INNER_ACCEPTANCE
+    budget: int = DEFAULT_BUDGET  # the retrieval budget that the target's rate is of
+
+    def of(self, needs: TextNeeds) -> float:
+        """Return the target's rate with the budget of these needs."""
+        if not needs.has_retrieval:
+            return self.target
+        return accepted_with(self.target, needs.budget / self.budget)
+
+
+def accepted_with(acceptance: float, times: float) -> float:
+    """Return an acceptance rate where the budget is so many times as large.
+
+    Rejections fall with a power of the budget (docs/memory.md).
+    """
+    return 1 - min(1.0, (1 - acceptance) * times**-REJECTION_EXPONENT)
+
+
+class PredictedCosts:
+    """The costs of rounds by a machine's numbers."""
+
+    def __init__(self, hardware: HardwareProfile, acceptance: Acceptance):
+        self.hardware, self.acceptance = hardware, acceptance
+
+    def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost:
+        passes = target_passes(self.hardware, needs)
+        return RoundCost(
+            link_s=link_bytes(needs, plan, prompt) / self.hardware.link_in,
+            compute_s=lambda drafted: (
+                passes.seconds(drafted + 1, prompt)
+                + self._selecting_s(needs, plan, prompt, drafted)
+            ),
+            drafted_s=self._drafted_s(needs, prompt),
+            acceptance=self.acceptance.of(needs),
+            uncovered_s=self._first_copy_s(needs, plan, prompt),
+        )
+
+    def record(
+        self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+    ) -> bool:
+        return False  # a machine's numbers stay what they are
+
+    def retrieval_s(self, needs: TextNeeds, prompt: int) -> float:
+        """Return the seconds of a pass over the retrieval cache."""
+        if not needs.has_retrieval:
+            return 0.0
+        drafted = self._inner_draft(needs) if self._drafts(needs) else 0
+        budget = min(needs.budget, prompt)
+        return target_passes(self.hardware, needs).seconds(drafted + 1, budget)
+
+    def draft_s(self, needs: TextNeeds) -> float:
+        """Return the seconds of a pass of the draft model."""
+        if needs.draft is None or not needs.has_draft:
+            return 0.0
+        passes = Passes(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
+        return passes.seconds(1, needs.window)
+
+    def _drafted_s(self, needs: TextNeeds, prompt: int) -> float:
+        """Return the seconds of a token put before the target."""
+        retrieval, draft = self.retrieval_s(needs, prompt), self.draft_s(needs)
+        if not needs.has_retrieval:
+            return draft
+        if not draft:
+            return retrieval
+        inner = self._inner_draft(needs)
+        return (retrieval + inner * draft) / expected_tokens(self.acceptance.inner, inner)
+
+    def _first_copy_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+        """Return the seconds of the first slot's copy, where no layer computes before it.
+
+        Where the link is the cost, it is part of that.
+        """
+        if plan.resident_layers or not needs.copies:
+            return 0.0
+        layout = needs.target.kv_layout(needs.ranks, needs.dtype)
+        slot = plan.slot_heads * layout.bytes(prompt, 1) / layout.heads
+        return slot / self.hardware.link_in
+
+    def _selecting_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, drafted: int) -> float:
+        """Return the seconds that selections take, a verification.
+
+        Keys are read for the scores, and both for the summaries; without a link less of both.
+        """
+        if not needs.has_retrieval or not POLICY_TRAITS[needs.settings.policy].reselects:
+            return 0.0
+        interval, shares = needs.selection(plan)
+        kv = needs.target.kv_layout(needs.ranks, needs.dtype).bytes(prompt)
+        often = min(1.0, expected_tokens(self.acceptance.of(needs), drafted) / interval)
+        return often * selection_s(self.hardware, kv, shares)
+
+    def _drafts(self, needs: TextNeeds) -> bool:
+        return needs.draft is not None and needs.has_draft
+
+    def _inner_draft(self, needs: TextNeeds) -> int:
+        return needs.settings.inner_length or INNER_DRAFT

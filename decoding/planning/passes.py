@@ -1,0 +1,118 @@
+"""How long single passes take on a machine, from its numbers and a model's dimensions alone.
+
+Operations are of all ranks together, bytes of one rank.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from decoding.planning.needs import TextNeeds, weight_bytes
+from decoding.planning.profile import HardwareProfile
+from offload.layout import ceil_div
+from parallel.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+def matmul_flops(config: ModelConfig) -> float:
+    """Return the operations of all layers' products a token: two a weight."""
+    attention = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
+    return 2.0 * config.layers * (attention + 3 * config.hidden * config.intermediate)
+
+
+def attention_flops(config: ModelConfig) -> float:
+    """Return the operations of a row's attention a token that it sees, in all layers.
+
+    They are two for QK^T and two for PV, a dimension.
+    """
+    return 4.0 * config.layers * config.heads * config.head_dim
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
+    """Return the operations of a prefill: of products, and of attention over each pair of tokens.
+
+    Of the last layer only keys and values are made.
+    """
+    whole = (config.layers - 1) / config.layers
+    last = 4.0 * config.hidden * config.kv_heads * config.head_dim
+    products = (whole * matmul_flops(config) + last) * tokens
+    return products, whole * attention_flops(config) * tokens * (tokens + 1) / 2
+
+
+def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
+    """Return the bytes of weights that a pass reads: all but the embedding.
+
+    A pass takes a row of it only, unless the embedding is the head too.
+    """
+    rows = 0 if config.tied else ceil_div(config.vocab, ranks)
+    return weight_bytes(config, ranks, dtype) - rows * config.hidden * dtype.itemsize
+
+
+class Passes:
+    """The times of one model's passes on a machine, split over some ranks."""
+
+    def __init__(
+        self, hardware: HardwareProfile, config: ModelConfig, ranks: int, dtype: torch.dtype
+    ):
+        self.hardware, self.config, self.ranks, self.dtype = hardware, config, ranks, dtype
+
+    def seconds(self, rows: int, attended: int) -> float:
+        """Return the seconds of a short pass, and of drawing from what it says.
+
+        Each of its `rows` tokens attends to `attended` tokens.
+        """
+        hardware, config, ranks = self.hardware, self.config, self.ranks
+        kv_rate = hardware.kv_rate or hardware.memory_rate
+        attention = hardware.attention or hardware.matmul
+        weights = read_bytes(config, ranks, self.dtype) / hardware.memory_rate
+        memory = weights + config.kv_layout(ranks, self.dtype).bytes(attended) / kv_rate
+        products = rows * matmul_flops(config) / ranks / hardware.matmul
+        scores = rows * attention_flops(config) * attended / ranks / attention
+        launches = config.layers * hardware.layer_s + hardware.pass_s
+        drawn = rows * hardware.sample_s + hardware.draw_s
+        sums = 2 * config.layers * self._all_reduce_s(rows)
+        if hardware.runs_ahead:
+            return max(memory, products + scores, launches) + sums + drawn
+        # kv_rate was measured with a row's arithmetic
+        return memory + products + scores * (rows - 1) / rows + launches + sums + drawn
+
+    def prefill(self, tokens: int, written: int) -> tuple[float, str]:
+        """Return the seconds of a layer-major prefill, and what bounds it: the three overlap.
+
+        `written` is the bytes of a rank's KV that go to the host.
+        """
+        hardware = self.hardware
+        products, scores = prefill_flops(self.config, tokens)
+        arithmetic = products / hardware.matmul
+        arithmetic += scores / (hardware.prefill_attention or hardware.matmul)
+        times = {
+            "arithmetic": arithmetic / self.ranks,
+            "sums over ranks": 2 * (self.config.layers - 1) * self._all_reduce_s(tokens),
+            "write-back": written / hardware.link_out,
+        }
+        bound = max(times, key=times.__getitem__)
+        return times[bound], bound
+
+    def _all_reduce_s(self, rows: int) -> float:
+        """Return the seconds of one sum over ranks of the hidden states of `rows` tokens."""
+        if self.ranks == 1:
+            return 0.0
+        nbytes = rows * self.config.hidden * self.dtype.itemsize
+        return self.hardware.all_reduce_s + nbytes / self.hardware.all_reduce_rate
+
+
+def selection_s(hardware: HardwareProfile, kv: float, shares: int) -> float:
+    """Return the seconds of one selection over `kv` bytes of one rank.
+
+    It makes one in `shares` of the summaries anew, and the weights of all.
+    """
+    scores = hardware.score_rate or 2 * hardware.memory_rate
+    weights = kv / hardware.weigh_rate if hardware.weigh_rate else 0.0
+    return kv / scores + weights + kv / shares / (hardware.summary_rate or hardware.memory_rate)
+
+
+def target_passes(hardware: HardwareProfile, needs: TextNeeds) -> Passes:
+    """Return the times of the target's passes."""
+    return Passes(hardware, needs.target, needs.ranks, needs.dtype)
