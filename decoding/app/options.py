@@ -38,7 +38,7 @@ class JobOptions:
         default="none, drafts are looked up in the text",
     )
     gpus: int | None = option(
-        "GPUs to split the model over. Without any, ranks on the CPU.",
+        "GPUs to split the model over. Where there is none, CPU ranks.",
         value=None,
         default="1",
         at_least=1,

@@ -27,7 +27,7 @@ class SamplingOptions:
         at_least=0,
     )
     top_p: float = option(
-        "Keep only the likeliest tokens that together have this probability.",
+        "Keep only the likeliest tokens that together have this probability, which is at most 1.",
         value=1.0,
     )
     seed: int = option(

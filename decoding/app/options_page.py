@@ -1,0 +1,116 @@
+"""docs/options.md, made from what the fields and commands say of themselves.
+
+python -m decoding.app.options_page > docs/options.md
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING, Field
+from typing import Any, get_type_hints
+
+import typer
+
+from decoding.app.commands import app
+from decoding.app.options import DEFAULTS, EXIT_CODES, JobOptions
+from decoding.option import GROUPS, PYTHON, about, kind_in_words, least_in_words, options_of
+from decoding.settings import Settings
+from decoding.speculation.sampling_options import SamplingOptions
+
+_KINDS = (JobOptions, SamplingOptions, Settings)
+_INTRODUCTION = """# Options
+
+`summarize` and `generate` share the options of the first tables; what each command adds follows.
+From Python the same names, with underscores, are fields of `Settings` and of `Sampling`. What is
+left out is chosen by the engine: from the models, the machine, and the texts before.
+
+This page is generated: `python -m decoding.app.options_page > docs/options.md`. A test holds it to
+the code.
+"""
+_SAMPLING = """`Sampling()` from Python is greedy and keeps all tokens; the command line starts at
+`--temperature 0.6` and `--top-p 0.9`.
+"""
+
+
+def page() -> str:
+    """Return docs/options.md."""
+    parts = [_INTRODUCTION]
+    for group in (*GROUPS, PYTHON):
+        parts.append(f"## {group or 'What most people need'}\n\n{_shared(group)}")
+    parts.append(f"## Defaults of sampling\n\n{_SAMPLING}")
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    parts += [f"## `tierforce {name}`\n\n{_own(commands[name])}" for name in commands]
+    codes, _, debug = EXIT_CODES.partition(". ")
+    items = codes.removeprefix("Exit codes: ").split("; ")
+    lines = "\n".join(f"- {item}" for item in items)
+    parts.append(f"## Exit codes and environment\n\n{lines}\n\n{debug}\n")
+    return "\n".join(parts)
+
+
+def _shared(group: str | None) -> str:
+    rows = [
+        _row(kind, each)
+        for kind in _KINDS
+        for each in options_of(kind).values()
+        if about(each).group == group
+    ]
+    return _table(("option", "values", "default", "meaning"), rows)
+
+
+def _row(kind: type, each: Field[Any]) -> tuple[str, str, str, str]:
+    said = about(each)
+    flag = f"`{each.name}`" if said.group == PYTHON else f"`--{each.name.replace('_', '-')}`"
+    value = DEFAULTS.get(each.name, each.default)
+    default = said.default or f"`{value}`"
+    if each.default is MISSING:
+        default = "must be given"
+    return flag, _values(kind, each), default, said.help
+
+
+def _values(kind: type, each: Field[Any]) -> str:
+    """Say what an option may be."""
+    said = about(each)
+    if said.choices:
+        return ", ".join(said.choices)
+    words = said.unit or kind_in_words(get_type_hints(kind)[each.name])
+    if said.scale is not None:
+        return f"{words}, above 0"
+    if said.at_least is not None:
+        words += f", {least_in_words(said)}"
+    if said.at_most is not None:
+        words += f", at most {said.at_most}"
+    return words
+
+
+def _own(command: Any) -> str:
+    """Return a command's help, and the options that it does not share."""
+    shared = {name for kind in _KINDS for name in options_of(kind)}
+    shares = "refresh" in {each.name for each in command.params}
+    rows = [
+        (
+            f"`{each.opts[0]}`",
+            "must be given" if each.required else _default(each.default),
+            " ".join((each.help or "").split()),
+        )
+        for each in command.params
+        if not (shares and each.name in shared)
+    ]
+    paragraphs = [textwrap.fill(each, 100) for each in command.help.split("\n\n")]
+    return "\n\n".join([*paragraphs, _table(("option", "default", "meaning"), rows)])
+
+
+def _default(value: Any) -> str:
+    return "" if value is None or callable(value) else f"`{value}`"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(
+        f"| {' | '.join(each.replace('|', '&#124;') for each in row)} |\n" for row in lines
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,91 @@
+"""Options are said once: checks, command line and docs/options.md follow from the fields."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decoding.app.commands import summarize
+from decoding.app.options import as_flags, described
+from decoding.app.options_page import page
+from decoding.option import MAIN, PYTHON, about, options_of
+from decoding.settings import Settings
+from decoding.speculation.sampling_options import SamplingOptions
+from offload.errors import TierForceError
+
+PAGE = Path(__file__).parents[3] / "docs/options.md"
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    """`python -m decoding.app.options_page > docs/options.md` makes it anew."""
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize("kind", [Settings, SamplingOptions])
+def test_every_field_says_what_it_means(kind: type) -> None:
+    assert [each.name for each in fields(kind)] == list(options_of(kind))
+    for name, each in options_of(kind).items():
+        said = about(each)
+        assert said.help.endswith("."), name
+        assert each.default is not None or said.default, name
+
+
+def test_the_command_line_has_every_setting_that_is_not_for_python_alone() -> None:
+    taken = set(inspect.signature(summarize).parameters)
+    for kind in (Settings, SamplingOptions):
+        for name, each in options_of(kind).items():
+            assert (name in taken) == (about(each).group != PYTHON), name
+
+
+def test_ten_options_come_first() -> None:
+    panels = [
+        each.annotation.__metadata__[0].rich_help_panel
+        for each in inspect.signature(summarize).parameters.values()
+    ]
+    assert panels.count(MAIN) == 10
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"budget": 0}, "`budget` must be at least 1, found 0"),
+        ({"budget": 10.5}, "`budget` must be a whole number, found 10.5"),
+        ({"budget": "1024"}, "`budget` must be a whole number, found '1024'"),
+        ({"chunk_size": True}, "`chunk_size` must be a whole number, found True"),
+        ({"chunk_size": None}, "`chunk_size` must be a whole number, found None"),
+        ({"lookup": -1}, r"`lookup` must be 0 \(off\) or more, found -1"),
+        ({"resident_layers": -1}, "`resident_layers` must be 0 or more"),
+        ({"draft_length": 513}, "`draft_length` must be at most 512"),
+        ({"policy": "best"}, "`policy` best is not known: use static, window"),
+        ({"mode": 3}, "`mode` must be a text"),
+        ({"graphs": 1}, "`graphs` must be true or false"),
+        ({"budget": 4}, "`chunk_size` 8 is larger than `budget` 4"),
+    ],
+    ids=str,
+)
+def test_a_value_that_makes_no_sense_is_refused_by_name(choice: Any, words: str) -> None:
+    with pytest.raises(TierForceError, match=words):
+        Settings(**choice)
+
+
+@pytest.mark.parametrize("choice", [{"temperature": "hot"}, {"temperature": float("nan")}])
+def test_so_is_a_sampling_that_makes_none(choice: Any) -> None:
+    with pytest.raises(TierForceError, match="`temperature` must be"):
+        SamplingOptions(**choice)
+
+
+def test_messages_name_flags_on_the_command_line() -> None:
+    said = "`chunk_size` 8 is larger than `budget` 4: give `no_such`, `two words` or `A`."
+    assert as_flags(said) == (
+        "--chunk-size 8 is larger than --budget 4: give --no-such, `two words` or `A`."
+    )
+
+
+def test_help_says_what_holds_by_default() -> None:
+    info = described(Settings, "lookup")
+    assert info.help.endswith("0 is off. By default 3 without a draft model, else off.")
+    assert info.metavar == "TOKENS"
