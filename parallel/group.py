@@ -18,6 +18,7 @@ from parallel.graphs import Recorder
 from parallel.sizes import share
 
 T = TypeVar("T")
+Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
 
 
 class Group:
@@ -69,11 +70,8 @@ class Group:
         """Sum x over the ranks, in place, and return it."""
         return self.start_all_reduce(x)()
 
-    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to sum x over the ranks, in place; return a function that waits for the sum.
-
-        Nobody may touch x before that function returns it.
-        """
+    def start_all_reduce(self, x: Tensor) -> Pending:
+        """Start to sum x over the ranks, in place; nobody may touch x before it is waited for."""
         if self.size == 1:
             return lambda: x
         with _peers():

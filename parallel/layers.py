@@ -1,19 +1,20 @@
-"""Sharded layers: the shard rule beside the layer, the collective in plain sight (Shoeybi et al.
-2019, Megatron-LM, section 3).
+"""Sharded layers: the shard rule beside the layer, the collective in plain sight.
+
+Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from offload.layout import ceil_div
-from parallel.checkpoint import TensorSlice
-from parallel.group import Group
+from parallel.checkpoint import Checkpoint
+from parallel.group import Group, Pending
+from parallel.sizes import vocab_rows
 
 
 class RMSNorm(Module):
@@ -21,78 +22,81 @@ class RMSNorm(Module):
 
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = Parameter(torch.empty(size), requires_grad=False)
+        self.weight = _empty(size)
         self.eps = eps
 
-    def load(self, weight: TensorSlice) -> None:
-        self.weight.copy_(weight[:])
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read the tensor NAME.weight (size,)."""
+        self.weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(self.weight.shape))[:])
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class ColumnParallelLinear(Module):
-    """y = x W^T + b with the output dimension split over ranks. Several matrices of one input are
-    stacked into one product.
+    """y = x W^T + b with the output dimension split over ranks.
+
+    Several matrices of one input are stacked into one product.
     """
 
-    def __init__(self, group: Group, inputs: int, outputs: list[int], bias: bool):
+    def __init__(self, group: Group, inputs: int, outputs: Sequence[int], bias: bool):
         super().__init__()
-        self.group = group
+        self.inputs = inputs
+        self.outputs = outputs
         self.shares = [group.share(size) for size in outputs]
         self.sizes = [share.stop - share.start for share in self.shares]
-        self.weight = Parameter(torch.empty(sum(self.sizes), inputs), requires_grad=False)
-        self.bias = Parameter(torch.empty(sum(self.sizes)), requires_grad=False) if bias else None
+        self.weight = _empty(sum(self.sizes), inputs)
+        self.bias = _empty(sum(self.sizes)) if bias else None
 
-    def load(self, weights: list[TensorSlice], biases: list[TensorSlice]) -> None:
-        """Each weight (Dout, Din), read lazily: only this rank's rows."""
-        for rows, share, weight in zip(
-            self.weight.split(self.sizes), self.shares, weights, strict=True
-        ):
-            rows.copy_(weight[share])
+    def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias."""
+        self._load(checkpoint, [f"{name}.weight" for name in names], self.weight)
         if self.bias is not None:
-            for rows, share, bias in zip(
-                self.bias.split(self.sizes), self.shares, biases, strict=True
-            ):
-                rows.copy_(bias[share])
+            self._load(checkpoint, [f"{name}.bias" for name in names], self.bias)
 
-    # (T, Din) -> one (T, Dout / ranks) per matrix, from `first` on
+    def _load(self, checkpoint: Checkpoint, names: Sequence[str], stacked: Tensor) -> None:
+        parts = zip(names, self.outputs, self.shares, stacked.split(self.sizes), strict=True)
+        for name, size, share, rows in parts:
+            rows.copy_(checkpoint.tensor(name, (size, *stacked.shape[1:]))[share])
+
     def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
+        """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""
         skipped = sum(self.sizes[:first])
         bias = None if self.bias is None else self.bias[skipped:]
         return list(F.linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
 
 
 class RowParallelLinear(Module):
-    """y = x W^T + b with the input dimension split over ranks; the partial sums meet in one
-    all-reduce.
+    """y = x W^T + b with the input dimension split over ranks.
+
+    The partial products meet in one all-reduce.
     """
 
     def __init__(self, group: Group, inputs: int, outputs: int, bias: bool):
         super().__init__()
         self.group = group
+        self.inputs = inputs
+        self.outputs = outputs
         self.share = group.share(inputs)
-        self.weight = Parameter(
-            torch.empty(outputs, self.share.stop - self.share.start), requires_grad=False
-        )
-        self.bias = Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.weight = _empty(outputs, self.share.stop - self.share.start)
+        self.bias = _empty(outputs) if bias else None
 
-    def load(self, weight: TensorSlice, bias: TensorSlice | None) -> None:
-        """weight (Dout, Din), read lazily: only this rank's columns."""
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read this rank's columns of the tensor NAME.weight (Dout, Din), and all of NAME.bias."""
+        weight = checkpoint.tensor(f"{name}.weight", (self.outputs, self.inputs))
         self.weight.copy_(weight[:, self.share])
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias[:])
+        if self.bias is not None:
+            self.bias.copy_(checkpoint.tensor(f"{name}.bias", (self.outputs,))[:])
 
-    # (T, Din / ranks) -> (T, Dout), to be called for when it is needed
-    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+    def forward(self, x: Tensor) -> Pending:
+        """Start the sum over ranks, (T, Dout) once it is waited for; x is (T, Din / ranks)."""
         total = self.group.start_all_reduce(F.linear(x, self.weight))
         bias = self.bias
         return total if bias is None else lambda: total() + bias
 
 
 class VocabParallelEmbedding(Module):
-    """The vocabulary split over ranks: embeds tokens, and as the head of a model gives their
-    logits.
+    """The vocabulary split over ranks: it embeds tokens, and as a model's head gives their logits.
 
     The split is even, so that every rank gathers the same; rows past the vocabulary pad the last
     ranks and hold zeros.
@@ -100,18 +104,22 @@ class VocabParallelEmbedding(Module):
 
     def __init__(self, group: Group, vocab: int, hidden: int):
         super().__init__()
-        self.group, self.vocab = group, vocab
-        rows = ceil_div(vocab, group.size)
+        self.group = group
+        self.vocab = vocab
+        rows = vocab_rows(vocab, group.size)
         self.first = min(rows * group.rank, vocab)
         self.last = min(self.first + rows, vocab)
-        self.weight = Parameter(torch.empty(rows, hidden), requires_grad=False)
+        self.weight = _empty(rows, hidden)
 
-    def load(self, weight: TensorSlice) -> None:
-        self.weight[self.last - self.first :] = 0
-        self.weight[: self.last - self.first] = weight[self.first : self.last]
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read this rank's rows of the tensor NAME.weight (V, hidden)."""
+        weight = checkpoint.tensor(f"{name}.weight", (self.vocab, self.weight.shape[1]))
+        rows = self.last - self.first
+        self.weight[rows:] = 0
+        self.weight[:rows] = weight[self.first : self.last]
 
-    # (T,) -> (T, hidden); a token's owner knows it, the others add zero
     def forward(self, tokens: Tensor) -> Tensor:
+        """Embed tokens (T,) as (T, hidden). A token's owner knows it, the others add zero."""
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first
@@ -119,5 +127,10 @@ class VocabParallelEmbedding(Module):
         x = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign[:, None], 0)
         return self.group.all_reduce(x)
 
-    def logits(self, x: Tensor) -> Tensor:  # (T, hidden) -> (T, V) float32
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (T, V) float32 of hidden states x (T, hidden)."""
         return self.group.all_gather(F.linear(x, self.weight))[:, : self.vocab].float()
+
+
+def _empty(*shape: int) -> Parameter:
+    return Parameter(torch.empty(shape), requires_grad=False)

@@ -1,11 +1,11 @@
-"""One Llama for target, middle and draft. They differ in the cache that `attend` goes to, and
-nowhere else.
+"""One Llama for target, middle and draft.
+
+They differ in the cache that `attend` goes to, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -17,8 +17,9 @@ from offload.layout import ceil_div
 from offload.prefill import LAST_ROWS
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
-from parallel.group import Group
+from parallel.group import Group, Pending
 from parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, VocabParallelEmbedding
+from parallel.prefill import Chunk, pipelined
 
 Progress = Callable[[int, int], None]  # units done, units in all
 
@@ -38,122 +39,125 @@ class AttendingCache(Attending, Protocol):
 
 
 class PrefillingCache(Attending, Protocol):
-    """What a layer-major prefill asks."""
+    """What a layer-major prefill asks of a prompt's way into a cache."""
 
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
 
 
+class Attention(Module):
+    """A layer's attention with the norm before it, over the heads of this rank."""
+
+    def __init__(self, config: ModelConfig, group: Group, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        queries = config.heads * config.head_dim
+        keys = config.kv_heads * config.head_dim
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        outputs = [queries, keys, keys]
+        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias)
+        self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias)
+
+    def forward(self, x: Tensor, cache: Attending, start: int) -> Pending:
+        """Attend with x (T, hidden), the tokens from position `start` on.
+
+        What is returned waits for the ranks' sum (T, hidden). Until then it alone holds memory.
+        """
+        q, k, v = self._heads(x)
+        # (T, H, D) is flattened at once: a name for it would hold it beside a copy
+        return self.o(cache.attend(self.layer, q, k, v, start).flatten(1))
+
+    def keep(self, x: Tensor, cache: PrefillingCache, start: int) -> None:
+        """Keep what later tokens attend to of x (T, hidden), where nobody asks for an output."""
+        k, v = self._heads(x, first=1)
+        cache.keep(self.layer, k, v, start)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.norm.load(checkpoint, f"{prefix}.input_layernorm")
+        self.qkv.load(checkpoint, [f"{prefix}.self_attn.{name}_proj" for name in "qkv"])
+        self.o.load(checkpoint, f"{prefix}.self_attn.o_proj")
+
+    def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
+        """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""
+        parts = self.qkv(self.norm(x), first=first)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
+
+
+class Mlp(Module):
+    """A layer's gated MLP with the norm before it, over this rank's intermediate dimensions."""
+
+    def __init__(self, config: ModelConfig, group: Group):
+        super().__init__()
+        outputs = [config.intermediate] * 2
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
+        self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Pending:
+        """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
+        gate, up = self.gate_up(self.norm(x))
+        return self.down(F.silu(gate) * up)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.norm.load(checkpoint, f"{prefix}.post_attention_layernorm")
+        self.gate_up.load(checkpoint, [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")])
+        self.down.load(checkpoint, f"{prefix}.mlp.down_proj")
+
+
 class Layer(Module):
-    """Attention and MLP, each column-parallel in and row-parallel out: two all-reduces a layer."""
+    """x + attention(x), and to that its mlp: two sums over ranks a layer."""
 
     def __init__(self, config: ModelConfig, group: Group, index: int):
         super().__init__()
-        self.config, self.index = config, index
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.input_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.qkv = ColumnParallelLinear(
-            group, config.hidden, [queries, keys, keys], config.qkv_bias
-        )
-        self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias)
-        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.gate_up = ColumnParallelLinear(
-            group, config.hidden, [config.intermediate] * 2, config.mlp_bias
-        )
-        self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
+        self.attention = Attention(config, group, index)
+        self.mlp = Mlp(config, group)
 
-    # (T, hidden) -> (T, hidden)
     def forward(self, x: Tensor, cache: Attending, start: int) -> Tensor:
-        *_, (out,) = self.steps(x, cache, start)
-        return out
+        """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
+        chunk = Chunk(x, start)
+        for stage in self.stages(cache):
+            stage(chunk)
+        return chunk.x
 
-    def steps(self, x: Tensor, cache: Attending, start: int) -> Iterator[tuple[Tensor, ...]]:
-        """`forward` in three steps, of which the last yields the output; at each of the others a
-        sum over ranks is under way.
-        """
-        # (T, H, D)
-        q, k, v = (
-            part.unflatten(-1, (-1, self.config.head_dim)) for part in self.qkv(self.input_norm(x))
-        )
-        attended = self.o(cache.attend(self.index, q, k, v, start).flatten(1))
-        del q, k, v  # what waits here holds memory
-        yield ()
-        x = x + attended()
-        del attended
-        gate, up = self.gate_up(self.mlp_norm(x))
-        grown = self.down(F.silu(gate) * up)
-        del gate, up
-        yield ()
-        yield (x + grown(),)
+    def stages(self, cache: Attending) -> list[Callable[[Chunk], object]]:
+        """Return the steps of a layer; each but the last leaves a sum over ranks under way."""
 
-    def keep(self, x: Tensor, cache: PrefillingCache, start: int) -> None:
-        """What later tokens attend to, and no output; rows (T, hidden) of a prompt of which nobody
-        asks more.
-        """
-        k, v = (
-            part.unflatten(-1, (-1, self.config.head_dim))
-            for part in self.qkv(self.input_norm(x), first=1)
-        )
-        cache.keep(self.index, k, v, start)
+        def attend(chunk: Chunk) -> None:
+            chunk.add(self.attention(chunk.settle(), cache, chunk.start))
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        config, prefix = self.config, f"model.layers.{self.index}."
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        def transform(chunk: Chunk) -> None:
+            chunk.add(self.mlp(chunk.settle()))
 
-        def weight(name: str, *shape: int):
-            return checkpoint.tensor(prefix + name, shape)
+        return [attend, transform, Chunk.settle]
 
-        def stacked(module: str, names: list[str], sizes: list[int], bias: bool):
-            weights = [
-                weight(f"{module}.{name}.weight", size, config.hidden)
-                for name, size in zip(names, sizes, strict=True)
-            ]
-            return weights, [
-                weight(f"{module}.{name}.bias", size)
-                for name, size in zip(names, sizes, strict=True)
-                if bias
-            ]
-
-        self.input_norm.load(weight("input_layernorm.weight", config.hidden))
-        self.qkv.load(
-            *stacked(
-                "self_attn", ["q_proj", "k_proj", "v_proj"], [queries, keys, keys], config.qkv_bias
-            )
-        )
-        o_bias = weight("self_attn.o_proj.bias", config.hidden) if config.o_bias else None
-        self.o.load(weight("self_attn.o_proj.weight", config.hidden, queries), o_bias)
-        self.mlp_norm.load(weight("post_attention_layernorm.weight", config.hidden))
-        self.gate_up.load(
-            *stacked("mlp", ["gate_proj", "up_proj"], [config.intermediate] * 2, config.mlp_bias)
-        )
-        down_bias = weight("mlp.down_proj.bias", config.hidden) if config.mlp_bias else None
-        self.down.load(
-            weight("mlp.down_proj.weight", config.hidden, config.intermediate), down_bias
-        )
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.attention.load(checkpoint, prefix)
+        self.mlp.load(checkpoint, prefix)
 
 
 class Llama(Module):
-    """A decoder of the Llama family, sharded over `group`. Stateless: the sequence lives in the
-    cache.
+    """A decoder of the Llama family, sharded over `group`.
+
+    It is stateless: the sequence lives in the cache.
     """
 
     def __init__(self, config: ModelConfig, group: Group):
         super().__init__()
-        self.config, self.group = config, group
+        self.config = config
+        self.group = group
         self.embed = VocabParallelEmbedding(group, config.vocab, config.hidden)
         self.layers = ModuleList(Layer(config, group, index) for index in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = (
-            self.embed
-            if config.tied
-            else VocabParallelEmbedding(group, config.vocab, config.hidden)
-        )
+        self.head = self.embed
+        if not config.tied:
+            self.head = VocabParallelEmbedding(group, config.vocab, config.hidden)
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
-        """Logits (rows, V) float32 that follow each of the last `rows` of tokens (T,), which stand
-        behind the cache's content.
+        """Read tokens (T,) behind the cache's content.
 
-        The tokens' KV is written, but they count only once the caller advances the cache.
+        Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
+        is written, but they count only once the caller advances the cache.
         """
         cache.begin(len(tokens))
         x = self.embed(tokens)
@@ -163,57 +167,59 @@ class Llama(Module):
 
     @torch.inference_mode()
     def prefill(
-        self, tokens: Tensor, cache: PrefillingCache, chunk: int, progress: Progress | None = None
+        self,
+        tokens: Tensor,
+        cache: PrefillingCache,
+        max_chunk: int,
+        progress: Progress | None = None,
     ) -> Tensor:
-        """Layer-major: all chunks of one layer before the next layer. tokens (T,); logits (1, V)
-        that follow the last one.
+        """Read a prompt, tokens (T,), layer by layer: all chunks of one before the next layer.
 
-        Holds the hidden states of the whole prompt; the cache holds one layer's KV at a time. To be
-        called inside the cache's own `prefill` context, with what that yields. While the sums of
-        one chunk are under way between the ranks, the next chunks compute. Of the last layer only
-        the KV is made, and the output of the last few rows.
+        Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
+        Of the last layer only the KV is made, and the output of the last few rows. To be called
+        inside the cache's own `prefill` context, with what that yields.
+
+        Args:
+            tokens: the prompt.
+            cache: its way into a cache.
+            max_chunk: tokens that compute at once, at most.
+            progress: told after each chunk of a layer how many units are done, and how many in all.
+
+        Returns:
+            Logits (1, V) that follow the last token.
         """
         # even chunks: the last rows are what followers of the cache see
-        chunk = ceil_div(len(tokens), ceil_div(len(tokens), chunk))
+        size = ceil_div(len(tokens), ceil_div(len(tokens), max_chunk))
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
-        for start in range(0, len(x), chunk):
-            x[start : start + chunk] = self.embed(tokens[start : start + chunk])
+        for start in range(0, len(x), size):
+            x[start : start + size] = self.embed(tokens[start : start + size])
         *others, last = (cast(Layer, layer) for layer in self.layers)
+        units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
-            begun: deque[tuple[int, Iterator[tuple[Tensor, ...]]]] = deque()
-            # two rounds more, for the last chunks' sums
-            for start in range(0, len(x) + 2 * chunk, chunk):
-                if start < len(x):
-                    begun.append((start, layer.steps(x[start : start + chunk], cache, start)))
-                # the newest first: what the others wait for is under way
-                for at, steps in reversed(list(begun)):
-                    for out in next(steps):
-                        x[at : at + chunk] = out
-                        begun.popleft()
-                        if progress:
-                            progress(
-                                index * len(x) + min(at + chunk, len(x)), len(x) * len(self.layers)
-                            )
+            chunks = (Chunk(x[start : start + size], start) for start in range(0, len(x), size))
+            for done in pipelined(chunks, layer.stages(cache)):
+                end = min(done.start + size, len(x))
+                x[done.start : end] = done.x
+                if progress:
+                    progress(index * len(x) + end, units)
         # behind the last chunk's start, which copies go by
-        rest = max((len(x) - 1) // chunk * chunk, len(x) - LAST_ROWS)
-        for start in range(0, rest, chunk):
-            last.keep(x[start : min(start + chunk, rest)], cache, start)
+        rest = max((len(x) - 1) // size * size, len(x) - LAST_ROWS)
+        for start in range(0, rest, size):
+            last.attention.keep(x[start : min(start + size, rest)], cache, start)
         x = last(x[rest:], cache, rest)
         if progress:
-            progress(len(tokens) * len(self.layers), len(tokens) * len(self.layers))
+            progress(units, units)
         return self.head.logits(self.norm(x[-1:]))
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Fill every parameter from the checkpoint, reading this rank's slices only. Raises
-        CheckpointError.
+        """Fill every parameter from the checkpoint, reading this rank's slices only.
+
+        Raises CheckpointError.
         """
-        config = self.config
-        self.embed.load(
-            checkpoint.tensor("model.embed_tokens.weight", (config.vocab, config.hidden))
-        )
-        for layer in self.layers:
-            cast(Layer, layer).load(checkpoint)
-        self.norm.load(checkpoint.tensor("model.norm.weight", (config.hidden,)))
-        if not config.tied:
-            self.head.load(checkpoint.tensor("lm_head.weight", (config.vocab, config.hidden)))
+        self.embed.load(checkpoint, "model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            cast(Layer, layer).load(checkpoint, f"model.layers.{index}")
+        self.norm.load(checkpoint, "model.norm")
+        if not self.config.tied:
+            self.head.load(checkpoint, "lm_head")
         checkpoint.refuse_leftovers()

@@ -76,7 +76,7 @@ def _make(model: Llama) -> None:
     states, asks, found = (slice(part * _ALL, (part + 1) * _ALL) for part in range(3))
     eye = torch.eye(_ALL)
     layer = cast(Layer, model.layers[0])
-    for norm in (model.norm, layer.input_norm, layer.mlp_norm):
+    for norm in (model.norm, layer.attention.norm, layer.mlp.norm):
         norm.weight.fill_(1.0)
     embed = model.embed.weight
     noise = torch.randn(FILLERS, hidden - 3 * _ALL, generator=Generator().manual_seed(0))
@@ -86,14 +86,14 @@ def _make(model: Llama) -> None:
         embed[question(index), asks] = eye[index * WORDS]
         for word, token in enumerate(answer(index)[:-1]):
             embed[token, asks] = eye[index * WORDS + word + 1]
-    q, k, v = layer.qkv.weight.split(dim)
+    q, k, v = layer.attention.qkv.weight.split(dim)
     # of each rotated pair the first; the pair's frequency is theta ** -0.5 or less
     still = slice(dim // 4, dim // 4 + _ALL)
     # a normalised one-hot has the length of the hidden size's root
     scale = (_ASKED * dim**0.5 / hidden) ** 0.5
     q[still, asks], k[still, states] = scale * eye, scale * eye
     v[:_ALL, states] = eye / hidden**0.5
-    layer.o.weight[found, :_ALL] = eye
+    layer.attention.o.weight[found, :_ALL] = eye
     head = model.head.weight
     answers: Tensor = head[FILLERS + _ALL : FILLERS + 2 * _ALL]
     # two dimensions of the hidden state are 1 once a word is found

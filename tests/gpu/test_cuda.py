@@ -26,7 +26,7 @@ from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
 from parallel.graphs import GraphRunner, Recorder, graphs_work
 from parallel.group import Group
-from parallel.model import Layer
+from parallel.model import Attention
 from standin import Machine, gpu_or_standin
 from support.engines import DEMO
 from support.texts import prompt
@@ -162,13 +162,13 @@ def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
 
 
 def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any]:
-    """`Layer.steps`, of which one call raises."""
-    calls, steps = count(), Layer.steps
+    """`Attention.forward`, of which one call raises."""
+    calls, forward = count(), Attention.forward
 
-    def once(self: Layer, *arguments: Any) -> Any:
+    def once(self: Attention, *arguments: Any) -> Any:
         if next(calls) == layer:
             raise error()
-        return steps(self, *arguments)
+        return forward(self, *arguments)
 
     return once
 
@@ -182,7 +182,7 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(
     try:
         found = [list(engine.generate(PROMPT, NEW))]
         peaks = [engine.stats.peaks]
-        monkeypatch.setattr(Layer, "steps", failing(layer, KeyboardInterrupt))
+        monkeypatch.setattr(Attention, "forward", failing(layer, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(PROMPT, NEW))
         found.append(list(engine.generate(PROMPT, NEW)))
@@ -201,7 +201,7 @@ def test_a_gpu_that_is_full_fails_one_text(
 ) -> None:
     engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
     monkeypatch.setattr(
-        Layer, "steps", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory."))
+        Attention, "forward", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory."))
     )
     with pytest.raises(FitError, match="out of memory"):
         list(engine.generate(PROMPT, NEW))

@@ -111,8 +111,14 @@ class Capture(AbstractContextManager[None]):
         self.graph.machine.current = self.before
 
 
-def graph_type(machine: Machine) -> Callable[[], Graph]:
-    return lambda: Graph(machine)
+def graph_type(machine: Machine) -> type[Graph]:
+    """Return what stands for `torch.cuda.CUDAGraph`: a type, as annotations may name it."""
+
+    class CUDAGraph(Graph):
+        def __init__(self) -> None:
+            super().__init__(machine)
+
+    return CUDAGraph
 
 
 def capture_type(machine: Machine) -> Callable[..., Capture]:
