@@ -20,10 +20,10 @@ from decoding.planning.defaults import (
     INNER_ACCEPTANCE,
     INNER_DRAFT,
 )
-from decoding.planning.needs import TextNeeds, draft_ranks
+from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
 from decoding.planning.outlook import Outlook, look_ahead, plain
 from decoding.planning.profile import HardwareProfile
-from decoding.settings import Settings, dtype_of
+from decoding.settings import Settings
 from offload.errors import FitError, TierForceError
 from parallel.config import ModelConfig
 
@@ -127,7 +127,7 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
     """
     target = ModelConfig.find(model)
     small = ModelConfig.find(draft) if draft is not None else None
-    kind = dtype_of(settings.dtype)
+    kind = counted_dtype(settings.dtype)
     target.kv_layout(ranks, kind)  # which refuses heads that cannot be split
     if settings.resident_layers is not None and settings.resident_layers > target.layers:
         raise TierForceError(

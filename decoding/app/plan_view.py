@@ -34,15 +34,14 @@ _BOUNDS = {
 def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
     """Return how long the text takes, beside `plain` decoding in a plan of its own."""
     seen, mode = ahead.forecast, ahead.needs.mode
-    table = Table(
-        title=f"Fits {ahead.hardware.name}. Predicted, not measured:", title_justify="left"
-    )
+    title = f"Fits {ahead.hardware.name}. Predicted, not measured:"
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
     table.add_column("", justify="right")
     table.add_column("waits for")
     table.add_row(f"a document of {ahead.prompt:,} tokens", duration(seen.document_s))
     table.add_row(
-        "  reading it, up to the first token",
+        "  reading it",
         duration(seen.prefill_s),
         _BOUNDS[seen.prefill_bound],
     )
@@ -51,14 +50,14 @@ def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
         duration(seen.decode_s),
         _BOUNDS[seen.verification_bound],
     )
-    table.add_row(f"a token, {mode} decoding", f"{1e3 * seen.token_s:,.0f} ms")
+    table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
     if mode != "plain":
         said = "does not fit"
         if plain is not None:
             said = f"{1e3 * plain.forecast.token_s:,.0f} ms"
-        table.add_row("a token, plain decoding", said)
+        table.add_row("a token, plain", said)
         table.add_row(
-            "tokens drafted at once, and gained by it",
+            "tokens drafted and gained, a round",
             f"{seen.draft_length}, {seen.tokens_per_verification:.1f}",
         )
     if ahead.needs.has_retrieval:
@@ -74,7 +73,7 @@ def memory_table(ahead: Outlook) -> Table:
     """Return where memory goes, in GB, while the prompt is read and while tokens are written."""
     machine, ranks = ahead.hardware, ahead.needs.ranks
     each = "each GPU" if ranks > 1 else "the GPU"
-    table = Table(title=f"GB of {each} while", title_justify="left")
+    table = Table(title=f"GB of {each}, while", title_justify="left", box=None)
     table.add_column("")
     table.add_column("reading", justify="right")
     table.add_column("writing", justify="right")

@@ -6,7 +6,7 @@ All sizes are in tokens or bytes, as named. Bytes are those of one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from decoding.planning.defaults import (
     ALLOCATOR_FACTOR,
@@ -29,7 +29,7 @@ from decoding.planning.defaults import (
 )
 from decoding.settings import Settings
 from decoding.speculation.draft_length import CATCH_UP
-from offload.errors import FitError
+from offload.errors import FitError, TierForceError
 from offload.layout import ceil_div
 from offload.memory_plan import MemoryPlan, Needs, tail_tokens
 from offload.policies import POLICY_TRAITS
@@ -39,6 +39,27 @@ from parallel.sizes import MAX_GRAPH_TOKENS, parameter_count
 
 if TYPE_CHECKING:
     import torch
+
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class CountedDtype:
+    """A stand-in for one of torch's dtypes: bytes are counted with it, and torch is not loaded."""
+
+    name: str
+    itemsize: int  # bytes
+
+
+def counted_dtype(name: str) -> torch.dtype:
+    """Return a stand-in for torch's dtype of this name; it may size caches, and not make them.
+
+    Raises TierForceError for what no model is run in.
+    """
+    if name not in _ITEM_BYTES:
+        raise TierForceError(f"`dtype` {name} is not known: use {', '.join(_ITEM_BYTES)}.")
+    return cast("torch.dtype", CountedDtype(name, _ITEM_BYTES[name]))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +157,7 @@ def test_tables_for_people(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     assert "Fits 1x4090. Predicted, not measured" in done.out
     assert "a document of 99,488 tokens" in done.out
-    assert "plain decoding" in done.out
+    assert "a token, plain" in done.out
 
 
 @pytest.mark.parametrize(
@@ -251,3 +253,17 @@ def test_weights_too_large_are_said_to_be(pair: Pair) -> None:
     )
     with pytest.raises(FitError, match="the weights alone take"):
         look_ahead(needs, machine, 1000, 10)
+
+
+def test_a_plan_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from decoding.app.plan import _needs\n"
+        "from decoding.planning.outlook import look_ahead\n"
+        "from decoding.planning.profile import HardwareProfile\n"
+        "from decoding.settings import Settings\n"
+        f"needs = _needs({str(DEMO / 'target')!r}, None, Settings(dtype='bfloat16'), 1)\n"
+        "look_ahead(needs, HardwareProfile.find('1x4090'), 16_384, 512)\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
