@@ -21,6 +21,7 @@ from decoding.settings import Settings
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength
 from decoding.speculation.sampling import Sampling, draw
+from decoding.speculation.text import Text
 from decoding.speculation.verify import read
 from decoding.stats import Stats
 from offload.errors import DocumentError, FitError, TierForceError, is_out_of_memory, one_line
@@ -156,14 +157,15 @@ class Engine:
         generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
         stats = self.stats
         law = sampling.law(session.prefill(progress))[0]
-        text = [*session.prompt.tolist(), *read(draw(law, generator), law)]
+        new = read(draw(law, generator), law)
+        text = Text([*session.prompt.tolist(), *new])
         decoder = session.decoder(
+            text,
             leader,
             sampling,
             generator,
             (RecordingLength(self.lengths[0], stats.rounds), self.lengths[1]),
         )
-        decoder.sync(text, len(session.prompt))
         stats.levels = decoder.levels()
         stats.traffic = {
             level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)
@@ -178,7 +180,6 @@ class Engine:
             session.target.traffic.link_out,
         )
         stats.first_token_s = time.perf_counter() - started
-        new = text[-1:]
         while True:
             for token in new:
                 if token in self.stop_tokens:

@@ -22,6 +22,7 @@ from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Prop
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
+from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import readable, reading
 from offload.cache import Cache
 from offload.retrieval import RetrievalCache
@@ -108,15 +109,18 @@ class Session:
 
     def decoder(
         self,
+        text: Text,
         leader: PassLeader,
         sampling: Sampling,
         generator: Generator,
         lengths: Lengths | None = None,
     ) -> Decoder:
-        """The nested decoders of this text's mode, outermost first; for rank 0, after prefill.
-        `lengths` None: the settings'.
+        """Return the nested decoders of this text's mode, to go on behind `text`.
+
+        For rank 0, after prefill: `text` is the prompt and the first token. `lengths` None: the
+        settings'.
         """
-        runtime, prompt = self.runtime, self.prompt.tolist()
+        runtime = self.runtime
         inner: Proposer | None = None
         if runtime.draft is not None and self.draft is not None:
             forward: Forward = (
@@ -125,9 +129,9 @@ class Session:
             rows, vocab = runtime.draft.config.vocab, runtime.target.config.vocab
             law = sampling if rows == vocab else sampling.over(vocab)
             forward = reading(forward, rows, vocab)
-            inner = Autoregressive("draft", forward, self.draft, prompt, law, generator)
+            inner = Autoregressive("draft", forward, self.draft, text, law, generator)
         if ngram := runtime.needs.ngram:
-            inner = Lookup(prompt, ngram, runtime.target.config.vocab, self.prompt.device, inner)
+            inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
         lengths = lengths or draft_lengths(runtime.settings)
         first = FIRST_DRAFT_ON_DEVICE
         if self.uses_link:
@@ -138,10 +142,11 @@ class Session:
             list(zip(("target", "retrieval"), self.caches, lengths, strict=False))
         ):
             if inner is None:
-                inner = Autoregressive(name, leader, cache, prompt, sampling, generator)
+                inner = Autoregressive(name, leader, cache, text, sampling, generator)
             else:
-                inner = Speculative(name, leader, cache, prompt, inner, length, sampling, generator)
+                inner = Speculative(name, leader, cache, inner, length, sampling, generator)
         assert isinstance(inner, Decoder)
+        inner.sync([])
         return inner
 
     def close(self) -> None:

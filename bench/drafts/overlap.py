@@ -29,6 +29,7 @@ from decoding.session import Session
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
 from decoding.speculation.sampling import draw
+from decoding.speculation.text import Text
 from offload.errors import TierForceError
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
@@ -191,12 +192,10 @@ class Led:
             self.caches[variant],
         )
         generator = Generator(self.first.device).manual_seed(sampling.seed)
-        prompt = self.session.prompt.tolist()
-        inner = Autoregressive("retrieval", model, cache, prompt, sampling, generator)
-        decoder = Speculative(
-            "target", model, target, prompt, inner, Fixed(draft), sampling, generator
-        )
-        decoder.sync([*prompt, int(draw(sampling.law(self.first)[0], generator))], len(prompt))
+        first = int(draw(sampling.law(self.first)[0], generator))
+        text = Text([*self.session.prompt.tolist(), first])
+        inner = Autoregressive("retrieval", model, cache, text, sampling, generator)
+        decoder = Speculative("target", model, target, inner, Fixed(draft), sampling, generator)
         while (missing := new - decoder.stats.produced) > 0:
             decoder.round(missing)
         self.rewind()

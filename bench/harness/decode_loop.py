@@ -9,6 +9,7 @@ import torch
 from decoding import Sampling
 from decoding.session import Lengths, Session
 from decoding.speculation.decoders import Decoder
+from decoding.speculation.text import Text
 from parallel.lockstep import PassLeader
 
 
@@ -19,11 +20,9 @@ def continued(
     counts, and the seconds.
     """
     generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
-    decoder = session.decoder(
-        PassLeader(session.announced, session.most, session.forward), sampling, generator, lengths
-    )
-    prompt = session.prompt.tolist()
-    decoder.sync([*prompt, first], len(prompt))
+    leader = PassLeader(session.announced, session.most, session.forward)
+    text = Text([*session.prompt.tolist(), first])
+    decoder = session.decoder(text, leader, sampling, generator, lengths)
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
         decoder.round(missing)

@@ -1,16 +1,15 @@
-"""Decoders that nest: hierarchy is one `Speculative` inside another, down to an `Autoregressive`
-leaf.
+"""Decoders that nest: a hierarchy is one `Speculative` inside another, down to a leaf.
 
-Verification is exact, so a level's output law is its model's law, and a level is a valid proposer
-for the level above it (TriForce, arXiv 2404.11912, section 4.2, with Leviathan's residual redraw at
-every level).
+The leaf is an `Autoregressive`, or a `Lookup`, which has no model. Verification is exact: a level
+writes by its model's law, and so it is a valid proposer for the level above it (TriForce, arXiv
+2404.11912, section 4.2, with Leviathan's residual redraw at every level).
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ from torch import Generator, Tensor
 
 from decoding.speculation.draft_length import CATCH_UP, DraftLength, RoundStats
 from decoding.speculation.sampling import Sampling, draw
+from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft, read, verify
 from offload.cache import Cache
 from parallel.group import on_device
@@ -28,7 +28,7 @@ Forward = Callable[[Tensor, Cache, int], Tensor]
 
 @dataclass
 class LevelStats:
-    """What one level did since it was made."""
+    """The counts of one level since it was made."""
 
     passes: int = 0  # forward passes of its model
     proposed: int = 0  # tokens put before it by the level below
@@ -49,85 +49,87 @@ class LevelStats:
 
 
 class Proposer(ABC):
-    """Whoever proposes tokens to a level above. `tokens` is the text as it knows it."""
+    """A level that proposes tokens to the level above it.
 
-    def __init__(self, name: str, tokens: list[int]):
-        self.name, self.tokens = name, list(tokens)
+    What it knows is `text` up to `position`, and behind it the tokens `ahead`: proposals of this
+    level and of those above it, which may yet be taken back.
+    """
+
+    def __init__(self, name: str, text: Text, position: int):
+        self.name, self.text, self.position = name, text, position
+        self.ahead: list[int] = []
         self.stats = LevelStats()
 
     @abstractmethod
     def propose(self, n: int) -> Draft:
-        """Append up to n >= 1 tokens to `tokens`, a model all n; row i of probs is the exact law
-        token i was drawn from.
+        """Append up to n >= 1 tokens to `ahead`; a model appends all n.
+
+        Row i of the draft's probs is the exact law token i was drawn from.
         """
 
-    def sync(self, tokens: list[int], since: int) -> None:
-        """The text is `tokens` now; it may differ from what this level knows from index `since`
-        on.
-        """
-        self._agree(tokens, since)
+    def sync(self, ahead: Sequence[int]) -> None:
+        """Read the text to its end, behind which the levels above propose the tokens `ahead`."""
+        self.position, self.ahead = len(self.text), list(ahead)
 
     def levels(self) -> list[Proposer]:
-        """This level and those below it, outermost first."""
+        """Return this level and those below it, outermost first."""
         return [self]
-
-    def _agree(self, tokens: list[int], since: int) -> int:
-        """Take over the text; how much of it was known before."""
-        keep, end = since, min(len(self.tokens), len(tokens))
-        while keep < end and self.tokens[keep] == tokens[keep]:
-            keep += 1
-        self.tokens[keep:] = tokens[keep:]
-        return keep
 
 
 class Decoder(Proposer):
-    """One model on one cache, which holds all of the text but a pending end."""
+    """One model on one cache, which holds all of what the level knows but a pending end."""
 
     def __init__(
         self,
         name: str,
         forward: Forward,
         cache: Cache,
-        prompt: list[int],
+        text: Text,
         sampling: Sampling,
         generator: Generator,
     ):
-        """`prompt` is what the cache has read."""
-        super().__init__(name, prompt)
-        self.forward, self.cache, self.sampling, self.generator = (
-            forward,
-            cache,
-            sampling,
-            generator,
-        )
+        """Start where `cache` stands, which has read `text` so far."""
+        super().__init__(name, text, cache.length)
+        self.forward, self.cache = forward, cache
+        self.sampling, self.generator = sampling, generator
 
     @abstractmethod
     def round(self, limit: int) -> list[int]:
-        """One pass of this level's model as the outermost level: appends and returns 1 to `limit`
-        tokens of its law.
+        """Append 1 to `limit` tokens of this level's law to the text, and return them.
+
+        For the outermost level: one pass of its model decides what stands.
         """
 
-    def sync(self, tokens: list[int], since: int) -> None:
-        keep = self._agree(tokens, since)
+    def sync(self, ahead: Sequence[int]) -> None:
+        now = [*self.text.since(self.position), *ahead]
+        known = self.position + _common_prefix(self.ahead, now)
+        super().sync(ahead)
         # at least one token is pending: a pass needs a row
-        self.cache.crop(min(keep, len(tokens) - 1))
+        self.cache.crop(min(known, len(self.text) + len(ahead) - 1))
 
-    def _pending(self) -> Tensor:  # (P,) the tokens whose KV the cache lacks
-        return on_device(self.tokens[self.cache.length :], self.generator.device)
+    def _pending(self) -> Tensor:
+        """Return the tokens (P,) whose KV the cache lacks."""
+        start = self.cache.length
+        tokens = [*self.text.since(start), *self.ahead[max(0, start - len(self.text)) :]]
+        return on_device(tokens, self.generator.device)
+
+    def _stand(self, tokens: list[int]) -> list[int]:
+        self.text.append(tokens)
+        self.position = len(self.text)
+        return tokens
 
 
 class Autoregressive(Decoder):
-    """One token a pass, each drawn from the model's law after all before it."""
+    """A level that makes one token a pass, each drawn from the model's law after all before it."""
 
     def propose(self, n: int) -> Draft:
         draft = self._drawn(n)
-        self.tokens += draft.tokens.tolist()
+        self.ahead += draft.tokens.tolist()
         return draft
 
     def round(self, limit: int) -> list[int]:
         draft = self._drawn(1)
-        self.tokens += read(draft.tokens, draft.probs)
-        return self.tokens[-1:]
+        return self._stand(read(draft.tokens, draft.probs))
 
     def _drawn(self, n: int) -> Draft:
         tokens, laws = [], []
@@ -144,8 +146,9 @@ class Autoregressive(Decoder):
         return Draft(torch.cat(tokens), torch.cat(laws))
 
     def _caught_up(self) -> Tensor:
-        """The pending tokens, few enough for one pass: a level that was not asked for long has
-        many.
+        """Read pending tokens until the rest fit one pass, and return these.
+
+        A level that was not asked for long has many.
         """
         rows = self._pending()
         while len(rows) > CATCH_UP:
@@ -156,8 +159,9 @@ class Autoregressive(Decoder):
 
 
 class Speculative(Decoder):
-    """Draws from the model's law, faster: `inner` drafts some tokens, as many as `length` says, and
-    one pass verifies them all.
+    """A level that draws from its model's law, faster.
+
+    `inner` drafts some tokens, as many as `length` says, and one pass verifies them all.
     """
 
     def __init__(
@@ -165,46 +169,43 @@ class Speculative(Decoder):
         name: str,
         forward: Forward,
         cache: Cache,
-        prompt: list[int],
         inner: Proposer,
         length: DraftLength,
         sampling: Sampling,
         generator: Generator,
     ):
-        super().__init__(name, forward, cache, prompt, sampling, generator)
+        """Start on the text of `inner`, where `cache` stands in it."""
+        super().__init__(name, forward, cache, inner.text, sampling, generator)
         self.inner, self.length = inner, length
-        self._shared = len(prompt)  # how much of `tokens` the inner level is known to have
 
     def propose(self, n: int) -> Draft:
-        start, laws = len(self.tokens), []
-        while (missing := n - len(self.tokens) + start) > 0:
-            laws.append(self._verified(missing))
-        return Draft(on_device(self.tokens[start:], self.generator.device), torch.cat(laws))
+        start, laws = len(self.ahead), []
+        while (missing := n - (len(self.ahead) - start)) > 0:
+            tokens, law = self._verified(missing)
+            self.ahead += tokens
+            laws.append(law)
+        return Draft(on_device(self.ahead[start:], self.generator.device), torch.cat(laws))
 
     def round(self, limit: int) -> list[int]:
-        start = len(self.tokens)
-        self._verified(limit)
-        return self.tokens[start:]
-
-    def sync(self, tokens: list[int], since: int) -> None:
-        super().sync(tokens, since)
-        self._shared = min(self._shared, since)
+        tokens, _ = self._verified(limit)
+        return self._stand(tokens)
 
     def levels(self) -> list[Proposer]:
         return [self, *self.inner.levels()]
 
-    def _verified(self, limit: int) -> Tensor:
-        """One round: draft, verify, append the 1 to `limit` tokens that stand. Returns the laws (A
-        + 1, V) they are draws of.
+    def _verified(self, limit: int) -> tuple[list[int], Tensor]:
+        """Make one round: draft, verify, and return the 1 to `limit` tokens that stand.
+
+        With them come the laws (A + 1, V) they are draws of.
         """
-        started, known = time.perf_counter(), len(self.tokens)
+        started, known = time.perf_counter(), len(self.ahead)
         draft = self._draft(min(self.length.next(), limit - 1))
         # every draft ends on the host, so no compute of it is still under way
         drafted = time.perf_counter()
         pending = self._pending()  # (P,)
         rows = torch.cat((pending, draft.tokens))
-        # (N + 1, V)
-        laws = self.sampling.law(self.forward(rows, self.cache, len(draft.tokens) + 1))
+        logits = self.forward(rows, self.cache, len(draft.tokens) + 1)
+        laws = self.sampling.law(logits)  # (N + 1, V)
         accepted, following = verify(draft, laws, self.generator)
         self.length.record(
             RoundStats(
@@ -216,17 +217,22 @@ class Speculative(Decoder):
             )
         )
         self.cache.advance(len(pending) + accepted)
-        self.tokens += [*self.inner.tokens[known : known + accepted], following]
         self.stats.passes += 1
         self.stats.proposed += len(draft.tokens)
         self.stats.accepted += accepted
         self.stats.produced += accepted + 1
-        return laws[: accepted + 1]
+        stood = self.inner.ahead[known : known + accepted]
+        return [*stood, following], laws[: accepted + 1]
 
     def _draft(self, n: int) -> Draft:
         if n == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.generator.device)
             return Draft(nothing, torch.empty(0, 0, device=self.generator.device))
-        self.inner.sync(self.tokens, self._shared)
-        self._shared = len(self.tokens)
+        self.inner.sync(self.ahead)
         return self.inner.propose(n)
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens the two have in common before they differ."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))

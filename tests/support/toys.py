@@ -11,6 +11,7 @@ from decoding import Sampling
 from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
 from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
 from decoding.speculation.lookup import Lookup
+from decoding.speculation.text import Text
 from offload.cache import Cache
 from offload.layout import KVLayout
 
@@ -112,9 +113,9 @@ def nest(
     With an n-gram, prompt lookup stands in front of the last model, or below it when it has a
     length too.
     """
-    read = PROMPT[:-1]
+    text, read = Text(PROMPT), PROMPT[:-1]
     below: Proposer | None = (
-        Lookup(read, ngram, VOCAB, generator.device)
+        Lookup(text, ngram, VOCAB, generator.device)
         if ngram and len(lengths) == len(models)
         else None
     )
@@ -123,22 +124,33 @@ def nest(
         cache.write(read)
         cache.advance(len(read))
         if below is None:
-            below = Autoregressive("leaf", model, cache, read, sampling, generator)
+            below = Autoregressive("leaf", model, cache, text, sampling, generator)
             if ngram:
-                below = Lookup(read, ngram, VOCAB, generator.device, below)
+                below = Lookup(text, ngram, VOCAB, generator.device, below)
         else:
             many = Fixed(length) if isinstance(length, int) else length
-            below = Speculative(
-                f"over {below.name}", model, cache, read, below, many, sampling, generator
-            )
+            name = f"over {below.name}"
+            below = Speculative(name, model, cache, below, many, sampling, generator)
     assert isinstance(below, Decoder)
-    restart(below)
+    below.sync([])
     return below
 
 
 def restart(decoder: Decoder) -> None:
     """Give up the text so far and stand behind PROMPT again."""
-    decoder.sync(PROMPT, len(PROMPT) - 1)
+    text = Text(PROMPT)
+    for level in decoder.levels():
+        level.text, level.ahead = text, []
+        level.position = len(text)
+        if isinstance(level, Decoder):
+            level.cache.crop(len(PROMPT) - 1)
+            level.position = level.cache.length
+    decoder.sync([])
+
+
+def known(level: Proposer) -> list[int]:
+    """The text as a level knows it, with what is proposed behind it."""
+    return [*level.text.since(0)[: level.position], *level.ahead]
 
 
 def go_on(decoder: Decoder, tokens: int) -> list[int]:

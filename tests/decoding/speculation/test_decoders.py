@@ -12,9 +12,10 @@ import torch
 from decoding import Sampling
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
+from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
 from offload.cache import Cache
-from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, nest, restart
+from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest, restart
 
 FULL = Sampling(1.0)
 LENGTHS = [[1], [4], [1, 1], [4, 1], [2, 3], [4, 2], [3, 2, 2]]
@@ -34,8 +35,8 @@ def consistent(level: Proposer) -> bool:
     cache = level.cache
     assert isinstance(cache, HistoryCache)
     return (
-        cache.length <= len(level.tokens)
-        and cache.history[: cache.length] == level.tokens[: cache.length]
+        cache.length <= len(known(level))
+        and cache.history[: cache.length] == known(level)[: cache.length]
     )
 
 
@@ -45,7 +46,7 @@ def test_caches_hold_the_text_of_their_level(lengths: list[int]) -> None:
     text = list(PROMPT)
     for step in range(300):
         text += decoder.round(1 + step % 7)
-        assert decoder.tokens == text
+        assert known(decoder) == decoder.text.since(0) == text
         assert decoder.cache.length == len(text) - 1
         assert all(consistent(level) for level in decoder.levels())
         if step % 50 == 49:
@@ -64,9 +65,9 @@ def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None
         def call(n: int) -> Draft:
             nonlocal drafts
             drafts += 1
-            assert above.inner.tokens == above.tokens
+            assert known(above.inner) == known(above)
             draft = propose(n)
-            assert above.inner.tokens == [*above.tokens, *draft.tokens.tolist()]
+            assert known(above.inner) == [*known(above), *draft.tokens.tolist()]
             assert len(draft.tokens) == n
             return draft
 
@@ -87,10 +88,10 @@ def test_the_law_reported_for_a_token_is_the_model_law_there(
     models = strangers(len(lengths) + 1)
     decoder = nest(models, lengths, sampling, generator())
     for n in [1, 2, 5, 1, 8, 3] * 5:
-        text = list(decoder.tokens)
+        text = known(decoder)
         draft = decoder.propose(n)
-        assert decoder.tokens == [*text, *draft.tokens.tolist()]
-        before = [decoder.tokens[: len(text) + i] for i in range(n)]
+        assert known(decoder) == [*text, *draft.tokens.tolist()]
+        before = [known(decoder)[: len(text) + i] for i in range(n)]
         assert torch.equal(
             draft.probs, sampling.law(torch.stack([models[0].logits(each) for each in before]))
         )
@@ -155,8 +156,8 @@ def test_a_level_not_asked_for_long_catches_up_in_passes_it_can_make() -> None:
         return model(tokens, cache, rows)
 
     cache, text = HistoryCache(), [*PROMPT, *([1, 2, 3] * 40)]
-    leaf = Autoregressive("leaf", forward, cache, [], FULL, generator())
-    leaf.sync(text, 0)
+    leaf = Autoregressive("leaf", forward, cache, Text(text), FULL, generator())
+    leaf.sync([])
     draft = leaf.propose(3)
     assert sizes == [32, 32, 32, 27, 1, 1]
     want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]

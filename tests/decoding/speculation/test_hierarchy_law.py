@@ -145,10 +145,9 @@ def test_a_length_that_follows_the_token_under_test_is_found_out() -> None:
     propose = decoder.inner.propose
 
     def choosy(n: int) -> Draft:
-        text = list(decoder.tokens)
         draft = propose(n)
         if int(draft.tokens[0]) == 0:
-            decoder.inner.sync(text, 0)
+            decoder.inner.sync(decoder.ahead)
             draft = propose(n)
         return draft
 

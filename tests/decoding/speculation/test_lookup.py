@@ -12,7 +12,8 @@ import torch
 from decoding import Sampling
 from decoding.speculation.decoders import Autoregressive
 from decoding.speculation.lookup import Lookup
-from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, nest
+from decoding.speculation.text import Text
+from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest
 
 CPU = torch.device("cpu")
 
@@ -45,61 +46,66 @@ def test_the_longest_agreement_is_continued(ngram: int, vocab: int) -> None:
     for _ in range(300):
         text = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
         n = rng.randint(1, 6)
-        draft = Lookup(text, ngram, vocab, CPU).propose(n)
+        draft = Lookup(Text(text), ngram, vocab, CPU).propose(n)
         assert draft.tokens.tolist() == by_hand(text, ngram, n)
 
 
-def test_it_follows_a_text_that_is_taken_back() -> None:
-    rng, text = random.Random(0), [1, 2, 3]
+def test_it_follows_proposals_that_are_taken_back() -> None:
+    rng, stands, ahead = random.Random(0), [1, 2, 3], list[int]()
+    text = Text(stands)
     lookup = Lookup(text, 2, 5, CPU)
     for _ in range(500):
-        since = rng.randint(max(0, len(text) - 8), len(text))
-        text = [*text[:since], *(rng.randrange(5) for _ in range(rng.randint(1, 9)))]
-        lookup.sync(text, since)
-        assert lookup.tokens == text
+        if rng.random() < 0.5:
+            stands += ahead[:7]
+            text.append(ahead[:7])
+            ahead = []
+        since = rng.randint(max(0, len(ahead) - 8), len(ahead))
+        ahead = [*ahead[:since], *(rng.randrange(5) for _ in range(rng.randint(1, 9)))]
+        lookup.sync(ahead)
+        assert known(lookup) == [*stands, *ahead]
         n = rng.randint(1, 4)
         draft = lookup.propose(n).tokens.tolist()
-        assert draft == by_hand(text, 2, n)
-        assert lookup.tokens == [*text, *draft]
-        text = [*text, *draft[: rng.randint(0, len(draft))]]
-    assert len(text) > 1024  # more than there was room for
+        assert draft == by_hand([*stands, *ahead], 2, n)
+        assert known(lookup) == [*stands, *ahead, *draft]
+        ahead = [*ahead, *draft[: rng.randint(0, len(draft))]]
+        assert text.since(0) == stands
+    assert len(known(lookup)) > 1024  # more than there was room for
 
 
 def test_its_law_is_one_hot() -> None:
-    draft = Lookup([1, 2, 3, 0, 1, 2], 2, 7, CPU).propose(3)
+    draft = Lookup(Text([1, 2, 3, 0, 1, 2]), 2, 7, CPU).propose(3)
     assert draft.tokens.tolist() == [3, 0, 1]
     assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, 7).float())
 
 
 def test_nothing_found_is_nothing_proposed() -> None:
     for text in ([1], [1, 2], [1, 2, 3, 4]):
-        draft = Lookup(text, 2, 7, CPU).propose(5)
+        draft = Lookup(Text(text), 2, 7, CPU).propose(5)
         assert draft.tokens.shape == (0,)
         assert draft.probs.shape == (0, 7)
 
 
 def test_what_is_new_is_left_to_the_level_below() -> None:
-    model, sampling = Toy(0, 1.5), Sampling(1.0)
-    leaf = Autoregressive(
-        "leaf", model, HistoryCache(), [], sampling, torch.Generator().manual_seed(0)
-    )
-    lookup = Lookup([], 3, VOCAB, CPU, leaf)
-    rng, text, asked = random.Random(1), list(PROMPT), 0
-    lookup.sync(text, 0)
+    model, sampling, text = Toy(0, 1.5), Sampling(1.0), Text(PROMPT)
+    leaf = Autoregressive("leaf", model, HistoryCache(), text, sampling, torch.Generator())
+    leaf.generator.manual_seed(0)
+    lookup = Lookup(text, 3, VOCAB, CPU, leaf)
+    rng, asked = random.Random(1), 0
     for _ in range(200):
-        found = by_hand(text, 3, 3)
-        before = leaf.stats.produced
+        stands = text.since(0)
+        continuation, before = by_hand(stands, 3, 3), leaf.stats.produced
         draft = lookup.propose(3)
-        if found:
-            assert draft.tokens.tolist() == found
+        tokens = draft.tokens.tolist()
+        if continuation:
+            assert tokens == continuation
             assert leaf.stats.produced == before
         else:
             asked += 1
-            assert leaf.tokens == lookup.tokens == [*text, *draft.tokens.tolist()]
-            want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]
+            assert known(leaf) == known(lookup) == [*stands, *tokens]
+            want = [model.logits([*stands, *tokens[:end]]) for end in range(3)]
             assert torch.equal(draft.probs, sampling.law(torch.stack(want)))
-        text = [*text, *draft.tokens[: rng.randint(0, 2)].tolist(), rng.randrange(VOCAB)]
-        lookup.sync(text, len(PROMPT))
+        text.append([*tokens[: rng.randint(0, 2)], rng.randrange(VOCAB)])
+        lookup.sync([])
     assert 10 < asked < 190
 
 
@@ -113,4 +119,4 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
-        Lookup([1], 0, 7, CPU)
+        Lookup(Text([1]), 0, 7, CPU)

@@ -1,0 +1,49 @@
+"""The text that all levels of a hierarchy share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_ROOM = 1024  # tokens the buffer grows by, at least
+
+
+class Text:
+    """The tokens of one text that stand: they are only ever added to.
+
+    Levels read it, each up to its own position. What they propose is not part of it before it
+    stands.
+    """
+
+    def __init__(self, tokens: Sequence[int]):
+        self._buffer = np.array(tokens, dtype=np.int64)
+        self._length = len(tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Let these tokens stand behind the others."""
+        self._write(tokens)
+        self._length += len(tokens)
+
+    def since(self, start: int) -> list[int]:
+        """Return the tokens from index `start` on."""
+        return self._buffer[start : self._length].tolist()
+
+    def followed_by(self, ahead: Sequence[int]) -> np.ndarray:
+        """Return a view of all tokens with those `ahead` behind them, (N,) int64.
+
+        It is good until the next call of this or of `append`: the room behind the end is shared.
+        """
+        self._write(ahead)
+        return self._buffer[: self._length + len(ahead)]
+
+    def _write(self, tokens: Sequence[int]) -> None:
+        """Put tokens behind the end, where they do not stand yet."""
+        end = self._length + len(tokens)
+        if end > len(self._buffer):
+            room = np.zeros(max(_ROOM, len(tokens)), dtype=np.int64)
+            self._buffer = np.concatenate((self._buffer, room))
+        self._buffer[self._length : end] = tokens
