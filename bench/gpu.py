@@ -138,7 +138,7 @@ def verified(report: Report, session: Session, rate: float) -> None:
                 "passes", f"{name}: share of the copy rate", moved / (times[name] / 1e3) / rate
             )
     assert session.retrieval is not None
-    session.retrieval.every = 1
+    session.retrieval.min_interval = 1
     sampling, lengths = Sampling(0.6, top_p=0.9), (Fixed(32), Fixed(1))
     decoder, seconds = continued(session, int(session.prompt[0]), sampling, lengths)
     report.add("rounds", "a round", 1e3 * seconds / decoder.stats.passes, "ms")

@@ -28,6 +28,7 @@ from offload.cache import Cache
 from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
+from offload.streaming_shape import StreamingShape
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from parallel.graphs import GraphRunner
@@ -181,10 +182,10 @@ def draft_lengths(settings: Settings) -> Lengths:
 
 
 def _draft_cache(model: Llama, sinks: int, window: int) -> StreamingCache:
-    slots, dtype = sinks + window + DRAFT_SLACK, model.embed.weight.dtype
-    rotary = model.config.rotary(slots, slots, dtype, model.group.device)
+    shape, dtype = StreamingShape(sinks, window, DRAFT_SLACK), model.embed.weight.dtype
+    rotary = model.config.rotary(shape.slots, shape.slots, dtype, model.group.device)
     layout = model.config.kv_layout(model.group.size, dtype)
-    return StreamingCache(layout, sinks, window, DRAFT_SLACK, rotary, model.group.device)
+    return StreamingCache(layout, shape, rotary, model.group.device)
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
@@ -192,10 +193,10 @@ def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
     directly.
     """
     rest = prompt
-    if (skipped := len(rest) - cache.sinks - cache.window) > 0:
-        _advance(model, cache, rest[: cache.sinks])
+    if (skipped := len(rest) - cache.shape.sinks - cache.shape.window) > 0:
+        _advance(model, cache, rest[: cache.shape.sinks])
         cache.skip(skipped)
-        rest = rest[cache.sinks + skipped :]
+        rest = rest[cache.shape.sinks + skipped :]
     _advance(model, cache, rest)
 
 

@@ -66,7 +66,7 @@ class Stats:
     @property
     def refreshes(self) -> int | None:
         """How often the retrieval cache was chosen, the first time behind the prompt."""
-        return self.retrieval.refreshes if self.retrieval else None
+        return self.retrieval.selections if self.retrieval else None
 
     @property
     def link_bytes_per_token(self) -> float | None:

@@ -1,14 +1,14 @@
-"""The middle level's cache: what matters of the target's KV, on the device, chosen anew whenever
-the target verifies.
+"""The middle level's cache: what matters of the target's KV, on the device.
 
-The paper chooses chunks once, behind the prompt (TriForce, arXiv 2404.11912, section 4.1). But a
-verification brings all keys to the device anyway, so here the choice follows the text, and what is
-not chosen is summarised (docs/algorithm.md, "The retrieval cache").
+The paper selects chunks once, behind the prompt (TriForce, arXiv 2404.11912, section 4.1). But a
+verification brings all keys to the device anyway: here the selection follows the text, and what is
+not selected is summarised (docs/algorithm.md).
 """
 
 from __future__ import annotations
 
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,27 +16,28 @@ from torch import Tensor
 from offload.buffers import attend_to, put
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
-from offload.retrieval_shape import SEEN_TOKENS, RetrievalShape
+from offload.retrieval_shape import OBSERVED_KEYS, RetrievalShape
 from offload.rotary import Rotary
-from offload.selection import Seen, SelectionPolicy
+from offload.selection import ObservedRows, SelectionPolicy
 from offload.summaries import biases, tangents
 
 
 class RetrievalCache(SlotCache):
-    """Follows a TieredCache. One buffer per layer, (2, Hkv, slots, D): summaries, then selected
-    tokens, then the window and whatever is drafted, so that a pass attends to one segment. Keys are
-    rotated at their absolute positions.
+    """A follower of a TieredCache, with one buffer per layer (2, Hkv, slots, D).
+
+    The buffer holds summaries, then selected tokens, then the window and whatever is drafted: a
+    pass attends to one segment. Keys are rotated at their absolute positions.
     """
 
-    _state = (
+    _state: ClassVar[tuple[str, ...]] = (
         "length",
-        "refreshes",
+        "selections",
         "policy",
         "_base",
         "_selected",
         "_summaries",
         "_whole",
-        "_chosen_at",
+        "_selected_at",
         "_kv",
         "_bias",
     )
@@ -48,37 +49,40 @@ class RetrievalCache(SlotCache):
         policy: SelectionPolicy,
         rotary: Rotary,
         device: torch.device,
-        every: int = 1,
-        turns: int = 1,
+        min_interval: int = 1,
+        summary_shares: int = 1,
     ):
-        """A choice serves at least `every` tokens before the next, if the policy refreshes; 1 is a
-        choice at every verification.
+        """Allocate the buffers.
 
-        Each choice makes one in `turns` of the summaries anew, in turn, and the biases of all: a
-        summary that is not weighs what it should, only its key and value are of an older choice. It
-        saves most of the second reading of the prefix.
+        Args:
+            layout: the target's, on this rank.
+            shape: how the budget is spent.
+            policy: which chunks are selected, and whether anew when the target verifies.
+            rotary: the target's tables.
+            device: where the cache lives.
+            min_interval: tokens that one selection serves at least; 1 for a selection at every
+                verification.
+            summary_shares: selections that share the work of making all summaries anew. Each makes
+                one share, in turn, and the biases of all: a summary that it does not make weighs
+                what it should, only its key and value are of an older selection. That saves most
+                of the second reading of the prefix.
         """
         super().__init__(layout)
-        self.shape, self.policy, self.rotary, self.every, self.turns = (
-            shape,
-            policy,
-            rotary,
-            every,
-            turns,
-        )
+        self.shape = shape
+        self.policy = policy
+        self.rotary = rotary
+        self.min_interval = min_interval
+        self.summary_shares = summary_shares
         self.slots = shape.slots
-        self.refreshes = 0
+        self.selections = 0
         self._base = 0  # position of the window's first token, which was the boundary
         self._selected = self._summaries = 0  # slots in front of the window
-        self._whole = 0  # summaries of whole stretches that an earlier choice has made
-        self._parts: list[slice] = []  # of the summaries: what the choice under way makes anew
-        self._chosen_at: int | None = None  # tokens of text at the last choice
-        self._choosing = False  # whether the target's pass under way is one that chooses
-        self._kv = torch.zeros(
-            layout.shape(layout.layers, shape.slots), dtype=layout.dtype, device=device
-        )
-        summarised = (layout.layers, layout.heads, shape.slots if shape.summary else 0)
-        self._bias = torch.zeros(summarised, dtype=torch.float32, device=device)
+        self._whole = 0  # summaries of whole stretches that an earlier selection has made
+        self._due: list[slice] = []  # of the summaries: what the selection under way makes anew
+        self._selected_at: int | None = None  # tokens of text at the last selection
+        self._selecting = False  # whether the target's pass under way is one that selects
+        self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
+        self._bias = torch.zeros(shape.bias_buffer(layout), dtype=torch.float32, device=device)
 
     @property
     def device_bytes(self) -> int:
@@ -86,10 +90,11 @@ class RetrievalCache(SlotCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot = self._slot(start)
-        put(self._kv[layer], self.rotary(k, start), v, slot)
+        kv = self._kv[layer]
+        put(kv, self.rotary(k, start), v, slot)
         bias = self._bias[layer] if self._summaries else None
         q = self.rotary(q, start)
-        return attend_to(self._kv[layer], q, slot + len(q), self.traffic, bias=bias)[0]
+        return attend_to(kv, q, slot + len(q), self.traffic, bias=bias)[0]
 
     def place(self, start: int) -> tuple[int, int]:
         return self._slot(start), start
@@ -104,80 +109,79 @@ class RetrievalCache(SlotCache):
     # -- following the target ----------------------------------------------------------------------
 
     def follow(self, boundary: int, length: int, end: int) -> None:
-        """A pass of the target starts: `boundary` tokens of prefix, `length` that stand, and new
-        ones up to `end`.
-        """
         # when decoding, the pass's first token was pending: it stands already
         text = length + (end > length)
-        due = (
-            self.policy.traits.reselects
-            and self._chosen_at is not None
-            and text - self._chosen_at >= self.every
-        )
-        self._choosing = due or self._chosen_at is None
-        if self._choosing:
-            self._base, self._chosen_at = boundary, text
-            self._selected, self._summaries = self.shape.split(boundary, end - boundary)
-            self._parts, self._whole = (
-                self._due(self._whole),
-                (boundary // self.shape.summary if self._summaries else 0),
-            )
-            self.refreshes += 1
+        self._selecting = self._is_due(text)
+        if not self._selecting:
+            return
+        self._base = boundary
+        self._selected_at = text
+        self._selected, self._summaries = self.shape.split(boundary, end - boundary)
+        self._due = self._due_summaries(self._whole)
+        self._whole = boundary // self.shape.summary if self._summaries else 0
+        self.selections += 1
 
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-        heads = slice(head, head + prefix.shape[1])
-        kv, end = self._kv[layer, :, heads], prefix.shape[2] + recent.shape[2]
-        if not self._choosing:
+        heads = prefix.shape[1]
+        kv = self._kv[layer, :, head : head + heads]
+        if not self._selecting:
             # the target's own KV takes the place of what this level computed from a partial context
-            new = recent[:, :, -len(q) :]
-            put(kv, new[0].transpose(0, 1), new[1].transpose(0, 1), self._slot(end - len(q)))
+            start = prefix.shape[2] + recent.shape[2] - len(q)
+            own = recent[:, :, -len(q) :]
+            put(kv, own[0].transpose(0, 1), own[1].transpose(0, 1), self._slot(start))
             return
         put(kv, recent[0].transpose(0, 1), recent[1].transpose(0, 1), self._slot(self._base))
-        group = q.shape[1] // prefix.shape[1]
-        step = max(1, SEEN_TOKENS // max(1, prefix.shape[2]))
-        for first in range(0, prefix.shape[1], step):
-            part = slice(first, first + step)
-            self._choose(
-                layer, head + first, q[:, first * group : (first + step) * group], prefix[:, part]
-            )
-
-    def _choose(self, layer: int, head: int, q: Tensor, prefix: Tensor) -> None:
-        """Fill the selected and summary slots of these heads: q (T, Hq, D), prefix (2, Hkv, N,
-        D).
-        """
-        kv, chunk = self._kv[layer, :, head : head + prefix.shape[1]], self.shape.chunk
-        if self._selected == prefix.shape[2]:
-            kv[:, :, : self._selected] = prefix
-            self._bias[layer, head : head + prefix.shape[1]] = 0
-            return
-        seen = Seen(q, prefix[0], self.policy.traits.rows)
-        # (Hkv, n / chunk)
-        chunks = self.policy.select(seen, layer, head, chunk, self._selected // chunk)
-        summaries, selected = kv[:, :, : self._summaries + self._selected].tensor_split(
-            [self._summaries], dim=2
-        )
-        # a chunk of one head is one row to copy
-        for part, index in product(range(2), range(len(chunks))):
-            rows, slots = (x[part, index].view(-1, chunk * x.shape[-1]) for x in (prefix, selected))
-            torch.index_select(rows, 0, chunks[index], out=slots)
-        if self._summaries:
-            seen.leave_out(chunks, chunk)
-            for due in self._parts:
-                summaries[:, :, due] = tangents(seen, prefix, self.shape.summary, due)
-            bias = self._bias[layer, head : head + prefix.shape[1]].zero_()
-            bias[:, : self._summaries] = biases(seen, summaries[0], self.shape.summary)
-
-    def _due(self, whole: int) -> list[slice]:
-        """Which summaries a choice is to make, the first `whole` of which are there: a share of
-        these, and all others.
-        """
-        turn = self.refreshes % self.turns
-        share = slice(whole * turn // self.turns, whole * (turn + 1) // self.turns)
-        return [part for part in (share, slice(whole, self._summaries)) if part.start < part.stop]
+        group = q.shape[1] // heads  # query heads per KV head
+        step = max(1, OBSERVED_KEYS // max(1, prefix.shape[2]))  # KV heads
+        for first in range(0, heads, step):
+            rows = q[:, first * group : (first + step) * group]
+            self._select(layer, head + first, rows, prefix[:, first : first + step])
 
     def advanced(self, length: int) -> None:
         self._refuse_inside_selection(length)
         self.length = length
+
+    def _is_due(self, text: int) -> bool:
+        """Return whether a pass selects, with so many tokens of text."""
+        if self._selected_at is None:
+            return True
+        return self.policy.traits.reselects and text - self._selected_at >= self.min_interval
+
+    def _select(self, layer: int, head: int, q: Tensor, prefix: Tensor) -> None:
+        """Fill the slots in front of the window: q (T, h * G, D), prefix (2, h, N, D)."""
+        heads, tokens = prefix.shape[1:3]
+        kv = self._kv[layer, :, head : head + heads]
+        bias = self._bias[layer, head : head + heads]
+        if self._selected == tokens:
+            kv[:, :, :tokens] = prefix
+            bias.zero_()
+            return
+        chunk, front = self.shape.chunk, self._summaries + self._selected
+        rows = ObservedRows(q, prefix[0], self.policy.traits.rows)
+        chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
+        summaries, selected = kv[:, :, :front].tensor_split([self._summaries], dim=2)
+        # a chunk of one head is one row to copy
+        for part, index in product(range(2), range(heads)):
+            source = prefix[part, index].view(-1, chunk * prefix.shape[3])
+            slots = selected[part, index].view(-1, chunk * prefix.shape[3])
+            torch.index_select(source, 0, chunks[index], out=slots)
+        if self._summaries:
+            rows.leave_out(chunks, chunk)
+            for due in self._due:
+                summaries[:, :, due] = tangents(rows, prefix, self.shape.summary, due)
+            bias.zero_()
+            bias[:, : self._summaries] = biases(rows, summaries[0], self.shape.summary)
+
+    def _due_summaries(self, whole: int) -> list[slice]:
+        """Return which summaries a selection makes: a share of the first `whole`, and all others.
+
+        The first `whole` are there already.
+        """
+        share = self.selections % self.summary_shares
+        start = whole * share // self.summary_shares
+        end = whole * (share + 1) // self.summary_shares
+        parts = [slice(start, end), slice(whole, self._summaries)]
+        return [part for part in parts if part.start < part.stop]
 
     def _refuse_inside_selection(self, length: int) -> None:
         if length < self._base:

@@ -6,6 +6,8 @@ rotated by their slot.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -13,54 +15,42 @@ from offload.buffers import attend_to, put
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.rotary import Rotary
+from offload.streaming_shape import StreamingShape
 
 
 class StreamingCache(SlotCache):
-    """`sinks` first tokens, at least `window` recent ones, and `slack` slots that fill before the
-    window slides.
+    """The first tokens of a text, and recent ones in a window that slides.
 
-    Sliding moves the last `window` tokens down and rotates them anew, once every `slack` tokens: in
+    Sliding moves the last `window` tokens down and rotates them anew, once every `slack` tokens. In
     between, slots and with them positions stay put, and `crop` may take back anything drafted
     since. Tokens that slid out are gone: `crop` refuses to reach behind them. The rotary table
-    needs sinks + window + slack positions only, however long the text.
+    needs as many positions as there are slots, however long the text.
     """
 
-    _state = ("length", "_dropped", "_kv", "_raw")
+    _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_kv", "_raw")
 
     def __init__(
-        self,
-        layout: KVLayout,
-        sinks: int,
-        window: int,
-        slack: int,
-        rotary: Rotary,
-        device: torch.device,
+        self, layout: KVLayout, shape: StreamingShape, rotary: Rotary, device: torch.device
     ):
         super().__init__(layout)
-        if min(sinks, window, slack) < 1:
-            raise ValueError(
-                f"sinks, window and slack must be at least 1, found {sinks}, {window} and {slack}"
-            )
-        self.sinks, self.window, self.rotary = sinks, window, rotary
-        self.slots = sinks + window + slack
+        self.shape = shape
+        self.rotary = rotary
+        self.slots = shape.slots
         self._dropped = 0  # tokens between the sinks and the window that are gone
-        shape = layout.shape(layout.layers, self.slots)
-        self._kv = torch.zeros(shape, dtype=layout.dtype, device=device)  # keys rotated by slot
-        self._raw = torch.zeros_like(self._kv[:, 0])  # (L, Hkv, slots, D) keys as computed
+        # keys rotated by slot, and keys as computed
+        self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
+        self._raw = torch.zeros(shape.raw_buffer(layout), dtype=layout.dtype, device=device)
 
     @property
     def device_bytes(self) -> int:
         return self._kv.nbytes + self._raw.nbytes
 
     def begin(self, rows: int) -> None:
-        used = self.length - self._dropped
-        if used + rows > self.slots:
-            self._slide(used)
-            if self.length - self._dropped + rows > self.slots:
-                raise ValueError(
-                    f"{rows} tokens do not fit the {self.slots - self.sinks - self.window} slots of"
-                    " slack"
-                )
+        if self.length - self._dropped + rows <= self.slots:
+            return
+        self._slide()
+        if self.length - self._dropped + rows > self.slots:
+            raise ValueError(f"{rows} tokens do not fit the {self.shape.slack} slots of slack")
 
     def place(self, start: int) -> tuple[int, int]:
         return start - self._dropped, start - self._dropped
@@ -76,36 +66,33 @@ class StreamingCache(SlotCache):
         return attend_to(self._kv[layer], q, slot + len(q), self.traffic)[0]
 
     def skip(self, tokens: int) -> None:
-        """Count `tokens` tokens that were never read: the text between the sinks and where the
-        draft starts reading.
-        """
-        if self.length != self.sinks:
+        """Count `tokens` tokens that are never read: those between the sinks and the window."""
+        sinks = self.shape.sinks
+        if self.length != sinks:
             raise ValueError(
-                f"tokens can be skipped right behind the {self.sinks} sinks only, not at "
-                f"{self.length}"
+                f"tokens can be skipped right behind the {sinks} sinks only, not at {self.length}"
             )
         self.length += tokens
         self._dropped += tokens
 
     def crop(self, length: int) -> None:
-        if self._dropped and length < self.sinks + self._dropped:
+        oldest = self.shape.sinks + self._dropped
+        if self._dropped and length < oldest:
             raise ValueError(
-                f"cannot crop to {length} tokens: those up to {self.sinks + self._dropped} have "
-                "left the window"
+                f"cannot crop to {length} tokens: those up to {oldest} have left the window"
             )
         super().crop(length)
 
-    def _slide(self, used: int) -> None:
+    def _slide(self) -> None:
         """Drop what lies between the sinks and the last `window` tokens."""
-        drop = used - self.sinks - self.window
+        start, end = self.shape.sinks, self.shape.sinks + self.shape.window
+        drop = self.length - self._dropped - end
         if drop <= 0:
             return
-        end = self.sinks + self.window
-        self._raw[:, :, self.sinks : end] = self._raw[:, :, self.sinks + drop : end + drop].clone()
-        self._kv[:, 1, :, self.sinks : end] = self._kv[
-            :, 1, :, self.sinks + drop : end + drop
-        ].clone()
+        self._raw[:, :, start:end] = self._raw[:, :, start + drop : end + drop].clone()
+        values = self._kv[:, 1]  # (L, Hkv, slots, D)
+        values[:, :, start:end] = values[:, :, start + drop : end + drop].clone()
         for kv, raw in zip(self._kv, self._raw, strict=True):
-            keys = raw[:, self.sinks : end].transpose(0, 1)  # (window, Hkv, D)
-            kv[0, :, self.sinks : end] = self.rotary(keys, self.sinks).transpose(0, 1)
+            keys = raw[:, start:end].transpose(0, 1)  # (window, Hkv, D)
+            kv[0, :, start:end] = self.rotary(keys, start).transpose(0, 1)
         self._dropped += drop

@@ -96,7 +96,9 @@ def judged(
     # the prompt's last token is read once more, so that the first word is judged too
     target.crop(len(prompt) - 1)
     for cache in led.caches.values():
-        cache.every = 0  # each verification selects, though the first one ends where the prompt did
+        cache.min_interval = (
+            0  # each verification selects, though the first one ends where the prompt did
+        )
     laws: dict[str, list[Tensor]] = {}
     for rows in torch.tensor([*prompt[-1:], *words[:-1]]).split(INTERVAL):
         for variant, cache in led.caches.items():

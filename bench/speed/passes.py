@@ -57,7 +57,7 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
     }
     target.followers = followers
     if session.retrieval is not None:
-        session.retrieval.every = 0  # the text stands still, and is chosen from all the same
+        session.retrieval.min_interval = 0  # the text stands still, and is chosen from all the same
         found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
             found |= short_passes(

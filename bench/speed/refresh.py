@@ -51,7 +51,7 @@ def main(
         for count in map(int, rows.split(",")):
             times: dict[Variant, list[float]] = {variant: [] for variant in led.caches}
             for _, (variant, cache) in product(range(repeats + 1), led.caches.items()):
-                cache.every = 0  # the text stands still, and is chosen from all the same
+                cache.min_interval = 0  # the text stands still, and is chosen from all the same
                 led.session.target.followers = [cache]
                 session = led.session
                 times[variant].append(
@@ -72,7 +72,7 @@ def main(
                     "refresh ms": ms - base_ms,
                     "share of the verification": (ms - base_ms) / base_ms,
                 }
-                table.append({**row, "choices so far": led.caches[variant].refreshes})
+                table.append({**row, "choices so far": led.caches[variant].selections})
     show(
         f"Verification behind {context:,} tokens, budget {budget}, {torch.get_num_threads()} "
         "threads",

@@ -28,6 +28,7 @@ from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
+from offload.streaming_shape import StreamingShape
 from parallel.config import ModelConfig
 from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
@@ -86,7 +87,8 @@ def _reading(device: torch.device, dtype: torch.dtype) -> float:
 def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> float:
     """A pass of one token with nothing before it: all that is not attention over a text."""
     layout, rotary = config.kv_layout(1, dtype), config.rotary(1, 2 * _ROWS, dtype, device)
-    cache = StreamingCache(layout, 1, _ROWS // 2, _ROWS // 2, rotary, device)
+    shape = StreamingShape(1, _ROWS // 2, _ROWS // 2)
+    cache = StreamingCache(layout, shape, rotary, device)
     group = Group(device=device)
     model, token = (
         random_model(config, group, dtype),
@@ -172,8 +174,9 @@ def _choice_seconds(
     summaries anew.
     """
     rotary = config.rotary(1, 2, layout.dtype, device)
+    policy = POLICIES[Settings().policy]()
     cache = RetrievalCache(
-        layout, shape, POLICIES[Settings().policy](), rotary, device, every=0, turns=turns
+        layout, shape, policy, rotary, device, min_interval=0, summary_shares=turns
     )
     prefix, recent = (
         torch.randn(layout.shape(1, n), device=device, dtype=layout.dtype)[0]

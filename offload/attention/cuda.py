@@ -1,40 +1,47 @@
-"""Attention on a GPU: the flash-attn package, torch's kernels, and plain products where no kernel
-takes a bias.
-"""
+"""Attention on a GPU: the flash-attn package, torch's kernels, and plain products for biases."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Partial, attend_folded
+from offload.attention.folding import Backend, Partial, attend_folded
+
+
+def cuda_backend(dtype: torch.dtype) -> Backend:
+    """Return the kernels for a dtype: flash-attn where it is installed, else torch's."""
+    if dtype == torch.float32:
+        return Backend(cuda_float32, matmul_op)
+    try:
+        from flash_attn import flash_attn_func  # noqa: F401
+    except (ImportError, OSError):  # not there, or built for another torch
+        return Backend(cuda_flash, matmul_op)
+    return Backend(flash_attn_kernel, matmul_op)
 
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """torch's built-in FlashAttention-2, for 16-bit dtypes."""
+    """Attend with torch's built-in FlashAttention-2, for 16-bit dtypes."""
+    return attend_folded(_flash_op, q, k, v, causal)
 
-    def op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[:2]
 
-    return attend_folded(op, q, k, v, causal)
+def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(q, k, v, 0.0, causal, False)[:2]
 
 
 def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """torch's memory-efficient kernel: the flash kernels take no float32. Its lse is padded to a
-    multiple of 32 rows.
-    """
+    """Attend with torch's memory-efficient kernel: the flash kernels take no float32."""
+    return attend_folded(_efficient_op, q, k, v, causal)
 
-    def op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal
-        )[:2]
-        return out, lse[..., : q.shape[2]]
 
-    return attend_folded(op, q, k, v, causal)
+def _efficient_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse = efficient(q, k, v, None, True, 0.0, causal)[:2]
+    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32 rows
 
 
 def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """The flash-attn package: grouped heads and bottom-right causal masks are its own."""
+    """Attend with the flash-attn package: grouped heads and bottom-right masks are its own."""
     from flash_attn import flash_attn_func
 
     out, lse, _ = flash_attn_func(q[None], k[None], v[None], causal=causal, return_attn_probs=True)
@@ -42,11 +49,16 @@ def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 
 def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
-    """Few rows with a bias, where no fused kernel takes one: matmul, softmax in float32, matmul."""
+    """Attend with few rows and a bias, which no fused kernel takes.
+
+    Scores and softmax are float32, products take the inputs' dtype.
+    """
     keys = k[0].transpose(1, 2)  # (H, D, N)
-    # other devices know no such product
-    wide = q.dtype != torch.float32 and q.device.type == "cuda"
-    products = torch.bmm(q[0], keys, torch.float32) if wide else torch.bmm(q[0], keys).float()
+    if q.dtype != torch.float32 and q.device.type == "cuda":
+        products = torch.bmm(q[0], keys, torch.float32)
+    else:  # other devices know no product of 16-bit inputs in float32
+        products = torch.bmm(q[0], keys).float()
     scores = products[None] * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
+    weights = (scores - lse[..., None]).exp().to(v.dtype)
+    return weights @ v, lse

@@ -144,7 +144,7 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
                 by_length.setdefault(length, set()).add(streamed)
             assert engine.stats.retrieval is not None
-            assert (engine.stats.retrieval.refreshes == 1) == (policy == "static")
+            assert (engine.stats.retrieval.selections == 1) == (policy == "static")
     assert by_length == {
         length: {2 * token_bytes(engine) * boundary(engine, length, 60)} for length in by_length
     }

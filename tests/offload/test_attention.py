@@ -10,9 +10,9 @@ from torch import Tensor
 
 from offload import attention
 from offload.attention import cpu, partial_attention
-from offload.attention.cpu import cpu_op
+from offload.attention.cpu import CpuKernels
 from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, matmul_op
-from offload.attention.folding import Partial, attend_masked, merge
+from offload.attention.folding import Kernel, Partial, attend_masked, merge
 from offload.layout import ceil_div
 from support.reference import reference_attention
 
@@ -81,6 +81,22 @@ def test_all_keys_visible(dtype: torch.dtype, heads: tuple[int, int], rows: int,
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
 
 
+@heads
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("pairs_rows", [False, True])
+def test_a_lone_row_may_have_a_twin(heads: tuple[int, int], rows: int, pairs_rows: bool) -> None:
+    kernels = CpuKernels(pairs_rows)
+    q, k, v = draw(rows, 301, heads, torch.bfloat16)
+    agree(kernels.attend(q, k, v, False), q, k, v, causal=False)
+    bias = draw_bias(len(k), heads)
+    agree(attend_masked(kernels.op, q, k, v, False, bias), q, k, v, False, bias)
+
+
+def test_kernels_are_chosen_once() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        assert attention.backend("cpu", dtype) is attention.backend("cpu", dtype)
+
+
 @dtypes
 @heads
 @pytest.mark.parametrize("rows", [1, 2, 33])
@@ -99,7 +115,7 @@ def test_keys_are_split_over_threads_that_have_no_head(
         return merge(parts)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu, "_CPU_KEYS", 30)
+    monkeypatch.setattr(cpu, "_KEYS_PER_BLOCK", 30)
     monkeypatch.setattr(cpu, "merge", noting)
     q, k, v = draw(rows, 301, heads, dtype)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
@@ -167,7 +183,9 @@ def test_matmul_serves_a_bias_as_the_fused_kernel_does(
     q, k, v = draw(rows, 90 + rows, heads, dtype)
     bias = draw_bias(len(k), heads)
     out, lse = attend_masked(matmul_op, q, k, v, causal and rows > 1, bias)
-    want, want_lse = attend_masked(cpu_op, q, k, v, causal and rows > 1, bias)
+    want, want_lse = attend_masked(
+        CpuKernels(pairs_rows=False).op, q, k, v, causal and rows > 1, bias
+    )
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
         want.dtype,
@@ -280,7 +298,7 @@ CUDA_KERNELS = [
             dtype,
             id=f"flash_attn-{dtype}",
             marks=pytest.mark.skipif(
-                attention._kernel("cuda", torch.float16) is not flash_attn_kernel,
+                attention.backend("cuda", torch.float16).attend is not flash_attn_kernel,
                 reason="flash-attn is not installed",
             ),
         )
@@ -295,7 +313,7 @@ CUDA_KERNELS = [
 @pytest.mark.parametrize(("kernel", "dtype"), CUDA_KERNELS)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_cuda_kernels(
-    kernel: attention.Kernel, dtype: torch.dtype, heads: tuple[int, int], rows: int, dim: int
+    kernel: Kernel, dtype: torch.dtype, heads: tuple[int, int], rows: int, dim: int
 ) -> None:
     for prefix in (0, 1, 500):
         q, k, v = draw(rows, prefix + rows, heads, dtype, "cuda", dim)

@@ -13,6 +13,7 @@ from offload.fixed_shape import FixedPass, SlotCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
+from offload.streaming_shape import StreamingShape
 from support.driving import (
     BLOCK,
     CAPACITY,
@@ -103,7 +104,7 @@ def test_weights_of_summaries_go_with_the_summaries() -> None:
 
 
 def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
-    cache = StreamingCache(LAYOUT, 3, 16, 8, random_rotary(LAYOUT, 27), CPU)
+    cache = StreamingCache(LAYOUT, StreamingShape(3, 16, 8), random_rotary(LAYOUT, 27), CPU)
     fixed, rng = Fixed(cache), random.Random(0)
     while cache.length < 100:
         tokens = text(rng.randint(1, 5))
@@ -114,7 +115,7 @@ def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
 
 
 def test_a_pass_past_the_buffer_is_refused() -> None:
-    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, fresh=0, rows=1))
+    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, append_room=0, rows=1))
     prefill(target, text(70), 32)
     room = middle.slots - middle.place(middle.length)[0]
     Fixed(middle).forward(text(room))

@@ -64,7 +64,7 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
 )
 @pytest.mark.parametrize("context", [1, 300, 130_000])
 def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
-    shape = RetrievalShape.of(budget, chunk, None, context, rows=7, fresh=20)
+    shape = RetrievalShape.of(budget, chunk, None, context, rows=7, append_room=20)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
     assert shape.summary >= 64
     assert ceil_div(context, shape.summary) <= max(1, budget // 4)
@@ -78,7 +78,7 @@ def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None
     for prefix, rows in product(range(0, min(context, 50 * shape.block), shape.block), (1, 7)):
         recent = shape.window + shape.block - 1 + rows  # the most there may be
         if prefix + recent <= context:
-            assert sum(shape.split(prefix, recent)) + recent + shape.fresh <= shape.slots
+            assert sum(shape.split(prefix, recent)) + recent + shape.append_room <= shape.slots
 
 
 @pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
@@ -126,16 +126,18 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
             target.length + draft + 1 <= target.shape.capacity
         ):  # a slot too few raises ValueError
             story, _ = speculate(target, middle, story, draft, rng, sound)
-        assert middle.refreshes > new / draft / every / 4 or not POLICIES[policy].traits.reselects
+        assert middle.selections > new / draft / every / 4 or not POLICIES[policy].traits.reselects
         assert middle.device_bytes == shape.device_bytes(TINY)
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 12, 1000])
 @pytest.mark.parametrize("policy", ["mass", "static"])
 def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> None:
-    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, fresh=CAPACITY), policy, every)
+    target, middle = pair(
+        make_test_link("view"), 2, replace(SHAPE, append_room=CAPACITY), policy, every
+    )
     prefill(target, text(60), chunk=32)
-    assert middle.refreshes == 1
+    assert middle.selections == 1
     choices, chosen_at, rng = 1, 60, random.Random(every)
     for stand in [1] * 12 + [rng.randint(1, 7) for _ in range(20)]:
         tokens = target.length + 1  # the pass's first row stands already: it is pending
@@ -143,21 +145,21 @@ def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> Non
             choices, chosen_at = choices + 1, tokens
         forward(target, text(7))
         target.advance(stand)
-        assert middle.refreshes == choices
+        assert middle.selections == choices
     assert target.length > 120
 
 
 @every_policy
 def test_between_choices_what_was_chosen_stays(policy: str) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, every=10)
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, min_interval=10)
     story = text(70)
     prefill(target, story, chunk=32)
-    chosen = {middle.refreshes: middle._kv[:, :, :, : middle._slot(middle._base)].clone()}
+    chosen = {middle.selections: middle._kv[:, :, :, : middle._slot(middle._base)].clone()}
     for _ in range(14):
         forward(target, text(4))
         target.advance(2)
         kept = middle._kv[:, :, :, : middle._slot(middle._base)]
-        assert torch.equal(kept, chosen.setdefault(middle.refreshes, kept.clone()))
+        assert torch.equal(kept, chosen.setdefault(middle.selections, kept.clone()))
     assert len(chosen) == (1 if policy == "static" else 3)
     # the target's prefix grew all the while
     assert target.boundary > middle._base or policy != "static"

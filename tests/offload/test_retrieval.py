@@ -88,18 +88,18 @@ def test_every_pass_is_what_brute_force_gives(
     probe = text(3)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
     assert target.boundary - before >= 2 * BLOCK
-    assert middle.refreshes == (1 if policy == "static" else 1 + len(lengths))
+    assert middle.selections == (1 if policy == "static" else 1 + len(lengths))
 
 
-@pytest.mark.parametrize("turns", [2, 3, 20])
+@pytest.mark.parametrize("shares", [2, 3, 20])
 @pytest.mark.parametrize(("chunk", "summary"), [(1, 16), (4, 16), (4, 7)])
 @pytest.mark.parametrize("prompt", [40, 70])  # within the budget at first, and not
 def test_summaries_made_in_turn_are_what_brute_force_gives(
-    prompt: int, chunk: int, summary: int, turns: int
+    prompt: int, chunk: int, summary: int, shares: int
 ) -> None:
-    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(turns)
-    target, middle = pair(make_test_link("view"), 2, shape, turns=turns)
-    hand, story = RetrievalByHand(shape, "mass", ROTARY, turns), text(prompt)
+    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(shares)
+    target, middle = pair(make_test_link("view"), 2, shape, summary_shares=shares)
+    hand, story = RetrievalByHand(shape, "mass", ROTARY, shares), text(prompt)
     prefill(target, story, 32)
     hand.choose(story, prompt % 32, target.boundary)
     for _ in range(14):
@@ -116,10 +116,10 @@ def test_summaries_made_in_turn_are_what_brute_force_gives(
     assert middle._summaries > 3
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("shares", [1, 3])
 @every_policy
-def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, turns: int) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, turns=turns)
+def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, shares: int) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, summary_shares=shares)
     prefill(target, text(70), 32)
     passes = [text(7) for _ in range(8)]
 
@@ -171,7 +171,7 @@ def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, summary: in
 def test_heads_seen_bit_by_bit_are_all_seen(
     tokens: int, chunk: int, summary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrieval, "SEEN_TOKENS", tokens)
+    monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
     shape = replace(SHAPE, chunk=chunk, summary=summary, budget=36)
     target, middle = pair(make_test_link("view"), 2, shape)
     story, probe = text(62), text(3)
@@ -273,7 +273,7 @@ def test_refusals() -> None:
 
 
 def test_the_last_slot_can_be_used_and_no_more() -> None:
-    shape = replace(SHAPE, fresh=9)
+    shape = replace(SHAPE, append_room=9)
     target, middle = pair(make_test_link("view"), 2, shape, "static")
     prefill(target, text(61), chunk=61)
     # the choice took 28 selected tokens, 3 + 4 summaries and a window of 13, of 48

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.policies import POLICY_NAMES, POLICY_TRAITS
-from offload.selection import POLICIES, Seen
+from offload.selection import POLICIES, ObservedRows
 from support.reference import chosen_by_hand, worths_by_hand
 
 HEADS, GROUPS, DIM = 3, 2, 8
@@ -43,17 +43,17 @@ def test_rows_are_evenly_spaced_and_the_last_is_among_them(
     rows: int, wanted: int, kept: list[int]
 ) -> None:
     q, keys = draw(rows, 10)
-    found = Seen(q, keys, wanted).q  # (Hkv, R, D)
+    found = ObservedRows(q, keys, wanted).q  # (Hkv, R, D)
     for head in range(HEADS):
         torch.testing.assert_close(found[head], of_head(q[kept], head) * DIM**-0.5)
 
 
 def test_weights_and_mass_are_those_of_the_softmax() -> None:
     q, keys = draw(5, 40)
-    seen = Seen(q, keys, 8)
+    seen = ObservedRows(q, keys, 8)
     for head in range(HEADS):
         scores = of_head(q, head) @ keys[head].T * DIM**-0.5  # (R, N)
-        torch.testing.assert_close(seen.most[head], scores.max(1).values)
+        torch.testing.assert_close(seen.max_scores[head], scores.max(1).values)
         torch.testing.assert_close(
             seen.weights[head], (scores - scores.max(1, keepdim=True).values).exp()
         )
@@ -70,7 +70,7 @@ def test_chunks_are_ranked_by_worth(policy: str, rows: int, chunk: int) -> None:
     one = POLICIES[policy]()
     count = min(rows, one.traits.rows)
     kept = q[[rows * (index + 1) // count - 1 for index in range(count)]]
-    picked = one.select(Seen(q, keys, one.traits.rows), 0, 0, chunk, 5)
+    picked = one.select(ObservedRows(q, keys, one.traits.rows), 0, 0, chunk, 5)
     assert picked.shape == (HEADS, 5)
     for head in range(HEADS):
         worths = worths_by_hand(policy, of_head(kept, head), keys[head], chunk)
@@ -87,7 +87,7 @@ def test_the_first_chunk_is_always_kept_and_none_twice(policy: str) -> None:
     q, keys = draw(1, 40)
     keys[:, :4] = -100 * q[0].unflatten(0, (HEADS, GROUPS)).sum(1)[:, None]  # nothing scores worse
     for count in range(1, 11):
-        picked = POLICIES[policy]().select(Seen(q, keys, 8), 0, 0, 4, count)
+        picked = POLICIES[policy]().select(ObservedRows(q, keys, 8), 0, 0, 4, count)
         assert (picked == 0).any(1).all()
         assert all(len(set(row)) == count for row in picked.tolist())
 
@@ -97,7 +97,7 @@ def test_only_the_static_choice_is_made_once_and_by_the_last_row() -> None:
     assert once == [("static", 1)]
     q, keys = draw(7, 40)
     one, other = (
-        POLICIES["static"]().select(Seen(rows, keys, 1), 0, 0, 4, 4) for rows in (q, q[-1:])
+        POLICIES["static"]().select(ObservedRows(rows, keys, 1), 0, 0, 4, 4) for rows in (q, q[-1:])
     )
     assert torch.equal(one, other)
 
@@ -113,7 +113,7 @@ def test_accumulated_remembers_what_was_seen_before(chunk: int) -> None:
         for head in range(HEADS):
             worths = worths_by_hand("accumulated", of_head(kept, head), keys[head], chunk)
             sums[head, : len(worths)] += worths
-        seen = Seen(q, keys, one.traits.rows)
+        seen = ObservedRows(q, keys, one.traits.rows)
         picked = one.select(seen, 0, 0, chunk, 4)
         for head in range(HEADS):
             tokens = [
@@ -132,19 +132,23 @@ def test_heads_may_be_seen_together_or_apart_and_layers_are_strangers(policy: st
     together, apart = POLICIES[policy](), POLICIES[policy]()
     for groups in ([3], [2, 1], [1, 1, 1], [1, 2]):
         q, keys = draw(2, 40)
-        want, found, head = together.select(Seen(q, keys, 8), 0, 0, 4, 4), [], 0
+        want, found, head = together.select(ObservedRows(q, keys, 8), 0, 0, 4, 4), [], 0
         for heads in groups:
             rows = q[:, head * GROUPS : (head + heads) * GROUPS]
-            found.append(apart.select(Seen(rows, keys[head : head + heads], 8), 0, head, 4, 4))
+            found.append(
+                apart.select(ObservedRows(rows, keys[head : head + heads], 8), 0, head, 4, 4)
+            )
             head += heads
         assert torch.equal(torch.cat(found).sort(1).values, want.sort(1).values)
-        apart.select(Seen(*draw(2, 40), 8), 1, 0, 4, 4)  # another layer: no business of this one's
+        apart.select(
+            ObservedRows(*draw(2, 40), 8), 1, 0, 4, 4
+        )  # another layer: no business of this one's
 
 
 def test_what_accumulated_remembers_is_what_it_says_it_takes() -> None:
     layout, policy = KVLayout(1, HEADS, DIM, torch.float32), POLICIES["accumulated"]()
     q, keys = draw(4, 60)
-    policy.select(Seen(q, keys, policy.traits.rows), 0, 0, 4, 4)
+    policy.select(ObservedRows(q, keys, policy.traits.rows), 0, 0, 4, 4)
     held = sum(each.nbytes for each in policy._sums.values())
     assert held == policy.traits.state_bytes(layout, 60, 4) > 0
     keeping = [name for name, each in POLICY_TRAITS.items() if each.state_bytes(layout, 60, 4)]

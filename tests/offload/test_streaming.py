@@ -10,17 +10,19 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.streaming import StreamingCache
+from offload.streaming_shape import StreamingShape
 from support.driving import GROUPS, LAYOUT, QKV, forward, plain, text
 from support.links import CPU
 from support.reference import random_rotary, reference_attention
 
 SINKS, WINDOW, SLACK = 3, 16, 8
+SHAPE = StreamingShape(SINKS, WINDOW, SLACK)
 SLOTS = SINKS + WINDOW + SLACK
 ROTARY = random_rotary(LAYOUT, SLOTS)  # no longer than the slots, however long the text
 
 
 def streaming() -> StreamingCache:
-    return StreamingCache(LAYOUT, SINKS, WINDOW, SLACK, ROTARY, CPU)
+    return StreamingCache(LAYOUT, SHAPE, ROTARY, CPU)
 
 
 class ByHand:
@@ -159,13 +161,13 @@ def test_a_pass_larger_than_the_slack_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_sizes_of_nothing_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        StreamingCache(LAYOUT, *sizes, ROTARY, CPU)
+        StreamingShape(*sizes)
 
 
 def test_bfloat16_rotates_by_slot_as_float32_does() -> None:
     layout = KVLayout(1, 1, 8, torch.bfloat16)
     rotary = random_rotary(layout, SLOTS)
-    cache = StreamingCache(layout, SINKS, WINDOW, SLACK, rotary, CPU)
+    cache = StreamingCache(layout, SHAPE, rotary, CPU)
     texts = [text(SLACK, layout) for _ in range(6)]
     for tokens in texts:
         out = forward(cache, tokens)
@@ -180,7 +182,9 @@ def test_bfloat16_rotates_by_slot_as_float32_does() -> None:
 
 def test_device_bytes_and_bytes_attended() -> None:
     cache = streaming()
-    assert cache.device_bytes == LAYOUT.bytes(SLOTS) * 3 // 2  # keys twice, as computed and rotated
+    assert (
+        cache.device_bytes == SHAPE.device_bytes(LAYOUT) == LAYOUT.bytes(SLOTS) * 3 // 2
+    )  # keys twice, as computed and rotated
     forward(cache, text(SLOTS))
     cache.advance(SLOTS)
     forward(cache, text(2))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import ceil_div
-from offload.selection import Seen
+from offload.selection import ObservedRows
 from offload.summaries import biases, tangents
 from support.reference import bias_by_hand, reference_attention, tangent_by_hand
 
@@ -29,7 +29,7 @@ def draw(rows: int, tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 
 
 def summarise(q: Tensor, kv: Tensor, left_out: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    seen = Seen(q, kv[0], 8)
+    seen = ObservedRows(q, kv[0], 8)
     seen.leave_out(left_out, 1)
     summary = tangents(seen, kv, size)
     return summary, biases(seen, summary[0], size)
@@ -138,7 +138,7 @@ def test_chunks_wholly_left_out_weigh_nothing() -> None:
 @sizes
 def test_some_chunks_are_summarised_as_all_are(tokens: int, size: int) -> None:
     q, kv = draw(3, tokens)
-    seen = Seen(q, kv[0], 8)
+    seen = ObservedRows(q, kv[0], 8)
     whole = tangents(seen, kv, size)
     for part in (slice(0, 1), slice(1, None), slice(1, 2), slice(0, None, 2)):
         if range(whole.shape[2])[part]:
@@ -152,7 +152,7 @@ def test_any_key_gets_the_mass_it_stands_for(tokens: int, size: int) -> None:
     """
     q, kv = draw(5, tokens)
     q = q[:, ::GROUPS]
-    seen, old = Seen(q, kv[0], 8), torch.randn(HEADS, ceil_div(tokens, size), DIM)
+    seen, old = ObservedRows(q, kv[0], 8), torch.randn(HEADS, ceil_div(tokens, size), DIM)
     bias = biases(seen, old, size)
     for head in range(HEADS):
         for index, chunk in enumerate(torch.arange(tokens).split(size)):
@@ -165,7 +165,7 @@ def test_any_key_gets_the_mass_it_stands_for(tokens: int, size: int) -> None:
 
 def test_chunks_are_left_out_whole() -> None:
     q, kv = draw(3, 41)
-    by_chunk, by_token = Seen(q, kv[0], 8), Seen(q, kv[0], 8)
+    by_chunk, by_token = ObservedRows(q, kv[0], 8), ObservedRows(q, kv[0], 8)
     chunks = torch.tensor([[0, 4], [2, 3], [1, 0]])  # of 8 tokens; the last token belongs to none
     by_chunk.leave_out(chunks, 8)
     by_token.leave_out((chunks[..., None] * 8 + torch.arange(8)).flatten(1), 1)

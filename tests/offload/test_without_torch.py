@@ -14,6 +14,8 @@ MODULES = [
     "memory_plan",
     "policies",
     "retrieval_shape",
+    "streaming_shape",
+    "tiered_shape",
 ]
 
 

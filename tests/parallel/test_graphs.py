@@ -17,6 +17,7 @@ import parallel.graphs
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
 from offload.streaming import StreamingCache
+from offload.streaming_shape import StreamingShape
 from parallel.graphs import GraphRunner, Recorder, graphs_work
 from parallel.group import Group
 from parallel.loading import load_model
@@ -87,7 +88,9 @@ def draft() -> Llama:
 
 def streaming(model: Llama) -> StreamingCache:
     layout = model.config.kv_layout(model.group.size, torch.float32)
-    return StreamingCache(layout, 4, 64, 64, model.config.rotary(132, 132, torch.float32, CPU), CPU)
+    return StreamingCache(
+        layout, StreamingShape(4, 64, 64), model.config.rotary(132, 132, torch.float32, CPU), CPU
+    )
 
 
 def compared(runner: GraphRunner, model: Llama, passes: int) -> None:

@@ -93,9 +93,9 @@ def pair(
     resident: int,
     shape: RetrievalShape,
     policy: str = "mass",
-    every: int = 1,
+    min_interval: int = 1,
     layout: KVLayout = LAYOUT,
-    turns: int = 1,
+    summary_shares: int = 1,
     late: int = 0,
 ) -> tuple[TieredCache, RetrievalCache]:
     """A target's cache and the retrieval cache that follows it."""
@@ -110,7 +110,7 @@ def pair(
         capacity=shape.context,
     )
     retrieval = RetrievalCache(
-        layout, shape, POLICIES[policy](), target.rotary, link.device, every, turns
+        layout, shape, POLICIES[policy](), target.rotary, link.device, min_interval, summary_shares
     )
     target.followers.append(retrieval)
     return target, retrieval

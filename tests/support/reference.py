@@ -133,8 +133,9 @@ class RetrievalByHand:
     A text is [(q, k, v)] by layer, none of them rotated, from position 0 on.
     """
 
-    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary, turns: int = 1):
-        self.shape, self.policy, self.rotary, self.turns = shape, policy, rotary, turns
+    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary, summary_shares: int = 1):
+        self.shape, self.policy, self.rotary = shape, policy, rotary
+        self.summary_shares = summary_shares
         self.base = 0  # every token from here on is kept
         self._choices = 0
         # summaries of whole stretches
@@ -194,7 +195,10 @@ class RetrievalByHand:
         chosen = chosen_by_hand(worths, chunk, count)
         kept = [(keys[token], values[token], torch.zeros(())) for token in chosen]
         old, new = self._made.get((layer, head), {}), {}
-        share = [len(old) * (self._choices % self.turns + more) // self.turns for more in (0, 1)]
+        share = [
+            len(old) * (self._choices % self.summary_shares + more) // self.summary_shares
+            for more in (0, 1)
+        ]
         for index in range(summaries):
             stretch = range(index * size, min((index + 1) * size, len(keys)))
             rest = [token for token in stretch if token not in chosen]

@@ -1,0 +1,41 @@
+"""The shape of the draft's cache: it counts its bytes, and the cache allocates from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from offload.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class StreamingShape:
+    """How many tokens of a text the draft's cache keeps, and as what."""
+
+    sinks: int  # first tokens, kept for good
+    window: int  # recent tokens, at least
+    slack: int  # slots that fill before the window slides
+
+    def __post_init__(self) -> None:
+        if min(self.sinks, self.window, self.slack) < 1:
+            raise ValueError(
+                "sinks, window and slack must be at least 1, found "
+                f"{self.sinks}, {self.window} and {self.slack}"
+            )
+
+    @property
+    def slots(self) -> int:
+        return self.sinks + self.window + self.slack
+
+    def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
+        """Return the shape of keys, rotated by slot, and values (layers, 2, Hkv, slots, D)."""
+        return layout.shape(layout.layers, self.slots)
+
+    def raw_buffer(self, layout: KVLayout) -> tuple[int, ...]:
+        """Return the shape of keys as computed (layers, Hkv, slots, D)."""
+        return layout.layers, layout.heads, self.slots, layout.head_dim
+
+    def device_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes of device memory the cache takes."""
+        numel = prod(self.kv_buffer(layout)) + prod(self.raw_buffer(layout))
+        return numel * layout.dtype.itemsize
