@@ -30,7 +30,6 @@ from offload.selection import POLICIES
 from offload.streaming import StreamingCache
 from offload.streaming_shape import StreamingShape
 from offload.tiered import TieredCache
-from offload.tiered_shape import TieredShape
 from parallel.graphs import GraphRunner
 from parallel.lockstep import PassLeader, Sharded
 from parallel.model import Llama
@@ -58,32 +57,21 @@ class Session:
         self.uses_link = needs.uses_link(self.plan)
         layout = config.kv_layout(group.size, runtime.dtype)
         rotary = config.rotary(len(prompt), len(prompt) + new, runtime.dtype, device)
-        recent, block = needs.recent(len(prompt), new)
-        tiers = TieredShape(
-            layout,
-            len(prompt) + new,
-            self.plan.resident_layers,
-            self.plan.late_layers,
-            recent,
-            block,
-            needs.max_pass_tokens,
-            self.plan.slot_heads,
-            self.plan.slots,
-            runtime.link.copies,
-        )
+        tiers = needs.tiers(len(prompt), new)
+        tiers = tiers.placed(self.plan.resident_layers, self.plan.late_layers)
         self.target = TieredCache(tiers, runtime.link, rotary, runtime.arena)
         self.announced: list[Sharded] = [(runtime.target, self.target)]
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.retrieval = None
         if needs.has_retrieval:
             shape, policy = needs.shape(len(prompt), new), POLICIES[settings.policy]()
-            every, turns = needs.selection(self.plan)
-            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, every, turns)
+            interval, shares = needs.selection(self.plan)
+            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, shares)
             self.target.followers.append(self.retrieval)
             self.announced.append((runtime.target, self.retrieval))
         self.draft = None
         if needs.has_draft and runtime.draft is not None:
-            self.draft = _draft_cache(runtime.draft, settings.sinks, needs.window)
+            self.draft = _draft_cache(runtime.draft, needs.draft_shape)
             if runtime.draft.group.size > 1:
                 self.announced.append((runtime.draft, self.draft))
 
@@ -181,8 +169,8 @@ def draft_lengths(settings: Settings) -> Lengths:
     )
 
 
-def _draft_cache(model: Llama, sinks: int, window: int) -> StreamingCache:
-    shape, dtype = StreamingShape(sinks, window, DRAFT_SLACK), model.embed.weight.dtype
+def _draft_cache(model: Llama, shape: StreamingShape) -> StreamingCache:
+    dtype = model.embed.weight.dtype
     rotary = model.config.rotary(shape.slots, shape.slots, dtype, model.group.device)
     layout = model.config.kv_layout(model.group.size, dtype)
     return StreamingCache(layout, shape, rotary, model.group.device)

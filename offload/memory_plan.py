@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from offload.errors import FitError
-from offload.layout import KVLayout
 from offload.tiered_shape import TieredShape
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job asks of one rank's memory. Bytes, except where tokens are named."""
+    """What a job asks of one rank's memory, in bytes of the device where nothing else is said."""
 
-    layout: KVLayout
-    context: int  # tokens the full cache must hold
-    tail: int  # tokens of a host layer kept on the device until they are flushed
-    retrieval: int  # device bytes of the retrieval cache
-    draft: int  # device bytes of the draft's cache
-    tables: int  # device bytes of rotary tables
-    hidden: int  # device bytes of the prompt's hidden states, live in prefill
-    passes: int = 0  # device bytes of a pass when decoding
-    copies: bool = True  # whether the link copies; if not, ring and prefill stage take nothing
-
-    @property
-    def target(self) -> TieredShape:
-        """The shape of the target's cache, with no resident layer."""
-        return TieredShape.with_ring(
-            self.layout, self.context, self.tail, block=0, rows=0, copies=self.copies
-        )
+    target: TieredShape  # of the target's cache; how many layers are resident is for a plan to say
+    retrieval: int  # the retrieval cache, and what a selection takes
+    draft: int  # the draft's cache
+    tables: int  # rotary tables
+    hidden: int  # the prompt's hidden states, live in prefill
+    passes: int = 0  # a pass when decoding
 
 
 @dataclass(frozen=True)
@@ -47,8 +37,9 @@ class MemoryPlan:
 def device_tiers(
     needs: Needs, resident: int, late: int = 0
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Device bytes by what they are for, in prefill and when decoding: hidden states are live in
-    the one, `late` of the resident layers in the other.
+    """Return device bytes by what they are for, in prefill and when decoding.
+
+    Hidden states are live in the one, `late` of the `resident` layers in the other.
     """
     shape = needs.target.placed(resident, late)
     fixed = {
@@ -64,60 +55,74 @@ def device_tiers(
 def plan_memory(
     needs: Needs, device: int, host: int, resident_layers: int | None = None
 ) -> MemoryPlan:
-    """Keep as many layers on the device as fit in `device` bytes; the KV of the others goes to the
-    host, in `host` bytes.
+    """Keep as many layers on the device as fit in `device` bytes, and the others in `host` bytes.
 
-    As few of them come late as can be. `resident_layers` overrides the count. Raises FitError with
-    what is needed and available.
+    As few of the resident layers come late as can be. `resident_layers` overrides the count. Raises
+    FitError with what is needed and available.
     """
-    layout = needs.layout
-
-    def on_device(resident: int, late: int) -> int:
-        return max(sum(tiers.values()) for tiers in device_tiers(needs, resident, late))
-
-    def late(resident: int) -> range:
-        """How many may come late. They go through the memory of the ring, which is there for far
-        layers alone.
-        """
-        return range(resident + 1 if needs.copies and resident < layout.layers else 1)
-
-    if resident_layers is not None and not 0 <= resident_layers <= layout.layers:
+    layers = needs.target.layout.layers
+    if resident_layers is None:
+        counts: Iterable[int] = range(layers, -1, -1)
+    elif 0 <= resident_layers <= layers:
+        counts = [resident_layers]
+    else:
         raise FitError(
-            f"--resident-layers {resident_layers} is not between 0 and the model's {layout.layers} "
-            "layers."
+            f"--resident-layers {resident_layers} is not between 0 and the model's {layers} layers."
         )
-    choices = range(layout.layers, -1, -1) if resident_layers is None else [resident_layers]
-    pairs = ((count, wait) for count in choices for wait in late(count))
-    fitting, waiting = next((pair for pair in pairs if on_device(*pair) <= device), (None, 0))
-    if fitting is None:
-        least = on_device(choices[-1], late(choices[-1])[-1])
-        hint = "a shorter --context, a smaller --budget or more GPUs"
-        if resident_layers is not None:
-            hint = "fewer --resident-layers, " + hint
-        raise FitError(
-            f"this job needs {least / 1e9:.3f} GB of device memory beside the weights "
-            f"({needs.retrieval / 1e9:.3f} GB of it for the retrieval cache) and "
-            f"{max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
-        )
-    on_host = needs.target.placed(fitting, waiting).host_bytes
-    if on_host > host:
-        raise FitError(
-            f"the KV cache of {needs.context} tokens needs {on_host / 1e9:.2f} GB of host memory "
-            f"per rank and {host / 1e9:.2f} GB are available. It would take a shorter --context, "
-            "more host memory or more device memory."
-        )
+    smallest = 0
+    for shape in _placements(needs.target, counts):
+        smallest = _device_bytes(needs, shape)
+        if smallest <= device:
+            _check_host(shape, host)
+            return _plan(needs, shape)
+    raise _no_room(needs, smallest, device, fewer_layers=resident_layers is not None)
+
+
+def _placements(target: TieredShape, counts: Iterable[int]) -> Iterator[TieredShape]:
+    """Yield the shapes with so many resident layers, the fewest late ones first.
+
+    Late layers go through the memory of the ring, which is there for streamed layers alone.
+    """
+    for count in counts:
+        shape = target.placed(count)
+        yield shape
+        if shape.streams:
+            yield from (target.placed(count, late) for late in range(1, count + 1))
+
+
+def _device_bytes(needs: Needs, shape: TieredShape) -> int:
+    """Return the device bytes in the larger phase."""
+    phases = device_tiers(needs, shape.resident_layers, shape.late_layers)
+    return max(sum(tiers.values()) for tiers in phases)
+
+
+def _plan(needs: Needs, shape: TieredShape) -> MemoryPlan:
     return MemoryPlan(
-        fitting,
-        needs.target.slot_heads,
-        needs.target.slots,
-        on_device(fitting, waiting),
-        on_host,
-        waiting,
+        resident_layers=shape.resident_layers,
+        slot_heads=shape.slot_heads,
+        slots=shape.slots,
+        device_bytes=_device_bytes(needs, shape),
+        host_bytes=shape.host_bytes,
+        late_layers=shape.late_layers,
     )
 
 
-def tail_tokens(recent: int, block: int, rows: int) -> int:
-    """Tokens a far layer keeps on the device: the recent ones, a block that is filling, and the
-    rows of a pass.
-    """
-    return recent + block + rows
+def _check_host(shape: TieredShape, host: int) -> None:
+    """Raise FitError where host memory does not hold what goes there."""
+    if shape.host_bytes > host:
+        raise FitError(
+            f"the KV cache of {shape.capacity} tokens needs {shape.host_bytes / 1e9:.2f} GB of "
+            f"host memory per rank and {host / 1e9:.2f} GB are available. It would take a shorter "
+            "--context, more host memory or more device memory."
+        )
+
+
+def _no_room(needs: Needs, smallest: int, device: int, fewer_layers: bool) -> FitError:
+    hint = "a shorter --context, a smaller --budget or more GPUs"
+    if fewer_layers:
+        hint = "fewer --resident-layers, " + hint
+    return FitError(
+        f"this job needs {smallest / 1e9:.3f} GB of device memory beside the weights "
+        f"({needs.retrieval / 1e9:.3f} GB of it for the retrieval cache) and "
+        f"{max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
+    )

@@ -31,9 +31,11 @@ from decoding.settings import Settings
 from decoding.speculation.draft_length import CATCH_UP
 from offload.errors import FitError, TierForceError
 from offload.layout import ceil_div
-from offload.memory_plan import MemoryPlan, Needs, tail_tokens
+from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
+from offload.streaming_shape import StreamingShape
+from offload.tiered_shape import TieredShape
 from parallel.config import ModelConfig
 from parallel.sizes import MAX_GRAPH_TOKENS, parameter_count
 
@@ -200,6 +202,21 @@ class TextNeeds:
         shape = self.shape(prompt, new)
         return shape.window, shape.block
 
+    def tiers(self, prompt: int, new: int) -> TieredShape:
+        """Return how the target's cache is laid out, before a plan says which layers are resident.
+
+        Raises ConfigError where heads do not divide.
+        """
+        layout = self.target.kv_layout(self.ranks, self.dtype)
+        recent, block = self.recent(prompt, new)
+        rows = self.max_pass_tokens
+        return TieredShape.with_ring(layout, prompt + new, recent, block, rows, self.copies)
+
+    @property
+    def draft_shape(self) -> StreamingShape:
+        """Return how the draft's cache is laid out."""
+        return StreamingShape(self.settings.sinks, self.window, DRAFT_SLACK)
+
     # -- what a plan decides -----------------------------------------------------------------------
 
     def uses_link(self, plan: MemoryPlan) -> bool:
@@ -237,15 +254,12 @@ class TextNeeds:
         hidden = prompt * target.hidden + ALLOCATOR_FACTOR * chunk * self.activations
         row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * target.vocab
         return Needs(
-            layout=target.kv_layout(self.ranks, self.dtype),
-            context=prompt + new,
-            tail=tail_tokens(*self.recent(prompt, new), self.max_pass_tokens),
+            target=self.tiers(prompt, new),
             retrieval=self._retrieval_bytes(prompt, new),
             draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.head_dim * item,
             hidden=hidden * item,
             passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new),
-            copies=self.copies,
         )
 
     def _retrieval_bytes(self, prompt: int, new: int) -> int:
@@ -271,11 +285,10 @@ class TextNeeds:
         return 4 * values * self.shape(prompt, new).slots
 
     def _draft_bytes(self) -> int:
-        """Return what the draft's cache takes: its keys twice, raw and rotated."""
+        """Return what the draft's cache takes."""
         if self.draft is None or not self.has_draft:
             return 0
-        slots = self.settings.sinks + self.window + DRAFT_SLACK
-        return self.draft.kv_layout(self.draft_ranks, self.dtype).bytes(slots) * 3 // 2
+        return self.draft_shape.device_bytes(self.draft.kv_layout(self.draft_ranks, self.dtype))
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

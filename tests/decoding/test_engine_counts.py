@@ -191,7 +191,7 @@ def test_the_plan_asks_for_what_the_session_allocates(
             [level.cache.device_bytes for level in levels if level.name == "draft"],
         )
         assert target.device_bytes == layout.bytes(len(PROMPT) + new, 1) + layout.bytes(
-            needs.tail, 2
+            needs.target.tail, 2
         )
         assert [needs.draft] == fixed
         rows = (1 if policy == "static" else 4) * 2  # of 4 query heads to 2 KV heads

@@ -17,7 +17,6 @@ from offload.memory_plan import (
     Needs,
     device_tiers,
     plan_memory,
-    tail_tokens,
 )
 from offload.store import HostArena
 from offload.tiered import TieredCache
@@ -27,32 +26,34 @@ from support.reference import random_rotary
 
 GB = 10**9
 SIZES = 5, 12, 7  # recent tokens, a block, the rows of a pass
-TAIL = tail_tokens(*SIZES)
+TAIL = sum(SIZES)
 LLAMA_7B = KVLayout(layers=32, heads=16, head_dim=128, dtype=torch.float16)  # a rank of two
 NEEDS = Needs(
-    LLAMA_7B,
-    context=130_048,
-    tail=256,
+    TieredShape.with_ring(LLAMA_7B, 130_048, 0, 156, 100, copies=True),
     retrieval=GB // 2,
     draft=GB // 10,
     tables=GB // 20,
     hidden=GB,
 )
+LAYOUT, CONTEXT = KVLayout(4, 3, 8, torch.float32), 3000
 SMALL = Needs(
-    KVLayout(4, 3, 8, torch.float32),
-    context=3000,
-    tail=TAIL,
+    TieredShape.with_ring(LAYOUT, CONTEXT, *SIZES, copies=True),
     retrieval=1000,
     draft=200,
     tables=30,
     hidden=7,
 )
+LAYER = LAYOUT.bytes(CONTEXT, 1)
 
 
-@pytest.mark.parametrize("needs", [NEEDS, SMALL, replace(SMALL, copies=False)])
+def without_copies(needs: Needs) -> Needs:
+    return replace(needs, target=replace(needs.target, copies=False))
+
+
+@pytest.mark.parametrize("needs", [NEEDS, SMALL, without_copies(SMALL)])
 def test_more_device_memory_never_means_fewer_resident_layers(needs: Needs) -> None:
     everything = (
-        needs.layout.bytes(needs.context)
+        needs.target.layout.bytes(needs.target.capacity)
         + needs.retrieval
         + needs.draft
         + needs.tables
@@ -64,16 +65,16 @@ def test_more_device_memory_never_means_fewer_resident_layers(needs: Needs) -> N
         plan = plan_memory(needs, device, 10**15)
         assert plan.device_bytes <= device
         counts.append(plan.resident_layers)
-        if plan.resident_layers < needs.layout.layers:  # one more would not have fitted
+        if plan.resident_layers < needs.target.layout.layers:  # one more would not have fitted
             assert (
                 plan_memory(needs, 10**15, 10**15, plan.resident_layers + 1).device_bytes > device
             )
     assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (0, needs.layout.layers)
+    assert (counts[0], counts[-1]) == (0, needs.target.layout.layers)
 
 
 def test_where_the_bytes_go() -> None:
-    layout, fixed = SMALL.layout, 1000 + 200 + 30 + 7
+    layout, fixed = LAYOUT, 1000 + 200 + 30 + 7
     every = plan_memory(SMALL, 10**9, 0)  # everything resident asks nothing of the host
     assert (every.resident_layers, every.host_bytes, every.device_bytes) == (
         4,
@@ -82,7 +83,7 @@ def test_where_the_bytes_go() -> None:
     )
     part = plan_memory(SMALL, 10**9, 10**9, resident_layers=1)
     assert part.host_bytes == layout.bytes(3000, 3)
-    views = plan_memory(replace(SMALL, copies=False), 10**9, 10**9, resident_layers=1)
+    views = plan_memory(without_copies(SMALL), 10**9, 10**9, resident_layers=1)
     # no ring and no stage
     assert views.device_bytes == fixed + layout.bytes(3000, 1) + layout.bytes(TAIL, 3)
     assert part.device_bytes > views.device_bytes
@@ -93,18 +94,16 @@ def test_where_the_bytes_go() -> None:
 @pytest.mark.parametrize("heads", [3, 80])
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, late: int) -> None:
-    link, layout = EmulatedLink(CPU, 1e12), replace(SMALL.layout, heads=heads)
+    link, layout = EmulatedLink(CPU, 1e12), replace(LAYOUT, heads=heads)
     late = min(late, resident) if resident < layout.layers else 0
-    needs = replace(
-        SMALL, layout=layout, retrieval=0, draft=0, tables=0, hidden=late * layout.bytes(3000, 1)
-    )
+    shape = TieredShape.with_ring(layout, CONTEXT, *SIZES, copies=True)
+    hidden = late * layout.bytes(CONTEXT, 1)
+    needs = Needs(shape, retrieval=0, draft=0, tables=0, hidden=hidden)
     room = sum(device_tiers(needs, resident, late)[0].values())
     plan = plan_memory(needs, room, 10**9, resident)
     assert plan.late_layers == late
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
-    recent, block, rows = SIZES
-    shape = TieredShape.with_ring(layout, 3000, recent, block, rows, copies=True)
     cache = TieredCache(shape.placed(resident, late), link, rotary, arena)
     with cache.prefill(3000):  # the hidden states, the ring and the layer that prefill works on
         assert cache.device_bytes + needs.hidden == room
@@ -118,15 +117,15 @@ def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, lat
     link.close()
 
 
-@pytest.mark.parametrize("needs", [NEEDS, replace(SMALL, hidden=3 * SMALL.layout.bytes(3000, 1))])
+@pytest.mark.parametrize("needs", [NEEDS, replace(SMALL, hidden=3 * LAYER)])
 def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
     """No device memory is left that one more layer would fit in when decoding; and no host memory
     is asked for beyond what it takes to keep all but the layers that fit beside the hidden states.
     """
-    layers, seen = needs.layout.layers, set()
+    layers, seen = needs.target.layout.layers, set()
     fixed = plan_memory(needs, 10**15, 10**15, 0).device_bytes
     for share in range(1, 50):
-        room = fixed + share * needs.layout.bytes(needs.context) // 50
+        room = fixed + share * needs.target.layout.bytes(needs.target.capacity) // 50
         plan = plan_memory(needs, room, 10**15)
         seen.add(plan.late_layers)
         in_prefill, decoding = (
@@ -138,8 +137,8 @@ def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
         early = plan_memory(replace(needs, hidden=0), room - needs.hidden, 10**15)
         assert early.resident_layers <= plan.resident_layers
         assert early.host_bytes >= plan.host_bytes
-        assert plan.host_bytes == needs.layout.bytes(
-            needs.context, layers - plan.resident_layers + plan.late_layers
+        assert plan.host_bytes == needs.target.layout.bytes(
+            needs.target.capacity, layers - plan.resident_layers + plan.late_layers
         )
         if plan.resident_layers < layers - 1:
             assert sum(device_tiers(needs, plan.resident_layers + 1)[1].values()) > room
@@ -152,19 +151,17 @@ def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
 
 
 def test_without_far_layers_or_a_link_that_copies_none_comes_late() -> None:
-    roomy = replace(SMALL, hidden=2 * SMALL.layout.bytes(3000, 1), copies=False)
-    least = plan_memory(roomy, 10**9, 10**15, 0).device_bytes
+    roomy = replace(SMALL, hidden=2 * LAYER)
+    views = without_copies(roomy)
+    least = plan_memory(views, 10**9, 10**15, 0).device_bytes
     found = [
-        plan_memory(roomy, least + share * SMALL.layout.bytes(3000) // 20, 10**15)
-        for share in range(21)
+        plan_memory(views, least + share * LAYOUT.bytes(3000) // 20, 10**15) for share in range(21)
     ]
     assert {plan.late_layers for plan in found} == {0}
     assert {plan.resident_layers for plan in found} == {0, 1, 2, 3, 4}
     # all layers at once have no ring to come through
     with pytest.raises(FitError, match="fewer --resident-layers"):
-        plan_memory(
-            replace(roomy, copies=True), roomy.layout.bytes(3000) + 5000, 10**15, resident_layers=4
-        )
+        plan_memory(roomy, LAYOUT.bytes(3000) + 5000, 10**15, resident_layers=4)
 
 
 def test_resident_layers_can_be_set() -> None:
