@@ -119,7 +119,7 @@ class Engine:
                     choice=choice,
                 )
                 with closing(
-                    PassLeader(session.announced, session.most, session.forward)
+                    PassLeader(session.announced, session.max_tokens, session.forward)
                 ) as leader:
                     yield from self._tokens(
                         session, leader, sampling or Sampling(), progress, started
@@ -263,5 +263,5 @@ class Engine:
             # raised on rank 0 too, which ends the passes before there is one
             with suppress(TierForceError):
                 session.prefill()
-            follow_passes(session.announced, session.most, session.forward)
+            follow_passes(session.announced, session.max_tokens, session.forward)
         return True

@@ -31,7 +31,7 @@ from offload.streaming import StreamingCache
 from offload.streaming_shape import StreamingShape
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
-from parallel.lockstep import PassLeader, Sharded
+from parallel.lockstep import Announced, PassLeader
 from parallel.model import Llama
 
 # of what is put before the target, and before the retrieval level
@@ -53,14 +53,14 @@ class Session:
         device, config = group.device, runtime.target.config
         self.prompt = torch.tensor(prompt, device=device)
         needs = runtime.needs
-        self.most = needs.max_pass_tokens
+        self.max_tokens = needs.max_pass_tokens
         self.uses_link = needs.uses_link(self.plan)
         layout = config.kv_layout(group.size, runtime.dtype)
         rotary = config.rotary(len(prompt), len(prompt) + new, runtime.dtype, device)
         tiers = needs.tiers(len(prompt), new)
         tiers = tiers.placed(self.plan.resident_layers, self.plan.late_layers)
         self.target = TieredCache(tiers, runtime.link, rotary, runtime.arena)
-        self.announced: list[Sharded] = [(runtime.target, self.target)]
+        self.announced: list[Announced] = [(runtime.target, self.target)]
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.retrieval = None
         if needs.has_retrieval:

@@ -20,7 +20,7 @@ def continued(
     counts, and the seconds.
     """
     generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
-    leader = PassLeader(session.announced, session.most, session.forward)
+    leader = PassLeader(session.announced, session.max_tokens, session.forward)
     text = Text([*session.prompt.tolist(), first])
     decoder = session.decoder(text, leader, sampling, generator, lengths)
     started = time.perf_counter()

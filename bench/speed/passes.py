@@ -25,14 +25,14 @@ from decoding.session import Session
 from offload.cache import Cache
 from offload.fixed_shape import SlotCache
 from parallel.graphs import GraphRunner
-from parallel.lockstep import Run
+from parallel.lockstep import PassRunner
 from parallel.model import Llama
 
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
 
 
 def pass_seconds(
-    model: Llama, cache: Cache, tokens: torch.Tensor, run: Run = Llama.__call__
+    model: Llama, cache: Cache, tokens: torch.Tensor, run: PassRunner = Llama.__call__
 ) -> float:
     """One pass over these tokens, until its logits are there; the cache stays where it is."""
     started = time.perf_counter()
@@ -41,7 +41,7 @@ def pass_seconds(
 
 
 def pass_ms(
-    model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: Run = Llama.__call__
+    model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: PassRunner = Llama.__call__
 ) -> float:
     """Median milliseconds of such passes."""
     pass_seconds(model, cache, tokens, run)  # warms up

@@ -19,15 +19,15 @@ from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from parallel.group import Group
 from parallel.loading import load_model
-from parallel.lockstep import PassLeader, Sharded, follow_passes
+from parallel.lockstep import Announced, PassLeader, follow_passes
 from parallel.model import Llama
 from support.links import CPU, make_test_link
 from support.models import random_tokens
 
-PROMPT, NEW, MOST = 60, 40, 10
+PROMPT, NEW, MAX_TOKENS = 60, 40, 10
 
 
-def caches_of(model: Llama) -> list[Sharded]:
+def caches_of(model: Llama) -> list[Announced]:
     """A target's cache over two tiers, and the retrieval cache that follows it and is chosen anew
     at every verification.
     """
@@ -36,20 +36,22 @@ def caches_of(model: Llama) -> list[Sharded]:
         make_test_link("emulated"),
     )
     rotary = model.config.rotary(PROMPT, PROMPT + NEW, torch.float32, CPU)
-    shape = RetrievalShape.of(24, 4, None, PROMPT + NEW, MOST, NEW)
-    tiers = TieredShape(layout, PROMPT + NEW, 1, recent=shape.window, block=shape.block, rows=MOST)
+    shape = RetrievalShape.of(24, 4, None, PROMPT + NEW, MAX_TOKENS, NEW)
+    tiers = TieredShape(
+        layout, PROMPT + NEW, 1, recent=shape.window, block=shape.block, rows=MAX_TOKENS
+    )
     target = TieredCache(tiers, link, rotary, HostArena(link, torch.float32))
     retrieval = RetrievalCache(layout, shape, POLICIES["mass"](), rotary, CPU)
     target.followers.append(retrieval)
     return [(model, target), (model, retrieval)]
 
 
-def lead(sharded: list[Sharded]) -> list[Tensor]:
+def lead(announced: list[Announced]) -> list[Tensor]:
     """Rounds as a decoder makes them: short drafts on the retrieval cache, a verification, a
     verdict; then one given up.
     """
-    (_, target), (_, retrieval) = sharded
-    leader, logits = PassLeader(sharded, MOST), []
+    (_, target), (_, retrieval) = announced
+    leader, logits = PassLeader(announced, MAX_TOKENS), []
     for seed, stand in enumerate([4, 0, 2, 3, 1]):
         tokens = random_tokens(6, seed=seed)
         for token in tokens[:2].split(1):
@@ -70,16 +72,16 @@ def on_a_rank(folder: Path) -> tuple[list[Tensor], list[int]]:
     model = load_model(folder, group)
     texts = []
     for seed in (7, 8):  # two texts, one after the other
-        sharded = caches_of(model)
-        target = sharded[0][1]
+        announced = caches_of(model)
+        target = announced[0][1]
         assert isinstance(target, TieredCache)
         with target.prefill(PROMPT) as reading:
             first = model.prefill(random_tokens(PROMPT, seed=seed), reading, 25)
         if group.rank == 0:
-            texts += [first, *lead(sharded)]
+            texts += [first, *lead(announced)]
         else:
-            follow_passes(sharded, MOST)
-    return texts, [cache.traffic.link_in for _, cache in sharded]
+            follow_passes(announced, MAX_TOKENS)
+    return texts, [cache.traffic.link_in for _, cache in announced]
 
 
 def test_followers_keep_step(checkpoint: Callable[..., Path]) -> None:
@@ -88,8 +90,8 @@ def test_followers_keep_step(checkpoint: Callable[..., Path]) -> None:
     (led, bytes_led), (nothing, bytes_followed) = run_ranks(2, on_a_rank, folder)
     assert nothing == []
     assert len(led) == len(alone) == 2 * (1 + 5 * 4)
-    for found, wanted in zip(led, alone, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for logits, wanted in zip(led, alone, strict=True):
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
     # each rank its own heads over its own link
     assert bytes_led == bytes_followed == [count // 2 for count in bytes_alone]
     assert bytes_alone[0] > 0
