@@ -1,3 +1,4 @@
-"""Tensor parallelism: process group, sharded Llama-family model, weight loading, launch. Knows
-nothing of sampling or drafts.
+"""Tensor parallelism: process group, sharded models of the Llama family, loading and launch.
+
+It knows nothing of sampling or drafts.
 """

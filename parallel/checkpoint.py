@@ -23,7 +23,7 @@ class CheckpointError(TierForceError):
 
 
 class TensorSlice:
-    """A tensor on disk; indexing reads just that part, and lets go of the file's pages at once."""
+    """A tensor on disk; indexing reads that part alone, and lets go of the file's pages at once."""
 
     def __init__(self, path: Path, name: str, shape: tuple[int, ...]):
         self.path, self.name, self.shape = path, name, shape
@@ -44,7 +44,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._where: dict[str, Path] = {}  # by tensor name
+        # by tensor name
+        self._paths: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._asked: set[str] = set()
@@ -55,8 +56,9 @@ class Checkpoint:
         return name in self._shapes
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
-        """The tensor of this name. Raises CheckpointError when it is missing or its shape is not
-        `shape`.
+        """Return the tensor of this name, to be read in part.
+
+        Raises CheckpointError when it is missing or its shape is not `shape`.
         """
         if name not in self._shapes:
             raise CheckpointError(
@@ -65,57 +67,38 @@ class Checkpoint:
                 "folder."
             )
         self._asked.add(name)
-        found = self._shapes[name]
-        if found != shape:
+        path, stored = self._paths[name], self._shapes[name]
+        if stored != shape:
             raise CheckpointError(
-                f"{self._where[name].name}: tensor {name} has shape {found}, but config.json "
-                f"implies {shape}."
+                f"{path.name}: tensor {name} has shape {stored}, but config.json implies {shape}."
             )
-        return TensorSlice(self._where[name], name, found)
+        return TensorSlice(path, name, shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most tensors."""
+        """The dtype that most tensors have."""
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
     def refuse_leftovers(self) -> None:
-        """Raises CheckpointError when the file has tensors that nobody asked for: ignoring weights
-        would change the text.
+        """Refuse tensors that nobody asked for: without them the text would be another.
+
+        Raises CheckpointError.
         """
-        left = sorted(
-            name for name in self._shapes.keys() - self._asked if not name.endswith(_DERIVED)
-        )
-        if left:
+        unasked = self._shapes.keys() - self._asked
+        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED))
+        if leftovers:
             raise CheckpointError(
-                f"{self.folder}: {len(left)} tensors have no place in the model that config.json "
-                f"describes, first {left[0]}. The config does not belong to these weights, or the "
-                "architecture has parts that are not supported."
+                f"{self.folder}: {len(leftovers)} tensors have no place in the model that "
+                f"config.json describes, first {leftovers[0]}. The config does not belong to these "
+                "weights, or the architecture has parts that are not supported."
             )
 
     def _files(self) -> list[Path]:
-        single, index = (
-            self.folder / "model.safetensors",
-            self.folder / "model.safetensors.index.json",
-        )
+        """Return the files that hold the weights. Raises CheckpointError."""
+        index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            try:
-                files = sorted(
-                    {
-                        self.folder / file
-                        for file in json.loads(index.read_text())["weight_map"].values()
-                    }
-                )
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(
-                    f"{index} is not a readable weight index: {error}. Fetch it again."
-                ) from error
-            missing = [path.name for path in files if not path.is_file()]
-            if missing:
-                raise CheckpointError(
-                    f"{self.folder}: {len(missing)} weight files are missing, first {missing[0]}. "
-                    "Fetch them again."
-                )
-            return files
+            return self._indexed(index)
+        single = self.folder / "model.safetensors"
         if single.is_file():
             return [single]
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
@@ -129,11 +112,29 @@ class Checkpoint:
             f"{self.folder} has no weights: model.safetensors (or its index) is missing."
         )
 
+    def _indexed(self, index: Path) -> list[Path]:
+        """Return the files that an index names. Raises CheckpointError."""
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            files = sorted(self.folder / name for name in names)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index} is not a readable weight index: {error}. Fetch it again."
+            ) from error
+        missing = [path.name for path in files if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.folder}: {len(missing)} weight files are missing, first {missing[0]}. "
+                "Fetch them again."
+            )
+        return files
+
     def _scan(self, path: Path) -> None:
+        """Note each tensor of a file. Raises CheckpointError."""
         with self._open(path) as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
                 tensor = file.get_slice(name)
-                self._where[name] = path
+                self._paths[name] = path
                 self._shapes[name] = tuple(tensor.get_shape())
                 kind = tensor.get_dtype()
                 if kind not in _DTYPES:

@@ -1,5 +1,6 @@
-"""From a name to a model in memory: find the folder, build on the meta device, fill shard by
-shard.
+"""From a name to a model in memory.
+
+The folder is found, the model built on the meta device, and filled with this rank's share.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
 def resolve(name: str, group: Group) -> Path:
-    """A local folder as it is; anything else as a hub name, fetched once by rank 0. Raises
-    CheckpointError.
+    """Return the folder of a model: `name` itself, or what rank 0 fetches of that name on the hub.
+
+    All ranks call it. Raises CheckpointError.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -33,6 +35,7 @@ def resolve(name: str, group: Group) -> Path:
 
 
 def _download(name: str) -> Path:
+    """Fetch a model from the hub; return its folder. Raises CheckpointError."""
     if Path(name).exists():
         raise CheckpointError(
             f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors "
@@ -46,11 +49,13 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def pick_dtype(
-    wanted: str, config: ModelConfig, checkpoint: Checkpoint, group: Group
+def choose_dtype(
+    wanted: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device
 ) -> torch.dtype:
-    """`auto` is the checkpoint's own dtype, except that a CPU, which is hopeless at float16, takes
-    it as float32, unrounded.
+    """Return the dtype to compute in: `wanted`, or for `auto` the checkpoint's own.
+
+    A CPU is hopeless at float16: there `auto` takes such a checkpoint as float32, unrounded. Raises
+    TierForceError for what is not known or not supported.
     """
     if wanted != "auto" and wanted not in DTYPES:
         raise TierForceError(f"--dtype {wanted} is not known: use auto, {', '.join(DTYPES)}.")
@@ -61,7 +66,7 @@ def pick_dtype(
             f"{' or '.join(DTYPES)}."
         )
     dtype = checkpoint.dtype if name is None else DTYPES[name]
-    if dtype == torch.float16 and group.device.type == "cpu":
+    if dtype == torch.float16 and device.type == "cpu":
         if wanted != "auto":
             raise TierForceError(
                 "float16 is not supported on a CPU: use --dtype float32, or bfloat16."
@@ -73,24 +78,28 @@ def pick_dtype(
 def load_model(
     folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None
 ) -> Llama:
-    """The model of a folder, this rank's share of it on this rank's device. Raises ConfigError or
-    CheckpointError.
+    """Load this rank's share of a model onto this rank's device.
+
+    Args:
+        folder: a complete Hugging Face checkpoint.
+        group: the ranks that share the model.
+        dtype: auto, or a name in DTYPES.
+        config: the folder's, where the caller has read it.
+
+    Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
     # refuses ranks that do not divide the heads, before anything is read
     config.kv_layout(group.size, torch.float32)
     checkpoint = Checkpoint(folder)
-    kind = pick_dtype(dtype, config, checkpoint, group)
-    model = _empty_model(config, group, kind)
+    model = _empty_model(config, group, choose_dtype(dtype, config, checkpoint, group.device))
     with torch.inference_mode():
         model.load(checkpoint)
     return model.eval()
 
 
 def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
-    """A model of these dimensions with weights that were drawn: it costs what a real one costs, and
-    says nothing.
-    """
+    """Return a model of these dimensions with random weights: it costs what a real one does."""
     model = _empty_model(config, group, dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -101,8 +110,10 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
 
 
 def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
-    """Built on the meta device, its parameters then replaced by empty ones, each once: tied modules
-    stay tied.
+    """Build a model whose parameters hold nothing yet, in `dtype` on the group's device.
+
+    It is built on the meta device; then each parameter is replaced once, so that what is tied stays
+    tied.
     """
     with init_empty_weights():
         model = Llama(config, group)
@@ -115,4 +126,5 @@ def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
 
 
 def parameter_bytes(model: Llama) -> int:
+    """Return the bytes of a model's weights on this rank."""
     return sum(parameter.nbytes for parameter in model.parameters())
