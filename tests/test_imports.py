@@ -1,45 +1,139 @@
-"""The packages are a strict chain, bench -> decoding -> parallel -> offload, and their files stay
-small.
+"""How the code is laid out: which package may import which, how long and how dense files are, and
+that nothing in them names a folder of some machine.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CHAIN = ["bench", "decoding", "parallel", "offload"]  # each may import what is to its right
-FILES = [path for package in CHAIN for path in sorted((ROOT / package).rglob("*.py"))]
+PACKAGES = ("offload", "parallel", "decoding", "bench")
+# Each may import its own layer and those to the right. `decoding` itself is a face: it names what
+# it offers, and imports it when it is asked for.
+LAYERS = (
+    ("bench",),
+    ("decoding.app", "decoding.cli", "decoding.__main__"),
+    ("decoding.probe",),
+    (
+        "decoding",
+        "decoding.engine",
+        "decoding.session",
+        "decoding.runtime",
+        "decoding.stats",
+        "decoding.loading",
+    ),
+    ("decoding.planning", "decoding.settings"),
+    ("decoding.speculation",),
+    ("decoding.option",),
+    ("parallel",),
+    ("offload",),
+)
+MAX_LINES, MAX_COLUMNS = 400, 100
+MAX_DENSITY = 950  # AST nodes for each 100 lines of code
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~/$}-])/(?:home|root|work|tmp|private|Users|mnt|media|scratch|opt|srv)/\w"
+)
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> int | None:
+    """Return how low a module stands, by the longest name in LAYERS; None if it is not ours."""
+    names = module.split(".")
+    for length in range(len(names), 0, -1):
+        for number, layer in enumerate(LAYERS):
+            if ".".join(names[:length]) in layer:
+                return number
+    return None
+
+
 def imported(source: str) -> list[tuple[int, str]]:
-    """(level, dotted name) of every import, wherever in the file it stands. Level 0 is absolute."""
-    found = []
+    """Return (level, dotted name) of every import, wherever it stands. Level 0 is absolute."""
+    names = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
+            names += [(0, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found.append((node.level, node.module or ""))
-    return found
+            names.append((node.level, node.module or ""))
+    return names
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that are neither blank, nor a comment, nor part of a docstring."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            documented.update(range(text.lineno, (text.end_lineno or text.lineno) + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in documented
+        for number, line in enumerate(source.splitlines(), 1)
+    )
+
+
+def tracked() -> list[Path]:
+    """Return what git would commit, as text."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True)
+    if listed.returncode:
+        pytest.skip("not a clone")
+    paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:4096]]
 
 
 @every_file
-def test_imports_go_down_the_chain_only(path: Path) -> None:
-    parts = path.relative_to(ROOT).parts
-    left = CHAIN[: CHAIN.index(parts[0])]
+def test_imports_go_down_the_layers_only(path: Path) -> None:
+    own = layer_of(module_of(path))
+    assert own is not None
     for level, name in imported(path.read_text()):
-        assert name.split(".")[0] not in [*left, "tests", "demo"], f"{path} imports {name}"
-        assert level < len(parts), (
-            f"{path} reaches out of its package by a relative import of {name}"
-        )
+        assert level == 0, f"{path} has a relative import of {name}"
+        assert name.split(".")[0] not in ("tests", "demo", "support"), f"{path} imports {name}"
+        other = layer_of(name)
+        face = path == ROOT / "decoding/__init__.py"
+        assert other is None or other >= own or face, f"{path} imports {name}"
 
 
 @every_file
 def test_files_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_LINES
+    assert max(map(len, lines), default=0) <= MAX_COLUMNS
+
+
+@pytest.mark.parametrize("package", ["parallel", "decoding", "bench"])
+def test_a_line_says_one_thing(package: str) -> None:
+    sources = [path.read_text() for path in FILES if module_of(path).split(".")[0] == package]
+    nodes = sum(sum(1 for _ in ast.walk(ast.parse(source))) for source in sources)
+    density = 100 * nodes / sum(map(code_lines, sources))
+    assert density < MAX_DENSITY, f"{package} has {density:.0f} nodes for each 100 lines of code"
+
+
+def test_no_file_names_a_folder_of_a_machine() -> None:
+    named = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in tracked()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert named == []
+
+
+def test_a_folder_of_a_machine_is_seen_where_there_is_one() -> None:
+    own = "/ho" + "me/somebody"  # in two parts, since this file is searched too
+    for text in (f"in {own}/x", f'"{own}/x"', f"={own}"):
+        assert MACHINE_PATH.search(text.replace("somebody", "s/omebody") + "/x"), text
+    for text in ("/sys/devices/system/node", "/proc/self/maps", "a/tmp/b", "~/work/x", "$X/opt/y"):
+        assert not MACHINE_PATH.search(text), text
 
 
 def test_the_walk_sees_every_kind_of_import() -> None:
@@ -55,8 +149,21 @@ def test_the_walk_sees_every_kind_of_import() -> None:
         (1, ""),
         (2, "i"),
     ]
-    assert {path.relative_to(ROOT).parts[0] for path in FILES} >= {
-        "decoding",
-        "parallel",
-        "offload",
-    }
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(PACKAGES)
+
+
+def test_layers_are_found_by_the_longest_name() -> None:
+    order = (
+        "bench.speed.decode",
+        "decoding.app.main",
+        "decoding.probe.survey",
+        "decoding.engine",
+        "decoding.planning.profile",
+        "decoding.speculation.verify",
+        "decoding.option",
+        "parallel.group",
+        "offload.cache",
+    )
+    assert [layer_of(name) for name in order] == list(range(len(LAYERS)))
+    assert layer_of("decoding") == layer_of("decoding.session")
+    assert layer_of("torch.nn") is None

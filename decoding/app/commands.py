@@ -126,7 +126,11 @@ def probe(
     gpus: Annotated[
         int,
         described(
-            JobOptions, "gpus", 1, "Ranks to measure with, on the CPU where there is no GPU."
+            JobOptions,
+            "gpus",
+            1,
+            help="Ranks to measure with, on the CPU where there is no GPU.",
+            default="",
         ),
     ] = 1,
     model: Annotated[
@@ -147,7 +151,7 @@ def probe(
     Warns of what costs most, and writes a hardware file for `tierforce plan`. Takes a minute or
     two.
     """
-    _spread(gpus)
+    _spread(JobOptions(model or "", gpus=gpus, device=device).gpus or 1)
     from decoding.app.probe import run
 
     run(model, dtype, device, output)

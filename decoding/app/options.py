@@ -7,12 +7,12 @@ A command takes them as one `Common`; typer sees them one by one.
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from decoding.option import GROUPS, MEMORY, about, check_options, option, options_of
+from decoding.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
 from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import TierForceError
@@ -74,22 +74,23 @@ def as_flags(message: str) -> str:
     return re.sub(r"`([a-z_]+)`", lambda name: f"--{name[1].replace('_', '-')}", message)
 
 
-def described(kind: type, name: str, default: Any = MISSING, help: str | None = None) -> Any:
+def described(kind: type, name: str, value: Any = MISSING, **said: Any) -> Any:
     """Return what typer is told of a field, to stand in an annotation.
 
     Args:
         kind: the dataclass that has the field.
         name: the field.
-        default: the command's own, in place of the field's.
-        help: the command's own words, in place of the field's.
+        value: the command's own default, in place of the field's.
+        said: what the command says otherwise, such as `help`, or `default` in words.
     """
     each = options_of(kind)[name]
-    said, value = about(each), each.default if default is MISSING else default
+    value = each.default if value is MISSING else value
+    option = replace(about(each), **said)
     return typer.Option(
-        help=help or help_of(each),
+        help=help_of(option),
         show_default=value is not MISSING and value is not None,
-        metavar=_metavar(each),
-        rich_help_panel=said.group,
+        metavar="NAME" if option.choices else option.unit.upper() or None,
+        rich_help_panel=option.group,
     )
 
 
@@ -164,9 +165,8 @@ def _scaled(name: str, value: float, unit: str, scale: float) -> int:
     return int(value * scale)
 
 
-def help_of(each: Field[Any]) -> str:
+def help_of(said: Option) -> str:
     """Say what an option means, what it may be, and what holds where nothing is said."""
-    said = about(each)
     text = said.help
     if not all(choice in text for choice in said.choices):
         text += f" One of {', '.join(said.choices)}."
@@ -175,8 +175,3 @@ def help_of(each: Field[Any]) -> str:
     if said.default:
         text += f" By default {said.default}."
     return text
-
-
-def _metavar(each: Field[Any]) -> str | None:
-    said = about(each)
-    return "NAME" if said.choices else said.unit.upper() or None

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from decoding.app.options import JobOptions, described
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
 from decoding.planning.defaults import (
@@ -23,9 +24,12 @@ from decoding.planning.defaults import (
 from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
 from decoding.planning.outlook import Outlook, look_ahead, plain
 from decoding.planning.profile import HardwareProfile
-from decoding.settings import Settings
+from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
 from parallel.config import ModelConfig
+
+PREDICTED = "what is predicted to pay"
+FORMATS = {"help": "Number format of weights and KV cache.", "choices": DTYPES}
 
 
 def plan(
@@ -34,30 +38,21 @@ def plan(
         typer.Option(help="Target: a folder, a hub name, or a config.json.", show_default=False),
     ],
     draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and output; by default the model's limit.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of which are written.")] = 512,
+    context: Annotated[int | None, described(Settings, "context")] = None,
+    max_new_tokens: Annotated[int, described(JobOptions, "max_new_tokens")] = 512,
     hardware: Annotated[
         str, typer.Option(help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file.")
     ] = "2x4090",
     host_memory: Annotated[
         float | None, typer.Option(help="Host memory for KV, in GB, in place of the profile's.")
     ] = None,
-    mode: Annotated[
-        str, typer.Option(help="auto, hierarchical, retrieval, speculative or plain.")
-    ] = "auto",
-    budget: Annotated[
-        int | None,
-        typer.Option(help="Retrieval budget, tokens a head; by default what is predicted to pay."),
-    ] = None,
-    resident_layers: Annotated[
-        int | None, typer.Option(help="Target layers on the device; by default as many as fit.")
-    ] = None,
+    mode: Annotated[str, described(Settings, "mode")] = "auto",
+    budget: Annotated[int | None, described(Settings, "budget", default=PREDICTED)] = None,
+    resident_layers: Annotated[int | None, described(Settings, "resident_layers")] = None,
     draft_length: Annotated[
-        int | None, typer.Option(help="Tokens put before the target at once; by default what pays.")
+        int | None, described(Settings, "draft_length", default=PREDICTED)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, described(Settings, "dtype", "bfloat16", **FORMATS)] = "bfloat16",
     acceptance: Annotated[
         float,
         typer.Option(
@@ -87,6 +82,7 @@ def plan(
 
     All of it is predicted, from configs and hardware numbers alone.
     """
+    JobOptions(model, draft, max_new_tokens=max_new_tokens)  # which checks them
     machine = HardwareProfile.find(hardware)
     if host_memory is not None:
         machine = replace(machine, host_memory=host_memory * 1e9)

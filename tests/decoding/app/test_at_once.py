@@ -1,0 +1,55 @@
+"""What needs no model answers at once: nothing that takes seconds to import is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from decoding.planning.needs import counted_dtype
+from decoding.settings import DTYPES, dtype_of
+from support.commands import DRAFT, TARGET
+
+HEAVY = {"torch", "transformers", "numpy", "accelerate", "huggingface_hub", "safetensors"}
+MAX_MODULES = 800  # a command line with its help takes some 500, torch alone 1,000 more
+
+
+def modules(*arguments: str) -> set[str]:
+    """Run the command, and return the modules it had imported when it was done."""
+    code = (
+        "import os, sys; sys.argv = ['tierforce', *sys.argv[1:]]\n"
+        "def leave(code):\n"
+        "    print('\\n'.join(['LOADED', *sys.modules]), file=sys.__stdout__, flush=True)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "os._exit = leave\n"
+        "from decoding.app.main import main\n"
+        "main()\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert "LOADED" in run.stdout, run.stderr
+    return set(run.stdout.split("LOADED\n")[1].split())
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "summarize --help", "generate --flux 1", "--version"]
+)
+def test_help_and_a_mistyped_option_import_nothing_heavy(arguments: str) -> None:
+    loaded = modules(*arguments.split())
+    assert "decoding.app.commands" in loaded
+    assert not loaded & HEAVY
+    assert len(loaded) < MAX_MODULES
+
+
+@pytest.mark.parametrize("more", [(), ("--draft", str(DRAFT), "--json")], ids=["alone", "pair"])
+def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) -> None:
+    loaded = modules("plan", "--model", str(TARGET), "--hardware", "1x4090", *more)
+    assert "decoding.planning.needs" in loaded
+    assert not loaded & HEAVY
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_a_counted_number_takes_the_bytes_of_torch(name: str) -> None:
+    assert counted_dtype(name).itemsize == dtype_of(name).itemsize
