@@ -45,6 +45,7 @@ setup(
             "pytest-xdist>=3.7",
             "ruff>=0.12",
             "mypy>=1.14",
+            "setuptools>=70.1",
         ],
     },
     entry_points={"console_scripts": ["tierforce=decoding.app.main:main"]},
