@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from decoding.loading import load
-from decoding.planning.budget import BudgetChoice, BudgetChooser
-from decoding.planning.defaults import BUDGETS
-from decoding.planning.fit import affordable
-from decoding.planning.observed import ObservedCosts
+from decoding.plain_text import keep_end, pieces, plain_tokens
 from decoding.runtime import Runtime
 from decoding.session import Session, draft_lengths
+from decoding.sessions import Sessions
 from decoding.settings import Settings
-from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength
 from decoding.speculation.sampling import Sampling, draw
 from decoding.speculation.text import Text
@@ -27,7 +24,7 @@ from decoding.stats import Stats
 from offload.errors import DocumentError, FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
-from parallel.lockstep import PassLeader, follow_passes
+from parallel.lockstep import PassLeader
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
@@ -36,7 +33,7 @@ class Engine:
     """Exact decoding of long texts with a model on one or more ranks.
 
     Under torchrun every rank makes an Engine; rank 0 generates text after text, and the others
-    `follow` until it closes.
+    `follow` until it closes. `stats` tells what the text being generated, or the last one, took.
     """
 
     def __init__(self, runtime: Runtime, tokenizer: Any, stop_tokens: frozenset[int]):
@@ -49,7 +46,7 @@ class Engine:
         if wanted is not None and wanted > limit:
             raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
         self.context = wanted or limit
-        self.chooser = BudgetChooser(ObservedCosts(runtime.link_rate() if self._tunes else None))
+        self.sessions = Sessions(runtime)
 
     @classmethod
     def from_pretrained(
@@ -60,8 +57,17 @@ class Engine:
         device: str = "auto",
         group: Group | None = None,
     ) -> Engine:
-        """Load a target, and a draft with the same vocabulary, from Hugging Face folders (or hub
-        names).
+        """Load a target, and a draft of the same tokenizer.
+
+        Args:
+            model: the target, a Hugging Face folder or hub name.
+            draft: the draft model, likewise. Its vocabulary may be padded to another size.
+            settings: how the engine runs; by default as `Settings()` says.
+            device: auto, cpu or cuda.
+            group: the ranks, by default those a launcher started.
+
+        Returns:
+            An engine, the same on every rank.
 
         Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError,
         FitError.
@@ -70,21 +76,41 @@ class Engine:
         return cls(*load(model, draft, settings or Settings(), group))
 
     def check(self, prompt: int, new: int) -> MemoryPlan:
-        """Plan a text of that many tokens as `generate` would now; this rank's plan. All ranks call
-        it.
+        """Plan a text of `prompt` + `new` tokens as `generate` would now; this rank's plan.
 
-        Raises FitError, on all ranks, when the text would not fit.
+        All ranks call it. Raises FitError, on all ranks, when the text would not fit.
         """
-        with self.group.together():
-            plans = self._affordable(prompt, new)
-        if self._tunes and not self._common(plans):
-            raise FitError(
-                "no one retrieval budget fits all ranks: set --budget, or free memory on the "
-                "fullest GPU."
-            )
-        choice = self._spend(prompt, new)
-        with self.group.together():
-            return self.runtime.with_budget(choice.budget).plan(prompt, new)
+        return self.sessions.check(prompt, new)
+
+    def stream(
+        self,
+        text: str,
+        max_new_tokens: int = 256,
+        sampling: Sampling | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[str]:
+        """Yield what follows a text of any length, in pieces of whole characters.
+
+        Of a text longer than the context the beginning is dropped; `stats.dropped_tokens` tells how
+        much. Special tokens are left out. All else is as in `generate`.
+
+        Args:
+            text: the text to continue, in which nothing is taken for a special token.
+            max_new_tokens: tokens to write at most.
+            sampling: the law they are drawn from; greedy by default.
+            progress: called with units of prefill done, and in all.
+
+        Returns:
+            Pieces of text, as their tokens are verified.
+        """
+        if self.group.rank:
+            self.sessions.follow()
+            return
+        room = self.context - max_new_tokens
+        prompt, dropped = keep_end(*plain_tokens(self.tokenizer, text), room)
+        tokens = self._generate(prompt, max_new_tokens, sampling, progress, dropped)
+        with closing(tokens):
+            yield from pieces(self.tokenizer, tokens)
 
     def generate(
         self,
@@ -93,27 +119,59 @@ class Engine:
         sampling: Sampling | None = None,
         progress: Progress | None = None,
     ) -> Iterator[int]:
-        """Yield new tokens as they are verified, up to and without a stop token. `stats` tells what
-        it took.
+        """Yield new tokens as they are verified, up to and without a stop token.
 
         Raises DocumentError when this text cannot be processed; the engine is good for the next
         one. On ranks other than 0 it takes part in one text that rank 0 accepts, and yields
         nothing.
+
+        Args:
+            prompt: token ids, or a text, in which nothing is taken for a special token.
+            max_new_tokens: tokens to write at most; with the prompt they must fit the context.
+            sampling: the law they are drawn from; greedy by default.
+            progress: called with units of prefill done, and in all.
+
+        Returns:
+            Token ids, in rounds of one or more.
         """
         if self.group.rank:
-            self._follow_one()
+            self.sessions.follow()
             return
+        if isinstance(prompt, str):
+            before, tokens = plain_tokens(self.tokenizer, prompt)
+            prompt = [*before, *tokens]
+        yield from self._generate(list(prompt), max_new_tokens, sampling, progress)
+
+    def follow(self) -> None:
+        """Take part in all texts until rank 0 closes the engine; on the other ranks."""
+        while self.sessions.follow():
+            pass
+
+    def close(self) -> None:
+        """Let go of the link, and on rank 0 of the other ranks."""
+        if self.group.rank == 0:
+            self.group.broadcast(None)
+        self.runtime.link.close()
+
+    def _generate(
+        self,
+        prompt: list[int],
+        new: int,
+        sampling: Sampling | None,
+        progress: Progress | None,
+        dropped: int = 0,
+    ) -> Generator[int, None, None]:
+        """Open a session on all ranks, write its text, and close it."""
         started = time.perf_counter()
-        tokens = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else list(prompt)
-        self._refuse(tokens, max_new_tokens)
-        self._busy = True
-        try:
+        self._refuse(prompt, new)
+        with self._one_text():
             self.stats = Stats()  # the caches of the text before go before memory is planned
-            self.group.broadcast((tokens, max_new_tokens))
-            choice = self._spend(len(tokens), max_new_tokens)
-            with closing(self._open(tokens, max_new_tokens, choice)) as session:
+            self.group.broadcast((prompt, new))
+            choice = self.sessions.choose(len(prompt), new)
+            with closing(self.sessions.open(prompt, new, choice)) as session:
                 self.stats = Stats(
-                    prompt_tokens=len(tokens),
+                    prompt_tokens=len(prompt),
+                    dropped_tokens=dropped,
                     plan=session.plan,
                     mode=self.runtime.mode,
                     choice=choice,
@@ -121,32 +179,12 @@ class Engine:
                 with closing(
                     PassLeader(session.announced, session.max_tokens, session.forward)
                 ) as leader:
-                    yield from self._tokens(
+                    yield from self._loop(
                         session, leader, sampling or Sampling(), progress, started
                     )
-                    self.chooser.record(
-                        session.runtime.needs, session.plan, len(tokens), self.stats.rounds
-                    )
-        except (RuntimeError, MemoryError) as error:
-            if self.group.size > 1 or not is_out_of_memory(error):
-                # other ranks are in the middle of the same pass: there is no going on together
-                raise
-            raise FitError(f"out of memory: {one_line(error)}") from error
-        finally:
-            self._busy = False
+                    self.sessions.record(session, self.stats.rounds)
 
-    def follow(self) -> None:
-        """On ranks other than 0: take part in all texts until rank 0 closes the engine."""
-        while self._follow_one():
-            pass
-
-    def close(self) -> None:
-        """Rank 0: let the other ranks go."""
-        if self.group.rank == 0:
-            self.group.broadcast(None)
-        self.runtime.link.close()
-
-    def _tokens(
+    def _loop(
         self,
         session: Session,
         leader: PassLeader,
@@ -154,31 +192,16 @@ class Engine:
         progress: Progress | None,
         started: float,
     ) -> Iterator[int]:
-        generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
+        """Read the prompt, then yield the tokens of round after round."""
         stats = self.stats
+        generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
         law = sampling.law(session.prefill(progress))[0]
         new = read(draw(law, generator), law)
         text = Text([*session.prompt.tolist(), *new])
-        decoder = session.decoder(
-            text,
-            leader,
-            sampling,
-            generator,
-            (RecordingLength(self.lengths[0], stats.rounds), self.lengths[1]),
-        )
-        stats.levels = decoder.levels()
-        stats.traffic = {
-            level.name: level.cache.traffic for level in stats.levels if isinstance(level, Decoder)
-        }
-        stats.retrieval, stats.peaks, stats.fixed_shapes = (
-            session.retrieval,
-            session.peaks,
-            session.forward.report,
-        )
-        stats.prefill_link_in, stats.prefill_link_out = (
-            session.target.traffic.link_in,
-            session.target.traffic.link_out,
-        )
+        outer, inner = self.lengths
+        lengths = (RecordingLength(outer, stats.rounds), inner)
+        decoder = session.decoder(text, leader, sampling, generator, lengths)
+        stats.watch(session, decoder)
         stats.first_token_s = time.perf_counter() - started
         while True:
             for token in new:
@@ -193,39 +216,22 @@ class Engine:
                 return
             new = decoder.round(session.new - stats.new_tokens)
 
-    @property
-    def _tunes(self) -> bool:
-        """Whether budgets are to be chosen."""
-        return self.runtime.needs.chooses_budget
-
-    def _affordable(self, prompt: int, new: int) -> dict[int, MemoryPlan]:
-        return affordable(self.runtime.needs, self.runtime.memory(), prompt, new)
-
-    def _spend(self, prompt: int, new: int) -> BudgetChoice:
-        """What this text's memory goes to, on all ranks. What fits nowhere is left to `_open` to
-        refuse.
-        """
-        settings = self.runtime.settings
-        if not self._tunes:
-            return BudgetChoice(settings.budget, "set")
+    @contextmanager
+    def _one_text(self) -> Iterator[None]:
+        """Keep other texts out, and tell memory that runs out from other errors."""
+        self._busy = True
         try:
-            plans = self._affordable(prompt, new)
-        except FitError:
-            plans = {}
-        if not (common := self._common(plans)):
-            return BudgetChoice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
-        return self.group.broadcast(self.chooser.choose(self.runtime.needs, common, prompt))
-
-    def _common(self, plans: Mapping[int, MemoryPlan]) -> dict[int, MemoryPlan]:
-        """Of the plans of this rank, by budget, those whose budgets fit all ranks. All ranks call
-        it.
-        """
-        return {
-            budget: plans[budget]
-            for budget in sorted(set.intersection(*self.group.gather(set(plans))))
-        }
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if self.group.size > 1 or not is_out_of_memory(error):
+                # other ranks are in the middle of the same pass: there is no going on together
+                raise
+            raise FitError(f"out of memory: {one_line(error)}") from error
+        finally:
+            self._busy = False
 
     def _refuse(self, tokens: list[int], new: int) -> None:
+        """Raise an error for a text that makes no sense, before other ranks hear of it."""
         if self._busy:
             raise TierForceError(
                 "one text at a time: exhaust or close the generator of the text before."
@@ -245,23 +251,3 @@ class Engine:
                 raise DocumentError(
                     f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
                 )
-
-    def _open(self, tokens: list[int], new: int, choice: BudgetChoice) -> Session:
-        """On all ranks, or on none."""
-        with self.group.together():
-            return Session(self.runtime.with_budget(choice.budget), tokens, new)
-
-    def _follow_one(self) -> bool:
-        request = self.group.broadcast(None)
-        if request is None:
-            return False
-        try:
-            session = self._open(*request, self._spend(len(request[0]), request[1]))
-        except TierForceError:
-            return True  # raised on rank 0 too, which tells
-        with closing(session):
-            # raised on rank 0 too, which ends the passes before there is one
-            with suppress(TierForceError):
-                session.prefill()
-            follow_passes(session.announced, session.max_tokens, session.forward)
-        return True

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from decoding.planning.budget import BudgetChoice
-from decoding.speculation.decoders import Proposer, Speculative
+from decoding.session import Session
+from decoding.speculation.decoders import Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
 from offload.retrieval import RetrievalCache
@@ -18,6 +19,7 @@ class Stats:
     """Of the text being generated, or the last one. Bytes are those of one rank's own link."""
 
     prompt_tokens: int = 0
+    dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     new_tokens: int = 0
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
@@ -35,6 +37,17 @@ class Stats:
     peaks: dict[str, int | None] = field(default_factory=dict)
     fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
     rounds: list[RoundStats] = field(default_factory=list, repr=False)  # of the target
+
+    def watch(self, session: Session, decoder: Decoder) -> None:
+        """Count from here on what the levels of a text do; its prompt was read."""
+        self.levels = decoder.levels()
+        self.traffic = {
+            level.name: level.cache.traffic for level in self.levels if isinstance(level, Decoder)
+        }
+        self.retrieval, self.peaks = session.retrieval, session.peaks
+        self.fixed_shapes = session.forward.report
+        self.prefill_link_in = session.target.traffic.link_in
+        self.prefill_link_out = session.target.traffic.link_out
 
     @property
     def ms_per_token(self) -> float | None:

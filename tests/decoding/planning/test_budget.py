@@ -16,6 +16,7 @@ from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET
 from decoding.planning.fit import affordable as affordable_with
 from decoding.planning.observed import ObservedCosts
 from decoding.runtime import Runtime
+from decoding.sessions import Sessions
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
 from offload.memory_plan import MemoryPlan
@@ -169,9 +170,9 @@ def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(
         list(engine.generate(random_tokens(600).tolist(), 9))
         assert engine.stats.retrieval is not None
         before = weakref.ref(engine.stats.retrieval)
-        planned = Engine._spend
+        planned = Sessions.choose
         monkeypatch.setattr(
-            Engine, "_spend", lambda *given: (seen.append(before() is None), planned(*given))[1]
+            Sessions, "choose", lambda *given: (seen.append(before() is None), planned(*given))[1]
         )
         list(engine.generate(random_tokens(700).tolist(), 9))
     assert seen == [True]
