@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import decoding.runtime
-import decoding.session
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Sampling
 from offload.errors import DocumentError, FitError
@@ -144,16 +143,14 @@ def late_layers(pair: Pair) -> list[str | list[int]]:
     """A text whose resident layer comes late, one where rank 1 has no memory for it any more, and
     the first again.
     """
-    planned, found = decoding.session.plan, list[str | list[int]]()
+    planned, found = decoding.runtime.fit, list[str | list[int]]()
     layer = ResidentLayer._allocate
 
     def lost(layer: ResidentLayer) -> Tensor:
         raise torch.OutOfMemoryError("gone")
 
     with (
-        patch.object(
-            decoding.session, "plan", lambda *text: replace(planned(*text), late_layers=1)
-        ),
+        patch.object(decoding.runtime, "fit", lambda *text: replace(planned(*text), late_layers=1)),
         pair.engine("hierarchical", **SMALL) as engine,
     ):
         for without in (False, True, False):
