@@ -1,5 +1,4 @@
-"""The engine on a GPU writes what it writes on a CPU: wherever the KV lives, whatever the mode, and
-over two ranks.
+"""The engine on a GPU writes what it writes on a CPU: in all modes, over tiers and two ranks.
 
 Where there is no GPU a stand-in takes its place (tests/standin), which also sees races and counts
 waits.
@@ -57,9 +56,9 @@ def text(group: Group, mode: str, **choices: Any) -> list[int]:
     if group.rank:
         engine.follow()
         return []
-    found = list(engine.generate(PROMPT, NEW))
+    tokens = list(engine.generate(PROMPT, NEW))
     engine.close()
-    return found
+    return tokens
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +179,16 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(
     engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
     gc.disable()  # what only a collection frees is still there when the next text is planned
     try:
-        found = [list(engine.generate(PROMPT, NEW))]
+        texts = [list(engine.generate(PROMPT, NEW))]
         peaks = [engine.stats.peaks]
         monkeypatch.setattr(Attention, "forward", failing(layer, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(PROMPT, NEW))
-        found.append(list(engine.generate(PROMPT, NEW)))
+        texts.append(list(engine.generate(PROMPT, NEW)))
         peaks.append(engine.stats.peaks)
     finally:
         gc.enable()
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
     for phase, peak in peaks[0].items():  # on a GPU blocks are cut as it comes
         assert peaks[1][phase] == (pytest.approx(peak, abs=64 << 20) if gpu is None else peak)
     engine.close()
@@ -236,8 +235,8 @@ def on_shared_gpu(mode: str) -> list[int]:
 def test_two_gpus(mode: str, wanted: list[int]) -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("one GPU here")
-    (found, counts), (_, others) = run_ranks(2, on_its_gpu, mode)
-    assert found == wanted
+    (tokens, counts), (_, others) = run_ranks(2, on_its_gpu, mode)
+    assert tokens == wanted
     assert counts["refused"] == others["refused"] == 0
     assert (counts["replayed"] > 0) == (mode != "plain")
 
@@ -272,5 +271,5 @@ def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
         GraphRunner.__init__ = noted  # type: ignore[method-assign]
         group = Group.from_environment("cuda")
         assert graphs_work(group)
-        found = text(group, mode, resident_layers=1)
-        return found, made[-1].counts
+        tokens = text(group, mode, resident_layers=1)
+        return tokens, made[-1].counts

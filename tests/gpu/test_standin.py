@@ -278,10 +278,10 @@ def test_kernels_take_what_they_take_on_a_gpu(machine: Machine) -> None:
         (flash, torch.float16, (0.0, True)),
         (efficient, torch.float32, (None, True, 0.0, True)),
     ):
-        for found, meta in zip(
+        for out, meta in zip(
             *(kernel(*heads(dtype, on=on), *arguments)[:2] for on in (GPU, "meta")), strict=True
         ):
-            assert (found.shape, found.stride(), found.dtype) == (
+            assert (out.shape, out.stride(), out.dtype) == (
                 meta.shape,
                 meta.stride(),
                 meta.dtype,

@@ -158,12 +158,12 @@ def test_an_index_that_forgets_a_tensor(copy: Copy) -> None:
 
 def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
     folder = copy()
-    found = Checkpoint(folder).tensor("model.norm.weight", (32,))
+    tensor = Checkpoint(folder).tensor("model.norm.weight", (32,))
     (folder / "model.safetensors").write_bytes(b"gone")
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors: tensor model\.norm\.weight cannot be read"
     ):
-        found[:]
+        tensor[:]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"model_type": "lama"}', "layers"])

@@ -1,6 +1,4 @@
-"""The process group: collectives that agree with arithmetic, errors that all ranks share, and a
-lost rank that is named.
-"""
+"""The process group: collectives agree with arithmetic, ranks share errors, a lost one is named."""
 
 from __future__ import annotations
 
@@ -42,16 +40,16 @@ def collectives() -> dict[str, Any]:
 
 def test_collectives() -> None:
     x = torch.arange(6.0).view(2, 3)
-    for found in run_ranks(2, collectives):
-        assert torch.equal(found["reduced"], x * 3)
-        assert torch.equal(found["halves"], x.bfloat16() * 3)
-        assert torch.equal(found["gathered"], torch.cat((x, x + 10), dim=1))
+    for results in run_ranks(2, collectives):
+        assert torch.equal(results["reduced"], x * 3)
+        assert torch.equal(results["halves"], x.bfloat16() * 3)
+        assert torch.equal(results["gathered"], torch.cat((x, x + 10), dim=1))
         assert torch.equal(
-            found["columns"], torch.cat((x, x + 10)).t().unflatten(1, (2, 2)).flatten(1)
+            results["columns"], torch.cat((x, x + 10)).t().unflatten(1, (2, 2)).flatten(1)
         )
-        assert found["value"] == {"text": "from 0"}
-        assert found["numbers"] == [3, -1, 2**40]
-        assert found["errors"] == [None, (FitError, "one"), (CheckpointError, "zero")]
+        assert results["value"] == {"text": "from 0"}
+        assert results["numbers"] == [3, -1, 2**40]
+        assert results["errors"] == [None, (FitError, "one"), (CheckpointError, "zero")]
 
 
 def leave_or_wait() -> str:

@@ -1,6 +1,4 @@
-"""Ranks that follow: whatever rank 0 does with its caches between passes, its logits are those of
-one rank alone.
-"""
+"""Whatever rank 0 does with its caches between passes, its logits are those of one rank alone."""
 
 from __future__ import annotations
 

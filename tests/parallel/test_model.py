@@ -1,6 +1,4 @@
-"""Our Llama is transformers' Llama, for every family, bias and RoPE; whatever the cache, the pass
-or the number of ranks.
-"""
+"""Our Llama is that of transformers: any family, bias, RoPE, cache, pass and number of ranks."""
 
 from __future__ import annotations
 
@@ -106,10 +104,10 @@ def in_passes(model: Llama, tokens: Tensor, cache: TieredCache, sizes: list[int]
     return torch.cat(logits)
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == torch.float32
+def close(logits: Tensor, wanted: Tensor) -> None:
+    assert logits.dtype == torch.float32
     assert wanted.std() > 0.3  # logits that say something
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -207,16 +205,16 @@ def test_two_ranks_are_one(checkpoint: Checkpoints) -> None:
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
     folders = [*(checkpoint(**MODELS[name]) for name in names), checkpoint(intermediate_size=49)]
     tokens = random_tokens(TOKENS)
-    found = run_ranks(2, on_a_rank, folders, tokens)
+    by_rank = run_ranks(2, on_a_rank, folders, tokens)
     for index, folder in enumerate(folders):
         model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
         close(in_one_pass(model, tokens), wanted)
         for rank in range(2):
-            got = found[rank][index]
+            got = by_rank[rank][index]
             close(got["whole"], wanted)
             close(got["last"], wanted[59:60])
             close(got["rest"], wanted[60:])
-        shares = sum(found[rank][index]["sizes"] for rank in range(2))
+        shares = sum(by_rank[rank][index]["sizes"] for rank in range(2))
         whole = sum(parameter.numel() for parameter in model.parameters())
         assert whole < shares[0] < 1.15 * whole  # split, but for norms, biases and padding
         assert shares[1] == model.config.kv_heads

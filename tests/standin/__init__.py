@@ -88,8 +88,9 @@ def _generator(real: Any) -> Any:
 
 
 def _guard() -> None:
-    """Let torch's C++ change to a GPU and back. It asks a table how, in which a CPU build has no
-    entry: as for the meta device.
+    """Let torch's C++ change to a GPU and back.
+
+    It asks a table how, in which a CPU build has no entry: it gets the meta device's.
     """
     torch._C._ensureCUDADeviceGuardSet()  # which does so in a CUDA build that finds no GPU
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -100,7 +101,7 @@ def _guard() -> None:
 
 
 def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
-    """What torch.cuda is replaced by."""
+    """Yield what in torch is replaced, and by what: owner, name and value."""
     stream_type, handles = type("Stream", (Stream,), {"machine": machine}), count(1)
 
     @contextmanager
@@ -175,8 +176,9 @@ def _all_reduce(real: Any, machine: Machine) -> Callable[..., Any]:
 
 @contextmanager
 def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[Machine]:
-    """The GPU `index` of this process, with so many bytes of memory. On leaving, faults are raised
-    as a Race.
+    """Stand in for GPU `index` of this process, with so many bytes of memory.
+
+    On leaving, faults are raised as a Race.
     """
     _guard()
     machine = Machine(index, memory)
@@ -195,8 +197,9 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
 
 @contextmanager
 def gpu_or_standin() -> Iterator[Machine | None]:
-    """The GPUs of this machine if it has any; else one of two stand-ins, for a rank the one with
-    its local number.
+    """Use the GPUs of this machine if it has any; else one of two stand-ins.
+
+    A rank gets the one with its local number.
     """
     if torch.cuda.is_available():
         yield None

@@ -1,5 +1,6 @@
-"""What happens before what: streams, the host, and the memory they share, by vector clocks (as
-torch's CUDA sanitizer).
+"""What happens before what: streams, the host, and the memory they share.
+
+It is told by vector clocks, as in torch's CUDA sanitizer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ class Race(AssertionError):
 
 
 class Timeline:
-    """The host, or a stream. Its steps are numbered; `seen` says how many steps of each other one
-    are done before its next.
+    """The host, or a stream.
+
+    Its steps are numbered; `seen` says how many steps of each other one are done before its next.
     """
 
     def __init__(self, name: str):
@@ -27,7 +29,7 @@ class Timeline:
         self.seen: dict[Timeline, int] = {}
 
     def mark(self) -> dict[Timeline, int]:
-        """All that is done once this timeline has come to here."""
+        """Return all that is done once this timeline has come to here."""
         return {**self.seen, self: self.steps}
 
     def after(self, mark: Mapping[Timeline, int]) -> None:
@@ -55,7 +57,7 @@ class Block:
         self.accesses: dict[Timeline, list[Access]] = {}
 
     def touch(self, timeline: Timeline, region: Region, write: bool, what: str) -> None:
-        """An access in the timeline's latest step. Raises Race."""
+        """Note an access in the timeline's latest step. Raises Race."""
         for other, accesses in self.accesses.items():
             if other is timeline:
                 continue
@@ -71,7 +73,7 @@ class Block:
         self.accesses.setdefault(timeline, []).append(Access(timeline.steps, write, region, what))
 
     def pending(self, *timelines: Timeline) -> str | None:
-        """An access that none of these timelines knows to be done; None if there is none."""
+        """Return an access that none of these timelines knows to be done, or None."""
         for other, accesses in self.accesses.items():
             if all(accesses[-1].step > timeline.knows(other) for timeline in timelines):
                 return f"{other.name}: {accesses[-1].what}"
@@ -83,7 +85,7 @@ def region_of(x: Tensor, offset: int | None = None) -> Region:
 
 
 def overlap(one: Region, other: Region) -> bool:
-    """Whether two regions share an element."""
+    """Tell whether two regions share an element."""
     (first, last), (low, high) = _ends(one), _ends(other)
     if last < low or high < first or 0 in one[1] or 0 in other[1]:
         return False

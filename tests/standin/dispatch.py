@@ -1,6 +1,4 @@
-"""What becomes of every operation: on the host, on the device, between the two, or between
-devices.
-"""
+"""What becomes of every operation: on the host, on the device, or between the two."""
 
 from __future__ import annotations
 
@@ -67,9 +65,9 @@ class OnGpu(TorchDispatchMode):
     def _on_host(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         if self.machine.pinned and not is_view(func):
             written = {id(x) for x in mutated(func, args, kwargs)}
-            found = [(*at, id(x) in written) for x in tensors if (at := self.machine.registered(x))]
-            if found:
-                self.machine.step(self.machine.host, str(func), found)
+            uses = [(*at, id(x) in written) for x in tensors if (at := self.machine.registered(x))]
+            if uses:
+                self.machine.step(self.machine.host, str(func), uses)
         return func(*args, **kwargs)
 
     def _launch(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -104,8 +102,9 @@ class OnGpu(TorchDispatchMode):
         return self._new(out, func)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """On NCCL's stream, behind the current one, which waits for it at once unless the call is
-        asynchronous.
+        """Run a collective on NCCL's stream, behind the current one.
+
+        The current one waits for it at once, unless the call is asynchronous.
         """
         machine, names = self.machine, [each.name for each in func._schema.arguments]
         accesses: list[Use] = [
@@ -130,7 +129,7 @@ class OnGpu(TorchDispatchMode):
         return args[0], work
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Between the host and the device, or within the device."""
+        """Copy between the host and the device, or within the device."""
         machine = self.machine
         if func is aten.copy_.default:
             to, source, later = (
@@ -171,7 +170,7 @@ class OnGpu(TorchDispatchMode):
         return to
 
     def _pin(self, func: Any, x: Tensor) -> Any:
-        """Of torch's own pinned memory, which lives until the copies from it are done."""
+        """Pin memory, or tell whether it is; it lives until the copies from it are done."""
         if func is aten.is_pinned.default:
             return hasattr(x, _PINNED) or self.machine.registered(x) is not None
         pinned = x.clone()
@@ -182,7 +181,7 @@ class OnGpu(TorchDispatchMode):
         return device is not None and self.machine.here(device)
 
     def _new(self, out: Any, func: Any) -> Any:
-        """Results in memory of their own."""
+        """Give results memory of their own."""
         if isinstance(out, Tensor):
             return GpuTensor(
                 out,
@@ -197,8 +196,9 @@ class OnGpu(TorchDispatchMode):
 
 @cache
 def known(func: Any) -> bool:
-    """Whether a GPU can do this, as far as this build of torch knows: one for CUDA does, also where
-    there is no GPU.
+    """Tell whether a GPU can do this, as far as this build of torch knows.
+
+    A build for CUDA knows, also where there is no GPU.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return (
@@ -216,7 +216,7 @@ def is_view(func: Any) -> bool:
 
 
 def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that are written to."""
+    """Return the arguments that are written to."""
     if not func._schema.is_mutable:
         return []
     named = {

@@ -1,6 +1,4 @@
-"""Recordings, as CUDA graphs: what was launched, by address, with every number of the host's baked
-in.
-"""
+"""Recordings, as CUDA graphs: what was launched, by address, with the host's numbers baked in."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ class Node:
     work: Callable[[], Any]
     out: list[Tensor]  # where the results go; none where the work writes to its arguments
 
-    def found(self) -> list[Use]:
-        """The memory it works on. Raises RuntimeError where that was freed."""
+    def memory(self) -> list[Use]:
+        """Return the memory it works on. Raises RuntimeError where that was freed."""
         blocks = [block() for block, _, _ in self.uses]
         if any(block is None and not own for block, own in zip(blocks, self.own, strict=True)):
             raise RuntimeError(f"{self.what}: a replay works on memory that was freed")
@@ -41,9 +39,9 @@ class Node:
 
 
 class Graph:
-    """`torch.cuda.CUDAGraph`. While it records nothing is computed: results hold no numbers, and
-    arguments stay as they were.
+    """What `torch.cuda.CUDAGraph` does, in host memory.
 
+    While it records nothing is computed: results hold no numbers, and arguments stay as they were.
     A replay runs on one stream, collectives too: what a capture leaves unordered between streams
     does not show.
     """
@@ -88,8 +86,10 @@ class Graph:
         self.machine.refuse("replay")
         with _disable_current_modes():
             for node in self.nodes:
-                found = self.machine.run(node.what, node.found(), node.work)
-                for out, value in zip(node.out, tensors_in(found) if node.out else (), strict=True):
+                results = self.machine.run(node.what, node.memory(), node.work)
+                for out, value in zip(
+                    node.out, tensors_in(results) if node.out else (), strict=True
+                ):
                     out.copy_(value)
 
 

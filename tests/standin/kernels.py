@@ -1,6 +1,4 @@
-"""What a GPU computes with kernels that a CPU build of torch lacks: their conditions, shapes and
-layouts, and plain arithmetic.
-"""
+"""Kernels that a CPU build of torch lacks: their conditions, shapes, layouts, plain arithmetic."""
 
 from __future__ import annotations
 

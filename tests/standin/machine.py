@@ -15,8 +15,9 @@ Use = tuple[Block, Any, bool]  # the block, the region in it, and whether it is 
 
 
 class Allocation(Block):
-    """Device memory: counted while anything uses it, and due to be free of other streams' work when
-    nothing does.
+    """Device memory, counted while anything uses it.
+
+    When nothing does, it is due to be free of other streams' work.
     """
 
     def __init__(self, machine: Machine, nbytes: int, name: str):
@@ -32,8 +33,9 @@ class Allocation(Block):
 
 
 class Machine:
-    """One GPU of this process. Work is done at once, in the order of launches; that it might be
-    done later is what clocks tell.
+    """One GPU of this process.
+
+    Work is done at once, in the order of launches; that it might be done later is what clocks tell.
     """
 
     def __init__(self, index: int, memory: int):
@@ -87,7 +89,7 @@ class Machine:
             self.faults.append(f"host memory was given back before {at} was known to be done")
 
     def registered(self, x: Tensor) -> tuple[Block, Any] | None:
-        """The block of registered memory that a CPU tensor lies in, and its region there."""
+        """Return the block of registered memory that a CPU tensor lies in, and its region there."""
         for start, (nbytes, block) in self.pinned.items():
             if x.numel() and start <= x.data_ptr() < start + nbytes:
                 return block, region_of(x, (x.data_ptr() - start) // x.itemsize)
@@ -100,8 +102,9 @@ class Machine:
         return self.streams[-1]
 
     def step(self, timeline: Timeline, what: str, accesses: Sequence[Use]) -> None:
-        """The next step of a stream, or of the host, behind all that the host knows. Raises
-        Race.
+        """Take the next step of a stream, or of the host, behind all that the host knows.
+
+        Raises Race.
         """
         timeline.after(self.host.mark())
         timeline.steps += 1
@@ -109,8 +112,9 @@ class Machine:
             block.touch(timeline, region, write, what)
 
     def here(self, device: Any) -> bool:
-        """Whether a device is this GPU. Raises RuntimeError where it is another one: each rank has
-        its own.
+        """Tell whether a device is this GPU.
+
+        Raises RuntimeError where it is another one: each rank has its own.
         """
         device = torch.device(device)
         if device.type != "cuda":
@@ -120,7 +124,7 @@ class Machine:
         return True
 
     def wait(self, timeline: Timeline, what: str) -> None:
-        """The host waits for a stream."""
+        """Let the host wait for a stream."""
         self.refuse(what)
         self.waits.append(what)
         self.host.after(timeline.mark())
@@ -134,7 +138,7 @@ class Machine:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
     def refuse(self, what: str) -> None:
-        """What a stream that is being captured does not permit."""
+        """Refuse what a stream that is being captured does not permit."""
         if self.capture is not None:
             self.capture.invalid = True
             raise RuntimeError(
@@ -142,7 +146,7 @@ class Machine:
             )
 
     def run(self, what: str, accesses: Sequence[Use], work: Callable[[], Any]) -> Any:
-        """Work on the current stream."""
+        """Do work on the current stream, and return its result."""
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(error)

@@ -73,15 +73,16 @@ def copied(values: Any) -> Any:
 
 
 def wrapped(values: Any, block: Allocation) -> Any:
-    """Views of the block."""
+    """Return values as views of the block."""
     if isinstance(values, Tensor):
         return GpuTensor(values, block)
     return type(values)(wrapped(each, block) for each in values)
 
 
 def poison(values: Any, integer: int | None = None) -> None:
-    """What memory holds that nobody wrote: no numbers, and no integers that would do as an index,
-    unless one is given.
+    """Fill values with what memory holds that nobody wrote.
+
+    That is no number, and no integer that would do as an index, unless one is given.
     """
     for x in tensors_in(values):
         if x.is_floating_point():

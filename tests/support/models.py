@@ -1,6 +1,4 @@
-"""Tiny random checkpoints of every supported family, as transformers writes them, and transformers'
-own answers.
-"""
+"""Tiny random checkpoints of every supported family, and what transformers answers with them."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ TINY: dict[str, Any] = {
 
 
 def rope(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, Any]:
-    """A config's `rope_parameters`."""
+    """Return a config's `rope_parameters`."""
     return {"rope_type": kind, "rope_theta": theta, **parameters}
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
-    """A transformers config of a few thousand parameters; any of its fields may be given."""
+    """Return a transformers config of a few thousand parameters; any of its fields may be given."""
     return FAMILIES[family](**{**TINY, **overrides})
 
 
@@ -44,10 +42,10 @@ def build_checkpoint(
     max_shard_size: str | int = "5GB",
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint to `folder` and return it. Every parameter is drawn anew, for
-    transformers starts biases at zero.
+    """Write a random checkpoint to `folder`, as transformers does, and return it.
 
-    `scale` is the deviation of the weights: the greater, the further the laws are from uniform.
+    Every parameter is drawn anew, for transformers starts biases at zero. `scale` is the deviation
+    of the weights: the greater, the further the laws are from uniform.
     """
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
@@ -66,7 +64,7 @@ def random_tokens(count: int, vocab: int = TINY["vocab_size"], seed: int = 0) ->
 
 @torch.inference_mode()
 def reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
+    """Return what transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
