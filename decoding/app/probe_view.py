@@ -1,4 +1,4 @@
-"""What `tierforce probe` found, as a table."""
+"""What `tierforce probe` measured, as a table for people."""
 
 from __future__ import annotations
 
@@ -6,33 +6,42 @@ from typing import Any
 
 from rich.table import Table
 
-_UNITS = {
-    "link_in": "GB/s",
-    "link_in_alone": "GB/s",
-    "link_out": "GB/s",
-    "memory_rate": "GB/s",
-    "all_reduce_rate": "GB/s",
-}
-_UNITS |= {"kv_rate": "GB/s", "score_rate": "GB/s", "summary_rate": "GB/s", "weigh_rate": "GB/s"}
-_UNITS |= dict.fromkeys(("matmul_alone", "matmul", "attention", "prefill_attention"), "TFLOP/s")
-_UNITS |= dict.fromkeys(("pass_s", "sample_s", "draw_s"), "microseconds")
-_UNITS |= {
-    "device_memory": "GB",
-    "host_memory": "GB",
-    "all_reduce_s": "microseconds",
-    "layer_s": "microseconds",
+# by the field of a hardware file: what it is in words, and the unit it is shown in
+_ROWS = {
+    "device_memory": ("free memory, each GPU", "GB"),
+    "host_memory": ("free host memory", "GB"),
+    "link_in": ("host to GPU, all at once", "GB/s"),
+    "link_in_alone": ("host to GPU, one alone", "GB/s"),
+    "link_out": ("GPU to host, all at once", "GB/s"),
+    "memory_rate": ("reading weights", "GB/s"),
+    "kv_rate": ("reading KV in attention", "GB/s"),
+    "score_rate": ("KV looked through to select from it", "GB/s"),
+    "summary_rate": ("KV summarised", "GB/s"),
+    "weigh_rate": ("KV whose summaries are weighed", "GB/s"),
+    "matmul_alone": ("one large matrix product", "TFLOP/s"),
+    "matmul": ("products of a prefill", "TFLOP/s"),
+    "prefill_attention": ("attention of a prefill", "TFLOP/s"),
+    "attention": ("attention of a short pass", "TFLOP/s"),
+    "layer_s": ("a layer of a short pass, beside reading it", "microseconds"),
+    "pass_s": ("a short pass, beside its layers", "microseconds"),
+    "sample_s": ("the law of one token", "microseconds"),
+    "draw_s": ("drawing a token", "microseconds"),
+    "all_reduce_s": ("a small sum over GPUs", "microseconds"),
+    "all_reduce_rate": ("a large sum over GPUs", "GB/s"),
 }
 _SCALES = {"GB/s": 1e-9, "TFLOP/s": 1e-12, "GB": 1e-9, "microseconds": 1e6}
 
 
-def table(found: dict[str, Any], device: str) -> Table:
-    """The numbers, for people."""
-    ranks = found["gpus"]["value"]
-    shown = Table(title=f"This machine: {ranks} ranks on {device}", title_justify="left")
+def table(measured: dict[str, Any], device: str) -> Table:
+    """Return the numbers of a hardware file that were measured, in words and with units."""
+    ranks = measured["gpus"]["value"]
+    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    shown = Table(title=f"This machine, {who} on {device}:", title_justify="left", box=None)
     shown.add_column("")
     shown.add_column("", justify="right")
     shown.add_column("")
-    for name, unit in _UNITS.items():
-        if name in found and (ranks > 1 or not name.startswith("all_reduce")):
-            shown.add_row(name, f"{found[name]['value'] * _SCALES[unit]:,.2f}", unit)
+    for name, (words, unit) in _ROWS.items():
+        alone = ranks == 1 and name.startswith("all_reduce")
+        if name in measured and not alone:
+            shown.add_row(words, f"{measured[name]['value'] * _SCALES[unit]:,.2f}", unit)
     return shown

@@ -1,4 +1,4 @@
-"""What this machine is, as far as drivers and the system tell."""
+"""What this machine is made of, as far as drivers and the system tell."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ class Gpu:
     name: str
     memory: int  # bytes
     pcie_generation: int  # now
-    pcie_generation_most: int  # of card and slot together
+    max_pcie_generation: int  # of card and slot together
     pcie_width: int
-    pcie_width_most: int
+    max_pcie_width: int
     numa_node: int | None
     address: str = ""  # on the PCI bus, as sysfs writes it
     near: bool = True  # whether this process may run on CPUs of its NUMA node
-    # how the kernel maps its copies: identity, or translated in some way; None where it does not
-    # say
+    # how the kernel maps its copies: identity, or translated; None where it does not say
     iommu: str | None = None
     peers: tuple[int, ...] = ()  # of NVML's GPUs, those whose memory it reads without the host
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The host, and its GPUs."""
+    """The host and its GPUs."""
 
     gpus: list[Gpu]
     driver: str  # its version, or why there is none
@@ -47,6 +46,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
+        """Look at the machine that this process runs on."""
         gpus, driver = _gpus()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         version = Path("/proc/version")
@@ -63,59 +63,58 @@ class Machine:
         )
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all of it for a JSON file."""
         return asdict(self)
 
     def at(self, address: str) -> Gpu:
-        """Its GPU at a PCI address: NVML counts others, and in another order, than a process
-        sees.
+        """Return the GPU at a PCI address.
+
+        NVML counts other GPUs than a process sees, and in another order.
         """
         unknown = Gpu("unknown to NVML", 0, 0, 0, 0, 0, None, address)
         return next((gpu for gpu in self.gpus if gpu.address == address), unknown)
 
 
 def _gpus() -> tuple[list[Gpu], str]:
-    """Those that answer, and the driver's version or what is wrong."""
+    """Return the GPUs that answer, and the driver's version or what is wrong with it."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return [], f"no GPU: {error}"
-    found, said = [], ""
+    gpus: list[Gpu] = []
+    said = ""
     try:
         said = _text(pynvml.nvmlSystemGetDriverVersion())
         handles: dict[int, Any] = {}
         for index in range(pynvml.nvmlDeviceGetCount()):
             try:
                 handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
-                found.append(_gpu(handles[index]))
+                gpus.append(_gpu(handles[index]))
             except pynvml.NVMLError as error:
                 handles.pop(index, None)
                 said += f", GPU {index} does not answer: {error}"
-        peers = (
-            [
+        for place, (index, handle) in enumerate(handles.items()):
+            reached = [
                 other
-                for other in handles
-                if other != index and _reads(handles[index], handles[other])
+                for other, its_handle in handles.items()
+                if other != index and _reads(handle, its_handle)
             ]
-            for index in handles
-        )
-        found = [
-            replace(gpu, peers=tuple(reached)) for gpu, reached in zip(found, peers, strict=True)
-        ]
+            gpus[place] = replace(gpus[place], peers=tuple(reached))
     except pynvml.NVMLError as error:
         said += f", which does not answer: {error}"
     finally:
         pynvml.nvmlShutdown()
-    return found, said
+    return gpus, said
 
 
 def iommu_of(address: str, sysfs: Path = SYSFS) -> str | None:
-    """How the kernel maps what a device at this PCI address copies; None where there is no IOMMU,
-    or it is not told.
+    """Return how the kernel maps the copies of the device at this PCI address.
+
+    None where there is no IOMMU, or the system does not tell.
     """
+    kind = sysfs / "bus/pci/devices" / address / "iommu_group/type"
     try:
-        return (
-            sysfs / "bus/pci/devices" / address / "iommu_group/type"
-        ).read_text().strip() or None
+        return kind.read_text().strip() or None
     except OSError:
         return None
 
@@ -129,9 +128,9 @@ def _gpu(handle: Any) -> Gpu:
         name=_text(pynvml.nvmlDeviceGetName(handle)),
         memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
         pcie_generation=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_generation_most=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        max_pcie_generation=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         pcie_width=_or_zero(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        pcie_width_most=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        max_pcie_width=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         numa_node=node,
         address=address,
         near=not cpus or bool(cpus & os.sched_getaffinity(0)),
@@ -140,7 +139,7 @@ def _gpu(handle: Any) -> Gpu:
 
 
 def _reads(handle: Any, other: Any) -> bool:
-    """Whether one GPU reads the other's memory without the host, by what the driver says."""
+    """Return whether one GPU reads the other's memory without the host, as the driver says."""
     try:
         return (
             pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_READ)

@@ -68,7 +68,7 @@ def test_a_number_that_noise_left_out_is_left_out_of_the_table() -> None:
     source = {"value": 1.0, "source": "measured"}
     written = StringIO()
     Console(width=100, file=written).print(table({"gpus": source, "link_in": source}, "cpu"))
-    assert "link_in" in written.getvalue()
+    assert "host to GPU, all at once" in written.getvalue()
     assert "attention" not in written.getvalue()
 
 
@@ -140,7 +140,7 @@ def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
             "GPU 1 (RTX 4090) runs on 8 PCIe lanes, 16 at most",
         ),
         (
-            replace(HOST, gpus=[replace(FINE, pcie_width=4, pcie_width_most=4)]),
+            replace(HOST, gpus=[replace(FINE, pcie_width=4, max_pcie_width=4)]),
             1,
             "would take 0.25 of the time",
         ),
@@ -150,7 +150,7 @@ def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
             "runs on PCIe 1 under load, and could on 4",
         ),
         (
-            replace(HOST, gpus=[replace(FINE, pcie_generation=3, pcie_generation_most=3)]),
+            replace(HOST, gpus=[replace(FINE, pcie_generation=3, max_pcie_generation=3)]),
             1,
             "has PCIe 3 at most",
         ),
