@@ -1,4 +1,4 @@
-"""Writing to head-major buffers (2, Hkv, capacity, D) of keys and values, and attending to them."""
+"""Head-major buffers (2, Hkv, capacity, D) of keys and values: parts, writing, attending."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from offload.attention.folding import Partial
 from offload.traffic import Traffic
 
 
+def span(kv: Tensor, start: int, end: int) -> Tensor:
+    """Return the tokens from `start` to `end` of keys or values (..., tokens, D)."""
+    return kv[..., start:end, :]
+
+
 def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
     end = at + len(k)
     # torch would drop a single row without a word: one row broadcasts to none
     if end > kv.shape[2]:
         raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
-    kv[0, :, at:end] = k.transpose(0, 1)
-    kv[1, :, at:end] = v.transpose(0, 1)
+    slots = span(kv, at, end)
+    slots[0] = k.transpose(0, 1)
+    slots[1] = v.transpose(0, 1)
 
 
 def attend_to(
@@ -32,8 +38,9 @@ def attend_to(
     If causal, the last T tokens are the rows' own. bias (Hkv, capacity) float32 holds weights of
     keys, in logarithms.
     """
-    k = kv[0, :, :tokens].transpose(0, 1)  # (N, Hkv, D)
-    v = kv[1, :, :tokens].transpose(0, 1)
+    read = span(kv, 0, tokens)
+    k = read[0].transpose(0, 1)  # (N, Hkv, D)
+    v = read[1].transpose(0, 1)
     traffic.attended += 2 * k.nbytes
     if bias is not None:
         bias = bias[:, :tokens]

@@ -1,5 +1,4 @@
-"""Caches of one buffer a layer in which every token has a slot, and their short passes in fixed
-shapes.
+"""Caches in which every token has a slot, and their short passes in fixed shapes.
 
 A pass whose shapes, addresses and launches are the same wherever the text stands can be recorded
 once and replayed: as a CUDA graph it costs one launch instead of hundreds. So positions come from
@@ -20,22 +19,24 @@ from offload.rotary import Rotary, rotate
 
 
 class SlotCache(Cache):
-    """What a `FixedPass` asks of a cache."""
+    """A cache of one buffer a layer, as a `FixedPass` asks for it."""
 
     slots: int  # tokens a head in a layer's buffer
     rotary: Rotary
 
     @abstractmethod
     def place(self, start: int) -> tuple[int, int]:
-        """The slot of the token at `start`, and the position to rotate it at; the tokens behind it
-        follow on.
+        """Return the slot of the token at `start`, and the position to rotate it at.
+
+        The tokens behind it follow on.
         """
 
     @abstractmethod
     def buffers(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The layer's KV (2, Hkv, slots, D), and where there are: keys as computed (Hkv, slots, D),
-        weights of keys in logarithms (Hkv, slots) float32. They keep their addresses, and whatever
-        a slot holds is finite.
+        """Return the layer's KV (2, Hkv, slots, D), its raw keys and its biases.
+
+        Where there are any, keys as computed are (Hkv, slots, D), and weights of keys, in
+        logarithms, (Hkv, slots) float32. All keep their addresses; whatever a slot holds is finite.
         """
 
 
@@ -48,13 +49,11 @@ class FixedPass:
         device = cache.buffers(0)[0].device
         self._cache = cache
         # of the first row
-        self._slot, self._position = (
-            torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)
-        )
+        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._first = 0  # the slot of the first row, as `prepare` knows it
-        self._steps, self._columns = (
-            torch.arange(count, device=device) for count in (rows, cache.slots)
-        )
+        self._steps = torch.arange(rows, device=device)
+        self._columns = torch.arange(cache.slots, device=device)
 
     def prepare(self) -> None:
         """Set the next pass behind what the cache holds now."""
@@ -69,27 +68,37 @@ class FixedPass:
         cache.traffic.attended += cache.layout.bytes(cache.slots)
 
     def rows(self) -> Tensor:
-        """The first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself: where a pass
-        should write it.
+        """Return the first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself.
+
+        A pass should write it there.
         """
-        return self._cache.buffers(0)[0][:, :, self._first : self._first + len(self._steps)]
+        kv, _, _ = self._cache.buffers(0)
+        end = self._first + len(self._steps)
+        return kv[:, :, self._first : end]
 
     def begin(self, rows: int) -> None:
+        """Start a pass, as models do: find slots, angles and mask from what is in device memory."""
         self._where = self._slot + self._steps  # (T,)
-        self._turns = self._cache.rotary.at(self._position + self._steps)
+        self._angles = self._cache.rotary.at(self._position + self._steps)
         later = self._columns > self._where[:, None]  # (T, slots)
-        self._mask = torch.zeros_like(later, dtype=torch.float32).masked_fill(later, -torch.inf)
+        mask = torch.zeros_like(later, dtype=torch.float32)
+        self._mask = mask.masked_fill(later, -torch.inf)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
         kv, raw, bias = self._cache.buffers(layer)
-        for buffer, new in (
-            (kv[0], rotate(k, *self._turns)),
-            (kv[1], v),
-            *([(raw, k)] if raw is not None else []),
-        ):
-            buffer.index_copy_(1, self._where, new.transpose(0, 1))
-        # (1 or Hkv, T, slots)
-        mask = self._mask[None] if bias is None else self._mask + bias[:, None]
-        return masked_attention(
-            rotate(q, *self._turns), kv[0].transpose(0, 1), kv[1].transpose(0, 1), mask
-        )[0]
+        keys, values = kv[0], kv[1]
+        self._write(keys, rotate(k, *self._angles))
+        self._write(values, v)
+        if raw is not None:
+            self._write(raw, k)
+        mask = self._mask[None]  # (1 or Hkv, T, slots)
+        if bias is not None:
+            mask = self._mask + bias[:, None]
+        q = rotate(q, *self._angles)
+        out, _ = masked_attention(q, keys.transpose(0, 1), values.transpose(0, 1), mask)
+        return out
+
+    def _write(self, buffer: Tensor, x: Tensor) -> None:
+        """Write x (T, Hkv, D) to the rows' slots of a buffer (Hkv, slots, D)."""
+        buffer.index_copy_(1, self._where, x.transpose(0, 1))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Partial, merge
-from offload.buffers import attend_to, put
+from offload.buffers import attend_to, put, span
 from offload.ring import TransferRing
 from offload.store import HostLayer
 from offload.tiered_shape import TieredShape
@@ -120,7 +120,9 @@ class ResidentLayer(TieredLayer):
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
         assert self._kv is not None
-        show(0, q, self._kv[:, :, :boundary], self._kv[:, :, boundary:end])
+        prefix = span(self._kv, 0, boundary)
+        recent = span(self._kv, boundary, end)
+        show(0, q, prefix, recent)
         return attend_to(self._kv, q, end, self._traffic)[0]
 
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
@@ -132,7 +134,7 @@ class ResidentLayer(TieredLayer):
     def bring_in(self, length: int) -> None:
         assert self._host is not None
         kv = self._allocate()
-        self._host.read(kv[:, :, :length])
+        self._host.read(span(kv, 0, length))
         self._kv = kv
 
     def _allocate(self) -> Tensor:
@@ -174,12 +176,14 @@ class StreamedLayer(TieredLayer):
         put(self._tail, k, v, start - boundary)
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        recent = self._tail[:, :, : end - boundary]
-        parts = [attend_to(self._tail, q, end - boundary, self._traffic)]
+        count = end - boundary
+        recent = span(self._tail, 0, count)
+        parts = [attend_to(self._tail, q, count, self._traffic)]
         if boundary:
             parts.append(self._attend_to_prefix(q, boundary, recent, show))
         else:
-            show(0, q, recent[:, :, :0], recent)
+            nothing = span(recent, 0, 0)
+            show(0, q, nothing, recent)
         return merge(parts)[0]
 
     def _attend_to_prefix(self, q: Tensor, boundary: int, recent: Tensor, show: Show) -> Partial:
@@ -198,22 +202,25 @@ class StreamedLayer(TieredLayer):
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
     def write_back(self, boundary: int, count: int) -> Any:
-        return self._host.write(self._tail[:, :, :count], boundary)
+        return self._host.write(span(self._tail, 0, count), boundary)
 
     def drop(self, count: int, rest: int) -> None:
-        self._tail[:, :, :rest] = self._tail[:, :, count : count + rest].clone()
+        kept = span(self._tail, count, count + rest).clone()
+        span(self._tail, 0, rest).copy_(kept)
 
     @property
     def buffer(self) -> Tensor | None:
         return None if self._host.link.copies else self._host.kv
 
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
-        count = max(0, boundary - start)
-        prefix, recent = kv[:, :, :count], kv[:, :, count:]
-        if recent.shape[2]:
-            at = max(0, start - boundary)
-            self._tail[:, :, at : at + recent.shape[2]] = recent
-        if not prefix.shape[2]:
+        tokens = kv.shape[2]
+        count = min(tokens, max(0, boundary - start))
+        prefix = span(kv, 0, count)
+        recent = span(kv, count, tokens)
+        if count < tokens:
+            at = start + count - boundary
+            span(self._tail, at, at + tokens - count).copy_(recent)
+        if not count:
             return None
         if self.buffer is not None:  # the prefix was built where it belongs
             self._traffic.link_out += prefix.nbytes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offload.buffers import attend_to, put
+from offload.buffers import attend_to, put, span
 from offload.errors import FitError
 from offload.layers import TieredLayer
 from offload.link import Link
@@ -40,12 +40,15 @@ class Prefill:
 
         q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D).
         """
-        cache, end = self._cache, start + len(q)
-        q, k = cache.rotary(q, start), cache.rotary(k, start)
+        cache = self._cache
+        end = start + len(q)
+        q = cache.rotary(q, start)
+        k = cache.rotary(k, start)
         kv = self._build(layer, k, v, start)
         out, _ = attend_to(kv, q, end, cache.traffic)
         if end == self.tokens:
-            prefix, recent = kv[:, :, : cache.boundary], kv[:, :, cache.boundary : end]
+            prefix = span(kv, 0, cache.boundary)
+            recent = span(kv, cache.boundary, end)
             cache.show(layer, 0, q[-LAST_ROWS:], prefix, recent)
         return out
 
@@ -56,7 +59,7 @@ class Prefill:
     def _build(self, layer: int, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Add rotated k and v to this layer's KV (2, Hkv, N, D), and return all of it."""
         place = self._cache.layers[layer]
-        end, kv = start + len(k), place.buffer
+        kv = place.buffer
         staged = kv is None
         if kv is None:
             assert self._stage is not None
@@ -64,7 +67,8 @@ class Prefill:
             if start in self._writes:  # the layer before still leaves from here
                 self._cache.link.wait(self._writes[start])
         put(kv, k, v, start)
-        ticket = place.keep(kv[:, :, start:end], start, self._cache.boundary)
+        new = span(kv, start, start + len(k))
+        ticket = place.keep(new, start, self._cache.boundary)
         if staged and ticket is not None:
             self._writes[start] = ticket
         return kv

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.buffers import attend_to, put
+from offload.buffers import attend_to, put, span
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.retrieval_shape import OBSERVED_KEYS, RetrievalShape
@@ -126,16 +126,23 @@ class RetrievalCache(SlotCache):
         kv = self._kv[layer, :, head : head + heads]
         if not self._selecting:
             # the target's own KV takes the place of what this level computed from a partial context
-            start = prefix.shape[2] + recent.shape[2] - len(q)
-            own = recent[:, :, -len(q) :]
-            put(kv, own[0].transpose(0, 1), own[1].transpose(0, 1), self._slot(start))
+            count = recent.shape[2]
+            own = span(recent, count - len(q), count)
+            start = prefix.shape[2] + count - len(q)
+            self._place_window(kv, own, start)
             return
-        put(kv, recent[0].transpose(0, 1), recent[1].transpose(0, 1), self._slot(self._base))
+        self._place_window(kv, recent, self._base)
         group = q.shape[1] // heads  # query heads per KV head
         step = max(1, OBSERVED_KEYS // max(1, prefix.shape[2]))  # KV heads
         for first in range(0, heads, step):
             rows = q[:, first * group : (first + step) * group]
             self._select(layer, head + first, rows, prefix[:, first : first + step])
+
+    def _place_window(self, kv: Tensor, new: Tensor, start: int) -> None:
+        """Write the tokens from `start` on, new (2, h, T, D), where they are in the window."""
+        k = new[0].transpose(0, 1)
+        v = new[1].transpose(0, 1)
+        put(kv, k, v, self._slot(start))
 
     def advanced(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -156,21 +163,29 @@ class RetrievalCache(SlotCache):
             kv[:, :, :tokens] = prefix
             bias.zero_()
             return
-        chunk, front = self.shape.chunk, self._summaries + self._selected
+        chunk = self.shape.chunk
         rows = ObservedRows(q, prefix[0], self.policy.traits.rows)
         chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
-        summaries, selected = kv[:, :, :front].tensor_split([self._summaries], dim=2)
-        # a chunk of one head is one row to copy
-        for part, index in product(range(2), range(heads)):
-            source = prefix[part, index].view(-1, chunk * prefix.shape[3])
-            slots = selected[part, index].view(-1, chunk * prefix.shape[3])
-            torch.index_select(source, 0, chunks[index], out=slots)
-        if self._summaries:
-            rows.leave_out(chunks, chunk)
-            for due in self._due:
-                summaries[:, :, due] = tangents(rows, prefix, self.shape.summary, due)
-            bias.zero_()
-            bias[:, : self._summaries] = biases(rows, summaries[0], self.shape.summary)
+        front = self._summaries + self._selected
+        self._copy_chunks(span(kv, self._summaries, front), prefix, chunks)
+        if not self._summaries:
+            return
+        rows.leave_out(chunks, chunk)
+        size = self.shape.summary
+        summaries = span(kv, 0, self._summaries)
+        for due in self._due:
+            made = tangents(rows, prefix, size, due)
+            span(summaries, due.start, due.stop).copy_(made)
+        bias.zero_()
+        bias[:, : self._summaries] = biases(rows, summaries[0], size)
+
+    def _copy_chunks(self, selected: Tensor, prefix: Tensor, chunks: Tensor) -> None:
+        """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
+        row = self.shape.chunk * prefix.shape[3]  # a chunk of one head is one row to copy
+        for part, head in product(range(2), range(len(chunks))):
+            source = prefix[part, head].view(-1, row)
+            slots = selected[part, head].view(-1, row)
+            torch.index_select(source, 0, chunks[head], out=slots)
 
     def _due_summaries(self, whole: int) -> list[slice]:
         """Return which summaries a selection makes: a share of the first `whole`, and all others.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.buffers import span
 from offload.link import Link, by_head
 
 
@@ -82,7 +83,7 @@ class TransferRing:
         if not self._waiting:
             return
         source = self._waiting.popleft()
-        _, heads, tokens, _ = source.shape
-        chunk = slot[:, :heads, :tokens]
+        heads, tokens = source.shape[1:3]
+        chunk = span(slot[:, :heads], 0, tokens)
         ticket = self.link.copy(by_head(chunk, source))
         self._filled.append((slot, chunk, ticket))

@@ -1,5 +1,6 @@
-"""Rotary position embedding tables (Su et al. 2021, arXiv 2104.09864), applied by the caches:
-positions belong to them.
+"""Tables for rotary position embedding (Su et al. 2021, arXiv 2104.09864).
+
+Caches apply them, for positions belong to caches.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from torch import Tensor
 
 
 class Rotary:
-    """cos and sin for positions 0..length-1, computed in float32 and kept in the model's dtype, as
-    transformers does.
+    """cos and sin for positions 0 to length - 1.
 
-    `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
+    They are computed in float32 and kept in the model's dtype, as transformers does.
     """
 
     def __init__(
         self, inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype, device: torch.device
     ):
+        """Compute the tables.
+
+        `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
+        """
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
-        angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
-        self.cos = (angles.cos() * scale).to(dtype)
-        sin = (angles.sin() * scale).to(dtype)
-        half = inv_freq.numel()
+        angles = torch.cat((angles, angles), dim=-1)
+        angles = angles[:, None]  # (length, 1, D)
+        cos = angles.cos() * scale
+        sin = angles.sin() * scale
+        self.cos = cos.to(dtype)
         # the sign of rotate_half, applied once
+        sin = sin.to(dtype)
+        half = inv_freq.numel()
         self.sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
 
     @property
@@ -38,15 +45,16 @@ class Rotary:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        return rotate(x, self.cos[start:end], self.sin[start:end])
+        rows = slice(start, end)
+        return rotate(x, self.cos[rows], self.sin[rows])
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin (T, 1, D) for `rotate`, for rows at positions (T,), none past the table."""
+        """Return cos and sin (T, 1, D) for `rotate`, for rows at positions (T,) of the table."""
         return self.cos[positions], self.sin[positions]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (T, H, D) by tables (T, 1, D) of a Rotary."""
+    """Rotate x (T, H, D) by tables (T, 1, D) of a Rotary."""
     half = x.shape[-1] // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)

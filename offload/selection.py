@@ -30,9 +30,11 @@ class ObservedRows:
         query heads share their KV head: their rows stand beside each other, R = count x group.
         """
         count = min(count, len(q))
-        picked = torch.arange(1, count + 1, device=q.device) * len(q) // count - 1
-        by_head = q[picked].unflatten(1, (len(keys), -1)).permute(1, 0, 2, 3)
-        self.q = by_head.flatten(1, 2) * q.shape[-1] ** -0.5  # (Hkv, R, D)
+        steps = torch.arange(1, count + 1, device=q.device)
+        picked = q[steps * len(q) // count - 1]
+        by_head = picked.unflatten(1, (len(keys), -1)).permute(1, 0, 2, 3)
+        scale = q.shape[-1] ** -0.5
+        self.q = by_head.flatten(1, 2) * scale  # (Hkv, R, D)
         self.keys = keys
 
     @cached_property
@@ -62,7 +64,9 @@ class ObservedRows:
 
         A row has 1 to give.
         """
-        return (self.weights.sum(-1).reciprocal()[:, None] @ self.weights)[:, 0]
+        shares = self.weights.sum(-1).reciprocal()  # (Hkv, R)
+        mass = shares[:, None] @ self.weights  # (Hkv, 1, N)
+        return mass[:, 0]
 
     def leave_out(self, chunks: Tensor, size: int) -> None:
         """Let the tokens of these chunks (Hkv, n) of `size` tokens weigh nothing from now on."""
@@ -106,7 +110,8 @@ class MeanKey(SelectionPolicy):
         by_chunk = (keys.unflatten(0, (-1, chunk)) for keys in rows.keys)  # (C, chunk, D) each
         means = torch.stack([keys.mean(1, dtype=torch.float32) for keys in by_chunk])
         logits = rows.q.float() @ means.transpose(1, 2)  # (Hkv, R, C)
-        return logits.log_softmax(-1).logsumexp(1)  # in logarithms: far chunks still have an order
+        shares = logits.log_softmax(-1)
+        return shares.logsumexp(1)  # in logarithms: far chunks still have an order
 
 
 class Static(MeanKey):
@@ -138,8 +143,9 @@ class Mass(SelectionPolicy):
     traits = POLICY_TRAITS["mass"]
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        mass = rows.mass.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
-        return torch.maximum(mass, F.pad(mass[:, :-1] / 2, (1, 0)))
+        mass = _by_chunk(rows.mass, chunk)
+        behind = F.pad(mass[:, :-1] / 2, (1, 0))
+        return torch.maximum(mass, behind)
 
 
 class Accumulated(SelectionPolicy):
@@ -156,12 +162,17 @@ class Accumulated(SelectionPolicy):
         self._sums: dict[tuple[int, int], Tensor] = {}
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        sums = rows.mass.unflatten(1, (-1, chunk)).sum(-1)
+        sums = _by_chunk(rows.mass, chunk)
         for index, row in enumerate(sums, head):
             if (before := self._sums.get((layer, index))) is not None:
                 row[: len(before)] += before
             self._sums[layer, index] = row
         return sums.clone()  # `select` writes into it
+
+
+def _by_chunk(mass: Tensor, chunk: int) -> Tensor:
+    """Return the mass (Hkv, N) of keys as that of chunks (Hkv, C)."""
+    return mass.unflatten(1, (-1, chunk)).sum(-1)
 
 
 POLICIES: dict[str, type[SelectionPolicy]] = {

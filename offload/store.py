@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.buffers import span
 from offload.link import Link, by_head
 from offload.traffic import Traffic
 
@@ -61,7 +62,7 @@ class HostLayer:
 
     def chunks(self, tokens: int, heads: int) -> Sequence[Tensor]:
         """Return views (2, heads, tokens, D) of the first tokens, for each group of heads."""
-        return self.kv[:, :, :tokens].split(heads, dim=1)
+        return span(self.kv, 0, tokens).split(heads, dim=1)
 
     def write(self, kv: Tensor, at: int) -> Any:
         """Start writing kv (2, Hkv, T, D), contiguous per head, from slot `at` on.
@@ -69,9 +70,11 @@ class HostLayer:
         Returns the link's ticket.
         """
         self._traffic.link_out += kv.nbytes
-        return self.link.copy(by_head(self.kv[:, :, at : at + kv.shape[2]], kv))
+        slots = span(self.kv, at, at + kv.shape[2])
+        return self.link.copy(by_head(slots, kv))
 
     def read(self, kv: Tensor) -> Any:
         """Start reading the first T tokens into kv (2, Hkv, T, D); returns the link's ticket."""
         self._traffic.link_in += kv.nbytes
-        return self.link.copy(by_head(kv, self.kv[:, :, : kv.shape[2]]))
+        stored = span(self.kv, 0, kv.shape[2])
+        return self.link.copy(by_head(kv, stored))

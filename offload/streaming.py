@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.buffers import attend_to, put
+from offload.buffers import attend_to, put, span
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.rotary import Rotary
@@ -60,10 +60,11 @@ class StreamingCache(SlotCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot, _ = self.place(start)
-        self._raw[layer, :, slot : slot + len(k)] = k.transpose(0, 1)
+        end = slot + len(k)
+        span(self._raw[layer], slot, end).copy_(k.transpose(0, 1))
         put(self._kv[layer], self.rotary(k, slot), v, slot)
         q = self.rotary(q, slot)
-        return attend_to(self._kv[layer], q, slot + len(q), self.traffic)[0]
+        return attend_to(self._kv[layer], q, end, self.traffic)[0]
 
     def skip(self, tokens: int) -> None:
         """Count `tokens` tokens that are never read: those between the sinks and the window."""
@@ -89,10 +90,12 @@ class StreamingCache(SlotCache):
         drop = self.length - self._dropped - end
         if drop <= 0:
             return
-        self._raw[:, :, start:end] = self._raw[:, :, start + drop : end + drop].clone()
-        values = self._kv[:, 1]  # (L, Hkv, slots, D)
-        values[:, :, start:end] = values[:, :, start + drop : end + drop].clone()
+        values = self._kv[:, 1]
+        for buffer in (self._raw, values):  # (L, Hkv, slots, D)
+            kept = span(buffer, start + drop, end + drop).clone()
+            span(buffer, start, end).copy_(kept)
         for kv, raw in zip(self._kv, self._raw, strict=True):
-            keys = raw[:, start:end].transpose(0, 1)  # (window, Hkv, D)
-            kv[0, :, start:end] = self.rotary(keys, start).transpose(0, 1)
+            keys = span(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
+            rotated = self.rotary(keys, start)
+            span(kv[0], start, end).copy_(rotated.transpose(0, 1))
         self._dropped += drop

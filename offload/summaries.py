@@ -29,10 +29,12 @@ def tangents(rows: ObservedRows, kv: Tensor, size: int, part: slice = slice(None
     total = chunks.sum(-1, keepdim=True)  # (Hkv, R, m, 1)
     # (Hkv, m, 1): a row whose weights underflow has nothing to say of a chunk
     voices = (total > 0).sum(1)
-    shares = (chunks / total.clamp(min=_TINY)).sum(1)
-    w = shares / voices.clamp(min=1)
-    w = torch.where(voices > 0, w, 1 / size).to(kv.dtype).flatten(1)  # (Hkv, m * S)
-    indices = torch.arange(ceil_div(tokens, size) * size, device=kv.device).clamp(max=tokens - 1)
+    shares = chunks / total.clamp(min=_TINY)
+    w = shares.sum(1) / voices.clamp(min=1)
+    w = torch.where(voices > 0, w, 1 / size)
+    w = w.to(kv.dtype).flatten(1)  # (Hkv, m * S)
+    filled = ceil_div(tokens, size) * size
+    indices = torch.arange(filled, device=kv.device).clamp(max=tokens - 1)
     indices = indices.view(-1, size)[part].flatten()
     first = torch.arange(0, len(indices), size, device=kv.device)
 
@@ -54,9 +56,12 @@ def biases(rows: ObservedRows, keys: Tensor, size: int) -> Tensor:
     """
     total = _by_chunk(rows.weights, size).sum(-1)  # (Hkv, R, M)
     scores = rows.q.float() @ keys.float().transpose(1, 2)  # (Hkv, R, M)
-    mass = total.log() + rows.max_scores[..., None] - scores
+    max_scores = rows.max_scores[..., None]
+    mass = total.log() + max_scores - scores
     heard = total > 0
-    bias = torch.where(heard, mass, 0.0).sum(1) / heard.sum(1).clamp(min=1)
+    voices = heard.sum(1)
+    bias = torch.where(heard, mass, 0.0).sum(1)
+    bias = bias / voices.clamp(min=1)
     return bias.masked_fill(~heard.any(1), -torch.inf)
 
 

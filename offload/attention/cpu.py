@@ -39,9 +39,11 @@ class CpuKernels:
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
     ) -> Partial:
         rows = q.shape[2]
-        lone = rows % _ROWS_PER_BLOCK == 1 and not causal
-        if lone and self._pairs_rows and (mask is None or mask.shape[2] == 1):
-            q = torch.cat((q, q[:, :, -1:]), dim=2)
+        lone = rows % _ROWS_PER_BLOCK == 1
+        same_keys = not causal and (mask is None or mask.shape[2] == 1)  # for all rows
+        if self._pairs_rows and lone and same_keys:
+            twin = q[:, :, -1:]
+            q = torch.cat((q, twin), dim=2)
         if causal or mask is not None:
             out, lse = _flash(q, k, v, causal, mask)
         else:
@@ -62,8 +64,9 @@ def two_rows_are_faster(dtype: torch.dtype) -> bool:
         _flash(kv[:, :, :rows], kv, kv)
         return time.perf_counter() - started
 
-    times = [(seconds(2), seconds(1)) for _ in range(6)][1:]
-    return min(two for two, _ in times) < min(one for _, one in times)
+    times = [(seconds(2), seconds(1)) for _ in range(6)]
+    twos, ones = zip(*times[1:], strict=True)  # the first ones warm up
+    return min(twos) < min(ones)
 
 
 def _attend_split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -75,20 +78,26 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
     threads = torch.get_num_threads()
     blocks = ceil_div(q.shape[2], _ROWS_PER_BLOCK)
     parts = threads // math.gcd(threads, heads)  # by heads alone: the last block may be a small one
-    enough_work = heads * blocks >= 4 * threads
-    if enough_work or keys < parts * _KEYS_PER_BLOCK:
+    busy = heads * blocks >= 4 * threads
+    too_few = keys < parts * _KEYS_PER_BLOCK
+    if busy or too_few:
         parts = 1
     whole = keys // parts * parts
-    partials = _attend_parts(q, k[:, :, :whole], v[:, :, :whole], parts)
+    some, rest = slice(whole), slice(whole, None)
+    partials = _attend_parts(q, k[:, :, some], v[:, :, some], parts)
     if whole < keys:
-        partials += _attend_parts(q, k[:, :, whole:], v[:, :, whole:], 1)
+        partials += _attend_parts(q, k[:, :, rest], v[:, :, rest], 1)
     return merge(partials)
 
 
 def _attend_parts(q: Tensor, k: Tensor, v: Tensor, parts: int) -> list[Partial]:
     """Attend to `parts` parts of the keys, all of one size."""
-    k, v = (x[0].unflatten(1, (parts, -1)).transpose(0, 1) for x in (k, v))  # (P, H, N / P, D)
-    out, lse = _flash(q.expand(parts, -1, -1, -1), k, v)
+
+    def part_by_part(x: Tensor) -> Tensor:  # (1, H, N, D) to (P, H, N / P, D)
+        return x[0].unflatten(1, (parts, -1)).transpose(0, 1)
+
+    q = q.expand(parts, -1, -1, -1)
+    out, lse = _flash(q, part_by_part(k), part_by_part(v))
     return [(out[part, None], lse[part, None]) for part in range(parts)]
 
 

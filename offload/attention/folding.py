@@ -39,9 +39,11 @@ def merge(parts: list[Partial]) -> Partial:
     outs = torch.stack([out for out, _ in parts])
     lses = torch.stack([lse for _, lse in parts])
     total = lses.logsumexp(0)  # (T, Hq)
-    weights = (lses - total).exp().nan_to_num(0)  # (P, T, Hq); nan: every part is empty
-    merged = (weights[..., None] * outs.float()).sum(0)
-    return merged.to(outs.dtype), total
+    weights = (lses - total).exp()  # (P, T, Hq)
+    weights = weights.nan_to_num(0)  # where every part is empty
+    weighted = weights[..., None] * outs.float()
+    merged = weighted.sum(0).to(outs.dtype)
+    return merged, total
 
 
 def attend_masked(
@@ -50,22 +52,28 @@ def attend_masked(
     """Attend in one call, with bias and bottom-right causality in its mask."""
     rows = len(q)
     groups = q.shape[1] // k.shape[1]
-    mask = q.new_zeros(1, len(k), dtype=torch.float32) if bias is None else bias
-    mask = mask[:, None]  # (Hkv or 1, 1, N)
+    if bias is None:
+        bias = q.new_zeros(1, len(k), dtype=torch.float32)
+    mask = bias[:, None]  # (Hkv or 1, 1, N)
     if causal:
         square = torch.full((rows, rows), -torch.inf, device=q.device)
         later = square.triu_(1).repeat_interleave(groups, 0)
         prefix = mask[..., :-rows].expand(-1, rows * groups, -1)
-        mask = torch.cat((prefix, mask[..., -rows:] + later), dim=-1)
+        own = mask[..., -rows:] + later
+        mask = torch.cat((prefix, own), dim=-1)
     return attend_with_mask(op, q, k, v, mask)
 
 
 def attend_with_mask(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
     """Attend in one call with mask (Hkv or 1, T * G or 1, N), G query heads to a KV head."""
     groups = q.shape[1] // k.shape[1]
-    keys = k.transpose(0, 1)[None]
-    values = v.transpose(0, 1)[None]
-    return _fold(q, groups, lambda folded: op(folded, keys, values, False, mask[None]))
+    keys = _as_batch(k)
+    values = _as_batch(v)
+
+    def attend(folded: Tensor) -> Partial:
+        return op(folded, keys, values, False, mask[None])
+
+    return _fold(q, groups, attend)
 
 
 def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -76,9 +84,13 @@ def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
     """
     groups = q.shape[1] // k.shape[1]
     if not causal:
-        keys = k.transpose(0, 1)[None]
-        values = v.transpose(0, 1)[None]
-        return _fold(q, groups, lambda folded: op(folded, keys, values, False))
+        keys = _as_batch(k)
+        values = _as_batch(v)
+
+        def attend(folded: Tensor) -> Partial:
+            return op(folded, keys, values, False)
+
+        return _fold(q, groups, attend)
     prefix = len(k) - len(q)
     if prefix > 0:
         seen = attend_folded(op, q, k[:prefix], v[:prefix], False)
@@ -86,15 +98,25 @@ def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
         return merge([seen, own])
     k = k.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
     v = v.repeat_interleave(groups, 1)
-    out, lse = op(q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], True)
+    out, lse = op(_as_batch(q), _as_batch(k), _as_batch(v), True)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """Return x (N, H, D) as operators take it: (1, H, N, D)."""
+    return x.transpose(0, 1)[None]
 
 
 def _fold(q: Tensor, groups: int, attend: Callable[[Tensor], Partial]) -> Partial:
     """Make query heads of one KV head rows of it, (1, Hkv, T * G, D), attend, and undo it."""
     rows, heads, dim = q.shape
-    grouped = q.unflatten(1, (-1, groups)).permute(1, 0, 2, 3)  # (Hkv, T, G, D)
-    out, lse = attend(grouped.flatten(1, 2)[None])
-    out = out[0].unflatten(1, (rows, groups)).transpose(0, 1)  # (T, Hkv, G, D)
-    lse = lse[0].unflatten(1, (rows, groups)).transpose(0, 1)  # (T, Hkv, G)
-    return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+
+    def unfold(x: Tensor) -> Tensor:  # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
+        return x[0].unflatten(1, (rows, groups)).transpose(0, 1)
+
+    grouped = q.unflatten(1, (-1, groups))  # (T, Hkv, G, D)
+    folded = grouped.permute(1, 0, 2, 3).flatten(1, 2)
+    out, lse = attend(folded[None])
+    out = unfold(out).reshape(rows, heads, dim)
+    lse = unfold(lse).reshape(rows, heads)
+    return out, lse
