@@ -8,8 +8,9 @@ import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any
 
 import psutil
@@ -31,13 +32,11 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, function, args))
-    # inherited: Ctrl-C is ours, and ends the child too
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child.start()
-    signal.signal(signal.SIGINT, before)
-    theirs.close()  # so that a child that dies ends the pipe
     started, peak = time.monotonic(), 0.0
     try:
+        with _interrupts_wait():
+            child.start()
+        theirs.close()  # so that a child that dies ends the pipe
         while child.is_alive() and not ours.poll(_POLL_S):
             peak = max(peak, _memory_gb(child.pid))
             if time.monotonic() - started > limit_s:
@@ -46,10 +45,24 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
     except EOFError:
         return ending(child), peak
     finally:
-        for process in _family(child.pid):  # what it started does not outlive it
-            with suppress(psutil.Error):
-                process.terminate()
-        child.join()
+        if child.pid is not None:
+            for process in _family(child.pid):  # what it started does not outlive it
+                with suppress(psutil.Error):
+                    process.terminate()
+            child.join()
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let a Ctrl-C wait until the body is done. A process that the body starts never gets one: it
+    is ours, and we end the process.
+    """
+    resource_tracker.ensure_running()  # its own start would let interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,0 +1,30 @@
+"""A function in a process of its own is ended by an interrupt, whenever that comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from bench.harness import process
+from bench.harness.process import apart
+
+
+def test_an_interrupt_while_the_process_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[psutil.Process] = []
+    context = process.multiprocessing.get_context("spawn")
+    start = context.Process.start
+
+    def interrupted(child: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        start(child)
+        started.append(psutil.Process(child.pid))
+
+    monkeypatch.setattr(context.Process, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        apart(time.sleep, 60)
+    assert not started[0].is_running()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
