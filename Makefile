@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/python -m demo.run
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: .venv/ready
 	$(BIN)/ruff check .

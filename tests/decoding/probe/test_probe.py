@@ -25,6 +25,7 @@ from offload.bandwidth import Copies
 from offload.link import EmulatedLink
 from parallel.group import Group
 from support.commands import TARGET, forked, refused
+from support.measuring import measure_briefly
 
 FINE = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0, "0000:41:00.0", iommu="identity")
 OTHER = replace(FINE, address="0000:01:00.0")
@@ -33,9 +34,8 @@ HOST = Machine([FINE, OTHER], "580.00", 16, 16, 120_000_000_000, None, False)
 
 def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
     path = tmp_path / "here" / "probe.json"
-    done = forked(
-        tmp_path, "probe", "--device", "cpu", "--model", str(TARGET), "--output", str(path)
-    )
+    command = ("probe", "--device", "cpu", "--model", str(TARGET), "--output", str(path))
+    done = forked(tmp_path, *command, before=measure_briefly)
     assert done.code == 0, done.err
     found = json.loads(path.read_text())
     assert found["machine"]["usable_cores"] >= 1
@@ -83,6 +83,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         str(TARGET),
         "--output",
         str(tmp_path / "file" / "probe.json"),
+        before=measure_briefly,
     )
     assert "cannot be written" in refused(done)
 
@@ -100,6 +101,7 @@ def test_two_ranks_agree_on_the_numbers() -> None:
 
 
 def on_a_rank() -> dict[str, Any]:
+    measure_briefly()
     return profile(Group.from_environment("cpu"), str(TARGET))
 
 

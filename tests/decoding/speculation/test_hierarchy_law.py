@@ -38,6 +38,7 @@ def family(below: str) -> list[Toy]:
     return [Toy(0, 1.5), *lower[below]]
 
 
+@torch.inference_mode()  # as engines do
 def text_counts(decoder: Decoder) -> Tensor:
     """How often each continuation of the prompt comes out, (V ** TOKENS,)."""
     numbers = []

@@ -1,0 +1,27 @@
+"""Measuring briefly, where the matter is what becomes of the numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from torch import Tensor
+
+from decoding.probe import kernels, rates
+
+
+def measure_briefly() -> None:
+    """Make a probe of this process take few and small runs. For processes that end with a test."""
+    typical = kernels.typical
+
+    def brief(
+        work: Callable[[], Tensor],
+        repeats: int = 0,
+        before: Callable[[], Tensor] | None = None,
+        of: Callable[[list[float]], float] = statistics.median,
+    ) -> float:
+        return typical(work, 2, before, of)
+
+    kernels.typical = brief
+    kernels._MANY, kernels._CHOSEN, kernels._KV = 512, 8192, {"cpu": 16 << 20}
+    rates._REPEATS = 1
