@@ -1,3 +1,4 @@
-"""Memory tiers: attention over split KV, caches, host store, transfer ring, memory plan. Knows
-nothing of models or ranks.
+"""Memory tiers: attention over split KV, caches, host store, transfer ring, memory plan.
+
+Nothing here knows of models, tokens or ranks.
 """

@@ -1,4 +1,4 @@
-"""What a link reaches, measured by large copies."""
+"""The rate that a link reaches, measured by large copies."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ class Copies:
     """Large copies between the link's host memory and the device, one after another."""
 
     def __init__(self, link: Link, size: int = _COPY):
-        """Allocates `size` bytes on both sides. Raises FitError."""
-        self.link, self.size = link, size
+        """Allocate `size` bytes on both sides. Raises FitError."""
+        self.link = link
+        self.size = size
         # pages that were never written would all be one page, in the processor's cache
         self._host = link.host_empty(size, torch.uint8).zero_()
         self._device = torch.zeros(size, dtype=torch.uint8, device=link.device)
 
     def rate(self, out: bool, seconds: float = 0.5) -> float:
-        """Bytes a second, over so many seconds: other ranks that copy at the same time have their
-        share of it.
+        """Return bytes a second, measured over so many seconds.
+
+        Other ranks that copy at the same time have their share of it.
         """
         self._copy(out)
         self.link.drain()
@@ -39,8 +41,9 @@ class Copies:
         return copied / elapsed
 
     def meanwhile(self, ask: Callable[[], T]) -> T:
-        """What `ask` says while copies towards the device are under way: links that are idle report
-        a lower speed.
+        """Return what `ask` says while copies towards the device are under way.
+
+        Links that are idle report a lower speed.
         """
         for _ in range(_BUSY):
             self._copy(out=False)

@@ -1,5 +1,6 @@
-"""What every cache is: the owner of keys, values, positions and attention. Models only call
-`attend`.
+"""What every cache is: the owner of keys, values, positions and attention.
+
+Models only call `attend`.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ class Cache(ABC):
         self.traffic = Traffic()
 
     def begin(self, rows: int) -> None:
-        """A pass over all layers starts, with `rows` new tokens at positions length, length + 1,
-        ...
-        """
+        """Start a pass over all layers, with `rows` new tokens behind the first `length`."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
@@ -40,13 +39,11 @@ class Cache(ABC):
         """
 
     def advance(self, rows: int) -> None:
-        """The next `rows` tokens, already attended, count from now on."""
+        """Let the next `rows` tokens, already attended, count from now on."""
         self.length += rows
 
     def crop(self, length: int) -> None:
-        """Only the first `length` tokens count from now on; no effect on a cache that holds
-        fewer.
-        """
+        """Let only the first `length` tokens count from now on, if there are more."""
         self.length = min(self.length, length)
 
     def settle(self, length: int) -> None:
@@ -57,17 +54,19 @@ class Cache(ABC):
             self.crop(length)
 
     def snapshot(self) -> dict[str, Any]:
-        """What it takes to come back to here with `restore`, as long as no other text has been read
-        in between.
+        """Return what it takes to come back to here with `restore`.
+
+        It is good as long as no other text has been read in between.
         """
-        values = {name: getattr(self, name) for name in self._state}
-        return {
-            name: value.clone() if isinstance(value, Tensor) else deepcopy(value)
-            for name, value in values.items()
-        }
+        state: dict[str, Any] = {}
+        for name in self._state:
+            value = getattr(self, name)
+            state[name] = value.clone() if isinstance(value, Tensor) else deepcopy(value)
+        return state
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
+        """Stand where the cache stood when the snapshot was taken."""
         for name, value in snapshot.items():
             if isinstance(value, Tensor):
                 getattr(self, name).copy_(value)  # in place: a recorded pass knows the address
@@ -84,19 +83,19 @@ class Follower(Protocol):
     """A cache that lives off another's KV: the retrieval cache off the target's."""
 
     def follow(self, boundary: int, length: int, end: int) -> None:
-        """A pass of the target starts: `boundary` tokens of prefix, `length` tokens that stand, and
-        new ones up to `end`.
+        """Start to follow a pass of the target.
 
-        Prefill counts as one pass, of which the last rows are seen.
+        There are `boundary` tokens of prefix, `length` tokens that stand, and new ones up to `end`.
+        Prefill counts as one pass, of which the last rows are shown.
         """
 
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-        """The target attends with q (T, h * G, D) to KV heads `head` to `head` + h, all of it
-        rotated and on the device for this call.
+        """Look at what the target attends with, and to what, in one layer.
 
-        prefix (2, h, N, D) are the tokens up to the boundary, recent (2, h, M, D) those behind it,
-        of which the last are the rows' own.
+        q (T, h * G, D) are the queries of KV heads `head` to `head` + h. prefix (2, h, N, D) are
+        the tokens up to the boundary, recent (2, h, M, D) those behind it, of which the last are
+        the rows' own. All of it is rotated, and on the device for this call.
         """
 
     def advanced(self, length: int) -> None:
-        """The target stands at `length` tokens."""
+        """Take note that the target stands at `length` tokens."""

@@ -15,9 +15,7 @@ from offload.numa import gpu_node, on_node
 
 
 class CudaLink(Link):
-    """PCIe: registered host memory, one copy stream, events. No device-wide synchronisation
-    anywhere.
-    """
+    """PCIe: registered host memory, one copy stream, events; no device-wide synchronisation."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def host_available() -> int:
-    """Bytes of host memory that can really be had: the kernel's estimate, or less where a cgroup
-    sets a limit.
+    """Return the bytes of host memory that can really be had.
+
+    It is the kernel's estimate, or less where a cgroup sets a limit.
     """
     available = psutil.virtual_memory().available
     for limit, used in (
@@ -35,10 +36,10 @@ def host_available() -> int:
 
 
 def process_peak() -> int | None:
-    """Bytes of memory that this process has held at most since the last call; None where the system
-    does not say.
+    """Return the most bytes that this process has held since the last call.
 
-    It makes the kernel forget the peak, also for others who ask (ru_maxrss).
+    None where the system does not say. It makes the kernel forget the peak, also for others who
+    ask (ru_maxrss).
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -16,7 +16,7 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Per-rank KV geometry. `heads` are the *local* KV heads of this rank."""
+    """The KV geometry of one rank. `heads` are the *local* KV heads."""
 
     layers: int
     heads: int
@@ -30,15 +30,16 @@ class KVLayout:
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes one token's keys and values take in one layer on this rank."""
+        """Bytes that one token's keys and values take in one layer on this rank."""
         return 2 * self.heads * self.head_dim * self.dtype.itemsize
 
     def bytes(self, tokens: int, layers: int | None = None) -> int:
-        """Bytes of `tokens` tokens in `layers` layers (all of them by default)."""
+        """Return the bytes of `tokens` tokens in `layers` layers, all of them by default."""
         return tokens * self.layer_token_bytes * (self.layers if layers is None else layers)
 
     def shape(self, layers: int, tokens: int) -> tuple[int, int, int, int, int]:
-        """Head-major storage: (layers, keys and values, Hkv, tokens, D), so that a head's prefix is
-        one contiguous copy.
+        """Return the shape of head-major storage: (layers, keys and values, Hkv, tokens, D).
+
+        A head's prefix is one contiguous copy.
         """
         return layers, 2, self.heads, tokens, self.head_dim

@@ -1,5 +1,6 @@
-"""The link between host and device memory: the only place, with the process group, that knows what
-the device is.
+"""The link between host and device memory.
+
+It is the only place, with the process group, that knows what the device is.
 
 Three links, one interface. On a GPU, pinned memory, a copy stream and events. On a CPU, either no
 copy at all, for there host memory *is* device memory, or an emulated link that really copies, at a
@@ -34,8 +35,9 @@ def by_head(destination: Tensor, source: Tensor) -> list[Copy]:
 
 
 class Link(ABC):
-    """Copies run in the order they are asked for. A ticket stands for a copy; `wait` orders later
-    compute after it.
+    """A way for copies, which run in the order they are asked for.
+
+    A ticket stands for a copy; `wait` orders later compute after it.
     """
 
     # False where host memory is device memory: callers then work on the host store itself
@@ -46,28 +48,32 @@ class Link(ABC):
 
     @abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat host buffer of exactly this size. Raises FitError when the host cannot give it."""
+        """Return a flat host buffer of exactly this size.
+
+        Raises FitError when the host cannot give it.
+        """
 
     @abstractmethod
     def copy(self, pairs: Sequence[Copy]) -> Any:
-        """Start copying, after all compute issued so far, in either direction; returns a ticket."""
+        """Start copying, in either direction, after all compute issued so far; return a ticket."""
 
     @abstractmethod
     def wait(self, ticket: Any) -> None:
-        """Compute issued from here on sees the copy finished."""
+        """Let compute issued from here on see the copy finished."""
 
     @abstractmethod
     def device_available(self) -> int:
-        """Bytes of device memory that could be allocated now."""
+        """Return the bytes of device memory that could be allocated now."""
 
     def peak(self) -> int | None:
-        """Bytes in use at most since the last call: of device memory what torch allocated, or where
-        that is host memory, all of this process. None where the system does not say.
+        """Return the most bytes in use since the last call; None where the system does not say.
+
+        Of device memory it is what torch allocated; where that is host memory, all of this process.
         """
         return process_peak()
 
     def release(self, buffer: Tensor) -> None:
-        """A buffer from host_empty is about to be freed: no copy uses it any more."""
+        """Let go of a buffer from host_empty before it is freed: its copies are over then."""
         self.drain()
 
     def drain(self) -> None:
@@ -78,7 +84,7 @@ class Link(ABC):
 
 
 class ViewLink(Link):
-    """CPU without a link: the ring hands out views of the host store and nothing is copied."""
+    """No link at all, on a CPU: the ring hands out views of the host store, nothing is copied."""
 
     copies = False
 
@@ -97,11 +103,10 @@ class ViewLink(Link):
 
 
 class EmulatedLink(Link):
-    """A thread that copies between separate CPU buffers at `rate` bytes a second, in order, while
-    the caller computes.
-    """
+    """A thread that copies between CPU buffers, in order, while the caller computes."""
 
     def __init__(self, device: torch.device, rate: float):
+        """Start the thread; `rate` is in bytes a second."""
         if not rate > 0:
             raise TierForceError(
                 f"an emulated link needs a rate above 0 GB/s, found {rate / 1e9:g}"
@@ -158,8 +163,10 @@ class EmulatedLink(Link):
 
 
 def make_link(spec: str, device: torch.device) -> Link:
-    """`auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE` with the rate in
-    GB/s.
+    """Return the link that `spec` names.
+
+    It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
+    Raises TierForceError for any other.
     """
     name, _, rate = spec.partition(":")
     if name == "auto" and not rate:

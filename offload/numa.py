@@ -1,5 +1,6 @@
-"""Host memory on the GPU's side of the machine: copies from another NUMA node cross the link
-between the sockets first.
+"""Host memory on the GPU's side of the machine.
+
+Copies from another NUMA node would cross the link between the sockets first.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ SYSFS = Path("/sys")
 
 
 def gpu_address(device: torch.device) -> str:
-    """The PCI address of a GPU, as sysfs writes it."""
+    """Return the PCI address of a GPU, as sysfs writes it."""
     at: Any = torch.cuda.get_device_properties(device)
     return f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
 
 
 def gpu_node(device: torch.device, sysfs: Path = SYSFS) -> int | None:
-    """The NUMA node that a GPU hangs on; None where the system does not say, or has one only."""
+    """Return the NUMA node of a GPU; None where the system does not say, or has one only."""
     return node_of(gpu_address(device), sysfs)
 
 
 def node_of(address: str, sysfs: Path = SYSFS) -> int | None:
-    """The NUMA node of a PCI address, 0000:01:00.0; None where the system does not say."""
+    """Return the NUMA node of a PCI address (0000:01:00.0); None where nothing is said."""
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -36,24 +37,24 @@ def node_of(address: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def cpus_of(node: int, sysfs: Path = SYSFS) -> set[int]:
-    """The CPUs of a node; none where the system does not say."""
+    """Return the CPUs of a node; none where the system does not say."""
     try:
         ranges = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
-        found: set[int] = set()
+        cpus: set[int] = set()
         for part in filter(None, ranges.split(",")):
             first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-        return found
+            cpus |= set(range(int(first), int(last or first) + 1))
+        return cpus
     except (OSError, ValueError):
         return set()
 
 
 @contextmanager
 def on_node(node: int | None, sysfs: Path = SYSFS) -> Iterator[None]:
-    """Memory that this thread touches first inside lies on the node, if it has room: a page goes to
-    where the thread runs.
+    """Put memory that this thread touches first inside on the node, if that has room.
 
-    Without a node, or where this process may use none of its CPUs, nothing changes.
+    A page goes to where the thread runs. Without a node, or where this process may use none of its
+    CPUs, nothing changes.
     """
     before = os.sched_getaffinity(0)
     wanted = before & cpus_of(node, sysfs) if node is not None else set()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class Traffic:
-    """Bytes since the counter was made. One counter per level of the hierarchy."""
+    """The bytes since the counter was made, of one level of the hierarchy."""
 
     link_in: int = 0  # host to device: KV streamed for verification, and late layers behind prefill
     link_out: int = 0  # device to host: KV written back

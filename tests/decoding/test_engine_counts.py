@@ -161,7 +161,7 @@ def test_where_a_choice_costs_compute_it_comes_seldom_and_does_less(
     with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
         cache = Session(engine.runtime, PROMPT, 60).retrieval
         assert cache is not None
-        assert (cache.every, cache.turns) == (
+        assert (cache.min_interval, cache.summary_shares) == (
             (1, 1) if often else (SELECTION_INTERVAL_ON_DEVICE, SUMMARY_SHARES)
         )
 
