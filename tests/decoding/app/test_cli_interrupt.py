@@ -27,7 +27,8 @@ from support.commands import (
 
 SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
 OFFLOADED = ("--resident-layers", "0", "--max-new-tokens", "48", "--budget", "4096")
-SLOW = ("--link", "emulated:0.01")  # a second or two for a document
+# a second or two for a document, of which two ranks have half each
+SLOW, SLOW_ALONE = ("--link", "emulated:0.01"), ("--link", "emulated:0.02")
 TWO = ("--gpus", "2")
 
 
@@ -76,7 +77,7 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
         "2",
     )
     output = tmp_path / "out.jsonl"
-    job = Fork(tmp_path, *command, *SLOW, "--output", str(output))
+    job = Fork(tmp_path, *command, *SLOW_ALONE, "--output", str(output))
     finished = in_the_middle(job, output)
     job.send_signal(number)
     result = job.finish(SOON)
@@ -87,7 +88,7 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
     )
     assert result.err.splitlines()[-1] == last
     assert records(output) == finished
-    result = forked(tmp_path, *command, *SLOW, "--output", str(output))
+    result = forked(tmp_path, *command, *SLOW_ALONE, "--output", str(output))
     assert result.code == 0
     assert result.err.count("finished before, skipped") == len(finished)
     assert records(output)[: len(finished)] == finished

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bench.checks.predictions import SETTINGS, acceptance_of
+from bench.harness.ranks import run_ranks
 from decoding.planning.passes import (
     Passes,
     attention_flops,
@@ -21,6 +22,7 @@ from decoding.probe.kernels import pass_rates
 from decoding.speculation.draft_length import expected_tokens
 from offload.errors import TierForceError
 from parallel.config import ModelConfig
+from support.measuring import measure_briefly
 
 TARGET = ModelConfig.from_pretrained(Path(__file__).parents[3] / "demo" / "target")
 CPU = torch.device("cpu")
@@ -36,7 +38,12 @@ def seconds(machine: HardwareProfile, rows: int, attended: int) -> float:
 
 @pytest.fixture(scope="module")
 def rates() -> dict[str, float]:
+    return run_ranks(1, measured)[0]
+
+
+def measured() -> dict[str, float]:
     torch.set_num_threads(1)
+    measure_briefly()
     with torch.inference_mode():
         return pass_rates(TARGET, CPU, torch.float32)
 
