@@ -79,7 +79,8 @@ class FixedPass:
     def begin(self, rows: int) -> None:
         """Start a pass, as models do: find slots, angles and mask from what is in device memory."""
         self._where = self._slot + self._steps  # (T,)
-        self._angles = self._cache.rotary.at(self._position + self._steps)
+        positions = self._position + self._steps
+        self._angles = self._cache.rotary.at(positions)
         later = self._columns > self._where[:, None]  # (T, slots)
         mask = torch.zeros_like(later, dtype=torch.float32)
         self._mask = mask.masked_fill(later, -torch.inf)
@@ -96,7 +97,9 @@ class FixedPass:
         if bias is not None:
             mask = self._mask + bias[:, None]
         q = rotate(q, *self._angles)
-        out, _ = masked_attention(q, keys.transpose(0, 1), values.transpose(0, 1), mask)
+        keys = keys.transpose(0, 1)  # (slots, Hkv, D)
+        values = values.transpose(0, 1)
+        out, _ = masked_attention(q, keys, values, mask)
         return out
 
     def _write(self, buffer: Tensor, x: Tensor) -> None:

@@ -135,8 +135,10 @@ class RetrievalCache(SlotCache):
         group = q.shape[1] // heads  # query heads per KV head
         step = max(1, OBSERVED_KEYS // max(1, prefix.shape[2]))  # KV heads
         for first in range(0, heads, step):
-            rows = q[:, first * group : (first + step) * group]
-            self._select(layer, head + first, rows, prefix[:, first : first + step])
+            last = first + step
+            rows = q[:, first * group : last * group]
+            part = prefix[:, first:last]
+            self._select(layer, head + first, rows, part)
 
     def _place_window(self, kv: Tensor, new: Tensor, start: int) -> None:
         """Write the tokens from `start` on, new (2, h, T, D), where they are in the window."""
@@ -152,7 +154,9 @@ class RetrievalCache(SlotCache):
         """Return whether a pass selects, with so many tokens of text."""
         if self._selected_at is None:
             return True
-        return self.policy.traits.reselects and text - self._selected_at >= self.min_interval
+        if not self.policy.traits.reselects:
+            return False
+        return text - self._selected_at >= self.min_interval
 
     def _select(self, layer: int, head: int, q: Tensor, prefix: Tensor) -> None:
         """Fill the slots in front of the window: q (T, h * G, D), prefix (2, h, N, D)."""
@@ -205,4 +209,6 @@ class RetrievalCache(SlotCache):
             )
 
     def _slot(self, position: int) -> int:
-        return self._selected + self._summaries + position - self._base
+        """Return where the token at this position is, or goes, in the window."""
+        front = self._selected + self._summaries
+        return front + position - self._base

@@ -76,7 +76,8 @@ class RetrievalShape:
     @property
     def slots(self) -> int:
         """Tokens a head that must fit the buffer."""
-        needed = self.chunk + self._summaries(self.context) + self.window + self.block + self.rows
+        window = self.window + self.block + self.rows
+        needed = self.chunk + self._summaries(self.context) + window
         return max(self.budget, needed) + self.append_room
 
     def _summaries(self, tokens: int) -> int:
@@ -101,5 +102,8 @@ class RetrievalShape:
         They are a few float32 arrays of a value for each key and row, mean keys, and a copy of keys
         that lie apart.
         """
-        keys = max(min(OBSERVED_KEYS, self.context * layout.heads), self.context)
-        return _FLOAT32 * keys * (4 * rows + layout.head_dim // self.chunk + layout.head_dim)
+        at_once = min(OBSERVED_KEYS, self.context * layout.heads)
+        keys = max(at_once, self.context)
+        means = layout.head_dim // self.chunk
+        values = 4 * rows + means + layout.head_dim
+        return _FLOAT32 * keys * values

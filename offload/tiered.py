@@ -57,11 +57,15 @@ class TieredCache(Cache):
             assert self._ring is not None
             streamed.append(StreamedLayer(next(hosts), tail, self._ring, shape.slot_heads, traffic))
         early = shape.resident_layers - shape.late_layers
-        resident: list[TieredLayer] = [
-            ResidentLayer(shape, self.link.device, traffic, next(hosts) if index >= early else None)
-            for index in range(shape.resident_layers)
-        ]
-        return [(resident if near else streamed).pop(0) for near in shape.residency()]
+        resident: list[TieredLayer] = []
+        for index in range(shape.resident_layers):
+            late_host = next(hosts) if index >= early else None
+            resident.append(ResidentLayer(shape, self.link.device, traffic, late_host))
+        layers = []
+        for near in shape.residency():
+            kind = resident if near else streamed
+            layers.append(kind.pop(0))
+        return layers
 
     @property
     def device_bytes(self) -> int:
@@ -109,16 +113,21 @@ class TieredCache(Cache):
         self.bring_in()
         self._move_boundary()
         if self._ring is not None and self.boundary:
-            chunks = [chunk for layer in self.layers for chunk in layer.chunks(self.boundary)]
+            chunks: list[Tensor] = []
+            for layer in self.layers:
+                chunks += layer.chunks(self.boundary)
             self._ring.start(chunks)
         for follower in self.followers:
             follower.follow(self.boundary, self.length, self.length + rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        q, k = self.rotary(q, start), self.rotary(k, start)
+        q = self.rotary(q, start)
+        k = self.rotary(k, start)
+        end = start + len(q)
+        show = partial(self.show, layer)
         place = self.layers[layer]
         place.put(k, v, start, self.boundary)
-        return place.attend(q, start + len(q), self.boundary, partial(self.show, layer))
+        return place.attend(q, end, self.boundary, show)
 
     def crop(self, length: int) -> None:
         self._tell_followers(min(self.length, length))  # one of them may refuse
@@ -149,5 +158,6 @@ class TieredCache(Cache):
         if written:  # copies keep order; the tails are about to be written again
             self.link.wait(written[-1])
         self.boundary += count
+        rest = self.length - self.boundary
         for layer in self.layers:
-            layer.drop(count, self.length - self.boundary)
+            layer.drop(count, rest)
