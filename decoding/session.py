@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,55 +35,61 @@ from parallel.graphs import GraphRunner
 from parallel.lockstep import Announced, PassLeader
 from parallel.model import Llama
 
-# of what is put before the target, and before the retrieval level
-Lengths = tuple[DraftLength, DraftLength]
+# of each level that verifies, outermost first: how much is put before it
+Lengths = tuple[DraftLength, ...]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a text's hierarchy on this rank: a model, and the cache it runs on."""
+
+    name: str
+    model: Llama
+    cache: Cache
+    announced: bool = True  # all ranks make its passes together
 
 
 class Session:
-    """The caches of one text on this rank; on rank 0 also its decoders. `announced`: the models on
-    all ranks, each with a cache.
+    """The caches of one text on this rank, and on rank 0 its decoders.
+
+    `levels` are those of the text's mode, outermost first: the target, the retrieval cache that
+    follows the target's, and the draft model where this rank runs one. An inner level may be
+    missing.
     """
 
     def __init__(self, runtime: Runtime, prompt: list[int], new: int):
-        """Allocates everything the text needs. Raises FitError."""
+        """Allocate everything the text needs. Raises FitError."""
         self.runtime, self.new = runtime, new
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
         self.plan = runtime.plan(len(prompt), new)
-        settings, group = runtime.settings, runtime.target.group
-        device, config = group.device, runtime.target.config
-        self.prompt = torch.tensor(prompt, device=device)
-        needs = runtime.needs
+        settings, group, needs = runtime.settings, runtime.target.group, runtime.needs
+        self.prompt = torch.tensor(prompt, device=group.device)
         self.max_tokens = needs.max_pass_tokens
         self.uses_link = needs.uses_link(self.plan)
-        layout = config.kv_layout(group.size, runtime.dtype)
-        rotary = config.rotary(len(prompt), len(prompt) + new, runtime.dtype, device)
-        tiers = needs.tiers(len(prompt), new)
-        tiers = tiers.placed(self.plan.resident_layers, self.plan.late_layers)
-        self.target = TieredCache(tiers, runtime.link, rotary, runtime.arena)
-        self.announced: list[Announced] = [(runtime.target, self.target)]
+        self.target = self._target_cache()
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
-        self.retrieval = None
+        self.levels = [Level("target", runtime.target, self.target)]
+        self.retrieval: RetrievalCache | None = None
         if needs.has_retrieval:
-            shape, policy = needs.shape(len(prompt), new), POLICIES[settings.policy]()
-            interval, shares = needs.selection(self.plan)
-            self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, shares)
+            self.retrieval = self._retrieval_cache()
             self.target.followers.append(self.retrieval)
-            self.announced.append((runtime.target, self.retrieval))
-        self.draft = None
+            self.levels.append(Level("retrieval", runtime.target, self.retrieval))
+        self.draft: StreamingCache | None = None
         if needs.has_draft and runtime.draft is not None:
             self.draft = _draft_cache(runtime.draft, needs.draft_shape)
-            if runtime.draft.group.size > 1:
-                self.announced.append((runtime.draft, self.draft))
+            split = runtime.draft.group.size > 1
+            self.levels.append(Level("draft", runtime.draft, self.draft, announced=split))
 
     @property
-    def caches(self) -> list[Cache]:
-        """Those of the target, outermost first."""
-        return [cache for model, cache in self.announced if model is self.runtime.target]
+    def announced(self) -> list[Announced]:
+        """Return the models whose passes all ranks make together, each with a cache."""
+        return [(level.model, level.cache) for level in self.levels if level.announced]
 
     def prefill(self, progress=None) -> Tensor:
-        """Read the prompt on all ranks; logits (1, V) of the first new token. Raises FitError, on
-        all ranks.
+        """Read the prompt on all ranks; return the logits (1, V) of the first new token.
+
+        Raises FitError, on all ranks.
         """
         with self.target.prefill(len(self.prompt)) as reading:
             logits = self.runtime.target.prefill(
@@ -110,26 +117,18 @@ class Session:
         settings'.
         """
         runtime = self.runtime
-        inner: Proposer | None = None
-        if runtime.draft is not None and self.draft is not None:
-            forward: Forward = (
-                leader if runtime.draft.group.size > 1 else partial(self.forward, runtime.draft)
-            )
-            rows, vocab = runtime.draft.config.vocab, runtime.target.config.vocab
-            law = sampling if rows == vocab else sampling.over(vocab)
-            forward = reading(forward, rows, vocab)
-            inner = Autoregressive("draft", forward, self.draft, text, law, generator)
-        if ngram := runtime.needs.ngram:
-            inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
         lengths = lengths or draft_lengths(runtime.settings)
-        first = FIRST_DRAFT_ON_DEVICE
-        if self.uses_link:
-            first = FIRST_DRAFT_OVER_LINK
+        first = FIRST_DRAFT_OVER_LINK if self.uses_link else FIRST_DRAFT_ON_DEVICE
         for length, start in zip(lengths, (first, FIRST_INNER_DRAFT), strict=True):
             length.begin(start)
-        for name, cache, length in reversed(
-            list(zip(("target", "retrieval"), self.caches, lengths, strict=False))
-        ):
+        verifying = [level for level in self.levels if level.model is runtime.target]
+        inner: Proposer | None = None
+        for level in self.levels[len(verifying) :]:
+            inner = self._draft_decoder(level, text, leader, sampling, generator)
+        if ngram := runtime.needs.ngram:
+            inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
+        for level, length in reversed(list(zip(verifying, lengths, strict=False))):
+            name, cache = level.name, level.cache
             if inner is None:
                 inner = Autoregressive(name, leader, cache, text, sampling, generator)
             else:
@@ -139,34 +138,59 @@ class Session:
         return inner
 
     def close(self) -> None:
-        """The text is over: what decoding took is noted, recordings go, and no copy is left that
-        works on its caches.
-        """
+        """End the text: nothing recorded stays, and no copy that works on its caches."""
         self.runtime.link.drain()
         self.peaks["decoding"] = self.runtime.link.peak()
         self.forward.forget()
 
     def snapshot(self) -> list[Any]:
-        """Where all caches stand, for `rewind`: right behind the prompt, say, to continue it more
-        than once.
+        """Return where all caches stand, for `rewind`.
+
+        Right behind the prompt, say, to continue it more than once.
         """
-        return [cache.snapshot() for cache in self._own()]
+        return [level.cache.snapshot() for level in self.levels]
 
     def rewind(self, snapshot: list[Any]) -> None:
-        """Back to where the caches stood; on all ranks."""
-        for cache, state in zip(self._own(), snapshot, strict=True):
-            cache.restore(state)
+        """Put all caches back to where they stood; all ranks call it."""
+        for level, state in zip(self.levels, snapshot, strict=True):
+            level.cache.restore(state)
 
-    def _own(self) -> list[Cache]:
-        return [cache for cache in (self.target, self.retrieval, self.draft) if cache is not None]
+    def _target_cache(self) -> TieredCache:
+        runtime, prompt, new = self.runtime, len(self.prompt), self.new
+        tiers = runtime.needs.tiers(prompt, new)
+        tiers = tiers.placed(self.plan.resident_layers, self.plan.late_layers)
+        config, device = runtime.target.config, self.prompt.device
+        rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
+        return TieredCache(tiers, runtime.link, rotary, runtime.arena)
+
+    def _retrieval_cache(self) -> RetrievalCache:
+        runtime, needs = self.runtime, self.runtime.needs
+        shape = needs.shape(len(self.prompt), self.new)
+        policy = POLICIES[runtime.settings.policy]()
+        interval, shares = needs.selection(self.plan)
+        rotary, device = self.target.rotary, self.prompt.device
+        return RetrievalCache(self.target.layout, shape, policy, rotary, device, interval, shares)
+
+    def _draft_decoder(
+        self,
+        level: Level,
+        text: Text,
+        leader: PassLeader,
+        sampling: Sampling,
+        generator: Generator,
+    ) -> Decoder:
+        """Return the draft model's own decoder, whose laws are over the target's vocabulary."""
+        forward: Forward = leader if level.announced else partial(self.forward, level.model)
+        rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
+        law = sampling if rows == vocab else sampling.over(vocab)
+        forward = reading(forward, rows, vocab)
+        return Autoregressive(level.name, forward, level.cache, text, law, generator)
 
 
 def draft_lengths(settings: Settings) -> Lengths:
-    """Fixed where they are set, else adaptive, to be used for text after text."""
-    outer, inner = settings.draft_length, settings.inner_length
-    return Adaptive(MAX_DRAFT) if outer is None else Fixed(outer), (
-        Adaptive(MAX_INNER_DRAFT) if inner is None else Fixed(inner)
-    )
+    """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
+    rows = ((settings.draft_length, MAX_DRAFT), (settings.inner_length, MAX_INNER_DRAFT))
+    return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)
 
 
 def _draft_cache(model: Llama, shape: StreamingShape) -> StreamingCache:
@@ -177,9 +201,7 @@ def _draft_cache(model: Llama, shape: StreamingShape) -> StreamingCache:
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
-    """What the draft's cache can keep of the prompt: the sinks and the last window, read
-    directly.
-    """
+    """Read what the draft's cache can keep of the prompt: the sinks and the last window."""
     rest = prompt
     if (skipped := len(rest) - cache.shape.sinks - cache.shape.window) > 0:
         _advance(model, cache, rest[: cache.shape.sinks])

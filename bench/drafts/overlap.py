@@ -107,7 +107,7 @@ class Led:
         layout = config.kv_layout(models.target.group.size, models.dtype)
         target.followers.clear()  # the session's own, whose place these take
         self.session.retrieval = None
-        del self.session.announced[1:]
+        del self.session.levels[1:]
         self.caches: dict[Variant, RetrievalCache] = {}
         for each in variants:
             context = len(prompt) + new + rows + 1
