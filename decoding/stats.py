@@ -16,7 +16,7 @@ from offload.traffic import Traffic
 
 @dataclass
 class Stats:
-    """Of the text being generated, or the last one. Bytes are those of one rank's own link."""
+    """The counts of one text, as they grow. Bytes are those of one rank's own link."""
 
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
@@ -51,16 +51,17 @@ class Stats:
 
     @property
     def ms_per_token(self) -> float | None:
-        """Decoding alone: the first token is prefill's."""
+        """Return the milliseconds a token of decoding; the first token is prefill's."""
         return 1e3 * self.decode_s / (self.new_tokens - 1) if self.new_tokens > 1 else None
 
     @property
     def tokens_per_verification(self) -> float | None:
+        """Return the tokens that one pass of the target makes, on average."""
         return self.levels[0].stats.tokens_per_pass if self.levels else None
 
     @property
     def acceptance(self) -> dict[str, float | None]:
-        """Acceptance rate at each level that verifies."""
+        """Return the acceptance rate at each level that verifies."""
         return {
             level.name: level.stats.acceptance_rate
             for level in self.levels
@@ -69,7 +70,7 @@ class Stats:
 
     @property
     def draft_lengths(self) -> dict[str, float | None]:
-        """Tokens put before each level that verifies, on average over its passes."""
+        """Return the tokens put before each level that verifies, on average over its passes."""
         return {
             level.name: level.stats.proposed_per_pass
             for level in self.levels
@@ -78,17 +79,21 @@ class Stats:
 
     @property
     def refreshes(self) -> int | None:
-        """How often the retrieval cache was chosen, the first time behind the prompt."""
+        """Return how often the retrieval cache was chosen, the first time behind the prompt."""
         return self.retrieval.selections if self.retrieval else None
 
     @property
     def link_bytes_per_token(self) -> float | None:
-        """Bytes streamed to the device per generated token, the first one apart: it needed none."""
+        """Return the bytes streamed to the device per new token.
+
+        The first token does not count: it needed none.
+        """
         if self.new_tokens < 2 or "target" not in self.traffic:
             return None
         return (self.traffic["target"].link_in - self.prefill_link_in) / (self.new_tokens - 1)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return what a record keeps of a text."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,

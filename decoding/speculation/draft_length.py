@@ -1,6 +1,4 @@
-"""How long to draft: a fixed length, or the one that pays best by what past rounds took and what
-stood of them.
-"""
+"""How long to draft: a fixed length, or the one that pays best by what past rounds took."""
 
 from __future__ import annotations
 
@@ -36,35 +34,36 @@ def best_length(
 
 @dataclass(frozen=True)
 class RoundStats:
-    """What one round of a level was: counts, and seconds."""
+    """The counts and seconds of one round of a level."""
 
     drafted: int  # tokens the level below proposed
-    accepted: int
+    accepted: int  # of these, the tokens that stood
     rows: int  # tokens of the verifying pass
     draft_s: float
     verify_s: float
 
 
 class DraftLength(ABC):
-    """The length of a level's next draft. It may follow from past rounds only: then the output law
-    stays what it is.
+    """The length of a level's next draft.
+
+    It may follow from past rounds only: then the output law stays what it is.
     """
 
     @abstractmethod
     def begin(self, start: int) -> None:
-        """Another text begins; `start` is a fair length where nothing is known yet."""
+        """Begin another text; `start` is a fair length where nothing is known yet."""
 
     @abstractmethod
     def next(self) -> int:
-        """At least 1."""
+        """Return the length of the next draft, at least 1."""
 
     @abstractmethod
     def record(self, past: RoundStats) -> None:
-        """A round is over."""
+        """Learn from a round that is over."""
 
 
 class RecordingLength(DraftLength):
-    """Keeps the rounds of another."""
+    """A length that keeps the rounds of another."""
 
     def __init__(self, length: DraftLength, rounds: list[RoundStats]):
         self.length, self.rounds = length, rounds
@@ -81,31 +80,32 @@ class RecordingLength(DraftLength):
 
 
 class Fixed(DraftLength):
-    """Always the same."""
+    """A length that is always the same."""
 
     def __init__(self, length: int):
         if length < 1:
             raise ValueError(f"a draft has at least 1 token, found length {length}")
-        self.most = length
+        self.max_length = length
 
     def begin(self, start: int) -> None:
         pass
 
     def next(self) -> int:
-        return self.most
+        return self.max_length
 
     def record(self, past: RoundStats) -> None:
         pass
 
 
 class Adaptive(DraftLength):
-    """The n that makes most tokens a second, (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft),
-    from 1 to `most`.
+    """The length n from 1 to `max_length` that makes most tokens a second.
 
-    The numerator is what a draft of n yields when each token stands with probability a (Leviathan
-    et al. 2023, arXiv 2211.17192, equation 1). a, the seconds a drafted token takes and those of a
-    verifying pass, a line in its rows, are averages of past rounds that forget: a text changes, and
-    so does a machine. Of one text a little is remembered in the next.
+    That is the n with the greatest (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft). The
+    numerator is what a draft of n yields when each token stands with probability a (Leviathan et
+    al. 2023, arXiv 2211.17192, equation 1). Three things are averages of past rounds: a, the
+    seconds a drafted token takes, and those of a verifying pass, a line in its rows. The averages
+    forget, for a text changes, and so does a machine. Of one text a little is remembered in the
+    next.
     """
 
     _FORGET = 0.95  # what a round still counts after the next
@@ -117,8 +117,8 @@ class Adaptive(DraftLength):
     _FLATTEST = 1024.0
     _KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, max_length: int):
+        self.max_length = max_length
         self._next = 1
         self._flat_rows = self._FLAT_ROWS
         self._accepted, self._tested = self._PRIOR * self._RATE, self._PRIOR
@@ -127,7 +127,7 @@ class Adaptive(DraftLength):
 
     def begin(self, start: int) -> None:
         if not self._drafted:
-            self._next = min(start, self.most)
+            self._next = min(start, self.max_length)
         kept = min(1.0, self._KEPT / self._tested)
         self._accepted, self._tested = kept * self._accepted, kept * self._tested
         # behind another context a pass costs something else, but is about as flat in its rows
@@ -166,12 +166,13 @@ class Adaptive(DraftLength):
 
     @property
     def acceptance(self) -> float:
-        """The chance that a drafted token stands when all before it do."""
+        """Return the chance that a drafted token stands when all before it do."""
         return self._accepted / self._tested
 
     def _slope(self) -> float:
-        """Seconds a row of a verifying pass: least squares over past rounds, drawn to what is
-        supposed if they say little.
+        """Return the seconds a row of a verifying pass.
+
+        Least squares over past rounds, drawn to what is supposed if they say little.
         """
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         spread = self._rows2 - self._weight * mean_rows**2
@@ -180,17 +181,14 @@ class Adaptive(DraftLength):
         return max(0.0, (together + self._STIFF * supposed) / (spread + self._STIFF))
 
     def _verify(self) -> Callable[[int], float]:
-        """Seconds of a verifying pass by its rows."""
-        mean_rows, mean, slope = (
-            self._rows / self._weight,
-            self._seconds / self._weight,
-            self._slope(),
-        )
+        """Return a function from the rows of a verifying pass to its seconds."""
+        mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
+        slope = self._slope()
         return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
 
     def _best(self) -> int:
         per_token, verify = self._draft_s / self._drafted, self._verify()
         length, _ = best_length(
-            range(1, self.most + 1), self.acceptance, lambda n: verify(n + 1) + n * per_token
+            range(1, self.max_length + 1), self.acceptance, lambda n: verify(n + 1) + n * per_token
         )
         return length

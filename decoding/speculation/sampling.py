@@ -19,11 +19,10 @@ class Sampling(SamplingOptions):
         return PaddedSampling(**asdict(self), vocab=vocab)
 
     def law(self, logits: Tensor) -> Tensor:
-        """The law (T, V) float32 that these logits (T, V) stand for. A row with a NaN stays NaN,
-        for `verify` to find.
+        """Return the law (T, V) float32 that logits (T, V) stand for.
 
-        Temperature, then top-k, then top-p: the smallest set of tokens whose mass reaches top_p
-        (Holtzman et al. 2019).
+        A row with a NaN stays NaN, for `verify` to find. Temperature comes first, then top-k, then
+        top-p: the smallest set of tokens whose mass reaches top_p (Holtzman et al. 2019).
         """
         if self.temperature == 0:
             greedy = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
@@ -59,10 +58,10 @@ class PaddedSampling(Sampling):
 
 
 def draw(law: Tensor, generator: Generator) -> Tensor:
-    """One token (1,) from a law (V,), which need not be normalised, without waiting for the device.
+    """Draw one token (1,) from a law (V,), without waiting for the device.
 
-    The index of the least E_i / law_i with E_i standard exponential is distributed as the law; a
-    law of one token has no noise.
+    The law need not be normalised. The index of the least E_i / law_i with E_i standard exponential
+    is distributed as the law; a law of one token has no noise.
     """
     # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
     # vocabulary that are rarer than that

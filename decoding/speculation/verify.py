@@ -13,7 +13,7 @@ from offload.errors import DocumentError
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens and where they came from."""
+    """Proposed tokens, and the laws they were drawn from."""
 
     tokens: Tensor  # (N,) int64
     probs: Tensor  # (N, V) float32; row i is the exact law tokens[i] was drawn from
@@ -43,20 +43,21 @@ def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[in
 
 
 def read(numbers: Tensor, *laws: Tensor) -> list[int]:
-    """Whole numbers (N,) from the device, and in the same wait whether these laws are made of
-    numbers. DocumentError where not.
+    """Return whole numbers (N,) from the device, after one wait.
+
+    Raises DocumentError where one of these laws is not made of numbers, as the same wait tells.
     """
     good = torch.stack([law.isfinite().all() for law in laws]).all(0, keepdim=True)
-    *found, fine = torch.cat((numbers, good.to(numbers.dtype))).tolist()
+    *values, fine = torch.cat((numbers, good.to(numbers.dtype))).tolist()
     if not fine:
         raise DocumentError(
             "a model's logits are not numbers (NaN): its weights, or this text in its dtype, "
             "overflow."
         )
-    return found
+    return values
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(0, p - q)), up to its scale: what a rejected token is redrawn from, (V,)."""
+    """Return norm(max(0, p - q)) (V,), up to its scale: what a rejected token is redrawn from."""
     rest = (p - q).clamp(min=0)
     return torch.where(rest.any(), rest, p)  # p == q up to rounding

@@ -110,7 +110,7 @@ def test_a_round_without_a_draft_says_what_a_pass_costs_and_nothing_of_acceptanc
 def test_a_fixed_length_is_fixed() -> None:
     length = Fixed(7)
     length.record(RoundStats(7, 0, 8, 1.0, 1.0))
-    assert length.next() == length.most == 7
+    assert length.next() == length.max_length == 7
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
