@@ -1,12 +1,13 @@
-"""What passes of a model reach on this device, measured on the kernels that they are made of: small
-runs from which `decoding.planning.forecast` tells what large ones take.
+"""The rates of the kernels that a model's passes are made of, measured on this device.
+
+The runs are small: `decoding.planning.passes` tells from them what large ones take.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,6 @@ from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.verify import Draft, verify
 from offload.attention import partial_attention
-from offload.layout import KVLayout
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
@@ -34,178 +34,205 @@ from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
 from parallel.loading import random_model
 
-# tokens of a pass over the retrieval cache, of a verification, of a chunk of prefill
-_FEW, _ROWS, _MANY = 3, 33, 4096
-_KV = {"cpu": 128 << 20, "cuda": 1 << 30}  # bytes: far more than any cache holds
-_CHOSEN = 32_768  # tokens that a choice looks through, at most
-_WARPED = Sampling(0.6, top_p=0.9)
+# tokens of a pass over the retrieval cache, of a verification, and of a chunk of prefill
+_RETRIEVAL_ROWS = 3
+_VERIFIED_ROWS = 33
+_PREFILL_ROWS = 4096
+_KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # far more than any processor cache holds
+_PREFIX = 32_768  # tokens that a selection looks through, at most
+_SAMPLING = Sampling(0.6, top_p=0.9)
 _REPEATS = 9
+_SHORT_PASSES = 60  # repeats of a short pass, which take little
+_LARGE = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32}
+_SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
 
 
-def usual(device: torch.device) -> ModelConfig:
-    """The dimensions that rates are measured with where no model is named: those of a 7B, or of a
-    smaller one on a CPU.
+def usual_dimensions(device: torch.device) -> ModelConfig:
+    """Return the dimensions that rates are measured with where no model is named.
+
+    They are those of a 7B, or on a CPU of a smaller model.
     """
-    large = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32}
-    small = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
-    sizes: dict[str, Any] = {**(small if device.type == "cpu" else large), "vocab_size": 32_000}
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    return ModelConfig.from_hf(
-        LlamaConfig(**sizes, rope_parameters=rope, max_position_embeddings=1 << 17)
+    sizes: dict[str, Any] = _SMALL if device.type == "cpu" else _LARGE
+    config = LlamaConfig(
+        **sizes,
+        vocab_size=32_000,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        max_position_embeddings=1 << 17,
     )
+    return ModelConfig.from_hf(config)
 
 
 def pass_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Numbers of `Hardware` that depend on kernels: a layer of this model, on one rank that has it
-    all.
+    """Measure the numbers of a hardware profile that depend on kernels.
+
+    They are of layers of this model, on one rank that has them whole.
     """
-    layer = replace(config, layers=1)
-    found = {"memory_rate": _reading(device, dtype), **_attention(layer, device, dtype)}
-    found["matmul"] = _products(layer, device, dtype, found["prefill_attention"])
-    found |= _choices(layer, device, dtype)
-    one, five = (_short(replace(config, layers=layers), device, dtype) for layers in (1, 5))
-    each = (five - one) / 4
-    weights, head = (
-        matmul_flops(layer) / 2 * dtype.itemsize,
-        config.vocab * config.hidden * dtype.itemsize,
-    )
-    found["layer_s"] = max(0.0, each - weights / found["memory_rate"])
-    found["pass_s"] = max(0.0, one - each - head / found["memory_rate"])
-    return {**found, **_sampling(config.vocab, device)}
+    return _Kernels(config, device, dtype).rates()
 
 
-def _reading(device: torch.device, dtype: torch.dtype) -> float:
-    """Bytes of weights a second that a product with one row reads."""
-    size, rows = (4096, 1 << 15) if device.type == "cpu" else (8192, 1 << 16)
-    weight, x = (
-        torch.ones(rows, size, device=device, dtype=dtype),
-        torch.ones(1, size, device=device, dtype=dtype),
-    )
-    return weight.nbytes / typical(lambda: F.linear(x, weight))
+class _Kernels:
+    """The kernels of a model's layers on one device."""
 
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype):
+        self.config, self.device, self.dtype = config, device, dtype
+        self.layer = replace(config, layers=1)
+        self.layout = self.layer.kv_layout(1, dtype)
 
-def _short(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """A pass of one token with nothing before it: all that is not attention over a text."""
-    layout, rotary = config.kv_layout(1, dtype), config.rotary(1, 2 * _ROWS, dtype, device)
-    shape = StreamingShape(1, _ROWS // 2, _ROWS // 2)
-    cache = StreamingCache(layout, shape, rotary, device)
-    group = Group(device=device)
-    model, token = (
-        random_model(config, group, dtype),
-        torch.zeros(1, dtype=torch.int64, device=device),
-    )
-    run = GraphRunner(graphs_work(group), group.recorder)
-    run.warm(model, token, cache, 1)
-    others = torch.ones(_KV[device.type] // 4, device=device)
-    # weights come from memory, as behind a text
-    return typical(lambda: run(model, token, cache, 1), 60, lambda: others.sum())
+    def rates(self) -> dict[str, float]:
+        """Measure all of them, by the fields of a hardware profile."""
+        rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
+        rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
+        rates |= self.selection_rates()
+        rates |= self.launch_seconds(rates["memory_rate"])
+        return rates | self.sampling_seconds()
 
+    def memory_rate(self) -> float:
+        """Measure the bytes of weights a second that a product with one row reads."""
+        columns, rows = (4096, 1 << 15) if self.device.type == "cpu" else (8192, 1 << 16)
+        weight = torch.ones(rows, columns, device=self.device, dtype=self.dtype)
+        x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
+        return weight.nbytes / typical(lambda: F.linear(x, weight))
 
-def _attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    layout = config.kv_layout(1, dtype)
-    tokens = max(2 * _MANY, min(1 << 17, _KV[device.type] // layout.bytes(1)))
-    # (2, N, Hkv, D)
-    kv = torch.randn(layout.shape(1, tokens), device=device, dtype=dtype)[0].transpose(1, 2)
+    def launch_seconds(self, memory_rate: float) -> dict[str, float]:
+        """Measure what a layer and a pass take on top of reading their weights."""
+        one = self._short_pass_s(1)
+        layer_s = (self._short_pass_s(5) - one) / 4
+        weights = matmul_flops(self.layer) / 2 * self.dtype.itemsize
+        head = self.config.vocab * self.config.hidden * self.dtype.itemsize
+        return {
+            "layer_s": max(0.0, layer_s - weights / memory_rate),
+            "pass_s": max(0.0, one - layer_s - head / memory_rate),
+        }
 
-    def seconds(
-        rows: int, keys: int, causal: bool, of: Callable[[list[float]], float] = statistics.median
+    def _short_pass_s(self, layers: int) -> float:
+        """Measure a pass of one token with nothing before it: all but attention over a text."""
+        config, device = replace(self.config, layers=layers), self.device
+        rotary = config.rotary(1, 2 * _VERIFIED_ROWS, self.dtype, device)
+        window = _VERIFIED_ROWS // 2
+        cache = StreamingCache(
+            config.kv_layout(1, self.dtype), StreamingShape(1, window, window), rotary, device
+        )
+        group = Group(device=device)
+        model = random_model(config, group, self.dtype)
+        token = torch.zeros(1, dtype=torch.int64, device=device)
+        run = GraphRunner(graphs_work(group), group.recorder)
+        run.warm(model, token, cache, 1)
+        # read before each pass, so that weights come from memory, as they do behind a text
+        others = torch.ones(_KV_BYTES[device.type] // 4, device=device)
+        return typical(lambda: run(model, token, cache, 1), _SHORT_PASSES, lambda: others.sum())
+
+    def attention_rates(self) -> dict[str, float]:
+        """Measure attention: of one row, of further rows of a short pass, and of a prefill."""
+        layout, flops = self.layout, attention_flops(self.layer)
+        room = _KV_BYTES[self.device.type] // layout.bytes(1)
+        tokens = max(2 * _PREFILL_ROWS, min(1 << 17, room))
+        # (2, N, Hkv, D)
+        kv = self._random(layout.shape(1, tokens))[0].transpose(1, 2)
+        one = self._attention_s(kv, 1, causal=False)
+        several = self._attention_s(kv, _VERIFIED_ROWS, causal=False)
+        keys = min(tokens, 4 * _PREFILL_ROWS)
+        many = self._attention_s(kv[:, :keys], _PREFILL_ROWS, causal=True, of=min)
+        pairs = _PREFILL_ROWS * (keys - _PREFILL_ROWS / 2)
+        rates = {"kv_rate": layout.bytes(tokens) / one, "prefill_attention": pairs * flops / many}
+        # else a device does so many rows in the shadow of reading, and no number says how fast
+        if several > one:
+            rates["attention"] = (_VERIFIED_ROWS - 1) * tokens * flops / (several - one)
+        return rates
+
+    def _attention_s(
+        self,
+        kv: Tensor,
+        rows: int,
+        causal: bool,
+        of: Callable[[list[float]], float] = statistics.median,
     ) -> float:
-        q = torch.randn(rows, config.heads, config.head_dim, device=device, dtype=dtype)
-        return typical(lambda: partial_attention(q, kv[0, :keys], kv[1, :keys], causal)[0], of=of)
+        """Measure the attention of `rows` rows over kv (2, N, Hkv, D)."""
+        q = self._random((rows, self.layer.heads, self.layer.head_dim))
+        return typical(lambda: partial_attention(q, kv[0], kv[1], causal)[0], of=of)
 
-    one, several = (seconds(rows, tokens, causal=False) for rows in (1, _ROWS))
-    keys = min(tokens, 4 * _MANY)
-    many, pairs = seconds(_MANY, keys, causal=True, of=min), _MANY * (keys - _MANY / 2)
-    flops = attention_flops(config)
-    found = {"kv_rate": layout.bytes(tokens) / one, "prefill_attention": pairs * flops / many}
-    # else a device does so many rows in the shadow of reading, and no number says how fast
-    if several > one:
-        found["attention"] = (_ROWS - 1) * tokens * flops / (several - one)
-    return found
+    def matmul_rate(self, attention: float) -> float:
+        """Measure the operations a second of all that a prefill does beside attention.
 
+        It is of two layers: of the last one little is computed.
+        """
+        config = replace(self.config, layers=2)
+        link = "view" if self.device.type == "cpu" else "auto"
+        settings = Settings(mode="plain", resident_layers=2, link=link)
+        model = random_model(config, Group(device=self.device), self.dtype)
+        runtime = Runtime.make(model, None, "plain", settings)
+        tokens = runtime.needs.prefill_chunk
+        prompt = [0] * tokens
+        try:
+            seconds = typical(lambda: Session(runtime, prompt, 1).prefill(), of=min)
+        finally:
+            runtime.link.close()
+        products, scores = prefill_flops(config, tokens)
+        return products / max(seconds - scores / attention, 0.1 * seconds)
 
-def _products(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: float
-) -> float:
-    """Operations a second of all that a prefill does beside attention; of two layers, since of the
-    last one little is made.
-    """
-    config = replace(config, layers=2)
-    settings = Settings(
-        mode="plain", resident_layers=2, link="view" if device.type == "cpu" else "auto"
-    )
-    models = Runtime.make(
-        random_model(config, Group(device=device), dtype), None, "plain", settings
-    )
-    tokens = models.needs.prefill_chunk
-    prompt = [0] * tokens
-    try:
-        seconds = typical(lambda: Session(models, prompt, 1).prefill(), of=min)
-    finally:
-        models.link.close()
-    products, scores = prefill_flops(config, tokens)
-    return products / max(seconds - scores / attention, 0.1 * seconds)
+    def selection_rates(self) -> dict[str, float]:
+        """Measure a selection's parts, in bytes of KV a second.
 
+        Selections with all summaries, with a share of them, and with none tell the parts apart.
+        """
+        usual, context = Settings(), _PREFIX + _VERIFIED_ROWS
 
-def _choices(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    layout = config.kv_layout(1, dtype)
-    usual = Settings()
-    shape = RetrievalShape.of(
-        DEFAULT_BUDGET, usual.chunk_size, usual.summary_size, _CHOSEN + _ROWS, _ROWS, _ROWS
-    )
-    _, summaries = shape.split(_CHOSEN, _ROWS)
-    # which selects as much
-    selected = DEFAULT_BUDGET - summaries
-    bare = RetrievalShape.of(selected, usual.chunk_size, 0, _CHOSEN + _ROWS, _ROWS, _ROWS)
-    plain = _choice_seconds(config, layout, bare, 1, device)
-    whole, turned = (
-        _choice_seconds(config, layout, shape, turns, device) for turns in (1, SUMMARY_SHARES)
-    )
-    made = max(0.0, (whole - turned) * SUMMARY_SHARES / (SUMMARY_SHARES - 1))
-    costs = {"score_rate": plain, "summary_rate": made, "weigh_rate": whole - plain - made}
-    # noise may leave nothing
-    return {name: layout.bytes(_CHOSEN) / seconds for name, seconds in costs.items() if seconds > 0}
+        def shape(budget: int, summary: int | None) -> RetrievalShape:
+            rows = _VERIFIED_ROWS
+            return RetrievalShape.of(budget, usual.chunk_size, summary, context, rows, rows)
 
+        summarised = shape(DEFAULT_BUDGET, usual.summary_size)
+        _, summaries = summarised.split(_PREFIX, _VERIFIED_ROWS)
+        bare = shape(DEFAULT_BUDGET - summaries, 0)  # which selects as much
+        scores = self._selection_s(bare, 1)
+        whole = self._selection_s(summarised, 1)
+        share = self._selection_s(summarised, SUMMARY_SHARES)
+        made = max(0.0, (whole - share) * SUMMARY_SHARES / (SUMMARY_SHARES - 1))
+        parts = {"score_rate": scores, "summary_rate": made, "weigh_rate": whole - scores - made}
+        kv = self.layout.bytes(_PREFIX)
+        # noise may leave nothing
+        return {name: kv / seconds for name, seconds in parts.items() if seconds > 0}
 
-def _choice_seconds(
-    config: ModelConfig, layout: KVLayout, shape: RetrievalShape, turns: int, device: torch.device
-) -> float:
-    """One choice over a prefix of random keys and values, which makes one in `turns` of the
-    summaries anew.
-    """
-    rotary = config.rotary(1, 2, layout.dtype, device)
-    policy = POLICIES[Settings().policy]()
-    cache = RetrievalCache(
-        layout, shape, policy, rotary, device, min_interval=0, summary_shares=turns
-    )
-    prefix, recent = (
-        torch.randn(layout.shape(1, n), device=device, dtype=layout.dtype)[0]
-        for n in (_CHOSEN, _ROWS)
-    )
-    q = torch.randn(_ROWS, config.heads, config.head_dim, device=device, dtype=layout.dtype)
+    def _selection_s(self, shape: RetrievalShape, shares: int) -> float:
+        """Measure one selection over random keys and values.
 
-    def choose() -> Tensor:
-        cache.follow(_CHOSEN, _CHOSEN, _CHOSEN + _ROWS)
-        cache.observe(0, 0, q, prefix, recent)
-        return cache._kv
+        It makes one in `shares` of the summaries anew.
+        """
+        layout, rotary = self.layout, self.layer.rotary(1, 2, self.dtype, self.device)
+        policy = POLICIES[Settings().policy]()
+        cache = RetrievalCache(
+            layout, shape, policy, rotary, self.device, min_interval=0, summary_shares=shares
+        )
+        prefix = self._random(layout.shape(1, _PREFIX))[0]
+        recent = self._random(layout.shape(1, _VERIFIED_ROWS))[0]
+        q = self._random((_VERIFIED_ROWS, self.layer.heads, self.layer.head_dim))
 
-    return typical(choose)
+        def choose() -> Tensor:
+            cache.follow(_PREFIX, _PREFIX, _PREFIX + _VERIFIED_ROWS)
+            cache.observe(0, 0, q, prefix, recent)
+            return cache._kv
 
+        return typical(choose)
 
-def _sampling(vocab: int, device: torch.device) -> dict[str, float]:
-    generator = torch.Generator(device)
+    def sampling_seconds(self) -> dict[str, float]:
+        """Measure making the law of a row of logits, and drawing from laws."""
+        few = self._verdict_s(_RETRIEVAL_ROWS)
+        many = self._verdict_s(_VERIFIED_ROWS)
+        row = max(0.0, many - few) / (_VERIFIED_ROWS - _RETRIEVAL_ROWS)
+        return {"sample_s": row, "draw_s": max(0.0, few - _RETRIEVAL_ROWS * row)}
 
-    def seconds(rows: int) -> float:
+    def _verdict_s(self, rows: int) -> float:
+        """Measure the laws of `rows` rows, and the verdict on a draft one token shorter."""
+        vocab, device = self.config.vocab, self.device
+        generator = torch.Generator(device)
         logits = torch.randn(rows, vocab, device=device)
         draft = Draft(
             torch.zeros(rows - 1, dtype=torch.int64, device=device),
             torch.ones(rows - 1, vocab, device=device) / vocab,
         )
-        return typical(lambda: torch.tensor(verify(draft, _WARPED.law(logits), generator)))
+        return typical(lambda: torch.tensor(verify(draft, _SAMPLING.law(logits), generator)))
 
-    few, many = seconds(_FEW), seconds(_ROWS)
-    row = max(0.0, many - few) / (_ROWS - _FEW)
-    return {"sample_s": row, "draw_s": max(0.0, few - _FEW * row)}
+    def _random(self, shape: Sequence[int]) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
 
 def typical(
@@ -214,11 +241,11 @@ def typical(
     before: Callable[[], Tensor] | None = None,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Seconds of one of a few runs, each until its result is there; the first does not count, nor
-    what goes `before` each.
+    """Return the seconds of one of a few runs, each until its result is there.
 
-    `of` them the median, or what else: the least where a prefill, which averages over seconds, is
-    told from a short run.
+    The first run does not count, nor what goes `before` each. `of` the times the median is taken,
+    or what else is given: the least for a prefill, which averages over seconds and is told from a
+    short run.
     """
     times = []
     for _ in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""`tierforce probe`: what this machine can do, measured, in a file that `tierforce plan` reads."""
+"""A machine measured: the hardware file that `tierforce plan` reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from decoding.probe import rates
 from decoding.probe.advice import warnings
-from decoding.probe.kernels import pass_rates, usual
+from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
 from offload.bandwidth import Copies
 from offload.errors import TierForceError, one_line
@@ -20,18 +20,19 @@ from offload.numa import gpu_address
 from parallel.config import ModelConfig
 from parallel.group import Group
 
-SMALL = 8192  # bytes of a small all-reduce: one token's hidden state in a 7B model
+_SMALL_SUM_BYTES = 8192  # one token's hidden state in a 7B model
+_ONE_RANK = {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # sums over one rank cost nothing
 
 
 def profile(
     group: Group, model: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """A hardware file's content, with what the system tells and warnings beside the numbers. All
-    ranks call it.
+    """Measure this machine: the content of a hardware file, and what the system tells.
 
-    Rates are the slowest rank's while all are at work, `link_in_alone` those of each while the
-    others wait; those of kernels are for layers of the named model's dimensions. Without a GPU the
-    device is the host. What goes wrong on one rank is raised on all (TierForceError).
+    All ranks call it. Rates are the slowest rank's while all are at work; `link_in_alone` are those
+    of each while the others wait. Those of kernels are for layers of the named model's dimensions.
+    Without a GPU the device is the host. What goes wrong on one rank is raised on all
+    (TierForceError).
     """
     cuda = group.device.type == "cuda"
     with group.together():
@@ -39,11 +40,36 @@ def profile(
             raise TierForceError(
                 "float16 is not supported on a CPU: use --dtype float32, or bfloat16."
             )
-        config = ModelConfig.find(model) if model is not None else usual(group.device)
+        config = ModelConfig.find(model) if model is not None else usual_dimensions(group.device)
     numbers: dict[str, float] = {
         "gpus": group.size,
         "host_memory": group.broadcast(Machine.here().host_available),
     }
+    own, alone, busy = _of_this_rank(group, config, dtype)
+    numbers |= _slowest(group.gather(own)) | _sums(group)
+    source = _source(group, model, dtype)
+    content: dict[str, Any] = {
+        name: {"value": value, "source": source} for name, value in numbers.items()
+    }
+    content["link_in_alone"] = {"value": min(alone), "of each": alone, "source": source}
+    content["runs_ahead"] = {
+        "value": cuda,
+        "source": "a GPU's host runs ahead of it, a CPU does all by itself",
+    }
+    # each rank says where it may run itself
+    used = group.gather(busy.at(gpu_address(group.device))) if cuda else []
+    content["machine"] = busy.as_dict()
+    content["warnings"] = warnings(busy, used, numbers["link_in"], alone)
+    return content
+
+
+def _of_this_rank(
+    group: Group, config: ModelConfig, dtype: torch.dtype
+) -> tuple[dict[str, float], list[float], Machine]:
+    """Measure this rank's own numbers, the rate of each rank's link alone, and the machine.
+
+    The machine is looked at while its links are busy.
+    """
     with group.together():
         link = make_link("auto", group.device)
         copies = Copies(link)
@@ -61,7 +87,9 @@ def profile(
     with group.together():
         busy = copies.meanwhile(Machine.here)
         copies.close()
-        own["device_memory"] = link.device_available() // (1 if cuda else group.size)
+        own["device_memory"] = link.device_available()
+        if group.device.type != "cuda":
+            own["device_memory"] //= group.size  # the host's memory, which all ranks share
         own["matmul_alone"] = rates.matmul_rate(group.device, dtype)
         try:
             with torch.inference_mode():
@@ -71,41 +99,45 @@ def profile(
                 f"layers of these dimensions cannot be measured here ({one_line(error)})."
             ) from error
         link.close()
-    every = group.gather(own)
-    numbers |= {
-        name: (max if name.endswith("_s") else min)(each[name] for each in every)
-        for name in own
-        if all(name in each for each in every)
+    return own, alone, busy
+
+
+def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
+    """Return the numbers that all ranks have, each of the rank that is slowest in it."""
+    common = [name for name in ranks[0] if all(name in numbers for numbers in ranks)]
+    return {
+        name: (max if name.endswith("_s") else min)(numbers[name] for numbers in ranks)
+        for name in common
     }
-    numbers |= {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # of one rank
-    if group.size > 1:
-        numbers["all_reduce_s"] = max(group.gather(rates.sum_seconds(group, SMALL)))
-        numbers["all_reduce_rate"] = min(group.gather(rates.sum_rate(group)))
-    of = f"with layers of {model or 'usual dimensions'} in {str(dtype).removeprefix('torch.')}"
-    source = (
-        f"measured {date.today().isoformat()} on "
-        f"{torch.cuda.get_device_name(group.device) if cuda else 'a CPU'}, {of}"
-    )
+
+
+def _sums(group: Group) -> dict[str, float]:
+    """Measure sums over ranks; all ranks call it."""
     if group.size == 1:
-        source += ", one rank"
-    found: dict[str, Any] = {
-        name: {"value": value, "source": source} for name, value in numbers.items()
+        return _ONE_RANK
+    return {
+        "all_reduce_s": max(group.gather(rates.sum_seconds(group, _SMALL_SUM_BYTES))),
+        "all_reduce_rate": min(group.gather(rates.sum_rate(group))),
     }
-    found["link_in_alone"] = {"value": min(alone), "of each": alone, "source": source}
-    # each rank says where it may run itself
-    used = group.gather(busy.at(gpu_address(group.device))) if cuda else []
-    said = warnings(busy, used, numbers["link_in"], alone)
-    found["runs_ahead"] = {
-        "value": cuda,
-        "source": "a GPU's host runs ahead of it, a CPU does all by itself",
-    }
-    return {**found, "machine": busy.as_dict(), "warnings": said}
 
 
-def write(found: dict[str, Any], output: Path) -> None:
-    """Raises TierForceError where the file cannot be written."""
+def _source(group: Group, model: str | None, dtype: torch.dtype) -> str:
+    """Return what stands beside each number: when it was measured, and on what."""
+    device = "a CPU"
+    if group.device.type == "cuda":
+        device = torch.cuda.get_device_name(group.device)
+    kind = str(dtype).removeprefix("torch.")
+    source = (
+        f"measured {date.today().isoformat()} on {device}, with layers of "
+        f"{model or 'usual dimensions'} in {kind}"
+    )
+    return source + ", one rank" if group.size == 1 else source
+
+
+def write(content: dict[str, Any], output: Path) -> None:
+    """Write a hardware file. Raises TierForceError where it cannot be written."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(found, indent=2) + "\n")
+        output.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise TierForceError(f"--output {output} cannot be written ({error.strerror}).") from error

@@ -1,4 +1,4 @@
-"""What a device and a group reach, measured."""
+"""The rates that a device and a group of ranks reach, measured on one operation each."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ import torch
 
 from parallel.group import Group
 
-_SUM = 16 << 20  # bytes
+_LARGE_SUM_BYTES = 16 << 20
 _REPEATS = 5
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Operations a second of one large matrix product: what arithmetic could reach here at most."""
+    """Return the operations a second of one large matrix product: the most that could be had."""
     size = 2048 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b)
 
 
-def sum_seconds(group: Group, size: int) -> float:
-    """One all-reduce of `size` bytes, on all ranks at once."""
-    x = torch.zeros(size // 2, dtype=torch.bfloat16, device=group.device)
+def sum_seconds(group: Group, nbytes: int) -> float:
+    """Return the seconds of one all-reduce of so many bytes, on all ranks at once."""
+    x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=group.device)
     return _seconds(lambda: group.all_reduce(x))
 
 
-def sum_rate(group: Group, size: int = _SUM) -> float:
-    """Bytes a second of a large all-reduce."""
-    return size / sum_seconds(group, size)
+def sum_rate(group: Group, nbytes: int = _LARGE_SUM_BYTES) -> float:
+    """Return the bytes a second of a large all-reduce."""
+    return nbytes / sum_seconds(group, nbytes)
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:
-    """Of one of several runs on the device, with one wait for all; the least of a few times, the
-    first of which does not count.
+    """Return the seconds of one of several runs on the device, with one wait for all of them.
+
+    It is the least of a few times, of which the first does not count.
     """
     times = []
     for _ in range(_REPEATS + 1):
