@@ -1,5 +1,6 @@
-"""What a machine can do, in numbers with a source each: profiles that are shipped, and files of the
-same form.
+"""What a machine can do, in numbers with a source each.
+
+Some profiles are shipped (`profiles.json`); files of the same form are read too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from offload.errors import TierForceError
 
 @dataclass(frozen=True)
 class HardwareProfile:
-    """One machine. Bytes, seconds, and bytes or operations a second; rates are of each GPU while
-    all are at work.
+    """The numbers of one machine: bytes, seconds, and bytes or operations a second.
+
+    Rates are of each GPU while all are at work.
     """
 
     name: str
@@ -76,8 +78,10 @@ class HardwareProfile:
 
     @classmethod
     def find(cls, name: str) -> HardwareProfile:
-        """A shipped profile, or a JSON file of the same form: numbers, or objects with `value` and
-        `source`. TierForceError.
+        """Return a shipped profile, or that of a JSON file of the same form.
+
+        A file holds numbers, or objects with `value` and `source`. Raises TierForceError for what
+        is neither.
         """
         shipped = json.loads(files("decoding.planning").joinpath("profiles.json").read_text())
         if name in shipped:
@@ -88,27 +92,32 @@ class HardwareProfile:
                 "form."
             )
         try:
-            found = json.loads(Path(name).read_text())
+            content = json.loads(Path(name).read_text())
         except (OSError, ValueError) as error:
             raise TierForceError(f"--hardware {name} cannot be read as JSON ({error}).") from error
-        return cls._of(Path(name).stem, found)
+        return cls._of(Path(name).stem, content)
 
     @classmethod
-    def _of(cls, name: str, found: Any) -> HardwareProfile:
+    def _of(cls, name: str, content: Any) -> HardwareProfile:
+        """Return the profile that a file holds. Raises TierForceError for gaps."""
         known = [field.name for field in fields(cls) if field.name != "name"]
         wanted = [
             field.name for field in fields(cls) if field.name != "name" and field.default is MISSING
         ]
-        if not isinstance(found, dict) or (
-            missing := [field for field in wanted if field not in found]
+        if not isinstance(content, dict) or (
+            missing := [field for field in wanted if field not in content]
         ):
             lacks = (
-                f"lacks {', '.join(missing)}" if isinstance(found, dict) else "is not a JSON object"
+                f"lacks {', '.join(missing)}"
+                if isinstance(content, dict)
+                else "is not a JSON object"
             )
             raise TierForceError(f"hardware {name} {lacks}: it needs {', '.join(wanted)}.")
         values = {
-            field: found[field].get("value") if isinstance(found[field], dict) else found[field]
+            field: content[field].get("value")
+            if isinstance(content[field], dict)
+            else content[field]
             for field in known
-            if field in found
+            if field in content
         }
         return cls(name, **values)
