@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 _POLL_S = 0.05
+_START = "spawn"  # a process that holds nothing of ours
 
 
 class Died(Exception):
@@ -29,7 +30,7 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
     A `Died` takes the answer's place where the process ends without one, or takes longer than
     `limit_s` seconds.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(_START)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, function, args))
     started, peak = time.monotonic(), 0.0
@@ -58,11 +59,16 @@ def _interrupts_wait() -> Iterator[None]:
     is ours, and we end the process.
     """
     resource_tracker.ensure_running()  # its own start would let interrupts through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    came: list[int] = []  # through other threads, which block none
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which is inherited
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

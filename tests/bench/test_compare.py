@@ -5,6 +5,7 @@ is none.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,13 +16,22 @@ from types import SimpleNamespace
 
 import pytest
 
+import bench.harness.process
 from bench.harness.process import ending
+from bench.harness.ranks import PRELOAD
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.compare import main, ratios, row, run
 from bench.peers.registry import PEERS
 from decoding import Sampling
 from support.engines import DEMO
 from support.models import random_tokens
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers run in forks of a process that has imported torch and transformers."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    monkeypatch.setattr(bench.harness.process, "_START", "forkserver")
 
 
 def job(**changes: object) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import psutil
@@ -13,7 +14,13 @@ from bench.harness import process
 from bench.harness.process import apart
 
 
-def test_an_interrupt_while_the_process_starts_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", [0, 1])  # a thread may get the signal in place of ours
+def test_an_interrupt_while_the_process_starts_is_not_lost(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = threading.Event()
+    for _ in range(threads):
+        threading.Thread(target=done.wait).start()
     started: list[psutil.Process] = []
     context = process.multiprocessing.get_context("spawn")
     start = context.Process.start
@@ -26,5 +33,6 @@ def test_an_interrupt_while_the_process_starts_is_not_lost(monkeypatch: pytest.M
     monkeypatch.setattr(context.Process, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
         apart(time.sleep, 60)
+    done.set()
     assert not started[0].is_running()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
