@@ -44,7 +44,7 @@ class Engine:
         self._busy = False  # a text is being generated, and the arena is its own
         limit, wanted = runtime.target.config.context_limit, runtime.settings.context
         if wanted is not None and wanted > limit:
-            raise TierForceError(f"--context {wanted} is more than the model's {limit} positions.")
+            raise TierForceError(f"`context` {wanted} is more than the model's {limit} positions.")
         self.context = wanted or limit
         self.sessions = Sessions(runtime)
 

@@ -126,7 +126,7 @@ def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> No
 
 def _refuse_missing_layers(resident: int | None, layers: int) -> None:
     if resident is not None and resident > layers:
-        raise TierForceError(f"--resident-layers {resident}: the model has {layers} layers.")
+        raise TierForceError(f"`resident_layers` {resident}: the model has {layers} layers.")
 
 
 def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None) -> Llama | None:

@@ -29,7 +29,7 @@ def keep_end(before: list[int], tokens: list[int], room: int) -> tuple[list[int]
     if space < 1:
         raise DocumentError(
             f"no room left: the context has {max(0, room)} tokens for the prompt. Use a longer "
-            "--context or fewer --max-new-tokens."
+            "`context` or fewer `max_new_tokens`."
         )
     dropped = max(0, len(tokens) - space)
     return [*before, *tokens[dropped:]], dropped

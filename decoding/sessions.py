@@ -36,7 +36,7 @@ class Sessions:
             plans = self._affordable(prompt, new)
         if self.runtime.needs.chooses_budget and not self._common(plans):
             raise FitError(
-                "no one retrieval budget fits all ranks: set --budget, or free memory on the "
+                "no one retrieval budget fits all ranks: set `budget`, or free memory on the "
                 "fullest GPU."
             )
         choice = self.choose(prompt, new)

@@ -34,7 +34,7 @@ class CudaLink(Link):
             raise FitError(
                 f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory "
                 f"(cudaHostRegister: error {code}). Raise the limit on locked memory (ulimit -l "
-                "unlimited), or use a shorter --context."
+                "unlimited), or use a shorter `context`."
             )
         self._registered[buffer.data_ptr()] = buffer
         return buffer

@@ -57,7 +57,7 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
     if needed > available:
         raise FitError(
             f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and "
-            f"{available / 1e9:.2f} GB are available. Use a shorter --context, or a machine with "
+            f"{available / 1e9:.2f} GB are available. Use a shorter `context`, or a machine with "
             "more memory."
         )
     return torch.empty(numel, dtype=dtype)

@@ -183,6 +183,6 @@ def make_link(spec: str, device: torch.device) -> Link:
         except ValueError:
             pass
     raise TierForceError(
-        f"--link {spec} is not a link for {device.type}: use auto, or on a CPU view or "
+        f"`link` {spec} is not a link for {device.type}: use auto, or on a CPU view or "
         "emulated:RATE (GB/s, as in emulated:0.5)"
     )

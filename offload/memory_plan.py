@@ -67,7 +67,7 @@ def plan_memory(
         counts = [resident_layers]
     else:
         raise FitError(
-            f"--resident-layers {resident_layers} is not between 0 and the model's {layers} layers."
+            f"`resident_layers` {resident_layers} is not between 0 and the model's {layers} layers."
         )
     smallest = 0
     for shape in _placements(needs.target, counts):
@@ -113,14 +113,14 @@ def _check_host(shape: TieredShape, host: int) -> None:
         raise FitError(
             f"the KV cache of {shape.capacity} tokens needs {shape.host_bytes / 1e9:.2f} GB of "
             f"host memory per rank and {host / 1e9:.2f} GB are available. It would take a shorter "
-            "--context, more host memory or more device memory."
+            "`context`, more host memory or more device memory."
         )
 
 
 def _no_room(needs: Needs, smallest: int, device: int, fewer_layers: bool) -> FitError:
-    hint = "a shorter --context, a smaller --budget or more GPUs"
+    hint = "a shorter `context`, a smaller `budget` or more GPUs"
     if fewer_layers:
-        hint = "fewer --resident-layers, " + hint
+        hint = "fewer `resident_layers`, " + hint
     return FitError(
         f"this job needs {smallest / 1e9:.3f} GB of device memory beside the weights "
         f"({needs.retrieval / 1e9:.3f} GB of it for the retrieval cache) and "

@@ -86,7 +86,7 @@ def bring_in_late(layers: list[TieredLayer], length: int, link: Link) -> None:
         except torch.OutOfMemoryError as error:
             raise FitError(
                 f"others took device memory meant for {len(late)} layers: use fewer "
-                "--resident-layers."
+                "`resident_layers`."
             ) from error
     if late:
         link.drain()

@@ -270,7 +270,7 @@ def _config_file(folder: Path) -> Path:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(
-            f"{folder} has no config.json: point --model and --draft at complete Hugging Face "
+            f"{folder} has no config.json: point `model` and `draft` at complete Hugging Face "
             "checkpoint folders."
         )
     return path

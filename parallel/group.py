@@ -170,18 +170,18 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 def _usable_gpus(device: str, ranks: int) -> int:
     """Return the number of GPUs to run on, 0 for a CPU. Raises TierForceError."""
     if device not in ("auto", "cpu", "cuda"):
-        raise TierForceError(f"--device {device} is not known: use auto, cpu or cuda.")
+        raise TierForceError(f"`device` {device} is not known: use auto, cpu or cuda.")
     if device == "cpu":
         return 0
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and gpus == 0:
         raise TierForceError(
-            "--device cuda, but torch sees no GPU here. Use --device cpu, or install a CUDA build "
+            "`device` cuda, but torch sees no GPU here. Use `device` cpu, or install a CUDA build "
             "of torch."
         )
     if 0 < gpus < ranks:
         raise TierForceError(
-            f"{ranks} ranks, but only {gpus} GPUs: use --gpus {gpus}, or --device cpu."
+            f"{ranks} ranks, but only {gpus} GPUs: use `gpus` {gpus}, or `device` cpu."
         )
     return gpus
 

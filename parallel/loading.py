@@ -58,18 +58,18 @@ def choose_dtype(
     TierForceError for what is not known or not supported.
     """
     if wanted != "auto" and wanted not in DTYPES:
-        raise TierForceError(f"--dtype {wanted} is not known: use auto, {', '.join(DTYPES)}.")
+        raise TierForceError(f"`dtype` {wanted} is not known: use auto, {', '.join(DTYPES)}.")
     name = config.dtype if wanted == "auto" else wanted
     if name is not None and name not in DTYPES:
         raise TierForceError(
-            f"the model's config says dtype {name}, in which no model is run here: use --dtype "
+            f"the model's config says dtype {name}, in which no model is run here: use `dtype` "
             f"{' or '.join(DTYPES)}."
         )
     dtype = checkpoint.dtype if name is None else DTYPES[name]
     if dtype == torch.float16 and device.type == "cpu":
         if wanted != "auto":
             raise TierForceError(
-                "float16 is not supported on a CPU: use --dtype float32, or bfloat16."
+                "float16 is not supported on a CPU: use `dtype` float32, or bfloat16."
             )
         return torch.float32
     return dtype

@@ -62,7 +62,7 @@ def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[
             refusal = refusal or error
     if not plans:
         raise refusal or FitError(
-            f"--chunk-size {needs.settings.chunk_size} is larger than any budget: give --budget."
+            f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."
         )
     return plans
 

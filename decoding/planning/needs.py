@@ -180,9 +180,9 @@ class TextNeeds:
             summaries = ceil_div(context, settings.summary_size)
         if summaries + settings.chunk_size > self.budget:
             raise FitError(
-                f"--summary-size {settings.summary_size}: {context} tokens need {summaries} "
-                f"summaries, which leave no room for a chunk in --budget {self.budget}. Use larger "
-                "summaries, or leave --summary-size out."
+                f"`summary_size` {settings.summary_size}: {context} tokens need {summaries} "
+                f"summaries, which leave no room for a chunk in `budget` {self.budget}. Use larger "
+                "summaries, or leave `summary_size` out."
             )
         # tokens that may come behind one selection: without a further one, all new ones
         since = new

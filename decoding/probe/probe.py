@@ -38,7 +38,7 @@ def profile(
     with group.together():
         if not cuda and dtype == torch.float16:
             raise TierForceError(
-                "float16 is not supported on a CPU: use --dtype float32, or bfloat16."
+                "float16 is not supported on a CPU: use `dtype` float32, or bfloat16."
             )
         config = ModelConfig.find(model) if model is not None else usual_dimensions(group.device)
     numbers: dict[str, float] = {

@@ -141,7 +141,7 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pa
     )
     with (
         larger as engine,
-        pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller --budget"),
+        pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller `budget`"),
     ):
         list(engine.generate(PROMPT, 4))
 
@@ -168,7 +168,7 @@ def test_summaries_that_fill_the_budget_are_told(pair: Pair) -> None:
     with (
         too_small as engine,
         pytest.raises(
-            FitError, match=r"--summary-size 2: 94 tokens need 47 summaries.*--budget 40"
+            FitError, match=r"`summary_size` 2: 94 tokens need 47 summaries.*`budget` 40"
         ),
     ):
         list(engine.generate(PROMPT, 4))

@@ -100,7 +100,7 @@ def test_links_by_name() -> None:
     "spec", ["", "auto:1", "view:2", "emulated", "emulated:", "emulated:fast", "pcie"]
 )
 def test_names_of_no_link(spec: str) -> None:
-    with pytest.raises(TierForceError, match=f"--link {spec} is not a link for cpu: use auto"):
+    with pytest.raises(TierForceError, match=f"`link` {spec} is not a link for cpu: use auto"):
         make_link(spec, CPU)
 
 

@@ -160,18 +160,18 @@ def test_without_far_layers_or_a_link_that_copies_none_comes_late() -> None:
     assert {plan.late_layers for plan in found} == {0}
     assert {plan.resident_layers for plan in found} == {0, 1, 2, 3, 4}
     # all layers at once have no ring to come through
-    with pytest.raises(FitError, match="fewer --resident-layers"):
+    with pytest.raises(FitError, match="fewer `resident_layers`"):
         plan_memory(roomy, LAYOUT.bytes(3000) + 5000, 10**15, resident_layers=4)
 
 
 def test_resident_layers_can_be_set() -> None:
     for count in range(33):
         assert plan_memory(NEEDS, 10**15, 10**15, resident_layers=count).resident_layers == count
-    with pytest.raises(FitError, match="fewer --resident-layers"):
+    with pytest.raises(FitError, match="fewer `resident_layers`"):
         plan_memory(NEEDS, 24 * GB, 10**15, resident_layers=32)
     for count in (-1, 33):
         with pytest.raises(
-            FitError, match=f"--resident-layers {count} is not between 0 and the model's 32 layers"
+            FitError, match=f"`resident_layers` {count} is not between 0 and the model's 32 layers"
         ):
             plan_memory(NEEDS, 10**15, 10**15, resident_layers=count)
 

@@ -95,8 +95,8 @@ def test_one_rank_is_a_group_of_no_operations(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_devices_that_are_not_there() -> None:
-    with pytest.raises(TierForceError, match="--device tpu is not known: use auto, cpu or cuda"):
+    with pytest.raises(TierForceError, match="`device` tpu is not known: use auto, cpu or cuda"):
         Group.from_environment("tpu")
     if not torch.cuda.is_available():
-        with pytest.raises(TierForceError, match="--device cuda, but torch sees no GPU"):
+        with pytest.raises(TierForceError, match="`device` cuda, but torch sees no GPU"):
             Group.from_environment("cuda")

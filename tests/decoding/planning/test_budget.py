@@ -87,7 +87,7 @@ def test_more_budget_leaves_fewer_layers(pair: Pair) -> None:
     assert layers[0] > layers[-1]
     small = affordable(models(pair, 100), PROMPT, NEW)
     assert set(small) < set(found)
-    with pytest.raises(FitError, match="smaller --budget"):
+    with pytest.raises(FitError, match="smaller `budget`"):
         affordable(models(pair, 20), PROMPT, NEW)
 
 
