@@ -152,8 +152,8 @@ class Fork(Running):
     """A command in a fork of a process that has imported it, and so are its ranks. All else is as
     in a `Job`: the launcher is torch's, and ranks have sessions and environments of their own.
 
-    `folder` gets what it writes. `out`, a FIFO, takes standard output instead. `before`, a module's
-    own, is called first in each process of the command.
+    What it writes is kept beside `folder`. `out`, a FIFO, takes standard output instead. `before`,
+    a module's own, is called first in each process of the command.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Fork(Running):
         before: Callable[[], None] | None = None,
     ):
         self.torchrun = command == TORCHRUN
-        self.folder = Path(tempfile.mkdtemp(dir=folder, prefix="command-"))
+        self.folder = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}-"))
         self.piped = out is not None
         streams = (out or self.folder / "out", self.folder / "err")
         start = _Start(self.folder, (*command, *arguments), before)
