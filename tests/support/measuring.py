@@ -23,5 +23,6 @@ def measure_briefly() -> None:
         return typical(work, 2, before, of)
 
     kernels.typical = brief
-    kernels._MANY, kernels._CHOSEN, kernels._KV = 512, 8192, {"cpu": 16 << 20}
+    kernels._PREFILL_ROWS, kernels._PREFIX = 512, 8192
+    kernels._KV_BYTES = {"cpu": 16 << 20}
     rates._REPEATS = 1
