@@ -1,46 +1,36 @@
-"""Benchmarks by short names: `python -m bench NAME [options]` runs one, `python -m bench` lists
-them.
-"""
+"""Benchmarks by short names: `python -m bench NAME [options]`; without a name they are listed."""
 
 from __future__ import annotations
 
-import ast
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import typer
 
-COMMANDS = {
-    "gpu": "bench.gpu",
-    "compare": "bench.peers.compare",
-    "memory": "bench.checks.memory",
-    "predictions": "bench.checks.predictions",
-    "acceptance": "bench.drafts.acceptance",
-    "report": "bench.harness.report",
-    "recipes": "bench.paper.recipes",
-    "decode": "bench.speed.decode",
-    "lengths": "bench.speed.lengths",
-    "passes": "bench.speed.passes",
-    "prefill": "bench.speed.prefill",
-    "refresh": "bench.speed.refresh",
-    "transfer": "bench.speed.transfer",
-    "tune": "bench.speed.tune",
+COMMANDS = {  # name: module, and what it measures
+    "gpu": ("bench.gpu", "what only a GPU can tell: its tests, link, prefill and passes"),
+    "compare": ("bench.peers.compare", "TierForce beside transformers, DeepSpeed, llama.cpp"),
+    "decode": ("bench.speed.decode", "decoding speed of every mode, with and without a link"),
+    "passes": ("bench.speed.passes", "what one pass of each level costs, by context"),
+    "prefill": ("bench.speed.prefill", "tokens a second and peak memory of prefill"),
+    "transfer": ("bench.speed.transfer", "whether copies hide behind compute"),
+    "refresh": ("bench.speed.refresh", "what choosing the retrieval cache anew costs"),
+    "lengths": ("bench.speed.lengths", "adaptive draft lengths beside a grid of fixed ones"),
+    "tune": ("bench.speed.tune", "the engine's own budget and layers beside a grid"),
+    "acceptance": ("bench.drafts.acceptance", "how often proposals stand, by policy and budget"),
+    "recipes": ("bench.paper.recipes", "the published experiments, at full or reduced size"),
+    "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),
+    "memory": ("bench.checks.memory", "plans held to the memory that they ask for"),
+    "report": ("bench.harness.report", "documents as tables and as one page with plots"),
 }
-
-
-def summary(module: str) -> str:
-    """The first line of its docstring; it is not imported."""
-    path = Path(__file__).parents[1].joinpath(*module.split(".")).with_suffix(".py")
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def main(arguments: list[str]) -> None:
     """Run the benchmark that the first argument names, with the others."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print("python -m bench NAME [options], where NAME is one of")
-        for name, module in COMMANDS.items():
-            print(f"  {name:12} {summary(module)}")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:12} {summary}")
         return
     name, *options = arguments
     if name not in COMMANDS:
@@ -49,8 +39,9 @@ def main(arguments: list[str]) -> None:
             file=sys.stderr,
         )
         sys.exit(2)
+    module, _ = COMMANDS[name]
     app = typer.Typer(add_completion=False)
-    app.command()(import_module(COMMANDS[name]).main)
+    app.command()(import_module(module).main)
     app(options, prog_name=f"python -m bench {name}")
 
 

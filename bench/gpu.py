@@ -1,5 +1,4 @@
-"""What only a GPU can tell, in one command and a few minutes: the CUDA tests, the link, prefill and
-passes of a 7B model.
+"""What only a GPU can tell, in a few minutes: the CUDA tests, the link, a 7B model's passes.
 
 The model has Llama-2-7B's dimensions and weights that were drawn: it costs what the real one costs,
 and writes nonsense. Device memory is capped at a consumer card's, so that offloading is real on a
@@ -17,16 +16,18 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
-from bench.harness.decode_loop import continued
+from bench.harness.decode_loop import decode_loop
 from bench.harness.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.record import benchmark, prepare, save
+from bench.harness.tables import cell, heading, show
+from bench.speed.grid import say
 from bench.speed.passes import DRAFTED, passes
 from decoding import Sampling, Settings
 from decoding.planning.passes import prefill_flops
@@ -48,36 +49,45 @@ CONTEXT = 130_048
 PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}
 
 
+@dataclass(frozen=True)
+class Row:
+    """One measured value."""
+
+    part: str
+    what: str
+    value: float | str
+    unit: str
+
+
 class Report:
     """Rows of one table, saved whenever one is added."""
 
-    def __init__(self, output: Path, settings: dict[str, Any]):
-        self.output, self.settings = output, settings
-        self.rows: list[dict[str, Any]] = []
-        self.progress = Console(stderr=True)
+    def __init__(self, output: Path):
+        self.output = output
+        self.rows: list[Row] = []
 
-    def add(self, part: str, what: str, value: float | str, unit: str = "") -> None:
-        self.rows.append({"part": part, "what": what, "value": value, "unit": unit})
-        self.progress.print(
-            f"{part}: {what}: {value if isinstance(value, str) else format(value, ',.3f')} {unit}"
-        )
-        save(self.output, {"settings": self.settings, "rows": self.rows}, quiet=True)
+    def add(self, part: str, what: str, value: float | str | None, unit: str = "") -> None:
+        """Add a row; a value that is None is unknown."""
+        self.rows.append(Row(part, what, "unknown" if value is None else value, unit))
+        say(f"{part}: {what}: {cell(self.rows[-1].value)} {unit}")
+        save(self.output, {"rows": self.rows}, quiet=True)
 
 
-def room(config: ModelConfig, dtype: torch.dtype, wanted: int) -> int:
-    """Tokens, at most those wanted, whose KV leaves a tenth of the host's free memory alone."""
+def context_that_fits(config: ModelConfig, dtype: torch.dtype, wanted: int) -> int:
+    """Return up to `wanted` tokens, whose KV leaves a tenth of the host's free memory alone."""
     fits = int(0.9 * host_available()) // config.kv_layout(1, dtype).bytes(1) // 1024 * 1024
     if not fits:
         raise FitError("there is not enough host memory for the KV of 1,024 tokens.")
     return min(wanted, fits)
 
 
-def gigabytes(count: int | None) -> float | str:
-    return "unknown" if count is None else count / 1e9
+def gigabytes(count: int | None) -> float | None:
+    """Return a number of bytes in GB."""
+    return None if count is None else count / 1e9
 
 
-def cuda_tests(report: Report) -> None:
-    """Those marked `cuda`, two ranks on one GPU among them."""
+def run_cuda_tests(report: Report) -> None:
+    """Run the tests marked `cuda`, two ranks on one GPU among them."""
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-x", "--timeout", "120"]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
@@ -86,8 +96,8 @@ def cuda_tests(report: Report) -> None:
         report.add("tests", "what failed", "\n".join(lines[-40:]))
 
 
-def link_rates(report: Report, link: Link) -> float:
-    """Reports both directions; returns bytes a second towards the device."""
+def measure_link(report: Report, link: Link) -> float:
+    """Measure both directions; return bytes a second towards the device."""
     with closing(Copies(link)) as copies:
         rate = copies.rate(out=False)
         report.add("link", "pinned host to device", rate / 1e9, "GB/s")
@@ -95,59 +105,56 @@ def link_rates(report: Report, link: Link) -> float:
     return rate
 
 
-def read(report: Report, models: Runtime, context: int) -> Session:
-    """A session behind its prefill."""
-    config, device = models.target.config, models.target.group.device
-    arithmetic = matmul_rate(device, models.dtype)
+def measure_prefill(report: Report, runtime: Runtime, context: int) -> Session:
+    """Read a prompt that was drawn; return the session behind it."""
+    config, device = runtime.target.config, runtime.target.group.device
+    arithmetic = matmul_rate(device, runtime.dtype)
     report.add("prefill", "one large matrix product", arithmetic / 1e12, "TFLOP/s")
-    prompt = torch.randint(
-        config.vocab, (context,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(config.vocab, (context,), generator=generator).tolist()
     started = time.perf_counter()
-    session = Session(models, prompt, DRAFTED)
+    session = Session(runtime, prompt, DRAFTED)
     report.add("prefill", "memory planned and allocated", time.perf_counter() - started, "s")
     started = time.perf_counter()
     session.prefill()[0, 0].item()
     seconds = time.perf_counter() - started
+    used = sum(prefill_flops(config, context)) / seconds / arithmetic
     report.add("prefill", f"{context:,} tokens", seconds, "s")
     report.add("prefill", "speed", context / seconds, "tokens/s")
-    report.add(
-        "prefill",
-        "share of the matrix product's rate (MFU)",
-        sum(prefill_flops(config, context)) / seconds / arithmetic,
-    )
+    report.add("prefill", "share of the matrix product's rate (MFU)", used)
     report.add("prefill", "peak memory", gigabytes(session.peaks["prefill"]), "GB")
     report.add("prefill", "resident layers", session.plan.resident_layers)
     report.add("prefill", "slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")
     return session
 
 
-def verified(report: Report, session: Session, rate: float) -> None:
-    """Passes of all levels, and what share of the link a verification reaches; then whole
-    rounds.
-    """
+def measure_passes(report: Report, session: Session, rate: float) -> None:
+    """Time passes of all levels, and say what share of the link a verification reaches."""
     before, times = session.target.traffic.link_in, passes(session, repeats=3)
     count = 4 * 4  # kinds of target passes, each once to warm up and three times timed
     moved = (session.target.traffic.link_in - before) / count
-    for name, value in times.items():
-        report.add("passes", name, value, "ms")
-    if moved:
-        report.add("passes", "bytes a verification", moved / 1e9, "GB")
-        for name in ("target 1", "target 17", "target 33", "33 and refresh"):
-            report.add(
-                "passes", f"{name}: share of the copy rate", moved / (times[name] / 1e3) / rate
-            )
+    for name, ms in times.items():
+        report.add("passes", heading(name), ms, "ms")
+    if not moved:
+        return
+    report.add("passes", "bytes a verification", moved / 1e9, "GB")
+    for name, ms in times.items():
+        if name.startswith("target"):
+            share = moved / (ms / 1e3) / rate
+            report.add("passes", f"{heading(name)}: share of the copy rate", share)
+
+
+def measure_rounds(report: Report, session: Session) -> None:
+    """Decode in whole rounds."""
     assert session.retrieval is not None
     session.retrieval.min_interval = 1
     sampling, lengths = Sampling(0.6, top_p=0.9), (Fixed(32), Fixed(1))
-    decoder, seconds = continued(session, int(session.prompt[0]), sampling, lengths)
-    report.add("rounds", "a round", 1e3 * seconds / decoder.stats.passes, "ms")
-    report.add("rounds", "tokens drafted in it", decoder.stats.proposed_per_pass or 0.0)
-    report.add(
-        "rounds",
-        "tokens per verification (drawn weights: says nothing)",
-        decoder.stats.tokens_per_pass or 0.0,
-    )
+    decoder, seconds = decode_loop(session, int(session.prompt[0]), sampling, lengths)
+    stats = decoder.stats
+    report.add("rounds", "a round", 1e3 * seconds / stats.passes, "ms")
+    report.add("rounds", "tokens drafted in it", stats.proposed_per_pass or 0.0)
+    what = "tokens per verification (drawn weights: says nothing)"
+    report.add("rounds", what, stats.tokens_per_pass or 0.0)
     for name, value in session.forward.counts.items():
         report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
     report.add("rounds", "peak memory", gigabytes(session.runtime.link.peak()), "GB")
@@ -179,18 +186,13 @@ def main(
     prepare(0)
     if pair not in PAIRS:
         raise typer.BadParameter(f"{pair} is not one of {', '.join(PAIRS)}", param_hint="--pair")
-    group = Group.from_environment(device)
-    cap = int(device_memory * 1e9)
-    report = Report(
-        output,
-        {"pair": pair, "context": context, "device_memory_gb": device_memory, "budget": budget},
-    )
+    group, cap, report = Group.from_environment(device), int(device_memory * 1e9), Report(output)
     if group.device.type == "cuda":
         total = torch.cuda.get_device_properties(group.device).total_memory
         report.add("device", "name", torch.cuda.get_device_name(group.device))
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), group.device)
-    if tests and group.device.type == "cuda":  # elsewhere they run on a stand-in
-        cuda_tests(report)
+        if tests:  # elsewhere they run on a stand-in
+            run_cuda_tests(report)
     settings = Settings(
         mode="hierarchical",
         budget=budget,
@@ -199,21 +201,19 @@ def main(
         device_memory=int(0.9 * cap),
         graphs=graphs_work(group),
     )
-    report.add(
-        "device", "short passes can be recorded as CUDA graphs", "yes" if settings.graphs else "no"
-    )
+    recorded = "yes" if settings.graphs else "no"
+    report.add("device", "short passes can be recorded as CUDA graphs", recorded)
     with torch.inference_mode():
         target, draft = (
             random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair]
         )
-        models = Runtime.make(target, draft, settings.mode, settings)
-        rate = link_rates(report, models.link)
-        session = read(report, models, room(target.config, models.dtype, context))
-        verified(report, session, rate)
-        models.link.close()
-    show(
-        f"{pair} at {len(session.prompt):,} tokens on {group.device}, at most {device_memory:g} GB "
-        "of device memory",
-        report.rows,
-    )
+        runtime = Runtime.make(target, draft, settings.mode, settings)
+        rate = measure_link(report, runtime.link)
+        tokens = context_that_fits(target.config, runtime.dtype, context)
+        session = measure_prefill(report, runtime, tokens)
+        measure_passes(report, session, rate)
+        measure_rounds(report, session)
+        runtime.link.close()
+    where = f"{group.device}, at most {device_memory:g} GB of device memory"
+    show(f"{pair} at {tokens:,} tokens on {where}", report.rows)
     print(f"written to {output}")

@@ -1,5 +1,6 @@
-"""A plan that says that a text fits is held to it: the text is decoded under an imposed limit of
-the memory it would need free.
+"""A plan that says that a text fits is held to it, under an imposed limit of memory.
+
+The limit is what the text would need free.
 
 On a CPU device memory is the process's own. Each setting runs in a process of its own: when the
 models are loaded its data segment may grow by what the plan says, device and host together, over
@@ -10,17 +11,18 @@ half of that, which must fail, or the limit would show nothing.
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from bench.harness.options import Output
-from bench.harness.process import Died, apart
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.options import NewTokens, Output
+from bench.harness.process import Died, call_in_process
+from bench.harness.record import benchmark, prepare, save
+from bench.harness.tables import show
 from bench.harness.text import DEMO, prompt_tokens
+from bench.speed.grid import say
 from decoding import Engine, Sampling, Settings
 from decoding.planning.defaults import USABLE_SHARE
 from offload.errors import TierForceError
@@ -30,16 +32,16 @@ from parallel.loading import parameter_bytes
 
 @dataclass(frozen=True)
 class Setting:
-    """One text. `resident` None: as many layers as there are."""
+    """One text, and what it is decoded with."""
 
     context: int
     mode: str
     link: str = "view"
-    resident: int | None = None
+    resident_layers: int | None = None  # None: as many as there are
     budget: int = 4096
     dtype: str = "bfloat16"
     # of the resident layers, in the least memory that has room for them behind prefill
-    late: int = 0
+    late_layers: int = 0
 
 
 SETTINGS = [
@@ -48,89 +50,113 @@ SETTINGS = [
     Setting(49_152, "hierarchical", "emulated:8", 0, 1024, "float32"),
     Setting(65_536, "retrieval", "emulated:8", 1, 16_384),
     Setting(32_768, "speculative", "emulated:8", 5, dtype="float32"),
-    Setting(65_536, "hierarchical", "emulated:8", 4, 2048, late=1),
+    Setting(65_536, "hierarchical", "emulated:8", 4, 2048, late_layers=1),
 ]
 
 
+@dataclass(frozen=True)
+class Row(Setting):
+    """A setting with what its plan says, and what became of it within a share of that."""
+
+    share: float = 1.0
+    planned_mb: float | None = None
+    device_mb: float | None = None
+    planned_layers: int | None = None
+    planned_late_layers: int | None = None
+    limit_mb: float | None = None
+    tokens: int | None = None
+    ended: str = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether it ended as it should: a whole text within its plan, and not within less."""
+        return (self.ended in ("length", "stop")) == (self.share == 1)
+
+
 def data_bytes() -> int:
-    """Of this process: private and writable memory, what RLIMIT_DATA bounds."""
+    """Return this process's private and writable memory, which RLIMIT_DATA bounds."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmData:")[1].split()[0]) << 10
 
 
-def limited(setting: Setting, share: float, new: int) -> dict[str, Any]:
-    """Decode under `share` of the memory that the plan asks for; in a process of its own, for the
-    limit stays.
-    """
-    prepare(0)
+def engine_for(setting: Setting, new: int) -> Engine:
+    """Load the built-in pair; where layers are to be late, with no more memory than that takes."""
     settings = Settings(
         mode=setting.mode,
         dtype=setting.dtype,
         link=setting.link,
-        resident_layers=setting.resident,
+        resident_layers=setting.resident_layers,
         budget=setting.budget,
     )
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
-    if setting.late:
-        needs = engine.runtime.needs.memory(setting.context, new)
-        tiers = device_tiers(
-            needs,
-            engine.runtime.target.config.layers if setting.resident is None else setting.resident,
-            setting.late,
-        )
-        weights = sum(
-            parameter_bytes(each)
-            for each in (engine.runtime.target, engine.runtime.draft)
-            if each is not None
-        )
-        memory = weights + max(sum(phase.values()) for phase in tiers)
-        engine = Engine(
-            engine.runtime.with_settings(replace(settings, device_memory=memory)),
-            engine.tokenizer,
-            engine.stop_tokens,
-        )
+    if not setting.late_layers:
+        return engine
+    runtime = engine.runtime
+    layers = setting.resident_layers
+    if layers is None:
+        layers = runtime.target.config.layers
+    needs = runtime.needs.memory(setting.context, new)
+    phases = device_tiers(needs, layers, setting.late_layers)
+    models = [each for each in (runtime.target, runtime.draft) if each is not None]
+    memory = sum(map(parameter_bytes, models)) + max(sum(phase.values()) for phase in phases)
+    runtime = runtime.with_settings(replace(settings, device_memory=memory))
+    return Engine(runtime, engine.tokenizer, engine.stop_tokens)
+
+
+def limited(setting: Setting, share: float, new: int) -> Row:
+    """Decode under `share` of the memory that the plan asks for.
+
+    In a process of its own, for the limit stays.
+    """
+    prepare(0)
+    engine = engine_for(setting, new)
     list(engine.generate([1] * 300, 20))  # threads and their memory
     prompt = prompt_tokens(engine.tokenizer, setting.context)
     place = engine.runtime.plan(len(prompt), new)
     before, wanted = data_bytes(), place.device_bytes + place.host_bytes
     limit = before + int(share * wanted / USABLE_SHARE)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    row = {
-        "planned MB": wanted / 1e6,
-        "device MB": place.device_bytes / 1e6,
-        "layers": place.resident_layers,
-        "late layers": place.late_layers,
-        "limit MB": (limit - before) / 1e6,
-    }
+    tokens = 0
     try:
-        made = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
-        return {**row, "tokens": made, "ended": engine.stats.finish_reason}
+        tokens = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
+        ended = str(engine.stats.finish_reason)
     except (MemoryError, RuntimeError, TierForceError) as error:
-        return {**row, "tokens": 0, "ended": type(error).__name__}
-
-
-def run(setting: Setting, share: float, new: int) -> dict[str, Any]:
-    answer, _ = apart(limited, setting, share, new)
-    return (
-        vars(setting)
-        | {"share": share}
-        | ({"ended": str(answer)} if isinstance(answer, Died) else answer)
+        ended = type(error).__name__
+    return Row(
+        **asdict(setting),
+        share=share,
+        planned_mb=wanted / 1e6,
+        device_mb=place.device_bytes / 1e6,
+        planned_layers=place.resident_layers,
+        planned_late_layers=place.late_layers,
+        limit_mb=(limit - before) / 1e6,
+        tokens=tokens,
+        ended=ended,
     )
+
+
+def run(setting: Setting, share: float, new: int) -> Row:
+    """Decode within a share of the plan; a process that dies has a row too."""
+    row, _ = call_in_process(limited, setting, share, new)
+    if isinstance(row, Died):
+        return Row(**asdict(setting), share=share, ended=str(row))
+    return row
 
 
 @benchmark
 def main(
-    new_tokens: Annotated[int, typer.Option(help="Tokens to decode.")] = 48,
-    output: Output = Path("results/limits.json"),
+    new_tokens: NewTokens = 48,
+    settings: Annotated[int, typer.Option(help="How many of the settings.")] = len(SETTINGS),
+    output: Output = Path("results/memory.json"),
 ) -> None:
     """Decode every setting within what its plan asks for, and within half of it."""
-    progress, rows = Console(stderr=True), []
-    for setting in SETTINGS:
+    rows = []
+    for setting in SETTINGS[:settings]:
         for share in (1.0, 0.5):
             rows.append(run(setting, share, new_tokens))
-            progress.print(rows[-1])
+            say(f"{setting.context:,} tokens, {setting.mode}, {share:g}: {rows[-1].ended}")
     show("Decoding within the memory planned for (1.0), and within half", rows)
-    held = all((row["ended"] in ("length", "stop")) == (row["share"] == 1) for row in rows)
+    held = all(row.held for row in rows)
     print(
         "every plan held, and every half failed"
         if held

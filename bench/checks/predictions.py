@@ -1,4 +1,4 @@
-"""Predictions held against this machine: what `tierforce plan` would have said, and what it took.
+"""Predictions of time held against this machine: what `tierforce plan` would say, and what it took.
 
 Rates are measured first, on kernels and copies alone (`decoding.probe.kernels`), and no run that is
 predicted is looked at for them. Acceptance is no matter of hardware: a prediction is given the rate
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,15 +17,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
-from bench.harness.decode_loop import continued
-from bench.harness.options import Draft, Dtype, Output, Target, Text, Threads
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.decode_loop import decode_loop
+from bench.harness.options import Draft, Dtype, NewTokens, Output, Target, Text, Threads
+from bench.harness.record import benchmark, prepare, publish
 from bench.harness.text import DEMO, prompt_tokens
+from bench.speed.grid import say
 from decoding import Engine, Sampling, Settings
 from decoding.planning.cost import Acceptance
-from decoding.planning.forecast import Forecast, forecast
+from decoding.planning.forecast import forecast
 from decoding.planning.profile import HardwareProfile
 from decoding.probe.kernels import pass_rates
 from decoding.session import Session, draft_lengths
@@ -48,12 +49,15 @@ class Setting:
     inner: int = 2
 
     def settings(self, dtype: str) -> Settings:
-        link = f"emulated:{self.rate}" if self.rate else "view"
-        layers = self.resident if self.rate else None
-        base = Settings(
-            mode=self.mode, dtype=dtype, link=link, resident_layers=layers, budget=self.budget
+        return Settings(
+            mode=self.mode,
+            dtype=dtype,
+            link=f"emulated:{self.rate}" if self.rate else "view",
+            resident_layers=self.resident if self.rate else None,
+            budget=self.budget,
+            draft_length=self.draft,
+            inner_length=self.inner,
         )
-        return replace(base, draft_length=self.draft, inner_length=self.inner)
 
 
 SETTINGS = [
@@ -73,24 +77,47 @@ SETTINGS = [
 ]
 
 
+@dataclass(frozen=True)
+class Row:
+    """A run, and what was predicted of it; errors are relative to what was measured."""
+
+    context: int
+    mode: str
+    link_gbps: float | None
+    resident_layers: int
+    budget: int
+    draft_length: int
+    inner_length: int
+    acceptance: float | None
+    first_s: float
+    predicted_first_s: float
+    first_error: float
+    ms_per_token: float
+    predicted_ms_per_token: float
+    ms_per_token_error: float
+    bound: str
+
+
 def here(engine: Engine) -> HardwareProfile:
-    """This machine, as a probe for this model would describe it; the link is each setting's own."""
+    """Describe this machine as a probe for this model would; the link is each setting's own."""
     device, config = engine.group.device, engine.runtime.target.config
     rates: dict[str, Any] = pass_rates(config, device, engine.runtime.dtype)
-    rates |= {
-        "gpus": 1,
-        "device_memory": 1e12,
-        "host_memory": 1e12,
-        "link_in": 1e12,
-        "link_out": 1e12,
-    }
     return HardwareProfile(
-        "here", all_reduce_s=0.0, all_reduce_rate=1e15, runs_ahead=device.type == "cuda", **rates
+        "here",
+        gpus=1,
+        device_memory=1e12,
+        host_memory=1e12,
+        link_in=1e12,
+        link_out=1e12,
+        all_reduce_s=0.0,
+        all_reduce_rate=1e15,
+        runs_ahead=device.type == "cuda",
+        **rates,
     )
 
 
 def acceptance_of(tokens: float, length: int) -> float:
-    """The acceptance rate with which drafts of `length` yield so many tokens a verification."""
+    """Return the acceptance rate with which drafts of `length` yield so many tokens."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -98,28 +125,46 @@ def acceptance_of(tokens: float, length: int) -> float:
     return low
 
 
-def measured(session: Session, new: int) -> tuple[float, float, Decoder]:
-    """Seconds to the first token, seconds a further token, and what decoded."""
+def compare(setting: Setting, session: Session, machine: HardwareProfile) -> Row:
+    """Run a setting, and predict it with the acceptance that the run showed."""
     started = time.perf_counter()
     first = int(session.prefill().argmax())
     first_s = time.perf_counter() - started
-    decoder, seconds = continued(session, first, SAMPLING, draft_lengths(session.runtime.settings))
-    return first_s, seconds / decoder.stats.produced, decoder
+    lengths = draft_lengths(session.runtime.settings)
+    decoder, seconds = decode_loop(session, first, SAMPLING, lengths)
+    token_s = seconds / decoder.stats.produced
+    outer, inner = acceptance_rates(setting, decoder)
+    needs, context = session.runtime.needs, len(session.prompt)
+    acceptance = Acceptance(outer, inner, needs.budget)
+    told = forecast(needs, session.plan, machine, context, session.new, acceptance)
+    return Row(
+        setting.context,
+        setting.mode,
+        setting.rate or None,
+        session.plan.resident_layers,
+        setting.budget,
+        setting.draft,
+        setting.inner,
+        outer if setting.mode != "plain" else None,
+        first_s,
+        told.prefill_s,
+        told.prefill_s / first_s - 1,
+        1e3 * token_s,
+        1e3 * told.token_s,
+        told.token_s / token_s - 1,
+        told.verification_bound,
+    )
 
 
-def predicted(
-    setting: Setting, session: Session, machine: HardwareProfile, decoder: Decoder
-) -> tuple[Forecast, float]:
-    """And the acceptance rate it was given."""
-    rates = [1.0, 1.0]
+def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
+    """Return the rates that both kinds of drafts showed; 1 for a level that there is not."""
     levels = [level for level in decoder.levels() if isinstance(level, Speculative)]
-    for index, (level, length) in enumerate(
-        zip(levels, (setting.draft, setting.inner), strict=False)
-    ):
-        rates[index] = acceptance_of(level.stats.tokens_per_pass or 1.0, length)
-    needs, prompt = session.runtime.needs, len(session.prompt)
-    acceptance = Acceptance(rates[0], rates[1], needs.budget)
-    return forecast(needs, session.plan, machine, prompt, session.new, acceptance), rates[0]
+    rates = [
+        acceptance_of(level.stats.tokens_per_pass or 1.0, length)
+        for level, length in zip(levels, (setting.draft, setting.inner), strict=False)
+    ]
+    outer, inner = [*rates, 1.0, 1.0][:2]
+    return outer, inner
 
 
 @benchmark
@@ -127,62 +172,43 @@ def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",
     text: Text = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
+    new_tokens: NewTokens = 96,
     plain_tokens: Annotated[
         int, typer.Option(help="Tokens per run of plain decoding over a link, which is slow.")
     ] = 12,
     dtype: Dtype = "bfloat16",
     threads: Threads = 0,
-    output: Output = Path("results/model.json"),
+    settings: Annotated[int, typer.Option(help="How many of the settings.")] = len(SETTINGS),
+    output: Output = Path("results/predictions.json"),
 ) -> None:
     """Predict every setting's time to first token and ms/token, run it, and compare."""
     prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
-    machine, progress, table = here(engine), Console(stderr=True), []
+    machine, rows = here(engine), list[Row]()
     # makes kernels, once a process
     Session(engine.runtime, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()
-    for setting in SETTINGS:
+    for setting in SETTINGS[:settings]:
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
-        models = engine.runtime.with_settings(setting.settings(dtype))
+        runtime = engine.runtime.with_settings(setting.settings(dtype))
         if setting.rate:
-            with closing(Copies(models.link, 4 << 20)) as copies:
-                machine = replace(
-                    machine, link_in=copies.rate(out=False), link_out=copies.rate(out=True)
-                )
-        session = Session(models, prompt_tokens(engine.tokenizer, setting.context, text), new + 1)
-        first_s, token_s, decoder = measured(session, new)
-        seen, acceptance = predicted(setting, session, machine, decoder)
-        row: dict[str, Any] = {
-            "context": setting.context,
-            "mode": setting.mode,
-            "link GB/s": setting.rate or None,
-        }
-        row |= {
-            "resident": session.plan.resident_layers,
-            "budget": setting.budget,
-            "draft": setting.draft,
-            "inner": setting.inner,
-        }
-        row |= {"acceptance": acceptance if setting.mode != "plain" else None}
-        row |= {"first s": first_s, "said": seen.prefill_s, "off": seen.prefill_s / first_s - 1}
-        row |= {
-            "ms/token": 1e3 * token_s,
-            "told": 1e3 * seen.token_s,
-            "out": seen.token_s / token_s - 1,
-        }
-        row |= {"bound": seen.verification_bound}
-        progress.print(" ".join(f"{name}: {value}" for name, value in row.items()))
-        table.append(row)
-        models.link.close()
-    show(f"Predicted (said, told) and measured, {dtype}, {torch.get_num_threads()} threads", table)
+            with closing(Copies(runtime.link, 4 << 20)) as copies:
+                link_in, link_out = copies.rate(out=False), copies.rate(out=True)
+            machine = replace(machine, link_in=link_in, link_out=link_out)
+        prompt = prompt_tokens(engine.tokenizer, setting.context, text)
+        rows.append(compare(setting, Session(runtime, prompt, new + 1), machine))
+        runtime.link.close()
+        told, took = rows[-1].predicted_ms_per_token, rows[-1].ms_per_token
+        say(f"{setting}: predicted {told:.1f} ms/token, took {took:.1f}")
     errors = {
-        "time to first token": [abs(row["off"]) for row in table],
-        "ms/token": [abs(row["out"]) for row in table],
+        "first_s": _errors([row.first_error for row in rows]),
+        "ms_per_token": _errors([row.ms_per_token_error for row in rows]),
     }
-    for name, found in errors.items():
-        print(f"{name}: median error {statistics.median(found):.1%}, worst {max(found):.1%}")
-    summary = {
-        name: {"median": statistics.median(found), "worst": max(found)}
-        for name, found in errors.items()
-    }
-    save(output, {"hardware": vars(machine), "rows": table, "errors": summary})
+    title = f"Predicted and measured, {dtype}, {torch.get_num_threads()} threads"
+    publish(output, title, rows, hardware=vars(machine), errors=errors)
+    for name, each in errors.items():
+        print(f"{name}: median error {each['median']:.1%}, worst {each['worst']:.1%}")
+
+
+def _errors(errors: Sequence[float]) -> dict[str, float]:
+    sizes = [abs(each) for each in errors]
+    return {"median": statistics.median(sizes), "worst": max(sizes)}

@@ -1,5 +1,6 @@
-"""How often a retrieval cache's proposals would stand, without the noise of drawing them: texts are
-decoded once from the target, and every policy is led along them.
+"""How often a retrieval cache's proposals would stand, without the noise of drawing them.
+
+Texts are decoded once from the target, and every policy follows along them.
 
 The law p of the target and the law q of the same model on a retrieval cache are both known at every
 token. A proposal stands with probability sum_x min(p(x), q(x)), the overlap, exactly (Leviathan et
@@ -48,14 +49,10 @@ class Variant:
 
     @property
     def name(self) -> str:
-        kind = (
-            ""
-            if self.summary == 0
-            else " + summaries" + (f" of {self.summary}" if self.summary else "")
-        )
-        return f"{self.policy}, chunk {self.chunk}{kind}" + (
-            f", 1/{self.turns} anew" if self.turns > 1 else ""
-        )
+        size = f" of {self.summary}" if self.summary else ""
+        summaries = "" if self.summary == 0 else f" + summaries{size}"
+        anew = f", 1/{self.turns} anew" if self.turns > 1 else ""
+        return f"{self.policy}, chunk {self.chunk}{summaries}{anew}"
 
 
 STATIC = Variant("static", 768, 8, 0)  # the published policy
@@ -84,118 +81,108 @@ class Chain:
 
     @property
     def tokens(self) -> float:
-        """Expected tokens of one verification of all n proposals."""
+        """The expected tokens of one verification of all n proposals."""
         before = torch.cat((torch.ones(1), self.stands[:-1])).cumprod(0)
         return 1 + float((before * self.overlap).sum())
 
 
-class Led:
-    """A prompt, a text of the target's behind it, and a cache for every variant that follows the
-    target along it.
-    """
+class PolicyTrace:
+    """A prompt, and behind it a cache for every variant that follows the target along a text."""
 
     def __init__(
         self,
-        models: Runtime,
+        runtime: Runtime,
         prompt: Sequence[int],
         new: int,
         variants: Sequence[Variant],
         rows: int,
     ):
-        self.session = Session(models, list(prompt), new + rows + 1)
-        target, config = self.session.target, models.target.config
-        layout = config.kv_layout(models.target.group.size, models.dtype)
-        target.followers.clear()  # the session's own, whose place these take
+        """Read the prompt; there is room for `new` tokens and passes of `rows` more."""
+        self.session = Session(runtime, list(prompt), new + rows + 1)
+        self.model, self.target = runtime.target, self.session.target
+        self.target.followers.clear()  # the session's own, whose place these take
         self.session.retrieval = None
         del self.session.levels[1:]
         self.caches: dict[Variant, RetrievalCache] = {}
-        for each in variants:
-            context = len(prompt) + new + rows + 1
-            shape = RetrievalShape.of(
-                each.budget, each.chunk, each.summary, context, rows, new + rows
-            )
-            shape = replace(shape, window=target.shape.recent, block=target.shape.block)
-            cache = RetrievalCache(
-                layout,
-                shape,
-                POLICIES[each.policy](),
-                target.rotary,
-                self.session.prompt.device,
-                1,
-                each.turns,
-            )
-            self.caches[each] = cache
-            target.followers.append(cache)
+        for variant in variants:
+            self.caches[variant] = self._cache(variant, new, rows)
+            self.target.followers.append(self.caches[variant])
         self.first = self.session.prefill()  # (1, V)
-        self._start = [cache.snapshot() for cache in (target, *self.caches.values())]
+        self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
+
+    def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache:
+        target, prompt = self.target, self.session.prompt
+        shape = RetrievalShape.of(
+            variant.budget,
+            variant.chunk,
+            variant.summary,
+            len(prompt) + new + rows + 1,
+            rows,
+            new + rows,
+        )
+        return RetrievalCache(
+            target.layout,
+            replace(shape, window=target.shape.recent, block=target.shape.block),
+            POLICIES[variant.policy](),
+            target.rotary,
+            prompt.device,
+            1,
+            variant.turns,
+        )
 
     def rewind(self) -> None:
-        for cache, state in zip(
-            (self.session.target, *self.caches.values()), self._start, strict=True
-        ):
+        """Put all caches back to the prompt's end."""
+        caches = (self.target, *self.caches.values())
+        for cache, state in zip(caches, self._start, strict=True):
             cache.restore(state)
 
     def text(self, new: int, sampling: Sampling) -> Tensor:
-        """The next `new` tokens (new,) from the target's law alone."""
-        target, model = self.session.target, self.session.runtime.target
+        """Draw the next `new` tokens (new,) from the target's law alone."""
         generator = Generator(self.first.device).manual_seed(sampling.seed)
-        followers, target.followers = target.followers, []
+        followers, self.target.followers = self.target.followers, []
         tokens, logits = [], self.first
         for _ in range(new):
             tokens.append(draw(sampling.law(logits)[0], generator))
-            logits = model(tokens[-1], target, 1)
-            target.advance(1)
-        target.followers = followers
+            logits = self.model(tokens[-1], self.target, 1)
+            self.target.advance(1)
+        self.target.followers = followers
         self.rewind()
         return torch.cat(tokens)
 
-    def along(self, text: Tensor, interval: int, sampling: Sampling) -> dict[Variant, list[Chain]]:
-        """Verify `interval` tokens of the text at a time, each time after every variant has been
-        led along them.
-        """
-        model, target = self.session.runtime.target, self.session.target
+    def chains(self, text: Tensor, interval: int, sampling: Sampling) -> dict[Variant, list[Chain]]:
+        """Verify `interval` tokens of the text at a time, each time behind a draft per variant."""
         chains: dict[Variant, list[Chain]] = {variant: [] for variant in self.caches}
         for start in range(0, len(text) - interval, interval):
-            rows, following = (
-                text[start : start + interval],
-                text[start + 1 : start + interval + 1, None],
-            )
+            rows = text[start : start + interval]
+            following = text[start + 1 : start + interval + 1, None]
             laws = {
-                variant: sampling.law(model(rows, cache, interval))
+                variant: sampling.law(self.model(rows, cache, interval))
                 for variant, cache in self.caches.items()
             }
             # (n, V); what follows the text gets refreshed here
-            truth = sampling.law(model(rows, target, interval))
-            target.advance(interval)
+            truth = sampling.law(self.model(rows, self.target, interval))
+            self.target.advance(interval)
             for variant, law in laws.items():
                 # a token of the text may be at the nucleus' edge, and out of it in a pass that
                 # rounds differently: 0 / 0
-                stands = (
-                    (law.gather(1, following) / truth.gather(1, following))
-                    .clamp(max=1)
-                    .nan_to_num(nan=1.0)
-                    .squeeze(1)
-                )
+                share = law.gather(1, following) / truth.gather(1, following)
+                stands = share.clamp(max=1).nan_to_num(nan=1.0).squeeze(1)
                 chains[variant].append(Chain(torch.minimum(truth, law).sum(1), stands))
         self.rewind()
         return chains
 
-    def counted(
-        self, variant: Variant, new: int, draft: int, sampling: Sampling
-    ) -> tuple[int, int]:
-        """Decode `new` tokens with drafts of `draft` tokens on the variant's cache: tokens made,
-        and verifications.
+    def count(self, variant: Variant, new: int, draft: int, sampling: Sampling) -> tuple[int, int]:
+        """Decode `new` tokens with drafts of `draft` tokens from the variant's cache.
+
+        Returns how many tokens were made, and by how many verifications.
         """
-        model, target, cache = (
-            self.session.runtime.target,
-            self.session.target,
-            self.caches[variant],
-        )
         generator = Generator(self.first.device).manual_seed(sampling.seed)
         first = int(draw(sampling.law(self.first)[0], generator))
-        text = Text([*self.session.prompt.tolist(), first])
-        inner = Autoregressive("retrieval", model, cache, text, sampling, generator)
-        decoder = Speculative("target", model, target, inner, Fixed(draft), sampling, generator)
+        text, cache = Text([*self.session.prompt.tolist(), first]), self.caches[variant]
+        inner = Autoregressive("retrieval", self.model, cache, text, sampling, generator)
+        decoder = Speculative(
+            "target", self.model, self.target, inner, Fixed(draft), sampling, generator
+        )
         while (missing := new - decoder.stats.produced) > 0:
             decoder.round(missing)
         self.rewind()
@@ -203,8 +190,9 @@ class Led:
 
 
 def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[list[int]]:
-    """`count` stretches of `context` tokens, spread evenly over the text. Raises TierForceError
-    when it is too short for that.
+    """Return `count` stretches of `context` tokens, spread evenly over the text.
+
+    Behind each there are `new` tokens more. Raises TierForceError when the text is too short.
     """
     spare = len(tokens) - context - new
     if spare < count - 1:

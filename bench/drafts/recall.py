@@ -1,5 +1,4 @@
-"""A model made by hand that can do one thing: recall. For needles, which the built-in pair is too
-small to find.
+"""A model made by hand that can do one thing: recall. The built-in pair is too small for needles.
 
 Its vocabulary is fillers, facts of several words, questions and answers. One attention head looks,
 at question i, for the first word of fact i, wherever in the text it stands, and at a word of an
@@ -29,25 +28,27 @@ _SURE, _DUE = 16.0, 8.0  # logits of the answer that was found, and of any answe
 
 
 def fact(index: int) -> list[int]:
-    """The tokens that state it."""
+    """Return the tokens that state a fact."""
     return [FILLERS + index * WORDS + word for word in range(WORDS)]
 
 
 def answer(index: int) -> list[int]:
-    """The tokens that repeat it."""
+    """Return the tokens that repeat a fact."""
     return [token + _ALL for token in fact(index)]
 
 
 def question(index: int) -> int:
+    """Return the token that asks for a fact."""
     return FILLERS + 2 * _ALL + index
 
 
 def fillers(count: int, seed: int) -> list[int]:
+    """Draw tokens that say nothing."""
     return torch.randint(FILLERS, (count,), generator=Generator().manual_seed(seed)).tolist()
 
 
 def recall_model(context: int) -> Llama:
-    """In float32 on a CPU, for texts of up to `context` tokens."""
+    """Return the model in float32 on a CPU, for texts of up to `context` tokens."""
     config = LlamaConfig(
         vocab_size=FILLERS + 2 * _ALL + FACTS,
         hidden_size=3 * _ALL + 32,
@@ -69,8 +70,10 @@ def recall_model(context: int) -> Llama:
 
 
 def _make(model: Llama) -> None:
-    """Hidden dimensions: the word a fact states, the word that is asked for, the word that was
-    found, and noise for fillers.
+    """Write the weights.
+
+    Hidden dimensions: the word a fact states, the word that is asked for, the word that was found,
+    and noise for fillers.
     """
     hidden, dim = model.config.hidden, model.config.head_dim
     states, asks, found = (slice(part * _ALL, (part + 1) * _ALL) for part in range(3))

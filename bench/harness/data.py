@@ -1,6 +1,4 @@
-"""Long real documents: PG-19 and NarrativeQA through `datasets`, a folder of text, or what is on
-every machine.
-"""
+"""Long real documents: of PG-19, of NarrativeQA, of a folder, or what is on every machine."""
 
 from __future__ import annotations
 
@@ -20,30 +18,32 @@ HUB: dict[str, tuple[str, str | None, str, tuple[str, ...], str]] = {
 
 
 def documents(source: str | None, count: int, shortest: int) -> dict[str, str]:
-    """Up to `count` texts of at least `shortest` characters, by name: of `pg19`, `narrativeqa`, a
-    folder or a file; Python's language reference, begun at as many places, where none is named.
-    Raises TierForceError.
+    """Return up to `count` texts of at least `shortest` characters, by name.
+
+    `source` is `pg19`, `narrativeqa`, a folder or a file; None is Python's language reference,
+    begun at as many places. Raises TierForceError.
     """
     if source is None:
-        whole, name = long_text(), "python-language-reference"
-        if len(whole) < shortest:
-            raise TierForceError(
-                f"{name} has {len(whole):,} characters, fewer than {shortest:,}: name a folder with"
-                " --data."
-            )
-        starts = [number * len(whole) // count for number in range(count)]
-        return {
-            f"{name}-{number + 1}": whole[start:] + whole[:start]
-            for number, start in enumerate(starts)
-        }
-    found = (
+        return _from_python(count, shortest)
+    texts = (
         _from_hub(source, count, shortest)
         if source in HUB
         else _from_disk(Path(source), count, shortest)
     )
-    if not found:
+    if not texts:
         raise TierForceError(f"--data {source}: no text there has {shortest:,} characters.")
-    return found
+    return texts
+
+
+def _from_python(count: int, shortest: int) -> dict[str, str]:
+    text, name = long_text(), "python-language-reference"
+    if len(text) < shortest:
+        raise TierForceError(
+            f"{name} has {len(text):,} characters, fewer than {shortest:,}: name a folder with"
+            " --data."
+        )
+    starts = [number * len(text) // count for number in range(count)]
+    return {f"{name}-{at + 1}": text[start:] + text[:start] for at, start in enumerate(starts)}
 
 
 def _from_disk(path: Path, count: int, shortest: int) -> dict[str, str]:
@@ -59,21 +59,21 @@ def _from_hub(source: str, count: int, shortest: int) -> dict[str, str]:
             f"--data {source} needs the package datasets: pip install datasets, or name a folder."
         ) from error
     name, configuration, split, where, title = HUB[source]
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     try:
         for row in datasets.load_dataset(name, configuration, split=split, streaming=True):
             text: Any = row
             for key in where:
                 text = text[key]
             if len(text) >= shortest:
-                found.setdefault(_title(row[title]), text)  # NarrativeQA has a row a question
-            if len(found) == count:
+                texts.setdefault(_title(row[title]), text)  # NarrativeQA has a row a question
+            if len(texts) == count:
                 break
     except Exception as error:  # no network, a set that moved, a column that is gone
         raise TierForceError(
             f"--data {source}: {name} cannot be had ({one_line(error)}); name a folder instead."
         ) from error
-    return found
+    return texts
 
 
 def _title(value: Any) -> str:

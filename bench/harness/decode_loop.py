@@ -3,21 +3,69 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 import torch
 
 from decoding import Sampling
-from decoding.session import Lengths, Session
+from decoding.runtime import Runtime
+from decoding.session import Lengths, Session, draft_lengths
 from decoding.speculation.decoders import Decoder
+from decoding.speculation.draft_length import RecordingLength, RoundStats
 from decoding.speculation.text import Text
 from parallel.lockstep import PassLeader
 
 
-def continued(
+@dataclass(frozen=True)
+class Run:
+    """One timed decoding: seconds, and what was counted."""
+
+    seconds: float
+    tokens: int
+    tokens_per_verification: float | None = None
+    acceptance: float | None = None  # of what was put before the target
+    link_bytes: int = 0
+    rounds: list[RoundStats] = field(default_factory=list)
+    inner_rounds: list[RoundStats] = field(default_factory=list)
+
+    @property
+    def ms_per_token(self) -> float:
+        return 1e3 * self.seconds / self.tokens
+
+
+class PrefilledText:
+    """A text that is read once, and continued any number of times from the prompt's end."""
+
+    def __init__(self, runtime: Runtime, prompt: list[int], new: int):
+        self.session = Session(runtime, prompt, new + 1)
+        self.first = int(self.session.prefill().argmax())
+        self._start = self.session.snapshot()
+
+    def run(self, sampling: Sampling, lengths: Lengths | None = None) -> Run:
+        """Decode `new` tokens behind the first; `lengths` None: those of the settings."""
+        session, rounds, inner_rounds = self.session, list[RoundStats](), list[RoundStats]()
+        session.rewind(self._start)
+        before = session.target.traffic.link_in
+        outer, inner = lengths or draft_lengths(session.runtime.settings)
+        recorded = RecordingLength(outer, rounds), RecordingLength(inner, inner_rounds)
+        decoder, seconds = decode_loop(session, self.first, sampling, recorded)
+        return Run(
+            seconds,
+            decoder.stats.produced,
+            decoder.stats.tokens_per_pass,
+            decoder.stats.acceptance_rate,
+            session.target.traffic.link_in - before,
+            rounds,
+            inner_rounds,
+        )
+
+
+def decode_loop(
     session: Session, first: int, sampling: Sampling, lengths: Lengths | None = None
 ) -> tuple[Decoder, float]:
-    """Decode all of the session's new tokens but the `first`, which is given; what did it, with its
-    counts, and the seconds.
+    """Decode all new tokens of a session but the first, which is given.
+
+    Returns what decoded, with its counts, and the seconds it took.
     """
     generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
     leader = PassLeader(session.announced, session.max_tokens, session.forward)

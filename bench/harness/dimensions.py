@@ -1,6 +1,4 @@
-"""Dimensions of the models that published figures are of: what they cost follows from these
-alone.
-"""
+"""Dimensions of the models that published figures are of: they say what a model costs."""
 
 from __future__ import annotations
 
@@ -15,35 +13,24 @@ POSITIONS: Dimensions = {
     "max_position_embeddings": 1 << 17,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-}
-LLAMA_68M = {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 3_072,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 2,
-}
-LLAMA_7B = {
-    "vocab_size": 32_000,
-    "hidden_size": 4_096,
-    "intermediate_size": 11_008,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-}
-LLAMA_13B = {
-    "vocab_size": 32_000,
-    "hidden_size": 5_120,
-    "intermediate_size": 13_824,
-    "num_attention_heads": 40,
-    "num_hidden_layers": 40,
-}
+
+
+def _dimensions(vocab: int, hidden: int, intermediate: int, heads: int, layers: int) -> Dimensions:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+    }
+
+
+TINY = _dimensions(512, 128, 256, heads=4, layers=3)
+LLAMA_68M = _dimensions(32_000, 768, 3_072, heads=12, layers=2)
+LLAMA_7B = _dimensions(32_000, 4_096, 11_008, heads=32, layers=32)
+LLAMA_13B = _dimensions(32_000, 5_120, 13_824, heads=40, layers=40)
 
 
 def config_of(dimensions: Dimensions) -> ModelConfig:
+    """Return the configuration of a Llama with these dimensions."""
     return ModelConfig.from_hf(LlamaConfig(**POSITIONS, **dimensions))

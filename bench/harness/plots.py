@@ -9,8 +9,9 @@ Rows = list[dict[str, Any]]
 
 
 def plots_of(document: dict[str, Any], stem: Path) -> list[tuple[str, Path]]:
-    """Draw what a document has to show, to files whose names begin with `stem`; titles and
-    paths.
+    """Draw what a document has to show, to files whose names begin with `stem`.
+
+    Returns titles and paths.
     """
     rows, found = document.get("rows", []), []
 
@@ -21,7 +22,7 @@ def plots_of(document: dict[str, Any], stem: Path) -> list[tuple[str, Path]]:
 
     if rows and "peer" in rows[0]:
         draw("ms/token by context and method", "speed", speed_plot, rows)
-        if any(row["link MB/token"] for row in rows):
+        if any(row["link_mb_per_token"] for row in rows):
             draw("link bytes per token", "link", link_plot, rows)
         if document.get("rounds"):
             draw("one round", "round", round_plot, document["rounds"])
@@ -53,21 +54,19 @@ def _keep(figure: Any, path: Path) -> None:
 
 
 def speed_plot(rows: Rows, path: Path) -> None:
-    """A panel a context, a bar a peer, fastest first; ours in colour. Those that did not run are in
-    the table.
-    """
+    """Draw a panel a context and a bar a peer, fastest first, ours in colour."""
     contexts = list(dict.fromkeys(row["context"] for row in rows))
     figure, panels = _pyplot().subplots(
         1, len(contexts), figsize=(6.2 * len(contexts), 6), squeeze=False
     )
     for axes, context in zip(panels[0], contexts, strict=True):
-        ran = [row for row in rows if row["context"] == context and row["ms/token"]]
-        ran.sort(key=lambda row: -row["ms/token"])
+        ran = [row for row in rows if row["context"] == context and row["ms_per_token"]]
+        ran.sort(key=lambda row: -row["ms_per_token"])
         colors = ["C0" if row["peer"].startswith("ours") else "0.6" for row in ran]
         bars = axes.barh(
-            [row["peer"] for row in ran], [row["ms/token"] for row in ran], color=colors
+            [row["peer"] for row in ran], [row["ms_per_token"] for row in ran], color=colors
         )
-        axes.bar_label(bars, [f"{row['ms/token']:,.3g}" for row in ran], padding=3, fontsize=8)
+        axes.bar_label(bars, [f"{row['ms_per_token']:,.3g}" for row in ran], padding=3, fontsize=8)
         axes.set(xscale="log", xlabel="ms/token, logarithmic", title=f"{context:,} tokens")
         axes.minorticks_off()
         axes.margins(x=0.15)
@@ -76,15 +75,15 @@ def speed_plot(rows: Rows, path: Path) -> None:
 
 
 def link_plot(rows: Rows, path: Path) -> None:
-    """What crosses the link for a token, by context."""
+    """Draw what crosses the link for a token, by context."""
     figure, axes = _pyplot().subplots(figsize=(8, 4.5))
     for number, peer in enumerate(
-        dict.fromkeys(row["peer"] for row in rows if row["link MB/token"])
+        dict.fromkeys(row["peer"] for row in rows if row["link_mb_per_token"])
     ):
-        mine = [row for row in rows if row["peer"] == peer and row["link MB/token"]]
+        mine = [row for row in rows if row["peer"] == peer and row["link_mb_per_token"]]
         axes.plot(
             [row["context"] for row in mine],
-            [row["link MB/token"] for row in mine],
+            [row["link_mb_per_token"] for row in mine],
             "o-",
             color=f"C{number}",
             label=peer,
@@ -100,29 +99,27 @@ def link_plot(rows: Rows, path: Path) -> None:
 
 
 def round_plot(rounds: Rows, path: Path) -> None:
-    """A round of each method that drafts, medians: drafting, then the verification and, beside it,
-    the link.
-    """
+    """Draw a round of each method that drafts: drafting, verification and, beside it, the link."""
     names = [f"{each['peer']}, {each['context']:,}" for each in rounds]
     figure, axes = _pyplot().subplots(figsize=(11, 0.6 + 0.55 * len(rounds)))
-    drafts = [each["draft ms"] for each in rounds]
+    drafts = [each["draft_ms"] for each in rounds]
     places = range(len(rounds))
     axes.barh(places, drafts, height=0.5, color="C2", label="drafting")
     axes.barh(
         places,
-        [each["verification ms"] for each in rounds],
+        [each["verification_ms"] for each in rounds],
         left=drafts,
         height=0.5,
         color="C0",
         label="verification",
     )
-    link = [each["link ms"] or 0.0 for each in rounds]
+    link = [each["link_ms"] or 0.0 for each in rounds]
     if any(link):
         axes.barh(
             places, link, left=drafts, height=0.16, color="C1", label="of it, the link at its rate"
         )
     for place, each in zip(places, rounds, strict=True):
-        end = each["draft ms"] + each["verification ms"]
+        end = each["draft_ms"] + each["verification_ms"]
         axes.annotate(f"  {each['drafted']:.0f} drafted", (end, place), va="center", fontsize=8)
     axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
@@ -134,7 +131,7 @@ def round_plot(rounds: Rows, path: Path) -> None:
 
 
 def share_plot(budgets: Rows, temperatures: Rows, path: Path) -> None:
-    """The share of proposals that would stand, with a refresh every 16 tokens."""
+    """Draw the share of proposals that would stand, with a refresh every 16 tokens."""
     figure, panels = _pyplot().subplots(1, 2, figsize=(11, 4.5), sharey=True)
     for axes, rows, key in (
         (panels[0], budgets, "budget"),
@@ -146,7 +143,7 @@ def share_plot(budgets: Rows, temperatures: Rows, path: Path) -> None:
             mine = [row for row in rows if row["policy"].split(", budget")[0] == policy]
             axes.plot(
                 [row[key] for row in mine],
-                [1 - row["rejected @16"] for row in mine],
+                [1 - row["rejected"]["16"] for row in mine],
                 "o-",
                 color=f"C{number}",
                 label=policy,
@@ -160,7 +157,8 @@ def share_plot(budgets: Rows, temperatures: Rows, path: Path) -> None:
 
 
 def acceptance_plot(rows: Rows, path: Path) -> None:
-    """Left: rejection by tokens since the refresh. Right: tokens per verification by draft length.
+    """Draw rejection by tokens since the refresh, and yield by draft length.
+
     For the first context of the rows.
     """
     context = rows[0]["context"]
@@ -171,16 +169,14 @@ def acceptance_plot(rows: Rows, path: Path) -> None:
             "label": row["policy"],
             "linewidth": 2 if "summaries" in row["policy"] else 1.2,
         }
-        by_token = row["overlap by tokens since refresh"]
+        by_token = row["overlap_by_age"]
         smooth = [
             1 - sum(part) / len(part)
             for part in (by_token[at : at + 4] for at in range(0, len(by_token), 4))
         ]
         left.plot([4 * at + 2.5 for at in range(len(smooth))], smooth, **style)
-        lengths = sorted(
-            int(name.removeprefix("tokens n=")) for name in row if name.startswith("tokens n=")
-        )
-        right.plot(lengths, [row[f"tokens n={length}"] for length in lengths], marker="o", **style)
+        tokens = row["expected_tokens"]
+        right.plot([int(length) for length in tokens], tokens.values(), marker="o", **style)
     left.set(
         xlabel="tokens since the refresh", ylabel="rejected share of proposals", ylim=(0, None)
     )

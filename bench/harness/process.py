@@ -1,6 +1,4 @@
-"""A function in a process of its own: what it holds goes with it, and whatever happens to it is an
-answer.
-"""
+"""A function in a process of its own: its memory goes with it, and its end is an answer too."""
 
 from __future__ import annotations
 
@@ -20,15 +18,16 @@ _START = "spawn"  # a process that holds nothing of ours
 
 
 class Died(Exception):
-    """There is no answer; the message is the reason."""
+    """The process gave no answer; the message is the reason."""
 
 
-def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -> tuple[Any, float]:
-    """What the function returns, a module's own as its arguments are pickled, and the most memory
-    its process held, in GB.
+def call_in_process(
+    function: Callable[..., Any], *args: Any, limit_s: float = math.inf
+) -> tuple[Any, float]:
+    """Call a module's own function in a fresh process.
 
-    A `Died` takes the answer's place where the process ends without one, or takes longer than
-    `limit_s` seconds.
+    Returns its answer and the most memory its process held, in GB. A `Died` takes the answer's
+    place where the process ends without one, or takes longer than `limit_s` seconds.
     """
     context = multiprocessing.get_context(_START)
     ours, theirs = context.Pipe(duplex=False)
@@ -55,8 +54,9 @@ def apart(function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let a Ctrl-C wait until the body is done. A process that the body starts never gets one: it
-    is ours, and we end the process.
+    """Let a Ctrl-C wait until the body is done.
+
+    A process that the body starts never gets one: it is ours, and we end the process.
     """
     resource_tracker.ensure_running()  # its own start would let interrupts through again
     came: list[int] = []  # through other threads, which block none
@@ -76,13 +76,11 @@ def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 def ending(child: Any) -> Died:
-    """Why a process that has ended, or is about to, gave no answer."""
+    """Return why a process that has ended, or is about to, gave no answer."""
     child.join()
-    return Died(
-        "killed, most likely for memory"
-        if child.exitcode == -9
-        else f"ended with exit code {child.exitcode}"
-    )
+    if child.exitcode == -9:
+        return Died("killed, most likely for memory")
+    return Died(f"ended with exit code {child.exitcode}")
 
 
 def _memory_gb(pid: int | None) -> float:
@@ -93,7 +91,7 @@ def _memory_gb(pid: int | None) -> float:
 
 
 def _family(pid: int | None) -> list[psutil.Process]:
-    """A process and all that it started, if it still runs."""
+    """Return a process and all that it started, if it still runs."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

@@ -1,4 +1,4 @@
-"""Running a function on several ranks: gloo over the loopback, as torchrun would start them."""
+"""A function on several ranks: gloo over the loopback, as torchrun would start them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ PRELOAD = [
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call `function(*args)`, a module's own, in `size` fresh processes with torchrun's
-    environment; returns each rank's result.
+    """Call a module's own function in `size` fresh processes, and return each rank's result.
 
-    The function joins the group itself, as a real rank does: `Group.from_environment("cpu")`. What
-    a rank raises is raised here (torch.multiprocessing.ProcessRaisedException, with the rank's
-    traceback as its text). The processes are forked from a server that imports torch once a
-    session, in seconds less than each for itself; they see the environment the server was started
-    in.
+    The processes have torchrun's environment. The function joins the group itself, as a real rank
+    does: `Group.from_environment("cpu")`. What a rank raises is raised here
+    (torch.multiprocessing.ProcessRaisedException, with the rank's traceback as its text). The
+    processes are forked from a server that imports torch once a session, in seconds less than each
+    for itself; they see the environment the server was started in.
     """
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.set_forkserver_preload(PRELOAD)
@@ -54,6 +53,7 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def free_port() -> int:
+    """Return a port of the loopback that nobody listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -1,5 +1,6 @@
-"""How a measurement is kept: a table for people, and one JSON document with the environment, the
-command and the commit.
+"""How a measurement is kept: a table for people, and one JSON document.
+
+The document also has the options, the command, the machine and the commit.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
@@ -21,17 +23,21 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
+import typer
 from transformers.utils import logging
 
+from bench.harness.tables import show
 from bench.harness.text import BUILT_IN, long_text
+from offload.errors import TierForceError
 
 _OPTIONS: dict[str, Any] = {}  # of the benchmark that runs
 
 
 def benchmark(main: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a command, so that the document it saves says which options it ran with."""
+    """Wrap a command, so that the document it saves says which options it ran with.
+
+    What it raises as a TierForceError is one line for the person who typed it.
+    """
     signature = inspect.signature(main)
 
     @wraps(main)
@@ -40,15 +46,17 @@ def benchmark(main: Callable[..., None]) -> Callable[..., None]:
         bound.apply_defaults()
         _OPTIONS.clear()
         _OPTIONS.update(bound.arguments)
-        main(*args, **options)
+        try:
+            main(*args, **options)
+        except TierForceError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
 
     return command
 
 
 def prepare(threads: int) -> None:
-    """Before a measurement: transformers keeps quiet, and torch has this many threads (0: as many
-    as it likes).
-    """
+    """Keep transformers quiet, and give torch this many threads (0: as many as it likes)."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if threads:
@@ -69,7 +77,7 @@ def settings() -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """The machine, the versions, the command and the commit of this run."""
+    """Return the machine, the versions, the command and the commit of this run."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(),
@@ -87,35 +95,27 @@ def environment() -> dict[str, Any]:
     }
 
 
-def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows of like keys as a table."""
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(
-            name, justify="right" if isinstance(rows[0][name], int | float) else "left"
-        )
-    for row in rows:
-        table.add_row(
-            *(
-                "-" if value is None else _short(value) if isinstance(value, float) else str(value)
-                for value in row.values()
-            )
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+def publish(
+    output: Path,
+    title: str,
+    rows: Sequence[Any],
+    ratios: Mapping[str, float] | None = None,
+    **more: Any,
+) -> None:
+    """Print rows as a table and their ratios as lines; keep both, and whatever else there is."""
+    show(title, rows)
+    for claim, value in (ratios or {}).items():
+        print(f"{claim}: {value:.2f}")
+    save(output, {"rows": rows} | ({} if ratios is None else {"ratios": ratios}) | more)
 
 
 def save(path: Path, document: dict[str, Any], quiet: bool = False) -> None:
     """Write the document, and say where unless `quiet`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = {**document, "settings": settings() | document.get("settings", {})}
-    kept["environment"] = environment()
-    path.write_text(json.dumps(kept, indent=2) + "\n")
+    kept = {"settings": settings(), **document, "environment": environment()}
+    path.write_text(json.dumps(kept, indent=2, default=asdict) + "\n")
     if not quiet:
         print(f"written to {path}")
-
-
-def _short(value: float) -> str:
-    return f"{value:,.2f}" if abs(value) >= 1 or value == 0 else f"{value:.3f}"
 
 
 def _command() -> str:

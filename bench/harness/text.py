@@ -11,9 +11,7 @@ DEMO = Path(__file__).parents[2] / "demo"  # the built-in pair
 
 
 def long_text(path: Path | None = None) -> str:
-    """The text of a file, or Python's language reference (`pydoc_data.topics`: 465 KB in Python
-    3.11).
-    """
+    """Return the text of a file, or Python's language reference (465 KB in Python 3.11)."""
     if path is not None:
         return path.read_text(encoding="utf-8")
     from pydoc_data.topics import topics
@@ -22,16 +20,16 @@ def long_text(path: Path | None = None) -> str:
 
 
 def text_tokens(tokenizer, path: Path | None = None) -> list[int]:
-    """All tokens of that text."""
+    """Return all tokens of that text."""
     return tokenizer(long_text(path)).input_ids
 
 
 def prompt_tokens(tokenizer, tokens: int, path: Path | None = None) -> list[int]:
-    """The first `tokens` tokens of that text. Raises TierForceError when it has fewer."""
-    found = text_tokens(tokenizer, path)
-    if len(found) < tokens:
+    """Return the first `tokens` tokens of that text. Raises TierForceError when it has fewer."""
+    every = text_tokens(tokenizer, path)
+    if len(every) < tokens:
         raise TierForceError(
-            f"the text has {len(found)} tokens, fewer than the {tokens} asked for: use a longer "
+            f"the text has {len(every)} tokens, fewer than the {tokens} asked for: use a longer "
             "--text."
         )
-    return found[:tokens]
+    return every[:tokens]

@@ -13,22 +13,24 @@ from typing import Any
 from offload.errors import TierForceError
 
 
-def summarized(
+def summarize(
     folder: Path,
     name: str,
     documents: Mapping[str, str],
     options: list[str],
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Run `tierforce summarize` with these options over the documents, anew; its records, in order.
-    Raises TierForceError.
+    """Run `tierforce summarize` with these options over the documents, anew.
+
+    Returns its records, in order. Raises TierForceError where the command fails.
     """
     texts, output = folder / "documents", folder / f"{name}.jsonl"
     texts.mkdir(parents=True, exist_ok=True)
     for stale in texts.glob("*.txt"):
         stale.unlink()
     for number, (title, text) in enumerate(documents.items()):
-        (texts / f"{number:03}-{title.replace('/', '-')}.txt").write_text(text, encoding="utf-8")
+        path = texts / f"{number:03}-{title.replace('/', '-')}.txt"
+        path.write_text(text, encoding="utf-8")
     output.unlink(missing_ok=True)
     arguments = ["summarize", *options, "--input", str(texts), "--output", str(output)]
     say("$ " + shlex.join(["tierforce", *arguments]))

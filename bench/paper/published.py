@@ -1,5 +1,4 @@
-"""The published experiments (TriForce, arXiv 2404.11912; its project page and README) as rows that
-can be run again.
+"""The published experiments (TriForce, arXiv 2404.11912) in a form that can be run again.
 
 Figures are those of https://infini-ai-lab.github.io/TriForce/ (the table of offloading), of the
 paper's abstract (on-chip, 2.31 times) and of the README of github.com/Infini-AI-Lab/TriForce (2.2
@@ -10,6 +9,7 @@ imply 6 resident layers (docs/memory.md). Where the paper only draws a curve, no
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 DRAFT = "JackFram/llama-68m"
@@ -19,9 +19,10 @@ Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One experiment: as published, and at a size for the built-in pair on two cores. Times are ms
-    a token.
+class Experiment:
+    """One experiment: as published, and at a size for the built-in pair on two cores.
+
+    Times are ms/token.
     """
 
     name: str
@@ -36,13 +37,17 @@ class Row:
     plain: bool = True  # whether plain decoding is run beside it
     plain_full: Options = field(default_factory=dict)  # where its baseline was given other settings
 
+    def options(self, mode: str) -> Options:
+        """Return the options at full size."""
+        return self.full | (self.plain_full if mode == "plain" else {})
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rows of one question."""
+    """Experiments on one question."""
 
     about: str
-    rows: tuple[Row, ...]
+    rows: tuple[Experiment, ...]
     books: int = 3  # read for each row; the median counts, for of one text it is luck what stands
 
 
@@ -66,13 +71,7 @@ SMALL_TWO = SMALL | {
     "resident_layers": 2,
     "link": "emulated:0.25",
 }
-SMALL_ONE = SMALL | {
-    "gpus": 1,
-    "budget": 2_048,
-    "draft_length": 12,
-    "resident_layers": 0,
-    "link": "emulated:0.25",
-}
+SMALL_ONE = SMALL_TWO | {"gpus": 1, "budget": 2_048, "draft_length": 12, "resident_layers": 0}
 SMALL_CHIP = SMALL | {
     "context": 16_384,
     "max_new_tokens": 128,
@@ -82,152 +81,110 @@ SMALL_CHIP = SMALL | {
     "link": "view",
 }
 SMALL_LINK = SMALL_CHIP | {"draft_length": 16, "resident_layers": 0, "link": "emulated:0.5"}
-TWELVE, TWO_LAYERS, ZERO = (
-    {"resident_layers": 12},
-    {"resident_layers": 2},
-    "DeepSpeed-ZeRO-Inference",
-)
+
+
+def offloaded() -> tuple[Experiment, ...]:
+    """Return the rows of the project page's table."""
+    twelve, two_layers = {"resident_layers": 12}, {"resident_layers": 2}
+    zero, six = "DeepSpeed-ZeRO-Inference", {"resident_layers": 6}
+    two = partial(Experiment, full=TWO, hardware="2x4090", published_plain=840, plain_full=twelve)
+    one = partial(
+        Experiment,
+        full=ONE,
+        hardware="1x4090",
+        published_plain=1516,
+        baseline=zero,
+        plain_full=two_layers,
+    )
+    return (
+        two("Llama-2-7B, 2x4090", small=SMALL_TWO, published=108, published_gain=7.78),
+        two(
+            "LWM-Text-Chat, 2x4090",
+            small=None,
+            checkpoint=CHAT,
+            published=114,
+            published_gain=7.37,
+        ),
+        Experiment(
+            "Llama-2-13B, 2x4090",
+            TWO | six,
+            None,
+            THIRTEEN,
+            published=226,
+            published_plain=1794,
+            published_gain=7.94,
+        ),
+        one("Llama-2-7B, 1x4090", small=SMALL_ONE, published=312, published_gain=4.86),
+        one(
+            "LWM-Text-Chat, 1x4090",
+            small=None,
+            checkpoint=CHAT,
+            published=314,
+            published_gain=4.83,
+        ),
+    )
+
+
+def on_chip(name: str, temperature: float, **more: Any) -> Experiment:
+    """Return a row with all KV on the device."""
+    law = {"temperature": temperature}
+    return Experiment(name, ON_CHIP | law, SMALL_CHIP | law, hardware="1xA100-80", **more)
+
+
+def over_link(name: str, full: Options, small: Options, plain: bool = True) -> Experiment:
+    """Return a row with all KV behind the link, and these options changed."""
+    return Experiment(name, TWO | full, SMALL_LINK | small, plain=plain)
+
+
+BUDGETS = ((1024, 256), (2048, 512), (4096, 1024), (8192, 2048), (12_288, 3072))
+CONTEXTS = ((16_384, 8192), (32_768, 16_384), (65_536, 32_768), (130_560, 65_536))
 
 RECIPES: dict[str, Recipe] = {
     "offload": Recipe(
         "one book of 127K tokens over PCIe: hierarchical decoding against plain offloading "
         "(DeepSpeed-ZeRO-Inference on one GPU)",
-        (
-            Row(
-                "Llama-2-7B, 2x4090",
-                TWO,
-                SMALL_TWO,
-                SEVEN,
-                "2x4090",
-                108,
-                840,
-                7.78,
-                plain_full=TWELVE,
-            ),
-            Row(
-                "LWM-Text-Chat, 2x4090",
-                TWO,
-                None,
-                CHAT,
-                "2x4090",
-                114,
-                840,
-                7.37,
-                plain_full=TWELVE,
-            ),
-            Row(
-                "Llama-2-13B, 2x4090",
-                TWO | {"resident_layers": 6},
-                None,
-                THIRTEEN,
-                "2x4090",
-                226,
-                1794,
-                7.94,
-            ),
-            Row(
-                "Llama-2-7B, 1x4090",
-                ONE,
-                SMALL_ONE,
-                SEVEN,
-                "1x4090",
-                312,
-                1516,
-                4.86,
-                ZERO,
-                plain_full=TWO_LAYERS,
-            ),
-            Row(
-                "LWM-Text-Chat, 1x4090",
-                ONE,
-                None,
-                CHAT,
-                "1x4090",
-                314,
-                1516,
-                4.83,
-                ZERO,
-                plain_full=TWO_LAYERS,
-            ),
-        ),
+        offloaded(),
         books=1,
     ),
     "on-chip": Recipe(
         "all KV on the device, a retrieval budget of 4K",
         (
-            Row(
-                "greedy",
-                ON_CHIP | {"temperature": 0.0},
-                SMALL_CHIP | {"temperature": 0.0},
-                SEVEN,
-                "1xA100-80",
-                published_gain=2.31,
-            ),
-            Row("T 0.6, top-p 0.9", ON_CHIP, SMALL_CHIP, SEVEN, "1xA100-80", published_gain=2.2),
+            on_chip("greedy", 0.0, published_gain=2.31),
+            on_chip("T 0.6, top-p 0.9", 0.6, published_gain=2.2),
         ),
     ),
     "temperatures": Recipe(
         "acceptance and speed by temperature, on-chip; the paper's acceptance stays above 0.9 to "
         "T 1.0",
-        tuple(
-            Row(
-                f"T {t}",
-                ON_CHIP | {"temperature": t},
-                SMALL_CHIP | {"temperature": t},
-                SEVEN,
-                "1xA100-80",
-                plain=t == 0,
-            )
-            for t in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
-        ),
+        tuple(on_chip(f"T {t}", t, plain=t == 0) for t in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)),
     ),
     "budgets": Recipe(
         "acceptance and speed by retrieval budget and by chunk size, offloaded",
         (
             *(
-                Row(
+                over_link(
                     f"budget {full:,} ({small:,} here)",
-                    TWO | {"budget": full},
-                    SMALL_LINK | {"budget": small},
+                    {"budget": full},
+                    {"budget": small},
                     plain=small == 256,
                 )
-                for full, small in (
-                    (1024, 256),
-                    (2048, 512),
-                    (4096, 1024),
-                    (8192, 2048),
-                    (12_288, 3072),
-                )
+                for full, small in BUDGETS
             ),
             *(
-                Row(
-                    f"chunks of {size}",
-                    TWO | {"chunk_size": size},
-                    SMALL_LINK | {"chunk_size": size},
-                    plain=False,
-                )
-                for size in (1, 4, 8, 16, 32, 64)
+                over_link(f"chunks of {n}", {"chunk_size": n}, {"chunk_size": n}, plain=False)
+                for n in (1, 4, 8, 16, 32, 64)
             ),
         ),
     ),
     "contexts": Recipe(
         "speed by context, offloaded",
         tuple(
-            Row(
-                f"{full:,} tokens ({small:,} here)",
-                TWO | {"context": full},
-                SMALL_LINK | {"context": small},
-            )
-            for full, small in (
-                (16_384, 8192),
-                (32_768, 16_384),
-                (65_536, 32_768),
-                (130_560, 65_536),
-            )
+            over_link(f"{full:,} tokens ({small:,} here)", {"context": full}, {"context": small})
+            for full, small in CONTEXTS
         ),
     ),
     "summaries": Recipe(
         "summaries of books, as from NarrativeQA (--data narrativeqa where the hub can be reached)",
-        (Row("3 books", TWO | {"max_new_tokens": 256}, SMALL_LINK),),
+        (over_link("3 books", {"max_new_tokens": 256}, {}),),
     ),
 }

@@ -1,5 +1,4 @@
-"""The published experiments, each one command: published figure, prediction for that hardware,
-measurement here.
+"""The published experiments: what was published, what is predicted, and what is measured here.
 
 A recipe runs at full size where its checkpoint is in the Hugging Face cache and there are GPUs
 enough, and with the built-in pair at reduced size elsewhere; every row says which, with its
@@ -21,17 +20,18 @@ from typing import Annotated, Any
 import torch
 import typer
 from huggingface_hub import try_to_load_from_cache
-from rich.console import Console
 
+from bench.drafts.needle import Row as NeedleRow
 from bench.drafts.needle import needles
-from bench.drafts.overlap import ALL, OURS, STATIC
+from bench.drafts.overlap import OURS, STATIC, Variant
 from bench.harness.data import documents
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
-from bench.harness.options import Output
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.record import benchmark, prepare, publish, save
+from bench.harness.tables import show
 from bench.harness.text import DEMO, text_tokens
-from bench.paper.jobs import summarized
-from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Options, Row
+from bench.paper.jobs import summarize
+from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
+from bench.speed.grid import say
 from decoding import Engine, Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.needs import TextNeeds
@@ -40,162 +40,183 @@ from decoding.planning.profile import HardwareProfile
 from offload.errors import TierForceError
 
 NEEDLE = "needle"
+NEEDLE_CONTEXT = 16_384
 FEW = 12  # tokens of plain decoding over an emulated link, which is slow
 CHARACTERS = 5  # of a token, at most: what is cut is long enough
-SETTINGS = "settings here"
-MEASURED = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
+Measured = dict[str, float | None]  # medians over records, by the record's field
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experiment: published, predicted for that hardware, and measured on this machine."""
+
+    name: str
+    published_ms: float | None
+    published_plain_ms: float | None
+    published_gain: float | None
+    plain_is_of: str | None
+    predicted_ms: float
+    predicted_plain_ms: float | None
+    predicted_gain: float | None
+    assumed_acceptance: float
+    run: str  # here: at full size, reduced, or not
+    ms_per_token: float | None
+    plain_ms_per_token: float | None
+    gain: float | None
+    acceptance: float | None
+    tokens_per_verification: float | None
+    first_token_s: float | None
+    settings: str
 
 
 @dataclass(frozen=True)
 class Study:
-    """Where documents come from, and where commands leave their files."""
+    """Where documents come from, how many are read, and where commands leave their files."""
 
     data: str | None
+    books: int
     folder: Path
-    console: Console
 
-    def say(self, line: str) -> None:
-        self.console.print(line, style="bold", highlight=False, markup=False, soft_wrap=True)
+    def row(self, experiment: Experiment) -> Row:
+        """Run an experiment on this machine and predict it. Raises TierForceError."""
+        ours = self.measure(experiment, "hierarchical")
+        plain = self.measure(experiment, "plain") if experiment.plain else {}
+        predicted_ms, assumed = predict(experiment, "hierarchical")
+        predicted_plain_ms = predict(experiment, "plain")[0] if experiment.plain else None
+        ms, plain_ms = ours.get("ms_per_token"), plain.get("ms_per_token")
+        settings = options_here(experiment, "hierarchical") or {}
+        return Row(
+            experiment.name,
+            experiment.published,
+            experiment.published_plain,
+            experiment.published_gain,
+            experiment.baseline,
+            predicted_ms,
+            predicted_plain_ms,
+            _ratio(predicted_plain_ms, predicted_ms),
+            assumed,
+            "not here" if not ours else "full size" if is_here(experiment) else "reduced",
+            ms,
+            plain_ms,
+            _ratio(plain_ms, ms),
+            ours.get("acceptance"),
+            ours.get("tokens_per_verification"),
+            ours.get("time_to_first_token_s"),
+            ", ".join(f"{name} {value}" for name, value in settings.items()),
+        )
 
-
-def here(row: Row) -> bool:
-    """Whether it can be run at full size on this machine: both checkpoints' weights in the cache,
-    and GPUs enough.
-    """
-
-    def cached(name: str) -> bool:
-        files = ("model.safetensors", "model.safetensors.index.json")
-        return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
-
-    return (
-        cached(row.checkpoint) and cached(DRAFT) and torch.cuda.device_count() >= row.full["gpus"]
-    )
-
-
-def flags(options: Options) -> list[str]:
-    return [
-        word
-        for name, value in options.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-
-
-def command(model: str, draft: str, mode: str, options: Options) -> list[str]:
-    return ["--model", model, "--draft", draft, "--mode", mode, *flags(options)]
-
-
-def published_commands(row: Row) -> list[str]:
-    """What to type for it at full size."""
-    kinds = [("hierarchical", row.full)] + (
-        [("plain", row.full | row.plain_full)] if row.plain else []
-    )
-    files = ["--input", "books/", "--output", "records.jsonl"]
-    return [
-        shlex.join(["tierforce", "summarize", *command(row.checkpoint, DRAFT, *kind), *files])
-        for kind in kinds
-    ]
-
-
-def options_here(row: Row, mode: str) -> Options | None:
-    """What is run on this machine; None where the row needs a checkpoint that is not here."""
-    if here(row):
-        return row.full | (row.plain_full if mode == "plain" else {})
-    if row.small is None:
-        return None
-    few = mode == "plain" and str(row.small.get("link")).startswith("emulated")
-    return row.small | ({"max_new_tokens": FEW} if few else {})
+    def measure(self, experiment: Experiment, mode: str) -> Measured:
+        """Return medians over the books' records; {} where it cannot be run."""
+        if (options := options_here(experiment, mode)) is None:
+            return {}
+        models = str(DEMO / "target"), str(DEMO / "draft")
+        if is_here(experiment):
+            models = experiment.checkpoint, DRAFT
+        texts = documents(self.data, self.books, CHARACTERS * options["context"])
+        arguments = arguments_of(*models, mode, options)
+        records = summarize(self.folder, mode, texts, arguments, say)
+        for record in records:
+            record["acceptance"] = record["acceptance"].get("target")
+        names = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
+        return {name: _median([record[name] for record in records]) for name in names}
 
 
-def measured(study: Study, row: Row, mode: str, books: int) -> dict[str, float | None]:
-    """Medians over the books' records; {} where it cannot be run. Raises TierForceError."""
-    if (options := options_here(row, mode)) is None:
-        return {}
-    model, draft = (
-        (row.checkpoint, DRAFT) if here(row) else (str(DEMO / "target"), str(DEMO / "draft"))
-    )
-    texts = documents(study.data, books, CHARACTERS * options["context"])
-    records = summarized(study.folder, mode, texts, command(model, draft, mode, options), study.say)
-    found = {
-        name: [record[name] for record in records if record[name] is not None] for name in MEASURED
-    }
-    found["acceptance"] = [
-        rates["target"] for rates in found["acceptance"] if rates.get("target") is not None
-    ]
-    return {name: statistics.median(values) if values else None for name, values in found.items()}
-
-
-def predicted(row: Row, mode: str) -> tuple[float, float]:
-    """Ms a token on the hardware that the published figure is of, with its settings, and the
-    acceptance rate assumed for it.
-
-    Layers that are set, and host memory, are taken as there.
-    """
-    options = row.full | (row.plain_full if mode == "plain" else {})
-    machine = replace(HardwareProfile.find(row.hardware), host_memory=256e9, device_memory=128e9)
-    known = {
-        name: options[name]
-        for name in ("budget", "draft_length", "resident_layers", "chunk_size")
-        if name in options
-    }
-    target, dtype = config_of(LLAMA_13B if row.checkpoint == THIRTEEN else LLAMA_7B), torch.float16
-    needs = TextNeeds(
-        target=target,
-        draft=config_of(LLAMA_68M),
-        mode=mode,
-        settings=Settings(mode=mode, **known),
-        dtype=dtype,
-        ranks=options["gpus"],
-        draft_ranks=1,
-        copies=True,
-    )
-    prompt, new = options["context"] - options["max_new_tokens"], options["max_new_tokens"]
-    ahead = look_ahead(needs, machine, prompt, new)
-    return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs)
-
-
-def result(study: Study, row: Row, books: int) -> dict[str, Any]:
-    """One line of the table."""
-    ours = measured(study, row, "hierarchical", books)
-    plain = measured(study, row, "plain", books) if row.plain else {}
-    said, assumed = predicted(row, "hierarchical")
-    said_plain = predicted(row, "plain")[0] if row.plain else None
-    return {
-        "": row.name,
-        "published ms": row.published,
-        "plain": row.published_plain,
-        "times": row.published_gain,
-        "plain is of": row.baseline,
-        "predicted ms": said,
-        "plain ": said_plain,
-        "times ": _ratio(said_plain, said),
-        "acceptance assumed": assumed,
-        "measured here": "not here" if not ours else "full size" if here(row) else "reduced",
-        "ms": ours.get("ms_per_token"),
-        "plain  ": plain.get("ms_per_token"),
-        "times  ": _ratio(plain.get("ms_per_token"), ours.get("ms_per_token")),
-        "acceptance": ours.get("acceptance"),
-        "tokens per verification": ours.get("tokens_per_verification"),
-        "first token s": ours.get("time_to_first_token_s"),
-        SETTINGS: ", ".join(
-            f"{name} {value}" for name, value in (options_here(row, "hierarchical") or {}).items()
-        ),
-    }
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _ratio(slow: float | None, fast: float | None) -> float | None:
     return slow / fast if slow and fast else None
 
 
-def needle_rows(context: int) -> list[dict[str, Any]]:
-    """Retrieval against StreamingLLM drafting, with the built-in target and a model made by hand
-    that can recall.
+def is_here(experiment: Experiment) -> bool:
+    """Return whether it runs at full size here: both checkpoints are cached, and GPUs enough."""
+
+    def cached(name: str) -> bool:
+        files = ("model.safetensors", "model.safetensors.index.json")
+        return any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+
+    enough = torch.cuda.device_count() >= experiment.full["gpus"]
+    return enough and cached(experiment.checkpoint) and cached(DRAFT)
+
+
+def arguments_of(model: str, draft: str, mode: str, options: Options) -> list[str]:
+    """Return the arguments of `tierforce summarize`, without its files."""
+    arguments = ["--model", model, "--draft", draft, "--mode", mode]
+    for name, value in options.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments
+
+
+def published_commands(experiment: Experiment) -> list[str]:
+    """Return what to type for it at full size."""
+    modes = ["hierarchical", "plain"] if experiment.plain else ["hierarchical"]
+    files = ["--input", "books/", "--output", "records.jsonl"]
+    lines = []
+    for mode in modes:
+        options = experiment.options(mode)
+        arguments = arguments_of(experiment.checkpoint, DRAFT, mode, options)
+        lines.append(shlex.join(["tierforce", "summarize", *arguments, *files]))
+    return lines
+
+
+def options_here(experiment: Experiment, mode: str) -> Options | None:
+    """Return what it is run with here; None where it needs a checkpoint that is not here."""
+    if is_here(experiment):
+        return experiment.options(mode)
+    if experiment.small is None:
+        return None
+    few = mode == "plain" and str(experiment.small.get("link")).startswith("emulated")
+    return experiment.small | ({"max_new_tokens": FEW} if few else {})
+
+
+def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
+    """Return ms/token on the hardware that the published figure is of, with its settings.
+
+    And the acceptance rate assumed for it. Layers that are set, and host memory, are taken as
+    there.
     """
-    engine = Engine.from_pretrained(
-        DEMO / "target", None, Settings(dtype="float32", mode="retrieval")
+    options = experiment.options(mode)
+    machine = HardwareProfile.find(experiment.hardware)
+    machine = replace(machine, host_memory=256e9, device_memory=128e9)
+    names = ("budget", "draft_length", "resident_layers", "chunk_size")
+    known = {name: options[name] for name in names if name in options}
+    needs = TextNeeds(
+        target=config_of(LLAMA_13B if experiment.checkpoint == THIRTEEN else LLAMA_7B),
+        draft=config_of(LLAMA_68M),
+        mode=mode,
+        settings=Settings(mode=mode, **known),
+        dtype=torch.float16,
+        ranks=options["gpus"],
+        draft_ranks=1,
+        copies=True,
     )
-    window = next(each for each in ALL if each.policy == "window")
+    new = options["max_new_tokens"]
+    ahead = look_ahead(needs, machine, options["context"] - new, new)
+    return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs)
+
+
+def needle_rows() -> list[NeedleRow]:
+    """Judge retrieval and a window, with the built-in target and a model that can recall."""
+    settings = Settings(dtype="float32", mode="retrieval")
+    engine = Engine.from_pretrained(DEMO / "target", None, settings)
+    variants = (Variant("window", 768, 8, 0), STATIC, OURS)
     tokens = text_tokens(engine.tokenizer)
-    return needles(engine.runtime, engine.tokenizer, tokens, context, (window, STATIC, OURS))
+    return needles(engine.runtime, engine.tokenizer, tokens, NEEDLE_CONTEXT, variants)
+
+
+def run_needle(output: Path) -> None:
+    """Show a needle found by retrieval, and not by a window."""
+    title = (
+        f"A needle in {NEEDLE_CONTEXT:,} tokens: retrieval against a window (StreamingLLM), at a "
+        "budget of 768"
+    )
+    publish(output, title, needle_rows(), recipe=NEEDLE)
+    print(
+        "At full size: python -m bench acceptance --parts needle --target <checkpoint> "
+        "--context 130048 --text <a book>"
+    )
 
 
 @benchmark
@@ -210,70 +231,49 @@ def main(
     rows: Annotated[
         str, typer.Option(help="Parts of the names of rows to run; all by default.")
     ] = "",
-    output: Output = Path("results/recipe.json"),
+    output: Annotated[
+        Path | None, typer.Option(help="JSON document; by default results/recipe-NAME.json.")
+    ] = None,
 ) -> None:
-    """Run one published experiment, at full size where this machine can, and at reduced size where
-    it cannot.
-    """
+    """Run one published experiment, at full size where this machine can, else at reduced size."""
     prepare(0)
     if name not in (*RECIPES, NEEDLE):
         raise typer.BadParameter(f"{name} is not one of {', '.join([*RECIPES, NEEDLE])}")
-    console = Console(stderr=True)
-    output = (
-        output.with_stem(f"{output.stem}-{name}")
-        if output == Path("results/recipe.json")
-        else output
-    )
+    output = output or Path("results") / f"recipe-{name}.json"
     if name == NEEDLE:
-        found = needle_rows(16_384)
-        show(
-            "A needle in 16,384 tokens: retrieval against a window (StreamingLLM), at a budget "
-            "of 768",
-            found,
-        )
-        print(
-            "At full size: python -m bench acceptance --parts needle --target <checkpoint> "
-            "--contexts 130048 --text <a book>"
-        )
-        save(output, {"recipe": name, "rows": found})
+        run_needle(output)
         return
     recipe = RECIPES[name]
-    chosen = [
-        row
-        for row in recipe.rows
-        if not rows or any(part.strip() in row.name for part in rows.split(","))
-    ]
+    parts = [part.strip() for part in rows.split(",")]
+    chosen = [each for each in recipe.rows if any(part in each.name for part in parts)]
     if not chosen:
-        raise typer.BadParameter(
-            f"no row is named like that: {', '.join(row.name for row in recipe.rows)}",
-            param_hint="--rows",
-        )
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        study = Study(data, Path(folder), console)
-        try:
-            for row in chosen:
-                found.append(result(study, row, recipe.books))
-                save(output, {"recipe": name, "about": recipe.about, "rows": found}, quiet=True)
-        except KeyboardInterrupt:
-            console.print("interrupted: what is finished is kept")
-        except TierForceError as error:
-            console.print(f"{row.name}: {error}", highlight=False, markup=False)
-            raise typer.Exit(1) from None
-    if found:
-        title = (
-            f"{recipe.about}. Times are ms/token: published, predicted for that hardware, measured "
-            "on this machine"
-        )
-        show(
-            title,
-            [{name: value for name, value in each.items() if name != SETTINGS} for each in found],
-        )
-        for each in found:
-            if each[SETTINGS]:
-                print(f"{each['']}, settings here: {each[SETTINGS]}")
-        save(output, {"recipe": name, "about": recipe.about, "rows": found})
+        known = ", ".join(each.name for each in recipe.rows)
+        raise typer.BadParameter(f"no row is named like that: {known}", param_hint="--rows")
+    document: dict[str, Any] = {"recipe": name, "about": recipe.about, "rows": []}
+    run_rows(chosen, data, recipe.books, output, document)
+    if document["rows"]:
+        show(f"{recipe.about}. Times are ms/token", document["rows"], hidden=["settings"])
+        for row in document["rows"]:
+            if row.settings:
+                print(f"{row.name}, settings here: {row.settings}")
+        save(output, document)
     print("At full size:")
-    for row in chosen:
-        for line in published_commands(row):
+    for each in chosen:
+        for line in published_commands(each):
             print(f"  {line}")
+
+
+def run_rows(
+    chosen: list[Experiment], data: str | None, books: int, output: Path, document: dict[str, Any]
+) -> None:
+    """Run experiments one by one; what is finished is in the document, and on disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        study = Study(data, books, Path(folder))
+        try:
+            for each in chosen:
+                document["rows"].append(study.row(each))
+                save(output, document, quiet=True)
+        except KeyboardInterrupt:
+            say("interrupted: what is finished is kept")
+        except TierForceError as error:
+            raise TierForceError(f"{each.name}: {error}") from error

@@ -28,25 +28,34 @@ class Job:
     scratch: Path  # a folder for what a peer makes once and keeps
 
 
-@dataclass
+@dataclass(frozen=True)
+class RoundMedians:
+    """A round that drafts, by medians."""
+
+    drafted: float  # tokens
+    draft_ms: float
+    verification_ms: float
+    link_ms: float | None  # of the verification, at the link's rate
+
+
+@dataclass(frozen=True)
 class Result:
-    """Seconds and counts of one run. `tokens` are the new ones; None where a peer does not know."""
+    """Seconds and counts of one run; None where a peer does not know."""
 
     first_s: float  # until the first new token: prefill
     decode_s: float  # from there to the last
-    tokens: list[int]
+    tokens: list[int]  # the new ones
     tokens_per_verification: float | None = None
     acceptance: dict[str, float | None] = field(default_factory=dict)
     link_bytes_per_token: float | None = None
-    # medians of a round that drafts: tokens and ms
-    rounds: dict[str, float | None] = field(default_factory=dict)
+    round: RoundMedians | None = None
 
 
 class Peer(ABC):
     """One way to continue a text. Made and run in a process of its own."""
 
     def __init__(self, job: Job):
-        """Loads the models. Raises Unavailable."""
+        """Load the models. Raises Unavailable."""
         self.job = job
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Side by side: on this machine, with this model, on this text, what does each alternative do?
+"""TierForce and its peers side by side: on this machine, with this model, on this text.
 
 Every run is a process of its own: models loaded afresh, its memory watched from outside, and
 whatever happens to it is a row with the reason. Prefill and decoding are timed apart, repeats go
@@ -9,22 +9,38 @@ the rows that there are.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from transformers import AutoTokenizer
 
-from bench.harness.options import Draft, Dtype, Output, Target, Temperature, Text, Threads, TopP
-from bench.harness.process import Died, apart
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.options import (
+    Contexts,
+    Draft,
+    Dtype,
+    NewTokens,
+    Output,
+    Repeats,
+    Target,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+    integers,
+)
+from bench.harness.process import Died, call_in_process
+from bench.harness.record import benchmark, prepare, publish, save
+from bench.harness.tables import cell
 from bench.harness.text import DEMO, prompt_tokens
-from bench.peers.base import Job, Result, Unavailable
+from bench.peers.base import Job, Result, RoundMedians, Unavailable
 from bench.peers.registry import PEERS
+from bench.speed.grid import say
 from decoding import Sampling
-from offload.errors import TierForceError, one_line
+from offload.errors import one_line
 
 Outcome = Result | str  # or why there is none
 PLAIN, HIERARCHICAL, DYNAMIC = "ours: plain", "ours: hierarchical", "transformers: dynamic cache"
@@ -38,8 +54,72 @@ AIMS = (  # how many times as fast one is to be as another there
 )
 
 
+@dataclass(frozen=True)
+class Row:
+    """One peer at one context: medians of times, counts of the last run that was finished."""
+
+    context: int
+    peer: str
+    prefill_s: float | None = None
+    ms_per_token: float | None = None
+    min_ms_per_token: float | None = None
+    max_ms_per_token: float | None = None
+    tokens_per_verification: float | None = None
+    acceptance: float | None = None
+    inner_acceptance: float | None = None
+    link_mb_per_token: float | None = None
+    peak_gb: float | None = None
+    same_text: str | None = None  # as our own plain greedy one
+    note: str | None = None
+
+
+@dataclass
+class Runs:
+    """What came of one peer at one context, and the most memory its processes held."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    peak_gb: float = 0.0
+
+    @property
+    def results(self) -> list[Result]:
+        return [each for each in self.outcomes if isinstance(each, Result)]
+
+    def row(self, context: int, peer: str, wanted: list[int] | None) -> Row:
+        """Return the row of these runs; `wanted` None where tokens are drawn."""
+        reasons = [each for each in self.outcomes if isinstance(each, str)]
+        if not self.results:
+            return Row(context, peer, note=reasons[-1])
+        times = [1e3 * each.decode_s / max(1, len(each.tokens) - 1) for each in self.results]
+        last = self.results[-1]
+        moved = last.link_bytes_per_token
+        return Row(
+            context,
+            peer,
+            prefill_s=statistics.median(each.first_s for each in self.results),
+            ms_per_token=statistics.median(times),
+            min_ms_per_token=min(times),
+            max_ms_per_token=max(times),
+            tokens_per_verification=last.tokens_per_verification,
+            acceptance=last.acceptance.get("target"),
+            inner_acceptance=last.acceptance.get("retrieval"),
+            link_mb_per_token=moved / 1e6 if moved else None,
+            peak_gb=self.peak_gb,
+            same_text=None if wanted is None else compare_texts(last.tokens, wanted),
+            note=reasons[0] if reasons else None,
+        )
+
+
+def compare_texts(tokens: list[int], wanted: list[int]) -> str:
+    """Return whether a text is the one wanted, or how many tokens of it are."""
+    if tokens == wanted:
+        return "yes"
+    pairs = enumerate(zip(tokens, wanted, strict=False))
+    shorter = min(len(tokens), len(wanted))
+    return f"to token {next((at for at, (one, other) in pairs if one != other), shorter)}"
+
+
 def attempt(name: str, job: Job, threads: int) -> Outcome:
-    """One run."""
+    """Load one peer and run it, in this process."""
     prepare(threads)
     try:
         return PEERS[name](job).run()
@@ -50,83 +130,78 @@ def attempt(name: str, job: Job, threads: int) -> Outcome:
 
 
 def run(name: str, job: Job, threads: int, limit_s: float) -> tuple[Outcome, float]:
-    """What came of it, and the most memory it held, in GB."""
-    outcome, peak = apart(attempt, name, job, threads, limit_s=limit_s)
-    return (f"failed: {outcome}" if isinstance(outcome, Died) else outcome), peak
+    """Run one peer in a process of its own; return what came of it and its peak memory in GB."""
+    outcome, peak_gb = call_in_process(attempt, name, job, threads, limit_s=limit_s)
+    return (f"failed: {outcome}" if isinstance(outcome, Died) else outcome), peak_gb
 
 
-def row(
-    context: int, name: str, runs: list[tuple[Outcome, float]], wanted: list[int] | None
-) -> dict[str, Any]:
-    """Medians of the times of what was finished, counts of the last of it; `wanted`: our own plain
-    greedy text, None where tokens are drawn.
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Return what was aimed at and what came of it, at every context that has both.
+
+    And how our hierarchical decoding compares with the fastest of the others.
     """
-    done = [outcome for outcome, _ in runs if isinstance(outcome, Result)]
-    found: dict[str, Any] = {
-        "context": context,
-        "peer": name,
-        "prefill s": None,
-        "ms/token": None,
-        "least": None,
-        "most": None,
-    }
-    found |= {"tokens per verification": None, "acceptance": None, "inner acceptance": None}
-    found |= {"link MB/token": None, "peak GB": None, "same text": None}
-    if not done:
-        return {**found, "note": runs[-1][0]}
-    times = sorted(1e3 * each.decode_s / max(1, len(each.tokens) - 1) for each in done)
-    last = done[-1]
-    found |= {
-        "prefill s": statistics.median(each.first_s for each in done),
-        "ms/token": statistics.median(times),
-    }
-    found |= {"least": times[0], "most": times[-1], "peak GB": max(peak for _, peak in runs)}
-    found |= {
-        "tokens per verification": last.tokens_per_verification,
-        "acceptance": last.acceptance.get("target"),
-    }
-    found["inner acceptance"] = last.acceptance.get("retrieval")
-    if last.link_bytes_per_token:
-        found["link MB/token"] = last.link_bytes_per_token / 1e6
-    if wanted is not None:
-        same = next(
-            (
-                index
-                for index, pair in enumerate(zip(last.tokens, wanted, strict=False))
-                if pair[0] != pair[1]
-            ),
-            None,
-        )
-        alike = min(len(last.tokens), len(wanted)) if same is None else same
-        found["same text"] = "yes" if last.tokens == wanted else f"to token {alike}"
-    failed = [outcome for outcome, _ in runs if isinstance(outcome, str)]
-    return {**found, "note": failed[0] if failed else None}
-
-
-def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What was aimed at, and what came of it, at every context that has both; and our hierarchical
-    against the fastest other.
-    """
-    found: dict[str, float] = {}
-    for context in dict.fromkeys(row["context"] for row in rows):
+    claims: dict[str, float] = {}
+    for context in dict.fromkeys(row.context for row in rows):
         times = {
-            row["peer"]: row["ms/token"]
+            row.peer: row.ms_per_token
             for row in rows
-            if row["context"] == context and row["ms/token"]
+            if row.context == context and row.ms_per_token
         }
         for fast, slow, aim in AIMS:
             if fast in times and slow in times:
                 aimed = f" (aim: {aim:g})" if context == AIMED_AT else ""
-                found[f"{context:,} tokens: {fast}, times as fast as {slow}{aimed}"] = (
-                    times[slow] / times[fast]
-                )
-        others = {peer: value for peer, value in times.items() if not peer.startswith("ours")}
+                claim = f"{context:,} tokens: {fast}, times as fast as {slow}{aimed}"
+                claims[claim] = times[slow] / times[fast]
+        others = {peer: ms for peer, ms in times.items() if not peer.startswith("ours")}
         if others and HIERARCHICAL in times:
             best = min(others, key=others.__getitem__)
-            found[
+            claim = (
                 f"{context:,} tokens: {HIERARCHICAL}, times as fast as the fastest other, {best}"
-            ] = others[best] / times[HIERARCHICAL]
-    return found
+            )
+            claims[claim] = others[best] / times[HIERARCHICAL]
+    return claims
+
+
+class Comparison:
+    """All runs so far, kept on disk after each."""
+
+    def __init__(self, output: Path, threads: int, limit_s: float):
+        self.output, self.threads, self.limit_s = output, threads, limit_s
+        self.runs: dict[tuple[int, str], Runs] = {}
+        self.rounds: dict[tuple[int, str], RoundMedians] = {}
+        self.greedy: dict[int, list[int]] = {}  # our own plain text, by context
+
+    def add(self, name: str, job: Job) -> None:
+        """Run one peer once more."""
+        key = len(job.prompt), name
+        outcome, peak_gb = run(name, job, self.threads, self.limit_s)
+        runs = self.runs.setdefault(key, Runs())
+        runs.outcomes.append(outcome)
+        runs.peak_gb = max(runs.peak_gb, peak_gb)
+        if name == PLAIN and isinstance(outcome, Result) and job.sampling.temperature == 0:
+            self.greedy.setdefault(key[0], outcome.tokens)
+        if isinstance(outcome, Result) and outcome.round:
+            self.rounds[key] = outcome.round
+        save(self.output, self.document(), quiet=True)
+        row = next(each for each in self.rows() if (each.context, each.peer) == key)
+        speed = f"{cell(row.ms_per_token)} ms/token, prefill {cell(row.prefill_s)} s"
+        say(f"{key[0]} tokens, {name}: {row.note or speed}")
+
+    def rows(self) -> list[Row]:
+        """Return a row per peer and context."""
+        return [
+            runs.row(context, peer, self.greedy.get(context))
+            for (context, peer), runs in self.runs.items()
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Return rows, ratios, and rounds by medians."""
+        rounds = [
+            {"context": context, "peer": peer, **asdict(each)}
+            for (context, peer), each in self.rounds.items()
+        ]
+        rows = self.rows()
+        return {"rows": rows, "ratios": ratios(rows), "rounds": rounds}
 
 
 @benchmark
@@ -134,8 +209,8 @@ def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",
     text: Text = None,
-    context: Annotated[str, typer.Option(help="Prompt tokens.")] = "8192,32768,65536",
-    new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 128,
+    context: Contexts = "8192,32768,65536",
+    new_tokens: NewTokens = 128,
     peers: Annotated[
         str, typer.Option(help="Parts of the names of peers to run; all by default.")
     ] = "",
@@ -149,91 +224,31 @@ def main(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     threads: Threads = 0,
-    repeats: Annotated[int, typer.Option(help="Runs of each peer, interleaved.")] = 1,
+    repeats: Repeats = 1,
     limit_s: Annotated[float, typer.Option(help="Seconds a run may take.")] = 900,
     output: Output = Path("results/compare.json"),
 ) -> None:
     """Run every peer at every context, and compare."""
     prepare(threads)
-    tokenizer, progress = AutoTokenizer.from_pretrained(model), Console(stderr=True)
-    names = [
-        name
-        for name in PEERS
-        if not peers or any(part.strip() in name for part in peers.split(","))
-    ]
+    names = [name for name in PEERS if any(part.strip() in name for part in peers.split(","))]
     if not names:
-        raise typer.BadParameter(
-            f"no peer is named like that: {', '.join(PEERS)}", param_hint="--peers"
-        )
-    settings = {
-        "new_tokens": new_tokens,
-        "dtype": dtype,
-        "temperature": temperature,
-        "top_p": top_p,
-        "link": link,
-    }
-    settings |= {"repeats": repeats, "budget": budget}
+        known = ", ".join(PEERS)
+        raise typer.BadParameter(f"no peer is named like that: {known}", param_hint="--peers")
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    prompts = [prompt_tokens(tokenizer, tokens, text) for tokens in integers(context)]
+    law, scratch = Sampling(temperature, top_p=top_p), output.parent / "converted"
+    comparison = Comparison(output, threads, limit_s)
     try:
-        prompts = {
-            tokens: prompt_tokens(tokenizer, tokens, text)
-            for tokens in map(int, context.split(","))
-        }
-    except TierForceError as error:
-        raise typer.BadParameter(str(error), param_hint="--context") from None
-    rows: list[dict[str, Any]] = []
-    rounds: dict[tuple[int, str], dict[str, float | None]] = {}
-
-    def keep(quiet: bool = False) -> None:
-        timelines = [
-            {"context": tokens, "peer": name, **found} for (tokens, name), found in rounds.items()
-        ]
-        save(
-            output,
-            {"settings": settings, "rows": rows, "ratios": ratios(rows), "rounds": timelines},
-            quiet,
-        )
-
-    try:
-        for tokens, prompt in prompts.items():
-            runs: dict[str, list[tuple[Outcome, float]]] = {}
-            before = list(rows)
+        for prompt in prompts:
+            job = Job(model, draft, prompt, new_tokens, law, dtype, budget, link, scratch)
             for repeat in range(repeats):
                 for name in names:
-                    law = Sampling(temperature, top_p=top_p, seed=repeat)
-                    job = Job(
-                        model,
-                        draft,
-                        prompt,
-                        new_tokens,
-                        law,
-                        dtype,
-                        budget,
-                        link,
-                        output.parent / "converted",
-                    )
-                    outcome = run(name, job, threads, limit_s)
-                    runs.setdefault(name, []).append(outcome)
-                    if isinstance(outcome[0], Result) and outcome[0].rounds:
-                        rounds[tokens, name] = outcome[0].rounds
-                    plain = next(
-                        (each for each, _ in runs.get(PLAIN, []) if isinstance(each, Result)), None
-                    )
-                    wanted = plain.tokens if plain and temperature == 0 else None
-                    rows = before + [
-                        row(tokens, each, found, wanted) for each, found in runs.items()
-                    ]
-                    keep(quiet=True)
-                    last = rows[-1 if repeat == 0 else len(before) + names.index(name)]
-                    said = (
-                        last["note"]
-                        or f"{last['ms/token']:.1f} ms/token, prefill {last['prefill s']:.1f} s"
-                    )
-                    progress.print(f"{tokens} tokens, {name}: {said}", highlight=False)
+                    comparison.add(name, replace(job, sampling=replace(law, seed=repeat)))
     except KeyboardInterrupt:
-        progress.print("interrupted: what is finished is kept")
-    if rows:
-        title = f"{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p},"
-        show(f"{title} {torch.get_num_threads()} threads, link {link}", rows)
-        for claim, value in ratios(rows).items():
-            print(f"{claim}: {value:.2f}")
-        keep()
+        say("interrupted: what is finished is kept")
+    if comparison.runs:
+        title = (
+            f"{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p}, "
+            f"{torch.get_num_threads()} threads, link {link}"
+        )
+        publish(output, title, **comparison.document())

@@ -1,6 +1,4 @@
-"""transformers' own generate as a peer, with its kinds of cache and of drafting, and accelerate's
-offloading.
-"""
+"""transformers' own generate as a peer, and accelerate's offloading."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from decoding import Sampling
 
 
 class Clock(BaseStreamer):
-    """Notes when tokens come out of `generate`; what it is given first is the prompt."""
+    """A streamer that notes when tokens come out of `generate`; the prompt comes first."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -31,7 +29,7 @@ class Clock(BaseStreamer):
 
 
 def warped(law: Sampling) -> dict[str, Any]:
-    """The keyword arguments by which `generate` draws from that law."""
+    """Return the keyword arguments by which `generate` draws from that law."""
     if law.temperature == 0:
         return {"do_sample": False}
     return {
@@ -43,7 +41,7 @@ def warped(law: Sampling) -> dict[str, Any]:
 
 
 class Transformers(Peer):
-    """transformers' generate. `extra` tells its keyword arguments, given the job."""
+    """transformers' generate. `extra` tells further arguments of it, given the peer."""
 
     extra: Callable[[Transformers], dict[str, Any]] = staticmethod(lambda peer: {})
 
@@ -53,8 +51,9 @@ class Transformers(Peer):
         self.model: Any = self._load(job.target)
 
     def _load(self, folder: Path) -> Any:
+        dtype = getattr(torch, self.job.dtype)
         model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, self.job.dtype)
+            folder, dtype=dtype, trust_remote_code=False
         )
         model = model.to(self.device)
         # no stop token: all make as many tokens
@@ -76,19 +75,17 @@ class Transformers(Peer):
                 **type(self).extra(self),
             )
         first = clock.times[1]  # the first call hands over the prompt
-        return Result(
-            first - started, time.perf_counter() - first, out[0, len(job.prompt) :].tolist()
-        )
+        tokens = out[0, len(job.prompt) :].tolist()
+        return Result(first - started, time.perf_counter() - first, tokens)
 
 
 def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transformers]:
+    """Return the peer with these further arguments of `generate`."""
     return type("Transformers", (Transformers,), {"extra": staticmethod(extra)})
 
 
 class Accelerate(Transformers):
-    """accelerate's cpu_offload: weights come to the device layer by layer; the cache stays
-    there.
-    """
+    """accelerate's cpu_offload: weights come layer by layer; the cache stays on the device."""
 
     def _load(self, folder: Path) -> Any:
         from accelerate import cpu_offload
@@ -98,10 +95,12 @@ class Accelerate(Transformers):
 
 
 def offloaded(peer: Transformers) -> dict[str, Any]:
+    """Return what asks for a cache in host memory. Raises Unavailable without a GPU."""
     if peer.device.type == "cpu":
         raise Unavailable("transformers' offloaded cache needs a GPU to offload from")
     return {"cache_implementation": "offloaded"}
 
 
 def assisted(peer: Transformers) -> dict[str, Any]:
+    """Return what asks for drafts by the draft model."""
     return {"assistant_model": peer._load(peer.job.draft)}

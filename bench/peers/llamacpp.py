@@ -13,9 +13,7 @@ from bench.peers.gguf import to_gguf
 
 
 class LlamaCpp(Peer):
-    """llama.cpp through llama-cpp-python, with the target converted to GGUF once; its KV cache is
-    in float16, as it likes it.
-    """
+    """llama.cpp, with the target converted to GGUF once; its KV cache is in float16."""
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -30,21 +28,21 @@ class LlamaCpp(Peer):
             to_gguf(job.target, path, getattr(torch, job.dtype))
         from llama_cpp import Llama  # pyright: ignore
 
-        threads, tokens = torch.get_num_threads(), len(job.prompt) + job.new
-        gpu = -1 if torch.cuda.is_available() else 0
+        threads = torch.get_num_threads()
         self.model = Llama(
             str(path),
-            n_ctx=tokens,
+            n_ctx=len(job.prompt) + job.new,
             n_threads=threads,
             n_threads_batch=threads,
-            n_gpu_layers=gpu,
+            n_gpu_layers=-1 if torch.cuda.is_available() else 0,
             flash_attn=True,
             verbose=False,
         )
 
     def run(self) -> Result:
         self.model.set_seed(self.job.sampling.seed)
-        law, tokens, first, started = self.job.sampling, [], 0.0, time.perf_counter()
+        law, tokens, first = self.job.sampling, list[int](), 0.0
+        started = time.perf_counter()
         for token in self.model.generate(
             self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature
         ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.base import Job, Peer, Result
+from bench.peers.base import Job, Peer, Result, RoundMedians
 from decoding import Engine, Settings
 
 
@@ -20,17 +20,14 @@ class Ours(Peer):
 
     def __init__(self, job: Job):
         super().__init__(job)
-        base: dict[str, Any] = {
-            "dtype": job.dtype,
-            "budget": job.budget,
-            "link": "view" if not torch.cuda.is_available() else "auto",
-        }
-        settings = Settings(**{**base, **self._chosen()})
+        link = "auto" if torch.cuda.is_available() else "view"
+        base: dict[str, Any] = {"dtype": job.dtype, "budget": job.budget, "link": link}
+        settings = Settings(**base | self._chosen())
         self.engine = Engine.from_pretrained(job.target, job.draft, settings)
         self.engine.stop_tokens = frozenset()
 
     def _chosen(self) -> dict[str, Any]:
-        """Settings of this mode; what is offloaded goes over the job's link."""
+        """Return the settings of this mode; what is offloaded goes over the job's link."""
         chosen = dict(self.choices)
         if "resident_layers" in chosen:
             chosen["link"] = self.job.link
@@ -39,28 +36,31 @@ class Ours(Peer):
     def run(self) -> Result:
         tokens = list(self.engine.generate(self.job.prompt, self.job.new, self.job.sampling))
         stats = self.engine.stats
-        result = Result(
+        return Result(
             stats.first_token_s,
             stats.decode_s,
             tokens,
             stats.tokens_per_verification,
             stats.acceptance,
+            stats.link_bytes_per_token,
+            self._round(),
         )
-        result.link_bytes_per_token = stats.link_bytes_per_token
-        if rounds := [each for each in stats.rounds if each.drafted]:
-            link = stats.traffic["target"].link_in - stats.prefill_link_in
-            passes, rate = (
-                stats.levels[0].stats.passes,
-                getattr(self.engine.runtime.link, "rate", None),
-            )
-            result.rounds = {
-                "drafted": statistics.median(each.drafted for each in rounds),
-                "draft ms": 1e3 * statistics.median(each.draft_s for each in rounds),
-                "verification ms": 1e3 * statistics.median(each.verify_s for each in rounds),
-                "link ms": 1e3 * link / passes / rate if rate else None,
-            }
-        return result
+
+    def _round(self) -> RoundMedians | None:
+        stats = self.engine.stats
+        rounds = [each for each in stats.rounds if each.drafted]
+        if not rounds:
+            return None
+        moved = stats.traffic["target"].link_in - stats.prefill_link_in
+        rate = getattr(self.engine.runtime.link, "rate", None)
+        return RoundMedians(
+            statistics.median(each.drafted for each in rounds),
+            1e3 * statistics.median(each.draft_s for each in rounds),
+            1e3 * statistics.median(each.verify_s for each in rounds),
+            1e3 * moved / stats.levels[0].stats.passes / rate if rate else None,
+        )
 
 
 def ours(**choices: Any) -> type[Ours]:
+    """Return the peer with these settings."""
     return type("Ours", (Ours,), {"choices": choices})

@@ -1,6 +1,4 @@
-"""What users would otherwise run, each behind one small interface: the same prompt, as many tokens,
-the same sampling.
-"""
+"""What users would otherwise run: the same prompt, as many tokens, the same sampling for all."""
 
 from __future__ import annotations
 

@@ -18,9 +18,7 @@ from bench.peers.zero_kv import initialized
 
 
 class ZeroInference(Transformers):
-    """DeepSpeed-ZeRO-Inference as it is released: stage 3 with parameters in host memory, and its
-    KV cache on the device.
-    """
+    """DeepSpeed-ZeRO-Inference as released: parameters in host memory, KV cache on the device."""
 
     def _load(self, folder: Path) -> Any:
         if find_spec("deepspeed") is None:
@@ -29,8 +27,9 @@ class ZeroInference(Transformers):
 
 
 class OffloadingZeroInference(Peer):
-    """DeepSpeed-ZeRO-Inference with its KV cache in host memory, by the python that
-    TIERFORCE_ZERO_PYTHON names.
+    """DeepSpeed-ZeRO-Inference with its KV cache in host memory.
+
+    It is run by the python that TIERFORCE_ZERO_PYTHON names.
     """
 
     script = Path(__file__).with_name("zero_kv.py")
@@ -50,23 +49,17 @@ class OffloadingZeroInference(Peer):
             "prompt": self.job.prompt,
             "new": self.job.new,
             "dtype": self.job.dtype,
-        }
-        job |= {
             "seed": self.job.sampling.seed,
             "law": warped(self.job.sampling),
             "port": free_port(),
+            "threads": torch.get_num_threads(),
         }
-        job["threads"] = torch.get_num_threads()
-        done = subprocess.run(
-            [self.python, str(self.script)], input=json.dumps(job), capture_output=True, text=True
-        )
+        command = [self.python, str(self.script)]
+        done = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(
-                done.stderr.strip().splitlines()[-1]
-                if done.stderr.strip()
-                else f"exit code {done.returncode}"
-            )
-        found = json.loads(done.stdout.splitlines()[-1])
-        if "unavailable" in found:
-            raise Unavailable(found["unavailable"])
-        return Result(**found)
+            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise RuntimeError(said[-1])
+        answer = json.loads(done.stdout.splitlines()[-1])
+        if "unavailable" in answer:
+            raise Unavailable(answer["unavailable"])
+        return Result(**answer)

@@ -1,5 +1,4 @@
-"""DeepSpeed-ZeRO-Inference with its KV cache in host memory, run by the python of an environment
-that has it.
+"""DeepSpeed-ZeRO-Inference with its KV cache in host memory, run by a python that has it.
 
 KV offload was never merged: it lives in a fork of transformers of 2023
 (github.com/tjruwase/transformers, branch kvcache-offload-cpu), which cannot share an environment
@@ -19,8 +18,9 @@ from typing import Any
 
 
 def initialized(model: Any, dtype: str, port: int) -> Any:
-    """The model under ZeRO stage 3 with parameters in host memory, in a group of its own on this
-    port, without an MPI to ask.
+    """Put a model under ZeRO stage 3 with parameters in host memory.
+
+    It gets a group of its own on this port, without an MPI to ask.
     """
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
@@ -37,8 +37,9 @@ def initialized(model: Any, dtype: str, port: int) -> Any:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """Seconds and tokens, or why there are none. `job`: target, prompt, new, dtype, seed, threads,
-    port, and generate's `law`.
+    """Return seconds and tokens, or why there are none.
+
+    A job has: target, prompt, new, dtype, seed, threads, port, and generate's `law`.
     """
     import torch
 
@@ -49,11 +50,8 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
         job["target"], torch_dtype=getattr(torch, job["dtype"])
     )
     if not hasattr(model, "set_kv_cache_offload"):
-        return {
-            "unavailable": (
-                f"the transformers of {sys.executable} has no KV offload: it takes DeepSpeed's fork"
-            )
-        }
+        reason = "has no KV offload: it takes DeepSpeed's fork"
+        return {"unavailable": f"the transformers of {sys.executable} {reason}"}
     model = initialized(model, job["dtype"], job["port"])
     cuda = torch.cuda.is_available()
     model.set_kv_cache_offload(True, job["new"], cuda, cuda)  # pinned, and copied behind compute
@@ -88,5 +86,5 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with redirect_stdout(sys.stderr):  # DeepSpeed says much
-        found = generate(json.load(sys.stdin))
-    print(json.dumps(found))
+        answer = generate(json.load(sys.stdin))
+    print(json.dumps(answer))

@@ -1,3 +1,1 @@
-"""Times: of passes, refreshes, transfers, prefill, decoding, and settings that are found while
-decoding.
-"""
+"""Times of passes, refreshes, transfers, prefill and decoding."""

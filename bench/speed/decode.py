@@ -1,13 +1,11 @@
-"""Decoding speed on this machine, in one run: transformers, plain decoding, hierarchical decoding,
-with and without a link.
+"""Decoding speed of every mode and of transformers, with and without a link.
 
 The physics: a plain step reads all KV once (attention) or moves it over the link once (offloading),
 per token. Hierarchical decoding does so once per verification, so it gains by tokens per
 verification as long as verifying and drafting cost less than that. On a CPU a verification is not
 flat in draft length, and shorter drafts win; on a link it is, and longer ones win.
 
-Methods are interleaved and repeated; the median of the repeats counts. Prefill is done once per
-method and not timed here.
+The median of the repeats counts. Prefill is done once per method and not timed here.
 """
 
 from __future__ import annotations
@@ -22,79 +20,69 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from bench.harness.decode_loop import continued
+from bench.harness.decode_loop import PrefilledText, Run
 from bench.harness.options import (
+    Budget,
     Context,
     Draft,
     Dtype,
+    NewTokens,
     Output,
+    Repeats,
     Target,
     Temperature,
     Text,
     Threads,
     TopP,
+    integers,
 )
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.record import benchmark, prepare, publish
 from bench.harness.text import DEMO, prompt_tokens
 from bench.peers.hugging_face import warped
+from bench.speed.grid import Series, say, time_text
 from decoding import Engine, Sampling, Settings
-from decoding.session import Session, draft_lengths
-from decoding.speculation.decoders import Speculative
+from decoding.session import draft_lengths
+
+Method = Callable[[Sampling], Run]
+PEER_TOKENS = 32  # transformers' runs are no longer than this
 
 
 @dataclass(frozen=True)
-class Run:
-    """One timed decoding: seconds, and what was counted."""
+class Row:
+    """Medians and means over the runs of one method."""
 
-    seconds: float
-    tokens: int
-    tokens_per_verification: float | None = None
-    acceptance: dict[str, float | None] | None = None
-    link_bytes: int = 0
+    method: str
+    ms_per_token: float
+    min_ms_per_token: float
+    max_ms_per_token: float
+    tokens_per_verification: float | None
+    acceptance: float | None
+    link_mb_per_token: float
 
-
-class Ours:
-    """One of our modes over one link, prefilled; every run starts from the prompt's end, with a
-    draft length of its own.
-    """
-
-    def __init__(self, engine: Engine, settings: Settings, prompt: list[int], new: int):
-        self.session = Session(engine.runtime.with_settings(settings), prompt, new)
-        self.first = int(self.session.prefill().argmax())
-        self.start = self.session.snapshot()
-
-    def run(self, length: int, sampling: Sampling) -> Run:
-        session = self.session
-        session.rewind(self.start)
-        before = session.target.traffic.link_in
-        lengths = draft_lengths(replace(session.runtime.settings, draft_length=length))
-        decoder, seconds = continued(session, self.first, sampling, lengths)
-        levels = decoder.levels()
-        acceptance = {
-            level.name: level.stats.acceptance_rate
-            for level in levels
-            if isinstance(level, Speculative)
-        }
-        return Run(
-            seconds,
-            decoder.stats.produced,
-            decoder.stats.tokens_per_pass,
-            acceptance,
-            session.target.traffic.link_in - before,
+    @classmethod
+    def of(cls, method: str, series: Series) -> Row:
+        runs = series.runs
+        verified = [run.tokens_per_verification for run in runs if run.tokens_per_verification]
+        rates = [run.acceptance for run in runs if run.acceptance is not None]
+        return cls(
+            method,
+            statistics.median(series.times),
+            min(series.times),
+            max(series.times),
+            statistics.fmean(verified) if verified else None,
+            statistics.fmean(rates) if rates else None,
+            statistics.fmean(run.link_bytes / run.tokens for run in runs) / 1e6,
         )
 
 
 class Transformers:
-    """transformers' generate with its default (dynamic) cache or its static one, continuing from a
-    prefilled one.
-    """
+    """transformers' generate with its default cache or its static one, on a prefilled prompt."""
 
     def __init__(self, model: Any, prompt: list[int], new: int, static: bool):
         self.model, self.prompt, self.new = model, torch.tensor([prompt]), new
-        self.cache = (
+        self.cache: Any = (
             StaticCache(model.config, len(prompt) + new)
             if static
             else DynamicCache(config=model.config)
@@ -105,25 +93,44 @@ class Transformers:
                 self.model(part, past_key_values=self.cache, logits_to_keep=1)
 
     def run(self, sampling: Sampling) -> Run:
+        """Continue the prompt by as many tokens as it was made for."""
         torch.manual_seed(sampling.seed)
         self._rewind()
         started = time.perf_counter()
         with torch.inference_mode():
-            tokens = {"max_new_tokens": self.new, "min_new_tokens": self.new}
-            out = self.model.generate(
-                self.prompt, past_key_values=self.cache, **tokens, **warped(sampling)
+            self.model.generate(
+                self.prompt,
+                past_key_values=self.cache,
+                max_new_tokens=self.new,
+                min_new_tokens=self.new,
+                **warped(sampling),
             )
-        return Run(time.perf_counter() - started, out.shape[1] - self.prompt.shape[1])
+        return Run(time.perf_counter() - started, self.new)
 
     def _rewind(self) -> None:
-        read = self.prompt.shape[1] - 1
+        length = self.prompt.shape[1] - 1
         if isinstance(self.cache, DynamicCache):
-            self.cache.crop(read - self.cache.get_seq_length())
+            self.cache.crop(length - self.cache.get_seq_length())
         else:
-            layer: Any
             # a static cache cannot be cropped, but what lies behind its length is masked
             for layer in self.cache.layers:
-                layer.cumulative_length.fill_(read)
+                layer.cumulative_length.fill_(length)
+
+
+def ours(
+    engine: Engine, settings: Settings, prompt: list[int], new: int, lengths: list[int]
+) -> dict[str, Method]:
+    """Read the prompt in one mode; return a method for every draft length, by name."""
+    where = f", link {settings.link.partition(':')[2]} GB/s" if "emulated" in settings.link else ""
+    say(f"prefill: {settings.mode}{where}")
+    longest = replace(settings, draft_length=max(lengths))
+    text = PrefilledText(engine.runtime.with_settings(longest), prompt, new)
+    methods: dict[str, Method] = {}
+    for length in lengths:
+        drafting = "" if settings.mode == "plain" else f", draft {length}"
+        each = draft_lengths(replace(settings, draft_length=length))
+        methods[settings.mode + drafting + where] = partial(text.run, lengths=each)
+    return methods
 
 
 @benchmark
@@ -132,16 +139,16 @@ def main(
     draft: Draft = DEMO / "draft",
     text: Text = None,
     context: Context = 32_768,
-    new_tokens: Annotated[int, typer.Option(help="Tokens per run.")] = 96,
+    new_tokens: NewTokens = 96,
     link_tokens: Annotated[
         int, typer.Option(help="Tokens per run of plain decoding over the link, which is slow.")
     ] = 12,
     rate: Annotated[float, typer.Option(help="Emulated link, GB/s.")] = 0.25,
-    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens.")] = 4096,
+    budget: Budget = 4096,
     lengths: Annotated[str, typer.Option(help="Draft lengths without a link.")] = "4,6",
     link_lengths: Annotated[str, typer.Option(help="Draft lengths over the link.")] = "16,24",
     threads: Threads = 0,
-    repeats: Annotated[int, typer.Option(help="Runs of each method.")] = 3,
+    repeats: Repeats = 3,
     dtype: Dtype = "bfloat16",
     temperature: Temperature = 0.6,
     top_p: TopP = 0.9,
@@ -151,103 +158,53 @@ def main(
     prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
     prompt = prompt_tokens(engine.tokenizer, context, text)
-    resident = Settings(dtype=dtype, budget=budget, link="view", mode="plain")
-    offload = replace(resident, link=f"emulated:{rate}", resident_layers=0)
-    methods: dict[str, Callable[[Sampling], Run]] = {}
-    over_link = f", link {rate:g} GB/s"
-
-    def ours(mode: str, settings: Settings, new: int, lengths: str, where: str) -> None:
-        progress.print(f"prefill: {mode}{where}")
-        sizes = [int(length) for length in lengths.split(",")]
-        method = Ours(
-            engine, replace(settings, mode=mode, draft_length=max(sizes)), prompt, new + 1
-        )
-        for size in sizes:
-            name = mode + where if mode == "plain" else f"{mode}, draft {size}{where}"
-            methods[name] = partial(method.run, size)
-
-    progress = Console(stderr=True)
-    progress.print("prefill: transformers")
+    say("prefill: transformers")
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=engine.runtime.dtype)
-    for kind in ("default", "static"):
-        methods[f"transformers, {kind} cache"] = Transformers(
-            peer, prompt, min(new_tokens, 32), kind == "static"
+    methods: dict[str, Method] = {
+        f"transformers, {kind} cache": Transformers(
+            peer, prompt, min(new_tokens, PEER_TOKENS), kind == "static"
         ).run
-    ours("plain", resident, new_tokens, "1", "")
-    ours("retrieval", resident, new_tokens, lengths, "")
-    ours("hierarchical", resident, new_tokens, lengths, "")
-    ours("plain", offload, link_tokens, "1", over_link)
-    ours("retrieval", offload, new_tokens, link_lengths, over_link)
-    ours("hierarchical", offload, new_tokens, link_lengths, over_link)
-    runs: dict[str, list[Run]] = {name: [] for name in methods}
+        for kind in ("default", "static")
+    }
+    resident = Settings(dtype=dtype, budget=budget, link="view", mode="plain")
+    offloaded = replace(resident, link=f"emulated:{rate:g}", resident_layers=0)
+    for settings, drafts, plain_tokens in (
+        (resident, integers(lengths), new_tokens),
+        (offloaded, integers(link_lengths), link_tokens),
+    ):
+        methods |= ours(engine, settings, prompt, plain_tokens, [1])
+        for mode in ("retrieval", "hierarchical"):
+            methods |= ours(engine, replace(settings, mode=mode), prompt, new_tokens, drafts)
+    series: dict[str, Series] = {}
     for repeat in range(repeats):
-        for name, method in methods.items():
-            runs[name].append(method(Sampling(temperature, top_p=top_p, seed=repeat)))
-            progress.print(
-                f"run {repeat + 1}: {name}: "
-                f"{1e3 * runs[name][-1].seconds / runs[name][-1].tokens:.1f} ms/token"
-            )
-    rows = [_row(name, results) for name, results in runs.items()]
-    law = f"T {temperature}, top-p {top_p}"
-    show(
-        f"Decoding behind {context:,} tokens, {dtype}, {law}, budget {budget}, "
-        f"{torch.get_num_threads()} threads",
-        rows,
+        law = Sampling(temperature, top_p=top_p, seed=repeat)
+        seeded = {name: partial(method, law) for name, method in methods.items()}
+        time_text(seeded, series, repeat, f"run {repeat + 1}")
+    rows = [Row.of(name, series[name]) for name in methods]
+    title = (
+        f"Decoding behind {context:,} tokens, {dtype}, T {temperature}, top-p {top_p}, "
+        f"budget {budget}, {torch.get_num_threads()} threads"
     )
-    ratios = _ratios(rows)
-    for claim, value in ratios.items():
-        print(f"{claim}: {value:.2f}")
-    settings = {
-        "context": context,
-        "budget": budget,
-        "dtype": dtype,
-        "temperature": temperature,
-        "top_p": top_p,
-        "rate_gbps": rate,
-    }
-    save(output, {"settings": settings, "rows": rows, "ratios": ratios})
+    publish(output, title, rows, ratios(rows))
 
 
-def _row(name: str, runs: list[Run]) -> dict[str, Any]:
-    """Medians over the repeats; the spread is of ms/token."""
-    times = sorted(1e3 * run.seconds / run.tokens for run in runs)
-    verified = [
-        run.tokens_per_verification for run in runs if run.tokens_per_verification is not None
-    ]
-    rates = [run.acceptance.get("target") for run in runs if run.acceptance]
-    known = [rate for rate in rates if rate is not None]
-    return {
-        "method": name,
-        "ms/token": statistics.median(times),
-        "least": times[0],
-        "most": times[-1],
-        "tokens per verification": statistics.fmean(verified) if verified else None,
-        "acceptance": statistics.fmean(known) if known else None,
-        "link MB/token": statistics.fmean(run.link_bytes / run.tokens for run in runs) / 1e6,
-    }
-
-
-def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What the issue asks: speed against transformers, and of the best hierarchical setting against
-    plain, on each link.
-    """
-    times = {row["method"]: row["ms/token"] for row in rows}
-    offload = next(name for name in times if name.startswith("plain, link"))
+def ratios(rows: list[Row]) -> dict[str, float]:
+    """Return the speed against transformers, and of the best drafting against plain decoding."""
+    times = {row.method: row.ms_per_token for row in rows}
+    plain_over_link = next(name for name in times if name.startswith("plain, link"))
 
     def best(mode: str, linked: bool) -> float:
         return min(
-            time
-            for name, time in times.items()
-            if name.startswith(mode) and ("link" in name) == linked
+            ms for name, ms in times.items() if name.startswith(mode) and ("link" in name) == linked
         )
 
-    kinds = [name for name in times if name.startswith("transformers")]
-    found = {f"plain, times as fast as {name}": times[name] / times["plain"] for name in kinds}
+    gains = {
+        f"plain, times as fast as {name}": ms / times["plain"]
+        for name, ms in times.items()
+        if name.startswith("transformers")
+    }
     for mode in ("hierarchical", "retrieval"):
-        found[f"{mode} at its best length, times as fast as plain"] = times["plain"] / best(
-            mode, False
-        )
-        found[f"{mode} at its best length, times as fast as plain over the link"] = times[
-            offload
-        ] / best(mode, True)
-    return found
+        claim = f"{mode} at its best length, times as fast as plain"
+        gains[claim] = times["plain"] / best(mode, False)
+        gains[f"{claim} over the link"] = times[plain_over_link] / best(mode, True)
+    return gains

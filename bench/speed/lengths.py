@@ -1,35 +1,34 @@
-"""Draft lengths: do the adaptive ones end near the best fixed pair? And how fast is each selection
-policy at its own best length?
+"""Draft lengths: the adaptive ones against a grid of fixed pairs, for two selection policies.
 
 The physics: over a link a verification costs the same for any draft, so long drafts pay until
 proposals stop standing; where compute is the cost they pay less. Which pair of lengths is best
 depends on acceptance and on the link, so the engine finds it while it runs.
 
-Every setting continues the same prompts, interleaved, in hierarchical mode. How much of a draft
-stands is a matter of luck, which a hundred rounds do not even out. So beside the plain ms/token
-there is an expected one: a setting's seconds over the tokens its drafts yield on average, given how
-often a policy's proposals stand at each place of a draft, in all rounds of all its settings. (That
-law does not depend on inner length or link.)
+Every setting continues the same prompts in hierarchical mode (`bench/speed/grid.py`). How often a
+policy's proposals stand at each place of a draft is taken from all rounds of all its settings: that
+law does not depend on inner length or link.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise, product
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from bench.drafts.overlap import OURS, STATIC, Variant, prompts
-from bench.harness.decode_loop import continued
+from bench.harness.decode_loop import PrefilledText
 from bench.harness.options import (
+    Budget,
     Context,
     Draft,
     Dtype,
+    NewTokens,
     Output,
     Rates,
     Target,
@@ -37,83 +36,65 @@ from bench.harness.options import (
     Text,
     Threads,
     TopP,
+    decimals,
+    integers,
 )
-from bench.harness.record import benchmark, prepare, save, show
+from bench.harness.record import benchmark, prepare, publish
 from bench.harness.text import DEMO, text_tokens
+from bench.speed.grid import Series, expected_yields, time_text
 from decoding import Engine, Sampling, Settings
-from decoding.planning.defaults import MAX_DRAFT
-from decoding.session import Session, draft_lengths
-from decoding.speculation.draft_length import Fixed, RecordingLength, RoundStats
+from decoding.planning.needs import MAX_DRAFT
+from decoding.session import draft_lengths
+from decoding.speculation.draft_length import Fixed, RoundStats
 
-Pair = tuple[int, int] | None  # draft length and inner length; None: adaptive
+ADAPTIVE = "adaptive"
+Setting = tuple[float, str, str]  # link in GB/s, name of the policy, lengths
 
 
-@dataclass
-class Total:
-    """All runs of one setting."""
+@dataclass(frozen=True)
+class Row:
+    """All runs of one setting, over one link."""
 
-    seconds: float = 0.0
-    tokens: int = 0
-    texts: list[list[RoundStats]] = field(default_factory=list)
-    inner_rounds: list[RoundStats] = field(default_factory=list)
-    by_text: list[float] = field(default_factory=list)  # ms/token
+    link_gbps: float
+    policy: str
+    lengths: str  # of a draft and of an inner draft, or that they adapt
+    ms_per_token: float
+    min_ms_per_token: float  # of one text
+    max_ms_per_token: float
+    tokens_per_verification: float
+    expected_ms_per_token: float
+    mean_draft: float
+    drafted_behind_whole_drafts: float
+    mean_inner_draft: float
 
-    def add(self, tokens: int, seconds: float, rounds: list[RoundStats]) -> None:
-        self.texts.append(rounds)
-        self.seconds += seconds
-        self.tokens += tokens
-        self.by_text.append(1e3 * seconds / tokens)
-
-    @property
-    def rounds(self) -> list[RoundStats]:
-        return list(chain(*self.texts))
-
-    def expected(self, yields: list[float]) -> float:
-        """Tokens that its drafts yield on average."""
-        return sum(yields[past.drafted] for past in self.rounds)
-
-    @property
-    def behind_whole_drafts(self) -> float:
-        """The share of time in drafts behind one that stood whole: all that drafting ahead of the
-        verdict could save.
-        """
-        follow = [(past, later) for rounds in self.texts for past, later in pairwise(rounds)]
-        return (
-            sum(later.draft_s for past, later in follow if past.accepted == past.drafted)
-            / self.seconds
+    @classmethod
+    def of(cls, setting: Setting, series: Series, yields: Sequence[float]) -> Row:
+        inner_rounds = [each for run in series.runs for each in run.inner_rounds]
+        return cls(
+            *setting,
+            series.ms_per_token,
+            min(series.times),
+            max(series.times),
+            sum(run.tokens for run in series.runs) / len(series.rounds),
+            series.expected_ms_per_token(yields),
+            statistics.fmean(each.drafted for each in series.rounds),
+            behind_whole_drafts(series),
+            statistics.fmean(each.drafted for each in inner_rounds),
         )
 
-    def row(self, rate: float, policy: str, pair: Pair, yields: list[float]) -> dict[str, Any]:
-        return {
-            "link GB/s": rate,
-            "policy": policy,
-            "lengths": f"{pair[0]}, {pair[1]}" if pair else "adaptive",
-            "ms/token": 1e3 * self.seconds / self.tokens,
-            "least": min(self.by_text),
-            "most": max(self.by_text),
-            "tokens per verification": self.tokens / len(self.rounds),
-            "ms/token, expected": 1e3 * self.seconds / self.expected(yields),
-            "mean draft": statistics.fmean(past.drafted for past in self.rounds),
-            "drafted behind whole drafts": self.behind_whole_drafts,
-            "mean inner draft": statistics.fmean(past.drafted for past in self.inner_rounds),
-        }
 
+def behind_whole_drafts(series: Series) -> float:
+    """Return the share of time in drafts behind one that stood whole.
 
-def expected_yields(rounds: Sequence[RoundStats]) -> list[float]:
-    """Tokens that a verified draft of 0, 1, ... tokens yields on average: 1 + sum_k prod_(i<=k) (1
-    - h_i).
-
-    h_i is how often a proposal at place i was rejected when all before it stood (the product-limit
-    estimate of Kaplan and Meier 1958: a draft that ended, or stood whole, tells nothing of later
-    places).
+    That is all that drafting ahead of the verdict could save.
     """
-    yields, standing = [1.0], 1.0
-    for place in range(max(past.drafted for past in rounds)):
-        tested = sum(place <= past.accepted and place < past.drafted for past in rounds)
-        rejected = sum(past.accepted == place < past.drafted for past in rounds)
-        standing *= 1 - rejected / tested if tested else 1
-        yields.append(yields[-1] + standing)
-    return yields
+    seconds = sum(
+        later.draft_s
+        for run in series.runs
+        for each, later in pairwise(run.rounds)
+        if each.accepted == each.drafted
+    )
+    return seconds / series.seconds
 
 
 @benchmark
@@ -125,122 +106,98 @@ def main(
     rates: Rates = "0.5,2",
     lengths: Annotated[str, typer.Option(help="Draft lengths of the grid.")] = "8,16,32,48",
     inner: Annotated[str, typer.Option(help="Inner draft lengths of the grid.")] = "1,2",
-    budget: Annotated[
-        int, typer.Option(help="Retrieval budget of both policies, tokens a head.")
-    ] = 768,
+    budget: Budget = 768,
     published: Annotated[
         bool, typer.Option(help="Also the published policy, beside the engine's own.")
     ] = True,
     texts: Annotated[int, typer.Option(help="Prompts.")] = 4,
-    new_tokens: Annotated[int, typer.Option(help="Tokens a run.")] = 128,
+    new_tokens: NewTokens = 128,
     dtype: Dtype = "float32",
     temperature: Temperature = 0.6,
     top_p: TopP = 0.9,
     threads: Threads = 0,
     output: Output = Path("results/lengths.json"),
 ) -> None:
-    """Time a grid of fixed lengths and the adaptive ones, on each link, for the published policy
-    and the engine's own.
-    """
+    """Time fixed and adaptive lengths on each link, for the engine's policy and the published."""
     prepare(threads)
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
-    tokens = text_tokens(engine.tokenizer, text)
-    grid: list[Pair] = [
-        (int(outer), int(below)) for outer, below in product(lengths.split(","), inner.split(","))
-    ]
-    progress = Console(stderr=True)
-    totals: dict[tuple[float, Variant, Pair], Total] = {}
-    for rate, variant in product(
-        map(float, rates.split(",")), (OURS, STATIC) if published else (OURS,)
-    ):
-        # makes room; every run has lengths of its own
-        longest = max(MAX_DRAFT, *(pair[0] for pair in grid if pair))
-        settings = Settings(
-            mode="hierarchical",
-            dtype=dtype,
-            budget=budget,
-            link=f"emulated:{rate}",
-            resident_layers=0,
-        )
-        settings = replace(settings, draft_length=longest)
-        # for text after text, as in the engine
-        adaptive = draft_lengths(replace(settings, draft_length=None))
-        settings = replace(
-            settings, policy=variant.policy, chunk_size=variant.chunk, summary_size=variant.summary
-        )
-        models = engine.runtime.with_settings(settings)
-        for number, prompt in enumerate(prompts(tokens, context, texts, new_tokens)):
-            session = Session(models, prompt, new_tokens + 1)
-            first = int(session.prefill().argmax())
-            start = session.snapshot()
-            pairs = [None, *grid]
-            # nobody is always the first
-            for pair in pairs[number % len(pairs) :] + pairs[: number % len(pairs)]:
-                total = totals.setdefault((rate, variant, pair), Total())
-                session.rewind(start)
-                outer, below = (Fixed(pair[0]), Fixed(pair[1])) if pair else adaptive
-                rounds: list[RoundStats] = []
-                noted = (RecordingLength(outer, rounds), RecordingLength(below, total.inner_rounds))
-                decoder, seconds = continued(
-                    session, first, Sampling(temperature, top_p=top_p, seed=number), noted
-                )
-                total.add(decoder.stats.produced, seconds, rounds)
-                name = "adaptive" if pair is None else f"{pair[0]}, {pair[1]}"
-                progress.print(
-                    f"{rate} GB/s, {variant.name}, text {number + 1}, {name}: "
-                    f"{total.by_text[-1]:.1f} ms/token"
-                )
-        models.link.close()
-    drafts: dict[Variant, list[RoundStats]] = {}
-    for (_, variant, _), total in totals.items():
-        drafts.setdefault(variant, []).extend(total.rounds)
-    yields = {variant: expected_yields(every) for variant, every in drafts.items()}
-    rows = [
-        total.row(rate, variant.name, pair, yields[variant])
-        for (rate, variant, pair), total in totals.items()
-    ]
-    show(
+    stretches = prompts(text_tokens(engine.tokenizer, text), context, texts, new_tokens)
+    pairs = list(product(integers(lengths), integers(inner)))
+    variants = (OURS, STATIC) if published else (OURS,)
+    # room for the longest; every run has lengths of its own
+    longest = max(MAX_DRAFT, *(outer for outer, _ in pairs))
+    base = Settings(mode="hierarchical", dtype=dtype, budget=budget, resident_layers=0)
+    series: dict[Setting, Series] = {}
+    for rate, variant in product(decimals(rates), variants):
+        settings = policy_settings(base, variant, f"emulated:{rate}")
+        runtime = engine.runtime.with_settings(replace(settings, draft_length=longest))
+        # those that adapt go on from text to text, as in the engine
+        choices = {ADAPTIVE: draft_lengths(settings)}
+        choices |= {f"{outer}, {below}": (Fixed(outer), Fixed(below)) for outer, below in pairs}
+        for number, prompt in enumerate(stretches):
+            prefilled = PrefilledText(runtime, prompt, new_tokens)
+            law = Sampling(temperature, top_p=top_p, seed=number)
+            methods = {
+                (rate, variant.name, name): partial(prefilled.run, law, choice)
+                for name, choice in choices.items()
+            }
+            time_text(methods, series, number, f"text {number + 1}")
+        runtime.link.close()
+    rows = rows_of(series)
+    title = (
         f"{context:,} tokens, budget {budget}, {dtype}, T {temperature}, top-p {top_p}, {texts} "
-        f"texts of {new_tokens}",
-        rows,
+        f"texts of {new_tokens}"
     )
-    ratios = _ratios(rows)
-    for claim, value in ratios.items():
-        print(f"{claim}: {value:.2f}")
-    used = {
-        "context": context,
-        "budget": budget,
-        "dtype": dtype,
-        "temperature": temperature,
-        "top_p": top_p,
-        "texts": texts,
-    }
-    save(output, {"settings": {**used, "new_tokens": new_tokens}, "rows": rows, "ratios": ratios})
+    publish(output, title, rows, ratios(rows))
 
 
-def _ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Adaptive against the best fixed pair, and the policies at the best pair of each, on every
-    link; plain and expected.
+def policy_settings(base: Settings, variant: Variant, link: str) -> Settings:
+    """Return the settings under which the engine selects as this variant does."""
+    return replace(
+        base,
+        link=link,
+        policy=variant.policy,
+        chunk_size=variant.chunk,
+        summary_size=variant.summary,
+    )
+
+
+def rows_of(series: dict[Setting, Series]) -> list[Row]:
+    """Return a row per setting; what a policy's drafts yield is taken from all its settings."""
+    rounds: dict[str, list[RoundStats]] = {}
+    for (_, policy, _), each in series.items():
+        rounds.setdefault(policy, []).extend(each.rounds)
+    yields = {policy: expected_yields(every) for policy, every in rounds.items()}
+    return [Row.of(setting, each, yields[setting[1]]) for setting, each in series.items()]
+
+
+def ratios(rows: list[Row]) -> dict[str, float]:
+    """Return how adaptive lengths compare with the best fixed pair, and how the policies compare.
+
+    Both for every link, by plain and by expected ms/token.
     """
-    found = {}
-    for rate, time_of in product(
-        dict.fromkeys(row["link GB/s"] for row in rows), ("ms/token", "ms/token, expected")
-    ):
-        best = {}
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            here = [row for row in rows if (row["link GB/s"], row["policy"]) == (rate, policy)]
-            fixed = min(
-                (row for row in here if row["lengths"] != "adaptive"), key=lambda row: row[time_of]
-            )
-            adaptive = next(row for row in here if row["lengths"] == "adaptive")
-            best[policy] = fixed[time_of]
-            found[
-                f"{policy}, {rate:g} GB/s, {time_of}: adaptive / best pair ({fixed['lengths']})"
-            ] = adaptive[time_of] / fixed[time_of]
-        if STATIC.name in best:
-            name = (
-                f"{OURS.name}, {rate:g} GB/s, {time_of}: times as fast as {STATIC.name}, each at "
-                "its best pair"
-            )
-            found[name] = best[STATIC.name] / best[OURS.name]
-    return found
+    claims: dict[str, float] = {}
+    for rate in dict.fromkeys(row.link_gbps for row in rows):
+        for field, unit in (
+            ("ms_per_token", "ms/token"),
+            ("expected_ms_per_token", "ms/token, expected"),
+        ):
+            best: dict[str, float] = {}
+            for policy in dict.fromkeys(row.policy for row in rows):
+                mine = {
+                    row.lengths: getattr(row, field)
+                    for row in rows
+                    if (row.link_gbps, row.policy) == (rate, policy)
+                }
+                adaptive = mine.pop(ADAPTIVE)
+                pair = min(mine, key=mine.__getitem__)
+                best[policy] = mine[pair]
+                claim = f"{policy}, {rate:g} GB/s, {unit}: adaptive / best pair ({pair})"
+                claims[claim] = adaptive / mine[pair]
+            if STATIC.name in best:
+                claim = (
+                    f"{OURS.name}, {rate:g} GB/s, {unit}: times as fast as {STATIC.name}, each at "
+                    "its best pair"
+                )
+                claims[claim] = best[STATIC.name] / best[OURS.name]
+    return claims

@@ -1,5 +1,4 @@
-"""What one pass costs, by context: a plain step, a verification, a refresh, a pass over the
-retrieval cache, one of the draft.
+"""What one pass costs by context: of the target, over the retrieval cache, and of the draft.
 
 The physics: a step and a verification read the whole KV, so they grow with the context; a
 verification's further rows cost arithmetic only. Passes of the lower levels run on caches of fixed
@@ -10,16 +9,26 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-import typer
-from rich.console import Console
 
-from bench.harness.options import Draft, Dtype, Output, Target, Text, Threads
-from bench.harness.record import benchmark, prepare, save, show
-from bench.harness.text import DEMO, text_tokens
+from bench.harness.options import (
+    Budget,
+    Contexts,
+    Draft,
+    Dtype,
+    Output,
+    Repeats,
+    Target,
+    Text,
+    Threads,
+    integers,
+)
+from bench.harness.record import benchmark, prepare, publish
+from bench.harness.text import DEMO, prompt_tokens
+from bench.speed.grid import say
 from decoding import Engine, Settings
 from decoding.session import Session
 from offload.cache import Cache
@@ -31,64 +40,78 @@ from parallel.model import Llama
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
 
 
-def pass_seconds(
-    model: Llama, cache: Cache, tokens: torch.Tensor, run: PassRunner = Llama.__call__
-) -> float:
-    """One pass over these tokens, until its logits are there; the cache stays where it is."""
-    started = time.perf_counter()
-    run(model, tokens, cache, len(tokens))[-1, 0].item()
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of passes behind a prompt, by level and rows.
+
+    A refresh chooses the retrieval cache anew. "Not recorded" is a short pass without CUDA graphs,
+    where it is recorded otherwise.
+    """
+
+    tokens: int
+    prefill_s: float
+    target_1: float
+    target_17: float
+    target_33: float
+    target_33_refresh: float | None = None
+    retrieval_1: float | None = None
+    retrieval_1_not_recorded: float | None = None
+    retrieval_2: float | None = None
+    retrieval_2_not_recorded: float | None = None
+    draft_1: float | None = None
+    draft_1_not_recorded: float | None = None
 
 
 def pass_ms(
+    model: Llama, cache: Cache, tokens: torch.Tensor, run: PassRunner = Llama.__call__
+) -> float:
+    """Time one pass over these tokens, until its logits are there; the cache stays where it is."""
+    started = time.perf_counter()
+    run(model, tokens, cache, len(tokens))[-1, 0].item()
+    return 1e3 * (time.perf_counter() - started)
+
+
+def median_ms(
     model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: PassRunner = Llama.__call__
 ) -> float:
-    """Median milliseconds of such passes."""
-    pass_seconds(model, cache, tokens, run)  # warms up
-    return 1e3 * statistics.median(pass_seconds(model, cache, tokens, run) for _ in range(repeats))
+    """Return the median of such passes' times, behind one that warms up."""
+    pass_ms(model, cache, tokens, run)
+    return statistics.median(pass_ms(model, cache, tokens, run) for _ in range(repeats))
 
 
 def passes(session: Session, repeats: int) -> dict[str, float]:
-    """Milliseconds by level and rows of a pass."""
+    """Time passes of every level; milliseconds by the fields of a row."""
     target, model, tokens = session.target, session.runtime.target, session.prompt
     followers, target.followers = target.followers, []
-    found = {
-        f"target {rows}": pass_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
+    times = {
+        f"target_{rows}": median_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
     }
     target.followers = followers
     if session.retrieval is not None:
         session.retrieval.min_interval = 0  # the text stands still, and is chosen from all the same
-        found["33 and refresh"] = pass_ms(model, target, tokens[:33], repeats)
+        times["target_33_refresh"] = median_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
-            found |= short_passes(
-                session.forward,
-                f"retrieval {rows}",
-                model,
-                session.retrieval,
-                tokens[:rows],
-                5 * repeats,
+            short = short_passes(
+                session.forward, model, session.retrieval, tokens[:rows], 5 * repeats
             )
+            times |= {f"retrieval_{rows}{kind}": ms for kind, ms in short.items()}
     if session.draft is not None and session.runtime.draft is not None:
-        found |= short_passes(
-            session.forward,
-            "draft 1",
-            session.runtime.draft,
-            session.draft,
-            tokens[:1],
-            5 * repeats,
+        short = short_passes(
+            session.forward, session.runtime.draft, session.draft, tokens[:1], 5 * repeats
         )
-    return found
+        times |= {f"draft_1{kind}": ms for kind, ms in short.items()}
+    return times
 
 
 def short_passes(
-    run: GraphRunner, name: str, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int
+    run: GraphRunner, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int
 ) -> dict[str, float]:
-    """As a session makes them, and where these are recorded, as they would be otherwise."""
+    """Time passes as a session makes them and, where these are recorded, without recordings."""
     run.warm(model, tokens, cache, len(tokens))
-    found = {name: pass_ms(model, cache, tokens, repeats, run)}
+    times = {"": median_ms(model, cache, tokens, repeats, run)}
     if run.enabled:
-        found[f"{name}, not recorded"] = pass_ms(model, cache, tokens, repeats)
-    return found
+        times["_not_recorded"] = median_ms(model, cache, tokens, repeats)
+    return times
 
 
 @benchmark
@@ -96,59 +119,50 @@ def main(
     model: Target = DEMO / "target",
     draft: Draft = DEMO / "draft",
     text: Text = None,
-    contexts: Annotated[str, typer.Option(help="Prompt tokens.")] = "8192,16384,32768,65536",
-    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
+    contexts: Contexts = "8192,16384,32768,65536",
+    budget: Budget = 4096,
     dtype: Dtype = "bfloat16",
     threads: Threads = 0,
-    repeats: Annotated[int, typer.Option(help="Passes of each kind; the median counts.")] = 9,
+    repeats: Repeats = 9,
     output: Output = Path("results/passes.json"),
 ) -> None:
     """Read prompts of growing length, and time every kind of pass behind each."""
     prepare(threads)
-    engine, peak = (
-        Engine.from_pretrained(
-            model, draft, Settings(mode="hierarchical", dtype=dtype, budget=budget)
-        ),
-        0,
-    )
-    tokens, progress, table = text_tokens(engine.tokenizer, text), Console(stderr=True), []
-    for context in map(int, contexts.split(",")):
-        if context > len(tokens):
-            raise typer.BadParameter(
-                f"the text has {len(tokens)} tokens, fewer than {context}", param_hint="--contexts"
-            )
+    settings = Settings(mode="hierarchical", dtype=dtype, budget=budget)
+    engine = Engine.from_pretrained(model, draft, settings)
+    lengths = integers(contexts)
+    tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
+    rows, peak = list[Row](), 0
+    for context in lengths:
         started = time.perf_counter()
         session = Session(engine.runtime, tokens[:context], DRAFTED)
         session.prefill()
-        row: dict[str, Any] = {"tokens": context, "prefill s": time.perf_counter() - started}
-        row |= passes(session, repeats)
+        prefill_s = time.perf_counter() - started
+        rows.append(Row(context, prefill_s, **passes(session, repeats)))
         session.close()
         peak = max(peak, *(each or 0 for each in session.peaks.values()))
-        progress.print(" ".join(f"{name}: {value:,.1f}" for name, value in row.items()))
-        table.append(row)
-    first, last = table[0], table[-1]
-    show(
+        say(f"{context:,} tokens: a step takes {rows[-1].target_1:.1f} ms")
+    grown, steps = growth(rows[0], rows[-1]), {}
+    for row in rows:
+        steps[row.tokens] = row.target_17 / row.target_1
+    title = (
         f"Milliseconds a pass, by level and rows: {dtype}, budget {budget}, "
-        f"{torch.get_num_threads()} threads",
-        table,
+        f"{torch.get_num_threads()} threads"
     )
-    grown = {
-        name: last[name] / first[name] for name in first if name not in ("tokens", "prefill s")
-    }
-    print(f"from {first['tokens']:,} to {last['tokens']:,} tokens, times as long:")
+    publish(output, title, rows, grown=grown, steps=steps, peak_rss_bytes=peak)
+    print(f"from {rows[0].tokens:,} to {rows[-1].tokens:,} tokens, times as long:")
     for name, ratio in grown.items():
         print(f"  {name}: {ratio:.2f}")
-    steps = {row["tokens"]: row["target 17"] / row["target 1"] for row in table}
     for context, ratio in steps.items():
         print(f"{context:,} tokens: a pass of 17 rows takes {ratio:.2f} times as long as one of 1")
     print(f"peak memory of the process: {peak / 1e9:.1f} GB")
-    save(
-        output,
-        {
-            "settings": {"dtype": dtype, "budget": budget},
-            "rows": table,
-            "grown": grown,
-            "steps": steps,
-            "peak_rss_bytes": peak,
-        },
-    )
+
+
+def growth(first: Row, last: Row) -> dict[str, float]:
+    """Return how many times as long each kind of pass takes in the last row."""
+    before, after = asdict(first), asdict(last)
+    return {
+        name: after[name] / ms
+        for name, ms in before.items()
+        if name not in ("tokens", "prefill_s") and ms is not None
+    }

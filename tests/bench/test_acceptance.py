@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.drafts.needle import FULL, judged
-from bench.drafts.overlap import OURS, STATIC, Chain, Led, Variant, prompts
+from bench.drafts.needle import FULL, judge
+from bench.drafts.overlap import OURS, STATIC, Chain, PolicyTrace, Variant, prompts
 from bench.drafts.recall import FACTS, WORDS, answer, fact, fillers, question, recall_model
-from bench.speed.lengths import expected_yields
+from bench.speed.grid import expected_yields
 from decoding import Sampling, Settings
 from decoding.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
@@ -49,9 +49,9 @@ def test_expected_yields_count_a_draft_only_as_far_as_it_was_tested() -> None:
 
 
 def test_a_cache_of_everything_agrees_with_the_target(models: Runtime) -> None:
-    led = Led(models, prompt("typing"), 48, [STATIC, EVERYTHING], 16)
-    text = led.text(49, NUCLEUS)
-    chains = led.along(text, 16, NUCLEUS)
+    trace = PolicyTrace(models, prompt("typing"), 48, [STATIC, EVERYTHING], 16)
+    text = trace.text(49, NUCLEUS)
+    chains = trace.chains(text, 16, NUCLEUS)
     assert [len(each) for each in chains.values()] == [3, 3]
     for chain in chains[EVERYTHING]:
         torch.testing.assert_close(chain.overlap, torch.ones(16), atol=1e-3, rtol=0)
@@ -60,10 +60,10 @@ def test_a_cache_of_everything_agrees_with_the_target(models: Runtime) -> None:
 
 
 def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
-    led = Led(models, prompt("typing"), 400, [STATIC], 8)
-    text = led.text(401, NUCLEUS)
-    expected = [chain.tokens for chain in led.along(text, 8, NUCLEUS)[STATIC]]
-    runs = [led.counted(STATIC, 200, 8, Sampling(0.6, top_p=0.9, seed=seed)) for seed in (1, 2)]
+    trace = PolicyTrace(models, prompt("typing"), 400, [STATIC], 8)
+    text = trace.text(401, NUCLEUS)
+    expected = [chain.tokens for chain in trace.chains(text, 8, NUCLEUS)[STATIC]]
+    runs = [trace.count(STATIC, 200, 8, Sampling(0.6, top_p=0.9, seed=seed)) for seed in (1, 2)]
     made, passes = (sum(each) for each in zip(*runs, strict=True))
     assert made == 400
     # the count has a deviation of some 6%
@@ -71,10 +71,10 @@ def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
 
 
 def test_a_rewound_text_is_the_same_text(models: Runtime) -> None:
-    led = Led(models, prompt("argparse"), 40, [OURS], 8)
-    first, again = (led.text(24, NUCLEUS) for _ in range(2))
+    trace = PolicyTrace(models, prompt("argparse"), 40, [OURS], 8)
+    first, again = (trace.text(24, NUCLEUS) for _ in range(2))
     assert torch.equal(first, again)
-    one, other = (led.along(first, 8, NUCLEUS)[OURS] for _ in range(2))
+    one, other = (trace.chains(first, 8, NUCLEUS)[OURS] for _ in range(2))
     assert all(torch.equal(a.overlap, b.overlap) for a, b in zip(one, other, strict=True))
 
 
@@ -91,7 +91,7 @@ def test_a_needle_is_recalled_by_what_can_find_it(index: int) -> None:
     made = Runtime.make(model, None, "retrieval", SETTINGS)
     tokens = [*fillers(400, 1), *fact(index), *fillers(1500, 2), question(index)]
     variants = [Variant("window", 256, 8, 0), Variant("static", 256, 8, 0), Variant("mass", 256)]
-    found = judged(made, tokens, answer(index), variants)
+    found = judge(made, tokens, answer(index), variants)
     window, static, ours = (found[variant.name][0] for variant in variants)
     assert found[FULL][0] > 0.99
     assert window < 0.05

@@ -20,7 +20,7 @@ import bench.harness.process
 from bench.harness.process import ending
 from bench.harness.ranks import PRELOAD
 from bench.peers.base import Job, Result, Unavailable
-from bench.peers.compare import main, ratios, row, run
+from bench.peers.compare import Row, Runs, main, ratios, run
 from bench.peers.registry import PEERS
 from decoding import Sampling
 from support.engines import DEMO
@@ -82,23 +82,23 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
     assert list(rows) == names
     for name, each in rows.items():
         if each["note"] is None:
-            assert each["same text"] == "yes", name
-            assert each["ms/token"] > 0
-            assert each["prefill s"] > 0
-            assert each["peak GB"] > 0.1
+            assert each["same_text"] == "yes", name
+            assert each["ms_per_token"] > 0
+            assert each["prefill_s"] > 0
+            assert each["peak_gb"] > 0.1
         else:
             assert each["note"].startswith("skipped: "), name
-            assert each["ms/token"] is None
+            assert each["ms_per_token"] is None
     assert set(names) <= set(PEERS)
     run_here = {name for name, each in rows.items() if each["note"] is None}
     assert set(names[:4]) <= run_here
-    assert rows["ours: hierarchical offloaded"]["link MB/token"] > 0
-    assert rows["ours: plain"]["link MB/token"] is None
+    assert rows["ours: hierarchical offloaded"]["link_mb_per_token"] > 0
+    assert rows["ours: plain"]["link_mb_per_token"] is None
     claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded"
-    gain = (
-        rows["ours: plain offloaded"]["ms/token"] / rows["ours: hierarchical offloaded"]["ms/token"]
-    )
+    fast, slow = (rows[f"ours: {each} offloaded"] for each in ("hierarchical", "plain"))
+    gain = slow["ms_per_token"] / fast["ms_per_token"]
     assert found["ratios"][claim] == pytest.approx(gain)
+    assert found["settings"]["model"] == "target"
 
 
 def test_whatever_fails_is_a_reason() -> None:
@@ -119,25 +119,15 @@ def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
 
 
 def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
-    runs = [
-        (Result(first, decode, [1, 2, 3, 4, 5]), peak)
-        for first, decode, peak in ((1.0, 0.4, 2.0), (3.0, 0.8, 1.0), (2.0, 2.0, 1.5))
-    ]
-    found = row(600, "somebody", [*runs, ("failed: once", 0.0)], [1, 2, 9, 4, 5])
-    assert (found["prefill s"], found["ms/token"], found["least"], found["most"]) == (
-        2.0,
-        200.0,
-        100.0,
-        500.0,
-    )
-    assert (found["peak GB"], found["same text"], found["note"]) == (
-        2.0,
-        "to token 2",
-        "failed: once",
-    )
-    assert row(600, "somebody", runs, None)["same text"] is None
-    assert row(600, "somebody", runs, [1, 2, 3, 4, 5])["same text"] == "yes"
-    assert row(600, "nobody", [("skipped: not here", 0.0)], [1])["note"] == "skipped: not here"
+    times = ((1.0, 0.4), (3.0, 0.8), (2.0, 2.0))
+    results = [Result(first, decode, [1, 2, 3, 4, 5]) for first, decode in times]
+    row = Runs([*results, "failed: once"], 2.0).row(600, "somebody", [1, 2, 9, 4, 5])
+    assert (row.prefill_s, row.ms_per_token) == (2.0, 200.0)
+    assert (row.min_ms_per_token, row.max_ms_per_token) == (100.0, 500.0)
+    assert (row.peak_gb, row.same_text, row.note) == (2.0, "to token 2", "failed: once")
+    assert Runs([*results]).row(600, "somebody", None).same_text is None
+    assert Runs([*results]).row(600, "somebody", [1, 2, 3, 4, 5]).same_text == "yes"
+    assert Runs(["skipped: not here"]).row(600, "nobody", [1]).note == "skipped: not here"
 
 
 def test_ratios_are_of_the_rows_that_there_are() -> None:
@@ -148,12 +138,10 @@ def test_ratios_are_of_the_rows_that_there_are() -> None:
         "llama.cpp": None,
     }
     rows = [
-        {"context": context, "peer": peer, "ms/token": ms}
+        Row(context, peer, ms_per_token=ms)
         for context in (8192, 65_536)
         for peer, ms in times.items()
-    ]
-    rows = [
-        each for each in rows if each != {"context": 8192, "peer": "ours: plain", "ms/token": 40.0}
+        if (context, peer) != (8192, "ours: plain")
     ]
     fastest = "times as fast as the fastest other, transformers: static cache"
     assert ratios(rows) == {
@@ -252,4 +240,4 @@ def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     assert "ours: plain" in out  # as a table
     rows = json.loads(output.read_text())["rows"]
     assert 1 <= len(rows) < 4
-    assert rows[0]["ms/token"] > 0
+    assert rows[0]["ms_per_token"] > 0

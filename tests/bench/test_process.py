@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.harness import process
-from bench.harness.process import apart
+from bench.harness.process import call_in_process
 
 
 @pytest.mark.parametrize("threads", [0, 1])  # a thread may get the signal in place of ours
@@ -32,7 +32,7 @@ def test_an_interrupt_while_the_process_starts_is_not_lost(
 
     monkeypatch.setattr(context.Process, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        apart(time.sleep, 60)
+        call_in_process(time.sleep, 60)
     done.set()
     assert not started[0].is_running()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 import bench.paper.recipes
 from bench.harness.data import documents
-from bench.paper.published import RECIPES, Recipe, Row
-from bench.paper.recipes import main, predicted, published_commands
+from bench.paper.published import RECIPES, Experiment, Recipe
+from bench.paper.recipes import main, predict, published_commands
 from offload.errors import TierForceError
 from support.commands import forked, refused
 
@@ -34,7 +34,9 @@ def run(*arguments: str):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_commands_at_full_size_are_ones_the_product_takes(row: Row, tmp_path: Path) -> None:
+def test_the_commands_at_full_size_are_ones_the_product_takes(
+    row: Experiment, tmp_path: Path
+) -> None:
     """Up to the missing checkpoint: options and their values are read before it."""
     (tmp_path / "book.txt").write_text("It was the best of times.")
     places = {
@@ -57,21 +59,19 @@ def test_predictions_come_near_what_was_published() -> None:
     """
     for row in RECIPES["offload"].rows:
         assert row.published is not None
-        assert predicted(row, "hierarchical")[0] == pytest.approx(row.published, rel=0.35), row.name
+        assert predict(row, "hierarchical")[0] == pytest.approx(row.published, rel=0.35), row.name
         if row.baseline is None:  # that of another engine is not what is predicted
-            assert predicted(row, "plain")[0] == pytest.approx(row.published_plain, rel=0.1), (
-                row.name
-            )
+            assert predict(row, "plain")[0] == pytest.approx(row.published_plain, rel=0.1), row.name
 
 
 def test_what_is_on_chip_is_predicted_without_a_link() -> None:
     row = RECIPES["on-chip"].rows[0]
     on_chip, offloaded = (
-        predicted(each, "plain")[0]
+        predict(each, "plain")[0]
         for each in (row, replace(row, full=row.full | {"resident_layers": 0}))
     )
     assert on_chip < 0.05 * offloaded
-    assert 1.5 < on_chip / predicted(row, "hierarchical")[0] < 4
+    assert 1.5 < on_chip / predict(row, "hierarchical")[0] < 4
 
 
 def test_a_row_runs_at_reduced_size_and_says_so(
@@ -87,20 +87,20 @@ def test_a_row_runs_at_reduced_size_and_says_so(
     }
     full = ROWS[0].full
     rows = (
-        Row("one", full, small, published=108, published_plain=840, published_gain=7.78),
-        Row("two", full, None),
+        Experiment("one", full, small, published=108, published_plain=840, published_gain=7.78),
+        Experiment("two", full, None),
     )
     monkeypatch.setattr(bench.paper.recipes, "RECIPES", {"offload": Recipe("about", rows)})
     output = tmp_path / "found.json"
     done = run("offload", "--output", str(output))
     assert done.exit_code == 0, done.output
     one, two = json.loads(output.read_text())["rows"]
-    assert (one["measured here"], two["measured here"]) == ("reduced", "not here")
-    assert one["published ms"] == 108
-    assert one["ms"] > 0
-    assert one["times  "] == pytest.approx(one["plain  "] / one["ms"])
-    assert one["tokens per verification"] >= 1
-    assert two["ms"] is None
+    assert (one["run"], two["run"]) == ("reduced", "not here")
+    assert one["published_ms"] == 108
+    assert one["ms_per_token"] > 0
+    assert one["gain"] == pytest.approx(one["plain_ms_per_token"] / one["ms_per_token"])
+    assert one["tokens_per_verification"] >= 1
+    assert two["ms_per_token"] is None
     assert "tierforce summarize --model NousResearch/Yarn-Llama-2-7b-128k" in done.output
 
 

@@ -1,4 +1,4 @@
-"""The page and README's tables say what the committed documents say, and nothing else."""
+"""The page and the tables say what the committed documents say, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.harness.report import RESULTS, main
-from bench.harness.tables import VIEWS, cell, filled, markdown
+from bench.harness.report import FILLED, main
+from bench.harness.tables import cell, flat, heading
+from bench.harness.views import RESULTS, VIEWS, filled, table
 
 README = Path(__file__).parents[2] / "README.md"
 ENVIRONMENT = {
@@ -27,7 +28,13 @@ ENVIRONMENT = {
 
 def compared() -> dict:
     rows = [
-        {"context": context, "peer": peer, "ms/token": ms, "link MB/token": link, "note": note}
+        {
+            "context": context,
+            "peer": peer,
+            "ms_per_token": ms,
+            "link_mb_per_token": link,
+            "note": note,
+        }
         for context in (8192, 65_536)
         for peer, ms, link, note in (
             ("ours: plain", 20.0, None, None),
@@ -35,7 +42,7 @@ def compared() -> dict:
             ("them", None, None, "skipped: <not> here"),
         )
     ]
-    times = {"drafted": 8, "draft ms": 30.0, "verification ms": 60.0, "link ms": 50}
+    times = {"drafted": 8, "draft_ms": 30.0, "verification_ms": 60.0, "link_ms": 50}
     rounds = [{"context": 8192, "peer": "ours: hierarchical offloaded", **times}]
     return {
         "settings": {"link": "emulated:0.5"},
@@ -79,27 +86,41 @@ def test_a_file_that_is_no_document_is_one_line(tmp_path: Path, content: str) ->
     assert len(done.output.strip().splitlines()) == 1
 
 
-def test_the_tables_of_readme_are_those_of_the_documents() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert filled(text, RESULTS) == text
+@pytest.mark.parametrize("path", FILLED, ids=["results", "front"])
+def test_tables_are_those_of_the_documents(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert filled(text, path.parent) == text
     named = re.findall(r"<!-- ([a-z]+) -->", text)
     assert set(named) - {"end"} <= set(VIEWS)
     assert named.count("end") == len(named) // 2
 
 
+def test_every_document_has_a_table() -> None:
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\(([a-z0-9-]+\.json)\)", text))
+    assert shown == {path.name for path in RESULTS.glob("*.json")}
+
+
 def test_a_table_has_the_columns_asked_for_and_says_where_it_is_from(tmp_path: Path) -> None:
-    (tmp_path / VIEWS["compare"].file).write_text(json.dumps(compared()))
-    lines = markdown(VIEWS["compare"], tmp_path).splitlines()
-    assert lines[0].startswith("| context |  | ms/token |")
+    (tmp_path / VIEWS["peers"].file).write_text(json.dumps(compared()))
+    lines = table(VIEWS["peers"], tmp_path, "docs/results/").splitlines()
+    assert lines[0].startswith("| context | peer | ms/token |")
     assert any(line.startswith("| 65,536 | ours: plain | 20 |") for line in lines)
     assert (
         "`python -m bench compare` on a <fast> one, 2 threads, 2026-11-20, commit 0123456"
         in lines[-1]
     )
-    before = "a\n<!-- compare -->\nold\n<!-- end -->\nb"
-    assert (
-        filled(before, tmp_path) == "a\n<!-- compare -->\n" + "\n".join(lines) + "\n<!-- end -->\nb"
-    )
+    assert lines[-1].endswith("([compare-cpu.json](docs/results/compare-cpu.json))")
+    before = "a\n<!-- peers -->\nold\n<!-- end -->\nb"
+    after = filled(before, tmp_path.parent, tmp_path)
+    assert after == "a\n<!-- peers -->\n" + "\n".join(lines) + "\n<!-- end -->\nb"
+    short = table(VIEWS["compare"], tmp_path, "").splitlines()
+    assert len([line for line in short if line.startswith("| ours")]) == 2
+
+
+def test_headings_are_words_and_mappings_are_columns() -> None:
+    row = {"link_gbps": 2, "rejected": {"16": 0.1}, "overlap_by_age": [1.0], "mean_draft": 3}
+    assert [heading(name) for name in flat(row)] == ["link GB/s", "rejected 16", "mean draft"]
 
 
 def test_cells() -> None:
