@@ -55,4 +55,7 @@ class Copies:
         self.link.release(self._host)
 
     def _copy(self, out: bool) -> None:
-        self.link.copy([(self._host, self._device) if out else (self._device, self._host)])
+        pair = (self._device, self._host)  # destination, source
+        if out:
+            pair = (self._host, self._device)
+        self.link.copy([pair])

@@ -46,7 +46,8 @@ class FixedPass:
     length = 0  # where a pass starts is in device memory
 
     def __init__(self, cache: SlotCache, rows: int):
-        device = cache.buffers(0)[0].device
+        kv, _, _ = cache.buffers(0)
+        device = kv.device
         self._cache = cache
         # of the first row
         self._slot = torch.zeros(1, dtype=torch.int64, device=device)
@@ -57,10 +58,13 @@ class FixedPass:
 
     def prepare(self) -> None:
         """Set the next pass behind what the cache holds now."""
-        cache, rows = self._cache, len(self._steps)
+        cache = self._cache
+        rows = len(self._steps)
         cache.begin(rows)
         slot, position = cache.place(cache.length)
-        if slot + rows > cache.slots or position + rows > cache.rotary.length:
+        too_long = slot + rows > cache.slots
+        too_far = position + rows > cache.rotary.length
+        if too_long or too_far:
             raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         self._first = slot
         self._slot.fill_(slot)
@@ -88,7 +92,8 @@ class FixedPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
         kv, raw, bias = self._cache.buffers(layer)
-        keys, values = kv[0], kv[1]
+        keys = kv[0]
+        values = kv[1]
         self._write(keys, rotate(k, *self._angles))
         self._write(values, v)
         if raw is not None:
@@ -104,4 +109,5 @@ class FixedPass:
 
     def _write(self, buffer: Tensor, x: Tensor) -> None:
         """Write x (T, Hkv, D) to the rows' slots of a buffer (Hkv, slots, D)."""
-        buffer.index_copy_(1, self._where, x.transpose(0, 1))
+        by_head = x.transpose(0, 1)
+        buffer.index_copy_(1, self._where, by_head)

@@ -22,7 +22,10 @@ class PolicyTraits:
 
         `context`: tokens of the whole text.
         """
-        return 4 * layout.layers * layout.heads * (context // chunk) if self.remembers else 0
+        if not self.remembers:
+            return 0
+        chunks = context // chunk
+        return 4 * layout.layers * layout.heads * chunks
 
 
 POLICY_TRAITS = {

@@ -76,7 +76,9 @@ class RetrievalCache(SlotCache):
         self.slots = shape.slots
         self.selections = 0
         self._base = 0  # position of the window's first token, which was the boundary
-        self._selected = self._summaries = 0  # slots in front of the window
+        # slots in front of the window
+        self._selected = 0
+        self._summaries = 0
         self._whole = 0  # summaries of whole stretches that an earlier selection has made
         self._due: list[slice] = []  # of the summaries: what the selection under way makes anew
         self._selected_at: int | None = None  # tokens of text at the last selection
@@ -94,13 +96,16 @@ class RetrievalCache(SlotCache):
         put(kv, self.rotary(k, start), v, slot)
         bias = self._bias[layer] if self._summaries else None
         q = self.rotary(q, start)
-        return attend_to(kv, q, slot + len(q), self.traffic, bias=bias)[0]
+        end = slot + len(q)
+        out, _ = attend_to(kv, q, end, self.traffic, bias=bias)
+        return out
 
     def place(self, start: int) -> tuple[int, int]:
         return self._slot(start), start
 
     def buffers(self, layer: int) -> tuple[Tensor, None, Tensor | None]:
-        return self._kv[layer], None, self._bias[layer] if self.shape.summary else None
+        bias = self._bias[layer] if self.shape.summary else None
+        return self._kv[layer], None, bias
 
     def crop(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -127,13 +132,15 @@ class RetrievalCache(SlotCache):
         if not self._selecting:
             # the target's own KV takes the place of what this level computed from a partial context
             count = recent.shape[2]
-            own = span(recent, count - len(q), count)
-            start = prefix.shape[2] + count - len(q)
+            first_own = count - len(q)
+            own = span(recent, first_own, count)
+            start = prefix.shape[2] + first_own
             self._place_window(kv, own, start)
             return
         self._place_window(kv, recent, self._base)
         group = q.shape[1] // heads  # query heads per KV head
-        step = max(1, OBSERVED_KEYS // max(1, prefix.shape[2]))  # KV heads
+        tokens = max(1, prefix.shape[2])
+        step = max(1, OBSERVED_KEYS // tokens)  # KV heads
         for first in range(0, heads, step):
             last = first + step
             rows = q[:, first * group : last * group]
@@ -169,9 +176,11 @@ class RetrievalCache(SlotCache):
             return
         chunk = self.shape.chunk
         rows = ObservedRows(q, prefix[0], self.policy.traits.rows)
-        chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
+        count = self._selected // chunk
+        chunks = self.policy.select(rows, layer, head, chunk, count)
         front = self._summaries + self._selected
-        self._copy_chunks(span(kv, self._summaries, front), prefix, chunks)
+        selected = span(kv, self._summaries, front)
+        self._copy_chunks(selected, prefix, chunks)
         if not self._summaries:
             return
         rows.leave_out(chunks, chunk)
@@ -179,16 +188,20 @@ class RetrievalCache(SlotCache):
         summaries = span(kv, 0, self._summaries)
         for due in self._due:
             made = tangents(rows, prefix, size, due)
-            span(summaries, due.start, due.stop).copy_(made)
+            place = span(summaries, due.start, due.stop)
+            place.copy_(made)
         bias.zero_()
         bias[:, : self._summaries] = biases(rows, summaries[0], size)
 
     def _copy_chunks(self, selected: Tensor, prefix: Tensor, chunks: Tensor) -> None:
         """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
         row = self.shape.chunk * prefix.shape[3]  # a chunk of one head is one row to copy
-        for part, head in product(range(2), range(len(chunks))):
-            source = prefix[part, head].view(-1, row)
-            slots = selected[part, head].view(-1, row)
+        heads = range(len(chunks))
+        for part, head in product(range(2), heads):
+            source = prefix[part, head]
+            source = source.view(-1, row)
+            slots = selected[part, head]
+            slots = slots.view(-1, row)
             torch.index_select(source, 0, chunks[head], out=slots)
 
     def _due_summaries(self, whole: int) -> list[slice]:

@@ -23,16 +23,19 @@ class Rotary:
         `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
         """
         positions = torch.arange(length, dtype=torch.float32, device=device)
-        angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
+        inv_freq = inv_freq.to(device)
+        angles = positions[:, None] * inv_freq  # (length, D / 2)
         angles = torch.cat((angles, angles), dim=-1)
         angles = angles[:, None]  # (length, 1, D)
-        cos = angles.cos() * scale
-        sin = angles.sin() * scale
+        cos = angles.cos()
+        cos = cos * scale
+        sin = angles.sin()
+        sin = sin * scale
         self.cos = cos.to(dtype)
-        # the sign of rotate_half, applied once
         sin = sin.to(dtype)
-        half = inv_freq.numel()
-        self.sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        # the sign of rotate_half, applied once
+        first, second = _halves(sin)
+        self.sin = torch.cat((-first, second), dim=-1)
 
     @property
     def length(self) -> int:
@@ -45,16 +48,27 @@ class Rotary:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        rows = slice(start, end)
-        return rotate(x, self.cos[rows], self.sin[rows])
+        cos = self.cos[start:end]
+        sin = self.sin[start:end]
+        return rotate(x, cos, sin)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin (T, 1, D) for `rotate`, for rows at positions (T,) of the table."""
-        return self.cos[positions], self.sin[positions]
+        cos = self.cos[positions]
+        sin = self.sin[positions]
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x (T, H, D) by tables (T, 1, D) of a Rotary."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    first, second = _halves(x)
+    swapped = torch.cat((second, first), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two halves of the last dimension, as views."""
+    half = x.shape[-1] // 2
+    first = x[..., :half]
+    second = x[..., half:]
+    return first, second

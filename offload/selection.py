@@ -31,22 +31,31 @@ class ObservedRows:
         """
         count = min(count, len(q))
         steps = torch.arange(1, count + 1, device=q.device)
-        picked = q[steps * len(q) // count - 1]
-        by_head = picked.unflatten(1, (len(keys), -1)).permute(1, 0, 2, 3)
+        ends = steps * len(q) // count
+        picked = q[ends - 1]
+        by_head = picked.unflatten(1, (len(keys), -1))  # (count, Hkv, group, D)
+        by_head = by_head.permute(1, 0, 2, 3)
+        by_head = by_head.flatten(1, 2)  # (Hkv, R, D)
         scale = q.shape[-1] ** -0.5
-        self.q = by_head.flatten(1, 2) * scale  # (Hkv, R, D)
+        self.q = by_head * scale
         self.keys = keys
 
     @cached_property
     def _weights_and_max(self) -> tuple[Tensor, Tensor]:
         if self.keys.is_cpu and self.keys.dtype != torch.float32:
             # here a batch is slower than one head after another
-            scores = torch.stack([keys @ q.T for q, keys in zip(self.q, self.keys, strict=True)])
+            pairs = zip(self.q, self.keys, strict=True)
+            scores = torch.stack([keys @ q.T for q, keys in pairs])
         else:
-            scores = self.keys @ self.q.transpose(1, 2)  # (Hkv, N, R): faster this way, on a CPU
-        scores = scores.transpose(1, 2).float().contiguous()
+            rows = self.q.transpose(1, 2)
+            scores = self.keys @ rows  # (Hkv, N, R): faster this way, on a CPU
+        scores = scores.transpose(1, 2)
+        scores = scores.float()
+        scores = scores.contiguous()
         max_scores = scores.amax(-1, keepdim=True)
-        return scores.sub_(max_scores).exp_(), max_scores[..., 0]
+        scores.sub_(max_scores)
+        scores.exp_()
+        return scores, max_scores[..., 0]
 
     @property
     def weights(self) -> Tensor:
@@ -71,9 +80,10 @@ class ObservedRows:
     def leave_out(self, chunks: Tensor, size: int) -> None:
         """Let the tokens of these chunks (Hkv, n) of `size` tokens weigh nothing from now on."""
         whole = self.keys.shape[1] // size * size
-        by_chunk = self.weights[..., :whole].unflatten(-1, (-1, size))  # (Hkv, R, C, size)
-        for weights, left_out in zip(by_chunk, chunks, strict=True):
-            weights.index_fill_(1, left_out, 0.0)
+        weights = self.weights[..., :whole]
+        by_chunk = weights.unflatten(-1, (-1, size))  # (Hkv, R, C, size)
+        for head_weights, left_out in zip(by_chunk, chunks, strict=True):
+            head_weights.index_fill_(1, left_out, 0.0)
 
 
 class SelectionPolicy(ABC):
@@ -107,8 +117,7 @@ class MeanKey(SelectionPolicy):
     traits = POLICY_TRAITS["mean-key"]
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        by_chunk = (keys.unflatten(0, (-1, chunk)) for keys in rows.keys)  # (C, chunk, D) each
-        means = torch.stack([keys.mean(1, dtype=torch.float32) for keys in by_chunk])
+        means = _mean_keys(rows.keys, chunk)
         logits = rows.q.float() @ means.transpose(1, 2)  # (Hkv, R, C)
         shares = logits.log_softmax(-1)
         return shares.logsumexp(1)  # in logarithms: far chunks still have an order
@@ -130,7 +139,8 @@ class Window(SelectionPolicy):
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
         heads, tokens, _ = rows.keys.shape
-        ages = torch.arange(tokens // chunk, dtype=torch.float32, device=rows.keys.device)
+        chunks = tokens // chunk
+        ages = torch.arange(chunks, dtype=torch.float32, device=rows.keys.device)
         return ages.repeat(heads, 1)
 
 
@@ -144,7 +154,8 @@ class Mass(SelectionPolicy):
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
         mass = _by_chunk(rows.mass, chunk)
-        behind = F.pad(mass[:, :-1] / 2, (1, 0))
+        behind = mass[:, :-1] / 2
+        behind = F.pad(behind, (1, 0))
         return torch.maximum(mass, behind)
 
 
@@ -164,15 +175,27 @@ class Accumulated(SelectionPolicy):
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
         sums = _by_chunk(rows.mass, chunk)
         for index, row in enumerate(sums, head):
-            if (before := self._sums.get((layer, index))) is not None:
+            before = self._sums.get((layer, index))
+            if before is not None:
                 row[: len(before)] += before
             self._sums[layer, index] = row
         return sums.clone()  # `select` writes into it
 
 
+def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
+    """Return the mean (Hkv, C, D) float32 of each chunk of keys (Hkv, N, D)."""
+    means = []
+    for head_keys in keys:
+        by_chunk = head_keys.unflatten(0, (-1, chunk))  # (C, chunk, D)
+        mean = by_chunk.mean(1, dtype=torch.float32)
+        means.append(mean)
+    return torch.stack(means)
+
+
 def _by_chunk(mass: Tensor, chunk: int) -> Tensor:
     """Return the mass (Hkv, N) of keys as that of chunks (Hkv, C)."""
-    return mass.unflatten(1, (-1, chunk)).sum(-1)
+    by_chunk = mass.unflatten(1, (-1, chunk))  # (Hkv, C, chunk)
+    return by_chunk.sum(-1)
 
 
 POLICIES: dict[str, type[SelectionPolicy]] = {

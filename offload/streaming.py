@@ -46,14 +46,16 @@ class StreamingCache(SlotCache):
         return self._kv.nbytes + self._raw.nbytes
 
     def begin(self, rows: int) -> None:
-        if self.length - self._dropped + rows <= self.slots:
+        end = self.length + rows
+        if end - self._dropped <= self.slots:
             return
         self._slide()
-        if self.length - self._dropped + rows > self.slots:
+        if end - self._dropped > self.slots:
             raise ValueError(f"{rows} tokens do not fit the {self.shape.slack} slots of slack")
 
     def place(self, start: int) -> tuple[int, int]:
-        return start - self._dropped, start - self._dropped
+        slot = start - self._dropped
+        return slot, slot
 
     def buffers(self, layer: int) -> tuple[Tensor, Tensor, None]:
         return self._kv[layer], self._raw[layer], None
@@ -61,10 +63,13 @@ class StreamingCache(SlotCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot, _ = self.place(start)
         end = slot + len(k)
-        span(self._raw[layer], slot, end).copy_(k.transpose(0, 1))
-        put(self._kv[layer], self.rotary(k, slot), v, slot)
+        kv = self._kv[layer]
+        raw = span(self._raw[layer], slot, end)
+        raw.copy_(k.transpose(0, 1))
+        put(kv, self.rotary(k, slot), v, slot)
         q = self.rotary(q, slot)
-        return attend_to(self._kv[layer], q, end, self.traffic)[0]
+        out, _ = attend_to(kv, q, end, self.traffic)
+        return out
 
     def skip(self, tokens: int) -> None:
         """Count `tokens` tokens that are never read: those between the sinks and the window."""
@@ -86,7 +91,8 @@ class StreamingCache(SlotCache):
 
     def _slide(self) -> None:
         """Drop what lies between the sinks and the last `window` tokens."""
-        start, end = self.shape.sinks, self.shape.sinks + self.shape.window
+        start = self.shape.sinks
+        end = start + self.shape.window
         drop = self.length - self._dropped - end
         if drop <= 0:
             return

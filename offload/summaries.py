@@ -25,25 +25,37 @@ def tangents(rows: ObservedRows, kv: Tensor, size: int, part: slice = slice(None
     the mean of its keys and values.
     """
     _, heads, tokens, dim = kv.shape
-    chunks = _by_chunk(rows.weights, size)[:, :, part]  # (Hkv, R, m, S)
+    chunks = _by_chunk(rows.weights, size)
+    chunks = chunks[:, :, part]  # (Hkv, R, m, S)
     total = chunks.sum(-1, keepdim=True)  # (Hkv, R, m, 1)
-    # (Hkv, m, 1): a row whose weights underflow has nothing to say of a chunk
-    voices = (total > 0).sum(1)
-    shares = chunks / total.clamp(min=_TINY)
-    w = shares.sum(1) / voices.clamp(min=1)
+    # a row whose weights underflow has nothing to say of a chunk
+    voices = (total > 0).sum(1)  # (Hkv, m, 1)
+    total = total.clamp(min=_TINY)
+    shares = chunks / total
+    w = shares.sum(1)
+    w = w / voices.clamp(min=1)
     w = torch.where(voices > 0, w, 1 / size)
-    w = w.to(kv.dtype).flatten(1)  # (Hkv, m * S)
+    w = w.to(kv.dtype)
+    w = w.flatten(1)  # (Hkv, m * S)
+    # the last chunk is filled up with its last token
     filled = ceil_div(tokens, size) * size
-    indices = torch.arange(filled, device=kv.device).clamp(max=tokens - 1)
-    indices = indices.view(-1, size)[part].flatten()
+    indices = torch.arange(filled, device=kv.device)
+    indices = indices.clamp(max=tokens - 1)
+    indices = indices.view(-1, size)
+    indices = indices[part].flatten()
     first = torch.arange(0, len(indices), size, device=kv.device)
 
     def weighted_sums(x: Tensor, weights: Tensor) -> Tensor:
         return F.embedding_bag(indices, x, first, mode="sum", per_sample_weights=weights)
 
     # head by head: a view of a slot cannot be flattened, and a product would copy it
-    means = [weighted_sums(x[head], w[head]) for x in kv for head in range(heads)]
-    return torch.stack(means).view(2, heads, -1, dim)
+    means = []
+    for x in kv:
+        for head in range(heads):
+            mean = weighted_sums(x[head], w[head])
+            means.append(mean)
+    stacked = torch.stack(means)
+    return stacked.view(2, heads, -1, dim)
 
 
 def biases(rows: ObservedRows, keys: Tensor, size: int) -> Tensor:
@@ -57,12 +69,16 @@ def biases(rows: ObservedRows, keys: Tensor, size: int) -> Tensor:
     total = _by_chunk(rows.weights, size).sum(-1)  # (Hkv, R, M)
     scores = rows.q.float() @ keys.float().transpose(1, 2)  # (Hkv, R, M)
     max_scores = rows.max_scores[..., None]
-    mass = total.log() + max_scores - scores
+    mass = total.log()
+    mass = mass + max_scores
+    mass = mass - scores
     heard = total > 0
     voices = heard.sum(1)
-    bias = torch.where(heard, mass, 0.0).sum(1)
+    bias = torch.where(heard, mass, 0.0)
+    bias = bias.sum(1)
     bias = bias / voices.clamp(min=1)
-    return bias.masked_fill(~heard.any(1), -torch.inf)
+    unheard = ~heard.any(1)
+    return bias.masked_fill(unheard, -torch.inf)
 
 
 def _by_chunk(weights: Tensor, size: int) -> Tensor:
@@ -70,6 +86,7 @@ def _by_chunk(weights: Tensor, size: int) -> Tensor:
 
     The last chunk is filled up with keys of no weight.
     """
-    if missing := -weights.shape[-1] % size:  # a pad of nothing would copy them
+    missing = -weights.shape[-1] % size
+    if missing:  # a pad of nothing would copy them
         weights = F.pad(weights, (0, missing))
     return weights.unflatten(-1, (-1, size))

@@ -55,7 +55,8 @@ class TieredCache(Cache):
         streamed: list[TieredLayer] = []
         for tail in self._tails:
             assert self._ring is not None
-            streamed.append(StreamedLayer(next(hosts), tail, self._ring, shape.slot_heads, traffic))
+            layer = StreamedLayer(next(hosts), tail, self._ring, shape.slot_heads, traffic)
+            streamed.append(layer)
         early = shape.resident_layers - shape.late_layers
         resident: list[TieredLayer] = []
         for index in range(shape.resident_layers):

@@ -110,7 +110,7 @@ def test_files_stay_small(path: Path) -> None:
     assert max(map(len, lines), default=0) <= MAX_COLUMNS
 
 
-@pytest.mark.parametrize("package", ["parallel", "decoding", "bench"])
+@pytest.mark.parametrize("package", ["offload", "parallel", "decoding", "bench"])
 def test_a_line_says_one_thing(package: str) -> None:
     sources = [path.read_text() for path in FILES if module_of(path).split(".")[0] == package]
     nodes = sum(sum(1 for _ in ast.walk(ast.parse(source))) for source in sources)

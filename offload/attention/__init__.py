@@ -33,7 +33,9 @@ def partial_attention(
     """
     rows, heads, _ = q.shape
     if len(k) == 0:
-        return torch.zeros_like(q), q.new_full((rows, heads), -torch.inf, dtype=torch.float32)
+        out = torch.zeros_like(q)
+        lse = q.new_full((rows, heads), -torch.inf, dtype=torch.float32)
+        return out, lse
     causal = causal and rows > 1
     chosen = backend(q.device.type, q.dtype)
     if bias is not None:
@@ -47,11 +49,14 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
     mask (Hkv or 1, T, N) float32.
     """
     groups = q.shape[1] // k.shape[1]
-    masked = backend(q.device.type, q.dtype).masked
-    return attend_with_mask(masked, q, k, v, mask.repeat_interleave(groups, 1))
+    chosen = backend(q.device.type, q.dtype)
+    mask = mask.repeat_interleave(groups, 1)
+    return attend_with_mask(chosen.masked, q, k, v, mask)
 
 
 @cache
 def backend(device: str, dtype: torch.dtype) -> Backend:
     """Return the kernels for this device and dtype, chosen when they are first asked for."""
-    return cpu_backend(dtype) if device == "cpu" else cuda_backend(dtype)
+    if device == "cpu":
+        return cpu_backend(dtype)
+    return cuda_backend(dtype)

@@ -19,7 +19,8 @@ _SMALL_MASK = 1 << 16
 
 def cpu_backend(dtype: torch.dtype) -> Backend:
     """Return the kernels for a dtype. Not for float16, which torch's operator hardly supports."""
-    kernels = CpuKernels(pairs_rows=dtype != torch.float32 and two_rows_are_faster(dtype))
+    pairs_rows = dtype != torch.float32 and two_rows_are_faster(dtype)
+    kernels = CpuKernels(pairs_rows)
     return Backend(kernels.attend, kernels.op)
 
 
@@ -31,7 +32,8 @@ class CpuKernels:
         self._pairs_rows = pairs_rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-        if causal and len(q) * len(k) <= _SMALL_MASK:
+        scores = len(q) * len(k)  # of a head
+        if causal and scores <= _SMALL_MASK:
             return attend_masked(self.op, q, k, v, True, None)
         return attend_folded(self.op, q, k, v, causal)
 
@@ -40,7 +42,8 @@ class CpuKernels:
     ) -> Partial:
         rows = q.shape[2]
         lone = rows % _ROWS_PER_BLOCK == 1
-        same_keys = not causal and (mask is None or mask.shape[2] == 1)  # for all rows
+        masks_alike = mask is None or mask.shape[2] == 1
+        same_keys = not causal and masks_alike  # for all rows
         if self._pairs_rows and lone and same_keys:
             twin = q[:, :, -1:]
             q = torch.cat((q, twin), dim=2)
@@ -48,7 +51,9 @@ class CpuKernels:
             out, lse = _flash(q, k, v, causal, mask)
         else:
             out, lse = _attend_split(q, k, v)
-        return out[:, :, :rows], lse[:, :, :rows]
+        out = out[:, :, :rows]
+        lse = lse[:, :, :rows]
+        return out, lse
 
 
 def two_rows_are_faster(dtype: torch.dtype) -> bool:
@@ -64,8 +69,13 @@ def two_rows_are_faster(dtype: torch.dtype) -> bool:
         _flash(kv[:, :, :rows], kv, kv)
         return time.perf_counter() - started
 
-    times = [(seconds(2), seconds(1)) for _ in range(6)]
-    twos, ones = zip(*times[1:], strict=True)  # the first ones warm up
+    seconds(2)  # the first ones warm up
+    seconds(1)
+    twos = []
+    ones = []
+    for _ in range(5):
+        twos.append(seconds(2))
+        ones.append(seconds(1))
     return min(twos) < min(ones)
 
 
@@ -74,19 +84,24 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
     It shares out heads and blocks of rows over the threads; here these may be few.
     """
-    heads, keys = k.shape[1], k.shape[2]
+    _, heads, keys, _ = k.shape
+    rows = q.shape[2]
     threads = torch.get_num_threads()
-    blocks = ceil_div(q.shape[2], _ROWS_PER_BLOCK)
+    blocks = ceil_div(rows, _ROWS_PER_BLOCK)
     parts = threads // math.gcd(threads, heads)  # by heads alone: the last block may be a small one
     busy = heads * blocks >= 4 * threads
     too_few = keys < parts * _KEYS_PER_BLOCK
     if busy or too_few:
         parts = 1
-    whole = keys // parts * parts
-    some, rest = slice(whole), slice(whole, None)
-    partials = _attend_parts(q, k[:, :, some], v[:, :, some], parts)
-    if whole < keys:
-        partials += _attend_parts(q, k[:, :, rest], v[:, :, rest], 1)
+    rest = keys % parts  # what is left over when all parts have one size
+    whole = keys - rest
+    even_keys = k[:, :, :whole]
+    even_values = v[:, :, :whole]
+    partials = _attend_parts(q, even_keys, even_values, parts)
+    if rest:
+        last_keys = k[:, :, whole:]
+        last_values = v[:, :, whole:]
+        partials += _attend_parts(q, last_keys, last_values, 1)
     return merge(partials)
 
 
@@ -94,11 +109,19 @@ def _attend_parts(q: Tensor, k: Tensor, v: Tensor, parts: int) -> list[Partial]:
     """Attend to `parts` parts of the keys, all of one size."""
 
     def part_by_part(x: Tensor) -> Tensor:  # (1, H, N, D) to (P, H, N / P, D)
-        return x[0].unflatten(1, (parts, -1)).transpose(0, 1)
+        split = x[0].unflatten(1, (parts, -1))
+        return split.transpose(0, 1)
 
     q = q.expand(parts, -1, -1, -1)
-    out, lse = _flash(q, part_by_part(k), part_by_part(v))
-    return [(out[part, None], lse[part, None]) for part in range(parts)]
+    k = part_by_part(k)
+    v = part_by_part(v)
+    out, lse = _flash(q, k, v)
+    partials = []
+    for part in range(parts):
+        part_out = out[part, None]
+        part_lse = lse[part, None]
+        partials.append((part_out, part_lse))
+    return partials
 
 
 def _flash(

@@ -26,7 +26,8 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     flash = torch.ops.aten._scaled_dot_product_flash_attention
-    return flash(q, k, v, 0.0, causal, False)[:2]
+    out, lse = flash(q, k, v, 0.0, causal, False)[:2]
+    return out, lse
 
 
 def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -37,15 +38,24 @@ def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 def _efficient_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse = efficient(q, k, v, None, True, 0.0, causal)[:2]
-    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32 rows
+    rows = q.shape[2]
+    lse = lse[..., :rows]  # it is padded to a multiple of 32 rows
+    return out, lse
 
 
 def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with the flash-attn package: grouped heads and bottom-right masks are its own."""
     from flash_attn import flash_attn_func
 
-    out, lse, _ = flash_attn_func(q[None], k[None], v[None], causal=causal, return_attn_probs=True)
-    return out[0], lse[0].transpose(0, 1)  # lse (1, Hq, T)
+    out, lse, _ = flash_attn_func(
+        q[None],
+        k[None],
+        v[None],
+        causal=causal,
+        return_attn_probs=True,  # which returns lse (1, Hq, T) too
+    )
+    lse = lse[0].transpose(0, 1)
+    return out[0], lse
 
 
 def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
@@ -53,12 +63,19 @@ def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Pa
 
     Scores and softmax are float32, products take the inputs' dtype.
     """
+    rows = q[0]  # (H, T, D)
     keys = k[0].transpose(1, 2)  # (H, D, N)
     if q.dtype != torch.float32 and q.device.type == "cuda":
-        products = torch.bmm(q[0], keys, torch.float32)
+        products = torch.bmm(rows, keys, torch.float32)
     else:  # other devices know no product of 16-bit inputs in float32
-        products = torch.bmm(q[0], keys).float()
-    scores = products[None] * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
+        products = torch.bmm(rows, keys)
+        products = products.float()
+    scale = q.shape[-1] ** -0.5
+    scores = products[None] * scale
+    scores = scores + mask  # (1, H, T, N)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().to(v.dtype)
-    return weights @ v, lse
+    weights = scores - lse[..., None]
+    weights = weights.exp()
+    weights = weights.to(v.dtype)
+    out = weights @ v
+    return out, lse

@@ -36,13 +36,16 @@ def merge(parts: list[Partial]) -> Partial:
     """
     if len(parts) == 1:
         return parts[0]
-    outs = torch.stack([out for out, _ in parts])
-    lses = torch.stack([lse for _, lse in parts])
+    part_outs, part_lses = zip(*parts, strict=True)
+    outs = torch.stack(part_outs)
+    lses = torch.stack(part_lses)
     total = lses.logsumexp(0)  # (T, Hq)
-    weights = (lses - total).exp()  # (P, T, Hq)
+    weights = lses - total  # (P, T, Hq)
+    weights = weights.exp()
     weights = weights.nan_to_num(0)  # where every part is empty
     weighted = weights[..., None] * outs.float()
-    merged = weighted.sum(0).to(outs.dtype)
+    merged = weighted.sum(0)
+    merged = merged.to(outs.dtype)
     return merged, total
 
 
@@ -57,9 +60,12 @@ def attend_masked(
     mask = bias[:, None]  # (Hkv or 1, 1, N)
     if causal:
         square = torch.full((rows, rows), -torch.inf, device=q.device)
-        later = square.triu_(1).repeat_interleave(groups, 0)
-        prefix = mask[..., :-rows].expand(-1, rows * groups, -1)
-        own = mask[..., -rows:] + later
+        square.triu_(1)
+        later = square.repeat_interleave(groups, 0)
+        prefix = mask[..., :-rows]
+        prefix = prefix.expand(-1, rows * groups, -1)
+        own = mask[..., -rows:]
+        own = own + later
         mask = torch.cat((prefix, own), dim=-1)
     return attend_with_mask(op, q, k, v, mask)
 
@@ -98,8 +104,13 @@ def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
         return merge([seen, own])
     k = k.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
     v = v.repeat_interleave(groups, 1)
-    out, lse = op(_as_batch(q), _as_batch(k), _as_batch(v), True)
-    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    rows = _as_batch(q)
+    keys = _as_batch(k)
+    values = _as_batch(v)
+    out, lse = op(rows, keys, values, True)
+    out = out[0].transpose(0, 1)
+    lse = lse[0].transpose(0, 1)
+    return out, lse
 
 
 def _as_batch(x: Tensor) -> Tensor:
@@ -112,11 +123,15 @@ def _fold(q: Tensor, groups: int, attend: Callable[[Tensor], Partial]) -> Partia
     rows, heads, dim = q.shape
 
     def unfold(x: Tensor) -> Tensor:  # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
-        return x[0].unflatten(1, (rows, groups)).transpose(0, 1)
+        by_row = x[0].unflatten(1, (rows, groups))
+        return by_row.transpose(0, 1)
 
-    grouped = q.unflatten(1, (-1, groups))  # (T, Hkv, G, D)
-    folded = grouped.permute(1, 0, 2, 3).flatten(1, 2)
+    folded = q.unflatten(1, (-1, groups))  # (T, Hkv, G, D)
+    folded = folded.permute(1, 0, 2, 3)
+    folded = folded.flatten(1, 2)
     out, lse = attend(folded[None])
-    out = unfold(out).reshape(rows, heads, dim)
-    lse = unfold(lse).reshape(rows, heads)
+    out = unfold(out)
+    out = out.reshape(rows, heads, dim)
+    lse = unfold(lse)
+    lse = lse.reshape(rows, heads)
     return out, lse
