@@ -1,9 +1,9 @@
-"""The main job end to end on the built-in pair: a long real document, two ranks, first
-hierarchical, then plain decoding.
+"""The main job end to end on the built-in pair: a long real document over two ranks.
 
-`python -m demo.run` (or `make demo`) needs no download and no GPU. What it shows is the machinery:
-both runs draw from the same model's law, and one needs a fraction of the link's bytes and time.
-What the tiny model writes is period-flavoured nonsense.
+It is summarised twice, first by hierarchical and then by plain decoding. `python -m demo.run` (or
+`make demo`) needs no download and no GPU. What it shows is the machinery: both runs draw from the
+same model's law, and one needs a fraction of the link's bytes and time. What the tiny model writes
+is period-flavoured nonsense.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.harness.text import long_text
-from bench.paper.jobs import summarized
+from bench.paper.jobs import summarize
 from offload.errors import TierForceError
 
 HERE = Path(__file__).parent
@@ -37,6 +37,7 @@ COMMON = [
 
 
 def main() -> None:
+    """Run both modes on the same document, and compare what they took."""
     started = time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else 120)
     text = long_text()
@@ -55,7 +56,7 @@ def main() -> None:
         models = ["--model", str(HERE / "target"), "--draft", str(HERE / "draft"), "--mode", mode]
         options = [*models, "--max-new-tokens", "64", *COMMON]
         try:
-            (records[mode],) = summarized(
+            (records[mode],) = summarize(
                 OUT, mode, {"python-language-reference": text}, options, say
             )
         except TierForceError as error:
