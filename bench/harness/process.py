@@ -29,7 +29,7 @@ def call_in_process(
     Returns its answer and the most memory its process held, in GB. A `Died` takes the answer's
     place where the process ends without one, or takes longer than `limit_s` seconds.
     """
-    context = multiprocessing.get_context(_START)
+    context: Any = multiprocessing.get_context(_START)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_answer, args=(theirs, function, args))
     started, peak = time.monotonic(), 0.0
