@@ -47,7 +47,7 @@ def generate(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        job["target"], torch_dtype=getattr(torch, job["dtype"])
+        job["target"], torch_dtype=getattr(torch, job["dtype"]), trust_remote_code=False
     )
     if not hasattr(model, "set_kv_cache_offload"):
         reason = "has no KV offload: it takes DeepSpeed's fork"

@@ -159,7 +159,9 @@ def main(
     engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
     prompt = prompt_tokens(engine.tokenizer, context, text)
     say("prefill: transformers")
-    peer = AutoModelForCausalLM.from_pretrained(model, dtype=engine.runtime.dtype)
+    peer = AutoModelForCausalLM.from_pretrained(
+        model, dtype=engine.runtime.dtype, trust_remote_code=False
+    )
     methods: dict[str, Method] = {
         f"transformers, {kind} cache": Transformers(
             peer, prompt, min(new_tokens, PEER_TOKENS), kind == "static"

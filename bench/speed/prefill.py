@@ -102,7 +102,10 @@ def peer(job: Job) -> Prefill:
     tokenizer = AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
     prompt = torch.tensor([prompt_tokens(tokenizer, job.context, job.text)])
     model: Any = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=getattr(torch, job.dtype), attn_implementation="sdpa"
+        job.model,
+        dtype=getattr(torch, job.dtype),
+        attn_implementation="sdpa",
+        trust_remote_code=False,
     )
     with torch.inference_mode():
         before = _memory_now()
