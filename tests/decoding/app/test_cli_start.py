@@ -103,15 +103,6 @@ def chat_template_that_refuses(folder: Path) -> tuple[str, ...]:
     return *summarize(text(folder), folder / "out.jsonl"), *model
 
 
-@case("draft's vocabulary (2000 tokens)", "target's (2048)")
-def draft_with_a_smaller_vocabulary(folder: Path) -> tuple[str, ...]:
-    def cut(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:2000].clone()
-
-    variant(folder / "draft", DRAFT, cut, vocab_size=2000)
-    return *GENERATE, *MODELS, "--draft", str(folder / "draft")
-
-
 @case("draft's vocabulary", "share the target's tokenizer")
 def draft_with_other_words_for_the_same_numbers(folder: Path) -> tuple[str, ...]:
     variant(folder / "draft", DRAFT)

@@ -161,7 +161,7 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     engine = Engine(
         Runtime(*models, case.settings.mode, case.settings, link, arena), None, frozenset()
     )
-    engine.chooser = BudgetChooser(costs)
+    engine.sessions.chooser = BudgetChooser(costs)
     return engine
 
 
@@ -217,7 +217,7 @@ def by_engine(case: Case, costs: CostSource) -> Decision | None:
             plan = engine.check(case.prompt, case.new)
         except FitError:
             return None
-        budget = engine._spend(case.prompt, case.new).budget
+        budget = engine.sessions.choose(case.prompt, case.new).budget
         needs = engine.runtime.needs
         if not needs.has_retrieval:
             budget = None
