@@ -26,8 +26,7 @@ import typer
 from bench.harness.decode_loop import decode_loop
 from bench.harness.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
 from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import cell, heading, show
-from bench.speed.grid import say
+from bench.harness.tables import cell, heading, say, show
 from bench.speed.passes import DRAFTED, passes
 from decoding import Sampling, Settings
 from decoding.planning.passes import prefill_flops

@@ -14,7 +14,7 @@ from decoding.planning.needs import draft_ranks
 from decoding.runtime import Runtime
 from decoding.settings import Settings
 from offload.errors import TierForceError, one_line
-from parallel.config import ModelConfig
+from parallel.config import ConfigError, ModelConfig, token_ids
 from parallel.graphs import graphs_work
 from parallel.group import Group
 from parallel.loading import load_model, resolve
@@ -87,13 +87,10 @@ def load_stop_tokens(folder: Path) -> frozenset[int]:
             f"{path} cannot be read ({one_line(error)}): it says which tokens end a text. Fetch it "
             "again, or remove it to go by config.json."
         ) from error
-    ids = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(type(each) is int and each >= 0 for each in ids):
-        raise TierForceError(
-            f"{path}: eos_token_id must be a token id or a list of them, found "
-            f"{json.dumps(given)[:80]}."
-        )
-    return frozenset(ids)
+    try:
+        return token_ids(given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -18,7 +18,7 @@ from decoding.planning.defaults import (
     MAX_INNER_DRAFT,
 )
 from decoding.runtime import Runtime
-from decoding.settings import Settings
+from decoding.settings import LEVELS, Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
 from decoding.speculation.lookup import Lookup
@@ -29,7 +29,6 @@ from offload.cache import Cache
 from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
-from offload.streaming_shape import StreamingShape
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
 from parallel.lockstep import Announced, PassLeader
@@ -71,15 +70,14 @@ class Session:
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.levels = [Level("target", runtime.target, self.target)]
         self.retrieval: RetrievalCache | None = None
-        if needs.has_retrieval:
-            self.retrieval = self._retrieval_cache()
-            self.target.followers.append(self.retrieval)
-            self.levels.append(Level("retrieval", runtime.target, self.retrieval))
         self.draft: StreamingCache | None = None
-        if needs.has_draft and runtime.draft is not None:
-            self.draft = _draft_cache(runtime.draft, needs.draft_shape)
-            split = runtime.draft.group.size > 1
-            self.levels.append(Level("draft", runtime.draft, self.draft, announced=split))
+        make: dict[str, Callable[[], Level | None]] = {
+            "retrieval": self._retrieval_level,
+            "draft": self._draft_level,
+        }
+        for name in LEVELS[runtime.mode]:
+            if (level := make[name]()) is not None:
+                self.levels.append(level)
 
     @property
     def announced(self) -> list[Announced]:
@@ -143,18 +141,6 @@ class Session:
         self.peaks["decoding"] = self.runtime.link.peak()
         self.forward.forget()
 
-    def snapshot(self) -> list[Any]:
-        """Return where all caches stand, for `rewind`.
-
-        Right behind the prompt, say, to continue it more than once.
-        """
-        return [level.cache.snapshot() for level in self.levels]
-
-    def rewind(self, snapshot: list[Any]) -> None:
-        """Put all caches back to where they stood; all ranks call it."""
-        for level, state in zip(self.levels, snapshot, strict=True):
-            level.cache.restore(state)
-
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new
         tiers = runtime.needs.tiers(prompt, new)
@@ -163,13 +149,28 @@ class Session:
         rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
         return TieredCache(tiers, runtime.link, rotary, runtime.arena)
 
-    def _retrieval_cache(self) -> RetrievalCache:
+    def _retrieval_level(self) -> Level:
+        """Return the target's weights on a retrieval cache, which follows the target's cache."""
         runtime, needs = self.runtime, self.runtime.needs
         shape = needs.shape(len(self.prompt), self.new)
         policy = POLICIES[runtime.settings.policy]()
         interval, shares = needs.selection(self.plan)
-        rotary, device = self.target.rotary, self.prompt.device
-        return RetrievalCache(self.target.layout, shape, policy, rotary, device, interval, shares)
+        rotary, device, layout = self.target.rotary, self.prompt.device, self.target.layout
+        self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, shares)
+        self.target.followers.append(self.retrieval)
+        return Level("retrieval", runtime.target, self.retrieval)
+
+    def _draft_level(self) -> Level | None:
+        """Return the draft model on a cache of its own, where this rank runs one."""
+        model = self.runtime.draft
+        if model is None:
+            return None
+        shape = self.runtime.needs.draft_shape
+        dtype, device = model.embed.weight.dtype, model.group.device
+        rotary = model.config.rotary(shape.slots, shape.slots, dtype, device)
+        layout = model.config.kv_layout(model.group.size, dtype)
+        self.draft = StreamingCache(layout, shape, rotary, device)
+        return Level("draft", model, self.draft, announced=model.group.size > 1)
 
     def _draft_decoder(
         self,
@@ -191,13 +192,6 @@ def draft_lengths(settings: Settings) -> Lengths:
     """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
     rows = ((settings.draft_length, MAX_DRAFT), (settings.inner_length, MAX_INNER_DRAFT))
     return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)
-
-
-def _draft_cache(model: Llama, shape: StreamingShape) -> StreamingCache:
-    dtype = model.embed.weight.dtype
-    rotary = model.config.rotary(shape.slots, shape.slots, dtype, model.group.device)
-    layout = model.config.kv_layout(model.group.size, dtype)
-    return StreamingCache(layout, shape, rotary, model.group.device)
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:

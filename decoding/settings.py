@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 MAX_DRAFT_LENGTH = 512  # tokens: all caches have room for one draft of so many
-MODES = ("auto", "hierarchical", "retrieval", "speculative", "plain")
+# the levels below the target that a mode has, outermost first; each proposes to the one before it
+LEVELS = {
+    "hierarchical": ("retrieval", "draft"),
+    "retrieval": ("retrieval",),
+    "speculative": ("draft",),
+    "plain": (),
+}
+MODES = ("auto", *LEVELS)
 DTYPES = ("bfloat16", "float16", "float32")
 
 

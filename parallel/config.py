@@ -80,11 +80,17 @@ class ConfigError(TierForceError):
     """The config is missing, unreadable, or describes a model that is not supported."""
 
 
-def token_ids(value: int | list[int] | None) -> frozenset[int]:
-    """Return a set for what Hugging Face writes as one id, a list of ids or nothing."""
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+def token_ids(given: Any) -> frozenset[int]:
+    """Return a set for what Hugging Face writes as one id, a list of ids or nothing.
+
+    Raises ConfigError for anything else.
+    """
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise ConfigError(
+            f"eos_token_id must be a token id or a list of them, found {json.dumps(given)[:80]}."
+        )
+    return frozenset(ids)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ import typer
 from bench.harness.options import NewTokens, Output
 from bench.harness.process import Died, call_in_process
 from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import show
+from bench.harness.tables import say, show
 from bench.harness.text import DEMO, prompt_tokens
-from bench.speed.grid import say
 from decoding import Engine, Sampling, Settings
 from decoding.planning.defaults import USABLE_SHARE
 from offload.errors import TierForceError

@@ -21,8 +21,8 @@ import typer
 from bench.harness.decode_loop import decode_loop
 from bench.harness.options import Draft, Dtype, NewTokens, Output, Target, Text, Threads
 from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
 from bench.harness.text import DEMO, prompt_tokens
-from bench.speed.grid import say
 from decoding import Engine, Sampling, Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.forecast import forecast

@@ -24,13 +24,12 @@ import torch
 import typer
 
 from bench.drafts.needle import needles
-from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant, prompts
+from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
 from bench.harness.options import Target, Temperature, Text, Threads, TopP, decimals, integers
 from bench.harness.plots import plots_of
 from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import show
-from bench.harness.text import DEMO, text_tokens
-from bench.speed.grid import say
+from bench.harness.tables import say, show
+from bench.harness.text import DEMO, prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes

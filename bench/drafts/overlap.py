@@ -31,7 +31,6 @@ from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
 from decoding.speculation.sampling import draw
 from decoding.speculation.text import Text
-from offload.errors import TierForceError
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
@@ -187,18 +186,3 @@ class PolicyTrace:
             decoder.round(missing)
         self.rewind()
         return decoder.stats.produced, decoder.stats.passes
-
-
-def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[list[int]]:
-    """Return `count` stretches of `context` tokens, spread evenly over the text.
-
-    Behind each there are `new` tokens more. Raises TierForceError when the text is too short.
-    """
-    spare = len(tokens) - context - new
-    if spare < count - 1:
-        raise TierForceError(
-            f"the text has {len(tokens)} tokens, too few for {count} prompts of {context}: use a "
-            "longer --text."
-        )
-    step = spare // max(1, count - 1)
-    return [list(tokens[index * step : index * step + context]) for index in range(count)]

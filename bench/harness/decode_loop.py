@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import torch
 
 from decoding import Sampling
-from decoding.runtime import Runtime
 from decoding.session import Lengths, Session, draft_lengths
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength, RoundStats
@@ -26,7 +26,6 @@ class Run:
     acceptance: float | None = None  # of what was put before the target
     link_bytes: int = 0
     rounds: list[RoundStats] = field(default_factory=list)
-    inner_rounds: list[RoundStats] = field(default_factory=list)
 
     @property
     def ms_per_token(self) -> float:
@@ -36,19 +35,25 @@ class Run:
 class PrefilledText:
     """A text that is read once, and continued any number of times from the prompt's end."""
 
-    def __init__(self, runtime: Runtime, prompt: list[int], new: int):
-        self.session = Session(runtime, prompt, new + 1)
-        self.first = int(self.session.prefill().argmax())
-        self._start = self.session.snapshot()
+    def __init__(self, session: Session):
+        self.session = session
+        self.first = int(session.prefill().argmax())
+        self._start = [level.cache.snapshot() for level in session.levels]
 
-    def run(self, sampling: Sampling, lengths: Lengths | None = None) -> Run:
-        """Decode `new` tokens behind the first; `lengths` None: those of the settings."""
-        session, rounds, inner_rounds = self.session, list[RoundStats](), list[RoundStats]()
-        session.rewind(self._start)
+    def run(
+        self, sampling: Sampling, lengths: Lengths | None = None, limit: float = math.inf
+    ) -> Run:
+        """Decode all new tokens behind the first, or what is done after `limit` seconds.
+
+        `lengths` None: those of the settings.
+        """
+        session, rounds = self.session, list[RoundStats]()
+        for level, state in zip(session.levels, self._start, strict=True):
+            level.cache.restore(state)
         before = session.target.traffic.link_in
         outer, inner = lengths or draft_lengths(session.runtime.settings)
-        recorded = RecordingLength(outer, rounds), RecordingLength(inner, inner_rounds)
-        decoder, seconds = decode_loop(session, self.first, sampling, recorded)
+        recorded = RecordingLength(outer, rounds), inner
+        decoder, seconds = decode_loop(session, self.first, sampling, recorded, limit)
         return Run(
             seconds,
             decoder.stats.produced,
@@ -56,14 +61,17 @@ class PrefilledText:
             decoder.stats.acceptance_rate,
             session.target.traffic.link_in - before,
             rounds,
-            inner_rounds,
         )
 
 
 def decode_loop(
-    session: Session, first: int, sampling: Sampling, lengths: Lengths | None = None
+    session: Session,
+    first: int,
+    sampling: Sampling,
+    lengths: Lengths | None = None,
+    limit: float = math.inf,
 ) -> tuple[Decoder, float]:
-    """Decode all new tokens of a session but the first, which is given.
+    """Decode all new tokens of a session but the first, which is given; or until `limit` seconds.
 
     Returns what decoded, with its counts, and the seconds it took.
     """
@@ -74,4 +82,6 @@ def decode_loop(
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
         decoder.round(missing)
+        if time.perf_counter() - started > limit:
+            break
     return decoder, time.perf_counter() - started

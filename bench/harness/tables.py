@@ -9,10 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+# progress, for people: standard output is the table's
+say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
 
 HEADINGS = {
     "ms_per_token": "ms/token",
@@ -42,7 +46,8 @@ HEADINGS = {
 
 def heading(name: str) -> str:
     """Return the heading of a field; that of a mapping's entry is `field.key`."""
-    return HEADINGS.get(name, name.replace("_", " ").replace(".", " "))
+    plain = name.removeprefix("setting.").replace("_", " ").replace(".", " ")
+    return HEADINGS.get(name, plain)
 
 
 def flat(row: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from offload.errors import TierForceError
@@ -33,3 +34,18 @@ def prompt_tokens(tokenizer, tokens: int, path: Path | None = None) -> list[int]
             "--text."
         )
     return every[:tokens]
+
+
+def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[list[int]]:
+    """Return `count` stretches of `context` tokens, spread evenly over the text.
+
+    Behind each there are `new` tokens more. Raises TierForceError when the text is too short.
+    """
+    spare = len(tokens) - context - new
+    if spare < count - 1:
+        raise TierForceError(
+            f"the text has {len(tokens)} tokens, too few for {count} prompts of {context}: use a "
+            "longer --text."
+        )
+    step = spare // max(1, count - 1)
+    return [list(tokens[index * step : index * step + context]) for index in range(count)]

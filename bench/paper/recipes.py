@@ -27,11 +27,10 @@ from bench.drafts.overlap import OURS, STATIC, Variant
 from bench.harness.data import documents
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from bench.harness.record import benchmark, prepare, publish, save
-from bench.harness.tables import show
+from bench.harness.tables import say, show
 from bench.harness.text import DEMO, text_tokens
 from bench.paper.jobs import summarize
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
-from bench.speed.grid import say
 from decoding import Engine, Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.needs import TextNeeds

@@ -34,11 +34,10 @@ from bench.harness.options import (
 )
 from bench.harness.process import Died, call_in_process
 from bench.harness.record import benchmark, prepare, publish, save
-from bench.harness.tables import cell
+from bench.harness.tables import cell, say
 from bench.harness.text import DEMO, prompt_tokens
 from bench.peers.base import Job, Result, RoundMedians, Unavailable
 from bench.peers.registry import PEERS
-from bench.speed.grid import say
 from decoding import Sampling
 from offload.errors import one_line
 

@@ -1,77 +1,145 @@
-"""A grid of settings, all timed on the same texts: the loop of `decode`, `lengths` and `tune`.
+"""Decoding speed over a grid of settings, all timed on the same texts.
 
-Settings are interleaved, and each text begins with another of them, so that none is always the
-first. How much of a draft stands is a matter of luck, which a hundred rounds do not even out. So
-beside the plain ms/token there is an expected one: the seconds of a setting over the tokens that
-its drafts yield on average, given how often proposals stand at each place of a draft.
+The physics: a plain step reads all KV once (attention) or moves it over the link once (offloading),
+per token. A draft is verified in one such pass, so drafting gains by the tokens that stand, as long
+as verifying and drafting cost less than that. Over a link a verification costs the same for any
+draft, and long drafts pay; where compute is the cost, short ones do. A resident layer saves its
+share of a verification; a larger retrieval budget makes verifications rarer, and drafting dearer.
+
+    python -m bench grid --vary mode=plain,hierarchical --vary draft_length=auto,8,16
+
+Every setting continues the same prompts. Settings that differ by draft lengths alone continue the
+same prefill; which comes first changes from text to text. What is `auto` is chosen by the engine
+itself, which learns from text to text.
+
+How much of a draft stands is a matter of luck, which a hundred rounds do not even out. So beside
+the plain ms/token there is an expected one: the seconds of a setting over the tokens that its
+drafts yield on average, given how often proposals stand at each place of a draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import chain
-from typing import TypeVar
+import statistics
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import chain, product
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
-from rich.console import Console
+import typer
 
-from bench.harness.decode_loop import Run
+from bench.harness.decode_loop import PrefilledText, Run
+from bench.harness.options import (
+    Context,
+    Draft,
+    Dtype,
+    NewTokens,
+    Output,
+    Target,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+)
+from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
+from bench.harness.text import DEMO, prompts, text_tokens
+from decoding import Engine, Sampling, Settings
+from decoding.option import options_of
+from decoding.planning.needs import MAX_DRAFT
+from decoding.runtime import Runtime
+from decoding.session import Lengths, draft_lengths
+from decoding.sessions import Sessions
 from decoding.speculation.draft_length import RoundStats
+from offload.errors import TierForceError
 
-Setting = TypeVar("Setting", bound=Hashable)
-say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
+AUTO = "auto"
+Varied = dict[str, str]  # settings by name, as they were typed
 
 
 @dataclass
-class Series:
-    """All runs of one setting."""
+class Point:
+    """One setting of the grid, and what was measured of it."""
 
-    runs: list[Run] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return sum(run.seconds for run in self.runs)
-
-    @property
-    def times(self) -> list[float]:
-        """Milliseconds a token, of each run."""
-        return [run.ms_per_token for run in self.runs]
-
-    @property
-    def ms_per_token(self) -> float:
-        return 1e3 * self.seconds / sum(run.tokens for run in self.runs)
+    varied: Varied
+    lengths: Lengths  # adaptive ones go on from text to text, as in the engine
+    runs: list[tuple[Settings, int, Run]] = field(default_factory=list)  # with resident layers
 
     @property
     def rounds(self) -> list[RoundStats]:
-        return list(chain(*(run.rounds for run in self.runs)))
-
-    def expected_tokens(self, yields: Sequence[float]) -> float:
-        """Return the tokens that its drafts yield on average."""
-        return sum(yields[each.drafted] for each in self.rounds)
-
-    def expected_ms_per_token(self, yields: Sequence[float]) -> float:
-        return 1e3 * self.seconds / self.expected_tokens(yields)
+        return list(chain(*(run.rounds for _, _, run in self.runs)))
 
 
-def time_text(
-    methods: Mapping[Setting, Callable[[], Run]],
-    series: dict[Setting, Series],
-    turn: int,
-    title: str,
-) -> None:
-    """Run every method once, beginning with the one whose turn it is, and keep the runs."""
-    settings = list(methods)
-    first = turn % len(settings)
-    for setting in settings[first:] + settings[:first]:
-        run = methods[setting]()
-        series.setdefault(setting, Series()).runs.append(run)
-        say(f"{title}, {named(setting)}: {run.ms_per_token:.1f} ms/token")
+@dataclass
+class Group:
+    """Points that continue the same prefill: they differ by draft lengths alone."""
+
+    sessions: Sessions
+    points: list[Point] = field(default_factory=list)
 
 
-def named(setting: Hashable) -> str:
-    """Return a setting in words, for the display of progress."""
-    return ", ".join(map(str, setting)) if isinstance(setting, tuple) else str(setting)
+@dataclass(frozen=True)
+class Row:
+    """All runs of one setting. Where the engine chose, all its choices are named."""
+
+    setting: Varied
+    ms_per_token: float
+    min_ms_per_token: float  # of one text
+    max_ms_per_token: float
+    expected_ms_per_token: float | None
+    tokens_per_verification: float | None
+    acceptance: float | None  # of what was put before the target
+    mean_draft: float | None
+    link_mb_per_token: float
+    budgets: str
+    resident_layers: str
+
+    @classmethod
+    def of(cls, point: Point, yields: dict[Settings, list[float]]) -> Row:
+        """Sum up a point, given what drafts yield under each law of acceptance."""
+        runs = [run for _, _, run in point.runs]
+        seconds = sum(run.seconds for run in runs)
+        tokens = sum(run.tokens for run in runs)
+        rounds = point.rounds
+        expected = sum(
+            yields[law_of(settings)][each.drafted]
+            for settings, _, run in point.runs
+            for each in run.rounds
+        )
+        rates = [run.acceptance for run in runs if run.acceptance is not None]
+        has_budget = point.varied.get("mode") not in ("plain", "speculative")
+        return cls(
+            point.varied,
+            1e3 * seconds / tokens,
+            min(run.ms_per_token for run in runs),
+            max(run.ms_per_token for run in runs),
+            1e3 * seconds / expected if rounds else None,
+            tokens / len(rounds) if rounds else None,
+            statistics.fmean(rates) if rates else None,
+            statistics.fmean(each.drafted for each in rounds) if rounds else None,
+            sum(run.link_bytes for run in runs) / tokens / 1e6,
+            in_words([settings.budget for settings, _, _ in point.runs]) if has_budget else "",
+            in_words([layers for _, layers, _ in point.runs]),
+        )
+
+
+def in_words(values: Sequence[object]) -> str:
+    """Name values once each, in their order."""
+    return " ".join(str(each) for each in dict.fromkeys(values))
+
+
+def law_of(settings: Settings) -> Settings:
+    """Return settings without those that how often proposals stand does not depend on."""
+    return replace(
+        settings,
+        draft_length=None,
+        inner_length=None,
+        link="auto",
+        resident_layers=None,
+        device_memory=None,
+        refresh=None,
+    )
 
 
 def expected_yields(rounds: Sequence[RoundStats]) -> list[float]:
@@ -82,9 +150,189 @@ def expected_yields(rounds: Sequence[RoundStats]) -> list[float]:
     ended, or stood whole, tells nothing of later places.
     """
     yields, standing = [1.0], 1.0
-    for place in range(max(each.drafted for each in rounds)):
+    for place in range(max((each.drafted for each in rounds), default=0)):
         tested = sum(place <= each.accepted and place < each.drafted for each in rounds)
         rejected = sum(each.accepted == place < each.drafted for each in rounds)
         standing *= 1 - rejected / tested if tested else 1
         yields.append(yields[-1] + standing)
     return yields
+
+
+def parse(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the values of each setting. Raises TierForceError for what is none."""
+    varied: dict[str, list[str]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        name = name.replace("-", "_")
+        if name not in options_of(Settings) or name == "dtype" or not values:
+            known = ", ".join(each for each in options_of(Settings) if each != "dtype")
+            raise TierForceError(f"--vary {word}: give NAME=VALUE,VALUE. Names are {known}.")
+        varied[name] = values.split(",")
+    return varied
+
+
+def value_of(name: str, word: str) -> Any:
+    """Return a setting's value. Raises TierForceError for a word that is none."""
+    hint = get_type_hints(Settings)[name]
+    kinds = get_args(hint) or (hint,)
+    if word == AUTO and type(None) in kinds:
+        return None
+    try:
+        return {"yes": True, "no": False}[word] if bool in kinds else kinds[0](word)
+    except (KeyError, ValueError):
+        raise TierForceError(f"--vary {name}={word}: {word} is not a value of it.") from None
+
+
+def settings_of(base: Settings, varied: Varied) -> Settings:
+    """Return settings with those of a point. Raises TierForceError for what makes no sense."""
+    return replace(base, **{name: value_of(name, word) for name, word in varied.items()})
+
+
+def grid(varied: dict[str, list[str]]) -> list[Varied]:
+    """Return every combination once; plain decoding has no draft lengths and no policies."""
+    points: list[Varied] = []
+    for values in product(*varied.values()):
+        point = dict(zip(varied, values, strict=True))
+        if point.get("mode") == "plain":
+            kept = ("mode", "link", "resident_layers", "device_memory")
+            point = {name: value for name, value in point.items() if name in kept}
+        if point not in points:
+            points.append(point)
+    return points
+
+
+def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[Group]:
+    """Put every point into the group whose prefill it continues."""
+    links: dict[str, Runtime] = {}
+    groups: dict[Settings, Group] = {}
+    given = [int(point.get("draft_length", AUTO).replace(AUTO, "0")) for point in points]
+    for point in points:
+        settings = settings_of(base, point)
+        # room for the longest draft; every run has lengths of its own
+        shared = replace(settings, draft_length=max(MAX_DRAFT, *given), inner_length=None)
+        if shared not in groups:
+            if settings.link not in links:
+                links[settings.link] = runtime.with_settings(shared)
+            mode = settings.resolved_mode(runtime.draft is not None)
+            here = replace(links[settings.link], settings=shared, mode=mode)
+            groups[shared] = Group(Sessions(here))
+        groups[shared].points.append(Point(point, draft_lengths(settings)))
+    return list(groups.values())
+
+
+def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, limit: float) -> None:
+    """Read a prompt once, and continue it with every point of the group."""
+    sessions = group.sessions
+    session = sessions.open(prompt, new + 1, sessions.choose(len(prompt), new + 1))
+    with closing(session):
+        text = PrefilledText(session)
+        for point in turned(group.points, sampling.seed):
+            run = text.run(sampling, point.lengths, limit)
+            settings, layers = session.runtime.settings, session.plan.resident_layers
+            point.runs.append((settings, layers, run))
+            sessions.record(session, run.rounds)
+            named = ", ".join(f"{name} {value}" for name, value in point.varied.items())
+            say(f"text {sampling.seed}: {named}: {run.ms_per_token:.1f} ms/token")
+
+
+def turned(points: list[Any], turn: int) -> list[Any]:
+    """Return the points in their order, beginning with the one whose turn it is."""
+    first = turn % len(points)
+    return points[first:] + points[:first]
+
+
+@benchmark
+def main(
+    model: Target = DEMO / "target",
+    draft: Draft = DEMO / "draft",
+    text: Text = None,
+    context: Context = 16_384,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting and its values: budget=512,4096. One value fixes it."),
+    ] = None,
+    texts: Annotated[int, typer.Option(help="Prompts that are timed.")] = 3,
+    learn: Annotated[int, typer.Option(help="Prompts before, for the engine to learn from.")] = 0,
+    new_tokens: NewTokens = 96,
+    limit_s: Annotated[float, typer.Option(help="Seconds after which a run may end.")] = 20,
+    dtype: Dtype = "bfloat16",
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
+    output: Output = Path("results/grid.json"),
+) -> None:
+    """Time every combination of the settings that are varied."""
+    prepare(threads)
+    varied = parse(vary or ["mode=plain,retrieval,hierarchical"])
+    base, combinations = Settings(dtype=dtype), grid(varied)
+    for each in combinations:  # what makes no sense is refused before anything is read
+        settings_of(base, each)
+    engine = Engine.from_pretrained(model, draft, base)
+    stretches = prompts(text_tokens(engine.tokenizer, text), context, learn + texts, new_tokens + 1)
+    timed = stretches[:: (learn + texts) // texts][:texts]
+    learnt = [stretch for stretch in stretches if stretch not in timed]
+    groups = grouped(engine.runtime, base, combinations)
+    for seed, prompt in enumerate([*learnt, *timed]):
+        for group in turned(groups, seed):
+            if seed == len(learnt):
+                for point in group.points:
+                    point.runs.clear()
+            if seed >= len(learnt) or group.sessions.runtime.needs.chooses_budget:
+                law = Sampling(temperature, top_p=top_p, seed=seed)
+                time_text(group, prompt, new_tokens, law, limit_s)
+    rounds: dict[Settings, list[RoundStats]] = {}
+    every = [point for group in groups for point in group.points]
+    for point in every:
+        for settings, _, run in point.runs:
+            rounds.setdefault(law_of(settings), []).extend(run.rounds)
+    yields = {law: expected_yields(each) for law, each in rounds.items()}
+    every.sort(key=lambda point: combinations.index(point.varied))
+    rows = [Row.of(point, yields) for point in every]
+    title = (
+        f"Decoding behind {context:,} tokens: {dtype}, T {temperature}, top-p {top_p}, {texts} "
+        f"texts of {new_tokens}"
+    )
+    publish(output, title, rows, ratios(rows, varied))
+
+
+def ratios(rows: list[Row], varied: dict[str, list[str]]) -> dict[str, float]:
+    """Compare, on each link, the best settings of each value with those of the first value.
+
+    And what the engine chose itself with the best that was set.
+    """
+    claims: dict[str, float] = {}
+    for link in varied.get("link", [AUTO]):
+        here = [row for row in rows if row.setting.get("link", link) == link]
+        for name, values in varied.items():
+            if name == "link" or len(values) < 2:
+                continue
+            best = {value: fastest(here, name, value) for value in values}
+            if AUTO in values and name != "mode":
+                claims |= against_chosen(f"link {link}", name, here)
+            elif (first := best[values[0]]) is not None:
+                for value in values[1:]:
+                    if (row := best[value]) is not None:
+                        claim = f"link {link}, times as fast as {name} {values[0]}: {value}"
+                        claims[claim] = first.ms_per_token / row.ms_per_token
+    return claims
+
+
+def fastest(rows: Sequence[Row], name: str, value: str) -> Row | None:
+    """Return the fastest row of those with this value."""
+    mine = [row for row in rows if row.setting.get(name) == value]
+    return min(mine, key=lambda row: row.ms_per_token, default=None)
+
+
+def against_chosen(where: str, name: str, rows: Sequence[Row]) -> dict[str, float]:
+    """Compare what the engine chose for a setting with the best values that were set."""
+    claims: dict[str, float] = {}
+    for column in ("ms_per_token", "expected_ms_per_token"):
+        chosen, fixed = list[float](), list[float]()
+        for row in rows:
+            if name in row.setting and getattr(row, column) is not None:
+                times = chosen if row.setting[name] == AUTO else fixed
+                times.append(getattr(row, column))
+        if chosen and fixed:
+            unit = column.replace("_", " ")
+            claims[f"{where}, {name}, {unit}: chosen / best"] = min(chosen) / min(fixed)
+    return claims

@@ -27,8 +27,8 @@ from bench.harness.options import (
     integers,
 )
 from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
 from bench.harness.text import DEMO, prompt_tokens
-from bench.speed.grid import say
 from decoding import Engine, Settings
 from decoding.session import Session
 from offload.cache import Cache

@@ -26,8 +26,8 @@ import typer
 from bench.harness.options import Contexts, Dtype, Output, Repeats, Target, Text, integers
 from bench.harness.ranks import run_ranks
 from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
 from bench.harness.text import DEMO, prompt_tokens
-from bench.speed.grid import say
 from decoding import Engine, Settings
 from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import matmul_rate

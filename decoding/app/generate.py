@@ -5,15 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
-from transformers import TextStreamer
-
 from decoding.app.documents import Document
 from decoding.app.interrupts import Interrupts, culprit
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
 from decoding.app.progress import Display
-from decoding.app.prompt import Template
 from decoding.app.terminal import say, silence_transformers
 from decoding.engine import Engine
 from decoding.speculation.sampling import Sampling
@@ -47,20 +43,23 @@ def run(common: Common, file: Path | None, text: str | None, interrupts: Interru
 
 def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Display) -> None:
     """Continue `text` on standard output; progress, warnings and what it took go to `display`."""
-    prompt, dropped = Template.plain(engine.tokenizer).fill(
-        engine.tokenizer, text, engine.context - new, keep_end=True
-    )
-    printer = TextStreamer(engine.tokenizer, skip_special_tokens=True)
-    if dropped:
-        display.warn(
-            f"longer than the context of {engine.context} tokens; the first {dropped} tokens were "
-            "dropped"
-        )
+    warned = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal warned
+        display.prefill(done, total)
+        if engine.stats.dropped_tokens and not warned:
+            warned = True
+            display.warn(
+                f"longer than the context of {engine.context} tokens; the first "
+                f"{engine.stats.dropped_tokens} tokens were dropped"
+            )
+
     display.begin("prompt")
-    for token in engine.generate(prompt, new, sampling, display.prefill):
-        if engine.stats.new_tokens == 1:
-            display.stop()  # the text takes over the terminal
-        printer.put(torch.tensor([token]))
-    printer.end()
+    for piece in engine.stream(text, new, sampling, progress):
+        display.stop()  # the text takes over the terminal
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
     sys.stdout.flush()
     display.end(describe(engine.stats))

@@ -50,7 +50,8 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     if group.device.type == "cuda":
         where = f"{group.size} x {torch.cuda.get_device_name(group.device)}"
     else:
-        where = f"{group.size} x CPU with {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
     dtype = str(models.dtype).removeprefix("torch.")
     line = f"{where}; {dtype}, {models.mode}, context {engine.context:,}"
     if place is None:

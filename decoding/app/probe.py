@@ -8,7 +8,7 @@ from rich.console import Console
 
 from decoding.app.probe_view import table
 from decoding.app.terminal import say, silence_transformers
-from decoding.probe.probe import profile, write
+from decoding.probe.probe import check_writable, profile, write
 from decoding.settings import dtype_of
 from parallel.group import Group
 
@@ -18,6 +18,9 @@ def run(model: str | None, dtype: str, device: str, output: Path) -> None:
     silence_transformers()
     kind = dtype_of(dtype)
     group = Group.from_environment(device)
+    with group.together():
+        if group.rank == 0:
+            check_writable(output)  # before what takes a minute or two
     measured = profile(group, model, kind)
     with group.together():
         if group.rank == 0:

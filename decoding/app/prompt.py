@@ -45,20 +45,11 @@ class Template:
             *(tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
         )
 
-    @classmethod
-    def plain(cls, tokenizer: Any) -> Template:
-        """The text as it is, to be continued."""
-        return cls(tokenizer("").input_ids, [])
+    def fill(self, tokenizer: Any, text: str, room: int) -> tuple[list[int], int]:
+        """Return at most `room` prompt tokens, and how many of the document's were dropped.
 
-    def fill(
-        self, tokenizer: Any, text: str, room: int, keep_end: bool = False
-    ) -> tuple[list[int], int]:
-        """Prompt tokens, at most `room` of them, and how many of the document's tokens were dropped
-        to get there.
-
-        The document's end is dropped, or with `keep_end` its beginning. What looks like a special
-        token in it is plain text. Raises DocumentError when the template leaves no room for any of
-        the document.
+        The document's end is dropped. What looks like a special token in it is plain text. Raises
+        DocumentError when the template leaves no room for any of the document.
         """
         tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
         space = room - len(self.before) - len(self.after)
@@ -68,7 +59,4 @@ class Template:
                 f"template alone takes {len(self.before) + len(self.after)}. Use a longer "
                 "--context or fewer --max-new-tokens."
             )
-        dropped = max(0, len(tokens) - space)
-        if dropped:
-            tokens = tokens[dropped:] if keep_end else tokens[:space]
-        return [*self.before, *tokens, *self.after], dropped
+        return [*self.before, *tokens[:space], *self.after], max(0, len(tokens) - space)

@@ -27,7 +27,7 @@ from decoding.planning.defaults import (
     SPLIT_DRAFT_BYTES,
     SUMMARY_SHARES,
 )
-from decoding.settings import Settings
+from decoding.settings import LEVELS, Settings
 from decoding.speculation.draft_length import CATCH_UP
 from offload.errors import FitError, TierForceError
 from offload.layout import ceil_div
@@ -82,12 +82,12 @@ class TextNeeds:
     @property
     def has_retrieval(self) -> bool:
         """Return whether there is a retrieval cache."""
-        return self.mode in ("hierarchical", "retrieval")
+        return "retrieval" in LEVELS[self.mode]
 
     @property
     def has_draft(self) -> bool:
         """Return whether this mode uses a draft model."""
-        return self.mode in ("hierarchical", "speculative")
+        return "draft" in LEVELS[self.mode]
 
     @property
     def ngram(self) -> int:

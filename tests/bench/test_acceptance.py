@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bench.drafts.needle import FULL, judge
-from bench.drafts.overlap import OURS, STATIC, Chain, PolicyTrace, Variant, prompts
+from bench.drafts.overlap import OURS, STATIC, Chain, PolicyTrace, Variant
 from bench.drafts.recall import FACTS, WORDS, answer, fact, fillers, question, recall_model
+from bench.harness.text import prompts
 from bench.speed.grid import expected_yields
 from decoding import Sampling, Settings
 from decoding.runtime import Runtime

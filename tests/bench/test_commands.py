@@ -51,8 +51,8 @@ def test_help_names_the_command() -> None:
 
 def test_records_say_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("bench.__main__"))
-    monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "decode", "--repeats", "3"])
-    assert environment()["command"] == "python -m bench decode --repeats 3"
+    monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "grid", "--repeats", "3"])
+    assert environment()["command"] == "python -m bench grid --repeats 3"
 
 
 def test_what_is_kept_names_files_and_no_folders(
@@ -66,7 +66,7 @@ def test_what_is_kept_names_files_and_no_folders(
         save(kept, {"rows": []}, quiet=True)
 
     arguments = ["--text", str(text), f"--output={kept}", "--link", "emulated:0.5"]
-    monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "decode", *arguments])
+    monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "grid", *arguments])
     measure(text, model=tmp_path / "target")
     document = json.loads(kept.read_text())
     digest = hashlib.sha256(text.read_bytes()).hexdigest()[:12]
@@ -77,6 +77,6 @@ def test_what_is_kept_names_files_and_no_folders(
         "text_sha256": digest,
     }
     command = document["environment"]["command"]
-    assert command.endswith("decode --text book.txt --output=kept.json --link emulated:0.5")
+    assert command.endswith("grid --text book.txt --output=kept.json --link emulated:0.5")
     measure(None, tmp_path)
     assert json.loads(kept.read_text())["settings"]["text"] == "pydoc_data.topics"

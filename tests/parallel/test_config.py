@@ -156,3 +156,11 @@ def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
         "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("ids", ["</s>", [1, None], -1, True])
+def test_what_names_no_token_ids_is_refused(tmp_path: Path, ids: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED, "eos_token_id": ids}))
+    with pytest.raises(ConfigError, match="must be a token id or a list of them, found"):
+        ModelConfig.find(str(path))

@@ -122,7 +122,7 @@ def test_the_start_says_what_runs_where_and_the_end_how_many_were_cut(tmp_path: 
     lines = result.err.splitlines()
     assert (
         lines[0]
-        == "1 x CPU with 1 threads; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6"
+        == "1 x CPU with 1 thread; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6"
         " layers are on the host"
     )
     assert lines[-1].startswith(

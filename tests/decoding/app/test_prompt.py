@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from decoding.app.prompt import INSTRUCTION, Template
+from decoding.plain_text import keep_end, plain_tokens
 from offload.errors import DocumentError, TierForceError
 from support.commands import TARGET
 
@@ -39,8 +40,8 @@ def test_what_the_tokenizer_puts_before_a_text_comes_first(tokenizer: Any) -> No
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
-    for template in (Template.summary(tokenizer), Template.plain(tokenizer)):
-        tokens, _ = template.fill(tokenizer, TEXT, 1000)
+    summary, _ = Template.summary(tokenizer).fill(tokenizer, TEXT, 1000)
+    for tokens in (summary, keep_end(*plain_tokens(tokenizer, TEXT), 1000)[0]):
         assert tokens[0] == 0
         assert 0 not in tokens[1:]
         assert tokenizer.decode(tokens, skip_special_tokens=True).startswith(TEXT)
@@ -78,10 +79,7 @@ def test_a_long_document_loses_its_end_and_the_template_nothing(
 
 def test_a_text_to_be_continued_loses_its_beginning(tokenizer: Any) -> None:
     whole = tokenizer(TEXT).input_ids
-    assert Template.plain(tokenizer).fill(tokenizer, TEXT, len(whole) - 3, keep_end=True) == (
-        whole[3:],
-        3,
-    )
+    assert keep_end(*plain_tokens(tokenizer, TEXT), len(whole) - 3) == (whole[3:], 3)
 
 
 @pytest.mark.parametrize("room", [-7, 0, 11])
