@@ -6,7 +6,6 @@ The runs are small: `decoding.planning.passes` tells from them what large ones t
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import LlamaConfig
 
 from decoding.planning.defaults import DEFAULT_BUDGET, SUMMARY_SHARES
 from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
+from decoding.probe.rates import run_seconds
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.settings import Settings
@@ -39,6 +39,7 @@ _RETRIEVAL_ROWS = 3
 _VERIFIED_ROWS = 33
 _PREFILL_ROWS = 4096
 _KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # far more than any processor cache holds
+_PREFILL_S = 0.5  # of a prefill's run: a slow device reads a shorter prompt
 _PREFIX = 32_768  # tokens that a selection looks through, at most
 _SAMPLING = Sampling(0.6, top_p=0.9)
 _REPEATS = 9
@@ -160,10 +161,16 @@ class _Kernels:
         settings = Settings(mode="plain", resident_layers=2, link=link)
         model = random_model(config, Group(device=self.device), self.dtype)
         runtime = Runtime.make(model, None, "plain", settings)
-        tokens = runtime.needs.prefill_chunk
-        prompt = [0] * tokens
+        tokens, chunk = 256, runtime.needs.prefill_chunk
+
+        def prefill() -> Tensor:
+            return Session(runtime, [0] * tokens, 1).prefill()
+
         try:
-            seconds = typical(lambda: Session(runtime, prompt, 1).prefill(), of=min)
+            prefill()  # which makes kernels
+            while tokens < chunk and 2 * run_seconds(prefill) < _PREFILL_S:
+                tokens = min(2 * tokens, chunk)
+            seconds = typical(prefill, of=min)
         finally:
             runtime.link.close()
         products, scores = prefill_flops(config, tokens)
@@ -251,7 +258,5 @@ def typical(
     for _ in range(repeats + 1):
         if before is not None:
             before().item()
-        started = time.perf_counter()
-        work().flatten()[0].item()
-        times.append(time.perf_counter() - started)
+        times.append(run_seconds(work))
     return of(times[1:])

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from parallel.group import Group
 
 _LARGE_SUM_BYTES = 16 << 20
 _REPEATS = 5
+_LONG_ENOUGH = 0.1  # seconds of a run that tells a rate; a slow device is not given a larger one
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
     """Return the operations a second of one large matrix product: the most that could be had."""
-    size = 2048 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _seconds(lambda: a @ b)
+    size, largest = 256, 2048 if device.type == "cpu" else 8192
+    while True:
+        x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        product = partial(F.linear, x, weight)
+        if size == largest or 8 * run_seconds(product) > _LONG_ENOUGH:
+            return 2 * size**3 / _seconds(product)
+        size *= 2
 
 
 def sum_seconds(group: Group, nbytes: int) -> float:
@@ -29,6 +36,13 @@ def sum_seconds(group: Group, nbytes: int) -> float:
 def sum_rate(group: Group, nbytes: int = _LARGE_SUM_BYTES) -> float:
     """Return the bytes a second of a large all-reduce."""
     return nbytes / sum_seconds(group, nbytes)
+
+
+def run_seconds(work: Callable[[], torch.Tensor]) -> float:
+    """Return the seconds of one run, until its result is there."""
+    started = time.perf_counter()
+    work().flatten()[0].item()
+    return time.perf_counter() - started
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:
