@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 
 from parallel.checkpoint import Checkpoint
 from parallel.group import Group, Pending
+from parallel.products import linear
 from parallel.sizes import vocab_rows
 
 
@@ -63,7 +64,7 @@ class ColumnParallelLinear(Module):
         """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""
         skipped = sum(self.sizes[:first])
         bias = None if self.bias is None else self.bias[skipped:]
-        return list(F.linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
+        return list(linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
 
 
 class RowParallelLinear(Module):
@@ -90,7 +91,7 @@ class RowParallelLinear(Module):
 
     def forward(self, x: Tensor) -> Pending:
         """Start the sum over ranks, (T, Dout) once it is waited for; x is (T, Din / ranks)."""
-        total = self.group.start_all_reduce(F.linear(x, self.weight))
+        total = self.group.start_all_reduce(linear(x, self.weight))
         bias = self.bias
         return total if bias is None else lambda: total() + bias
 
@@ -129,7 +130,7 @@ class VocabParallelEmbedding(Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (T, V) float32 of hidden states x (T, hidden)."""
-        return self.group.all_gather(F.linear(x, self.weight))[:, : self.vocab].float()
+        return self.group.all_gather(linear(x, self.weight))[:, : self.vocab].float()
 
 
 def _empty(*shape: int) -> Parameter:

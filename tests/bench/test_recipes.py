@@ -78,7 +78,8 @@ def test_a_row_runs_at_reduced_size_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {
-        "context": 1200,
+        "context": 600,
+        "dtype": "float32",
         "max_new_tokens": 12,
         "device": "cpu",
         "gpus": 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
 # far more than the retrieval budget, and enough for a few rounds
-PROMPT, NEW = prompt("argparse")[:1000], 24
+PROMPT, NEW = prompt("argparse")[:700], 14
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
@@ -66,8 +66,10 @@ def wanted() -> list[int]:
     return text(Group(), "plain")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("resident", [0, 2, 6])
+@pytest.mark.parametrize(
+    ("mode", "resident"),
+    [*((mode, 2) for mode in MODES), *product(("plain", "hierarchical"), (0, 6))],
+)
 def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int]) -> None:
     assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
 
@@ -83,7 +85,7 @@ def test_recorded_passes_write_the_same(
     seen = []
     for graphs in (True, False):
         engine = opened(group, mode, graphs=graphs, **choices)
-        for _ in range(2):  # the second text records anew
+        for _ in range(2 if graphs else 1):  # the second text records anew
             assert list(engine.generate(PROMPT, NEW)) == wanted
             if graphs:
                 assert engine.stats.fixed_shapes is not None
@@ -96,7 +98,7 @@ def test_recorded_passes_write_the_same(
                 [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels]
             )
         engine.close()
-    assert seen[0] == seen[1] == seen[2] == seen[3]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:

@@ -1,0 +1,34 @@
+"""A product with widened weights is the product, rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel import products
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+@pytest.mark.parametrize("shape", [(7, 5), (1500, 600), (3, 1 << 20)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_widening_rounds_once(
+    rows: int, shape: tuple[int, int], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    x, weight = torch.randn(rows, shape[1]).bfloat16(), torch.randn(shape).bfloat16()
+    bias = torch.randn(shape[0]).bfloat16() if has_bias else None
+    out = products.linear(x, weight, bias)
+    assert out.dtype == torch.bfloat16
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # half a unit of bfloat16's eight bits, and what summing in float32 adds near zero
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-3 * shape[1] ** 0.5)
+
+
+def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(40, 64), torch.randn(50, 64)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
