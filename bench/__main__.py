@@ -16,6 +16,7 @@ COMMANDS = {  # name: module, and what it measures
     "transfer": ("bench.speed.transfer", "whether copies hide behind compute"),
     "acceptance": ("bench.drafts.acceptance", "how often proposals stand, by policy and budget"),
     "recipes": ("bench.paper.recipes", "the published experiments, at full or reduced size"),
+    "loss": ("bench.checks.loss", "the loss per token along a text, and with stretched RoPE"),
     "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),
     "memory": ("bench.checks.memory", "plans held to the memory that they ask for"),
     "report": ("bench.harness.report", "documents as tables and as one page with plots"),

@@ -46,7 +46,8 @@ def load(
     if draft is not None and mode in ("hierarchical", "speculative"):
         draft_folder = resolve(str(draft), group)
     with group.together():
-        target = load_model(folder, group, settings.dtype)
+        config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
+        target = load_model(folder, group, settings.dtype, config)
         _refuse_missing_layers(settings.resident_layers, target.config.layers)
         tokenizer = load_tokenizer(folder)
         small = None

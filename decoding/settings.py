@@ -58,6 +58,13 @@ class Settings:
         default="the model's limit",
         at_least=1,
     )
+    rope: str | None = option(
+        "Stretch the positions of a model to texts longer than it was trained on: yarn:4 makes "
+        "room for four times as many tokens.",
+        value=None,
+        group=MEMORY,
+        default="as the model's config says",
+    )
     budget: int | None = option(
         "Size of the retrieval cache for each head: selected tokens, summaries of the others, and "
         "the recent window.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +62,7 @@ ROPE_TYPES = {  # and the parameters without which each means nothing
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+MAX_STRETCH = 64  # times as many positions
 _STRETCHED = ("yarn", "llama3")  # these also know the positions the model was trained on
 _COUNTS = (
     "layers",
@@ -221,6 +222,38 @@ class ModelConfig:
             stop_tokens=token_ids(given.get("eos_token_id", family.stop_token)),
             rope=_rope(given, family),
         )
+
+    def stretched(self, rope: str | None) -> ModelConfig:
+        """Return this model with its positions stretched, for texts longer than it was trained on.
+
+        `yarn:4` stands for YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.4) with factor 4, as
+        transformers computes it: four times as many positions. None changes nothing. Raises
+        ConfigError for what is not known, and for a model that is stretched already.
+        """
+        if rope is None:
+            return self
+        kind, _, given = rope.partition(":")
+        try:
+            factor = float(given)
+        except ValueError:
+            factor = 0.0
+        if kind != "yarn" or not 1 < factor <= MAX_STRETCH:
+            raise ConfigError(
+                f"`rope` {rope} is not known: use yarn:FACTOR, such as yarn:4, with a factor above "
+                f"1 and up to {MAX_STRETCH}."
+            )
+        if self.rope["rope_type"] != "default":
+            raise ConfigError(
+                f"`rope` {rope}: the model stretches its positions itself, by RoPE type "
+                f"{self.rope['rope_type']!r} in its config."
+            )
+        stretched = {
+            **self.rope,
+            "rope_type": kind,
+            "factor": factor,
+            "original_max_position_embeddings": self.max_positions,
+        }
+        return replace(self, rope=stretched, max_positions=int(self.max_positions * factor))
 
     @property
     def context_limit(self) -> int:

@@ -40,6 +40,14 @@ def warped(law: Sampling) -> dict[str, Any]:
     }
 
 
+def load_transformers(name: str | Path, dtype: str, **config: Any) -> Any:
+    """Return transformers' model of a folder; `config` takes the place of fields of its config."""
+    kind = getattr(torch, dtype)
+    return AutoModelForCausalLM.from_pretrained(
+        name, dtype=kind, trust_remote_code=False, **config
+    ).eval()
+
+
 class Transformers(Peer):
     """transformers' generate. `extra` tells further arguments of it, given the peer."""
 
@@ -51,11 +59,7 @@ class Transformers(Peer):
         self.model: Any = self._load(job.target)
 
     def _load(self, folder: Path) -> Any:
-        dtype = getattr(torch, self.job.dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=False
-        )
-        model = model.to(self.device)
+        model = load_transformers(folder, self.job.dtype).to(self.device)
         # no stop token: all make as many tokens
         model.generation_config = GenerationConfig(pad_token_id=0)
         return model

@@ -35,6 +35,7 @@ class Job:
     max_new_tokens: int
     context: int | None
     dtype: str
+    rope: str | None
     sampling: Sampling
 
     def digest(self, text: str) -> str:
@@ -58,6 +59,8 @@ class Job:
                 self.sampling.seed,
             ],
         }
+        if self.rope is not None:
+            shaping["rope"] = self.rope
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,6 +70,7 @@ class Job:
             "draft": self.draft,
             "instruction": self.instruction,
             "max_new_tokens": self.max_new_tokens,
+            "rope": self.rope,
             "temperature": self.sampling.temperature,
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,

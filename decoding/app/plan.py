@@ -39,6 +39,7 @@ def plan(
     ],
     draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
     context: Annotated[int | None, described(Settings, "context")] = None,
+    rope: Annotated[str | None, described(Settings, "rope")] = None,
     max_new_tokens: Annotated[int, described(JobOptions, "max_new_tokens")] = 512,
     hardware: Annotated[
         str, typer.Option(help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file.")
@@ -95,6 +96,7 @@ def plan(
         resident_layers=resident_layers,
         draft_length=draft_length,
         context=context,
+        rope=rope,
         dtype=dtype,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
@@ -108,7 +110,7 @@ def plan(
     if plot is not None:
         plan_picture(plot, model, ahead)
     if as_json:
-        job = {"model": model, "draft": draft, "dtype": dtype}
+        job = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
         typer.echo(json.dumps(_document(job, ahead), indent=2))
         return
     console = Console()
@@ -121,7 +123,7 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
 
     Raises TierForceError for models or settings that do not go together.
     """
-    target = ModelConfig.find(model)
+    target = ModelConfig.find(model).stretched(settings.rope)
     small = ModelConfig.find(draft) if draft is not None else None
     kind = counted_dtype(settings.dtype)
     target.kv_layout(ranks, kind)  # which refuses heads that cannot be split

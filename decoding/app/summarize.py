@@ -88,6 +88,7 @@ def _job(common: Common, folder: Path, instruction: str) -> Job:
         max_new_tokens=common.max_new_tokens,
         context=common.settings.context,
         dtype=common.settings.dtype,
+        rope=common.settings.rope,
         sampling=Sampling(**vars(common.sampling)),
     )
 

@@ -164,3 +164,38 @@ def test_what_names_no_token_ids_is_refused(tmp_path: Path, ids: object) -> None
     path.write_text(json.dumps({"model_type": "llama", **NEEDED, "eos_token_id": ids}))
     with pytest.raises(ConfigError, match="must be a token id or a list of them, found"):
         ModelConfig.find(str(path))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_stretching_is_what_the_config_would_say(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": family, **NEEDED, "rope_theta": 1e5, "max_position_embeddings": 8192}
+    fields["num_key_value_heads"] = 4
+    path.write_text(json.dumps(fields))
+    stretched = ModelConfig.find(str(path)).stretched("yarn:4")
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    path.write_text(json.dumps({**fields, "rope_scaling": yarn, "max_position_embeddings": 32_768}))
+    said = ModelConfig.find(str(path))
+    for config in (stretched, said):
+        config.rope.pop("type", None)
+    assert stretched == said
+    assert stretched.context_limit == 32_768
+    frequencies, factor = stretched.inverse_frequencies(100)
+    assert torch.equal(frequencies, said.inverse_frequencies(100)[0])
+    assert factor > 1
+
+
+@pytest.mark.parametrize("rope", ["yarn", "yarn:", "yarn:x", "yarn:1", "yarn:65", "linear:4", ""])
+def test_what_is_no_stretching_is_refused(rope: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
+    with pytest.raises(ConfigError, match=f"`rope` {rope} is not known: use yarn:FACTOR"):
+        ModelConfig.find(str(path)).stretched(rope)
+
+
+def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    scaling = {"type": "linear", "factor": 2.0}
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED, "rope_scaling": scaling}))
+    with pytest.raises(ConfigError, match="stretches its positions itself, by RoPE type 'linear'"):
+        ModelConfig.find(str(path)).stretched("yarn:4")

@@ -277,7 +277,7 @@ def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Pa
     assert model_name("someone/model") == "someone/model"
     with pytest.raises(TierForceError, match="No such file"):
         model_digest(tmp_path / "missing")
-    job = Job("m", None, "w", "i", 8, None, "auto", Sampling())
+    job = Job("m", None, "w", "i", 8, None, "auto", None, Sampling())
     assert job.digest("half a pair: \ud800") != job.digest("half a pair: \ud801")
 
 

@@ -1,0 +1,120 @@
+"""The loss per token along a text, beside that of transformers; with and without stretched RoPE.
+
+It tells how far into a text a model is good for, that `--rope yarn:FACTOR` does what it should, and
+that our passes say what transformers says at any length. A text is read once, in chunks; before
+each length the mean of -log p over some tokens is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+from transformers import DynamicCache
+
+from bench.harness.options import Contexts, Dtype, Output, Target, Text, Threads, integers
+from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
+from bench.harness.text import DEMO, prompt_tokens
+from bench.peers.hugging_face import load_transformers
+from decoding import Engine, Settings
+from decoding.session import Session
+
+CHUNK = 512  # tokens of a pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """The mean loss of the last tokens before one length, in nats a token."""
+
+    tokens: int
+    rope: str
+    loss: float
+    perplexity: float
+    transformers_loss: float | None
+
+
+def our_logits(engine: Engine, tokens: list[int]) -> Iterator[Tensor]:
+    """Yield the logits (T, V) of one chunk after another."""
+    session = Session(engine.runtime, tokens, 1)
+    model, cache = engine.runtime.target, session.target
+    for part in session.prompt.split(CHUNK):
+        yield model(part, cache, len(part))
+        cache.advance(len(part))
+
+
+@torch.inference_mode()
+def their_logits(model: Any, tokens: list[int]) -> Iterator[Tensor]:
+    """Yield transformers' logits (T, V) of one chunk after another."""
+    cache = DynamicCache(config=model.config)
+    for part in torch.tensor([tokens]).split(CHUNK, dim=1):
+        yield model(part, past_key_values=cache).logits[0].float()
+
+
+def losses(logits: Iterator[Tensor], tokens: list[int], name: str) -> Tensor:
+    """Return -log p of each token but the first, (T - 1,)."""
+    following, kept = torch.tensor(tokens[1:]), list[Tensor]()
+    started, done = time.perf_counter(), 0
+    for part in logits:
+        targets = following[done : done + len(part)]
+        kept.append(F.cross_entropy(part[: len(targets)], targets, reduction="none"))
+        done += len(part)
+        if done % (8 * CHUNK) == 0:
+            say(f"{name}: {done:,} tokens, {time.perf_counter() - started:.0f} s")
+    return torch.cat(kept)
+
+
+@benchmark
+def main(
+    model: Target = DEMO / "target",
+    text: Text = None,
+    contexts: Contexts = "4096,8192,16384,32768",
+    ropes: Annotated[
+        str, typer.Option(help="Ways to stretch positions; none is the model's own.")
+    ] = "none,yarn:4",
+    last: Annotated[int, typer.Option(help="Tokens before each length that count.")] = 1024,
+    peer: Annotated[bool, typer.Option(help="Also through transformers.")] = True,
+    dtype: Dtype = "float32",
+    threads: Threads = 0,
+    output: Output = Path("results/loss.json"),
+) -> None:
+    """Measure the loss per token at each length of one text."""
+    prepare(threads)
+    lengths, rows = integers(contexts), list[Row]()
+    for rope in ropes.split(","):
+        # a chunk is a pass as long as a longest draft; without RoPE of its own a model has no limit
+        settings = Settings(
+            mode="plain",
+            dtype=dtype,
+            rope=None if rope == "none" else rope,
+            draft_length=CHUNK,
+            link="view",
+        )
+        engine = Engine.from_pretrained(model, settings=settings)
+        tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
+        ours = losses(our_logits(engine, tokens), tokens, f"rope {rope}")
+        theirs = None
+        if peer:
+            config = engine.runtime.target.config
+            hf = load_transformers(
+                model,
+                dtype,
+                rope_parameters=dict(config.rope),
+                max_position_embeddings=config.max_positions,
+            )
+            theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
+        for length in lengths:
+            part = slice(length - last - 1, length - 1)
+            mean = float(ours[part].mean())
+            other = None if theirs is None else float(theirs[part].mean())
+            rows.append(Row(length, rope, mean, math.exp(mean), other))
+    title = f"Loss of the last {last:,} tokens before each length, nats a token, {dtype}"
+    publish(output, title, rows)
