@@ -60,7 +60,7 @@ class Engine:
         """Load a target, and a draft of the same tokenizer.
 
         Args:
-            model: the target, a Hugging Face folder or hub name.
+            model: the target: a Hugging Face folder, a GGUF file, a hub name, or `smollm2`.
             draft: the draft model, likewise. Its vocabulary may be padded to another size.
             settings: how the engine runs; by default as `Settings()` says.
             device: auto, cpu or cuda.

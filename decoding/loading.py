@@ -1,4 +1,4 @@
-"""From folders to what texts are decoded with: models, tokenizer, and the tokens that stop."""
+"""From names to what texts are decoded with: models, tokenizer, and the tokens that stop."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from decoding.gguf_tokenizer import gguf_tokenizer
 from decoding.planning.needs import draft_ranks
 from decoding.runtime import Runtime
 from decoding.settings import Settings
 from offload.errors import TierForceError, one_line
-from parallel.config import ConfigError, ModelConfig, token_ids
+from parallel.config import ModelConfig, token_ids
+from parallel.errors import ConfigError
 from parallel.graphs import graphs_work
 from parallel.group import Group
 from parallel.loading import load_model, resolve
 from parallel.model import Llama
+from parallel.named import is_gguf
 
 
 def load(
@@ -27,8 +30,8 @@ def load(
     """Load a target, its tokenizer, and a draft where the mode has one; all ranks call it.
 
     Args:
-        model: the target's folder or hub name.
-        draft: the draft's folder or hub name.
+        model: the target's folder, GGUF file or hub name.
+        draft: the draft's, likewise.
         settings: how the models are to run.
         group: the ranks that share the target.
 
@@ -58,7 +61,12 @@ def load(
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a folder. Raises TierForceError when it is missing or broken."""
+    """Return the tokenizer of a folder or a GGUF file.
+
+    Raises TierForceError when it is missing or broken.
+    """
+    if is_gguf(folder):
+        return gguf_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises whatever the broken file happens to break

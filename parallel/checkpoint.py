@@ -1,25 +1,95 @@
-"""Reading safetensors checkpoints lazily: a rank touches only its slices of a file."""
+"""Reading checkpoints lazily: a rank touches only its slices of a file."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offload.errors import TierForceError
+from parallel.errors import CheckpointError
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # may be left over: computed from the config, or a copy of tied embeddings
 _DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
-class CheckpointError(TierForceError):
-    """The weights are missing, broken, or of a kind that is not read."""
+class Indexable(Protocol):
+    """A tensor on disk; indexing with slices reads that part alone."""
+
+    def __getitem__(self, index: Any) -> Tensor: ...
+
+
+class Checkpoint(ABC):
+    """A model's weights on disk, by the names that Hugging Face gives them.
+
+    A kind of file notes the shapes when it is opened, and says how a tensor is read.
+    """
+
+    described_by = "config.json"  # what says of which shapes tensors are
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._shapes: dict[str, tuple[int, ...]] = {}  # by tensor name
+        self._asked: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Indexable:
+        """Return the tensor of this name, to be read in part.
+
+        Raises CheckpointError when it is missing or its shape is not `shape`.
+        """
+        if name not in self._shapes:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
+                "tensors. Was the download interrupted? Fetch it again, or point at a complete "
+                "model."
+            )
+        self._asked.add(name)
+        stored = self._shapes[name]
+        if stored != shape:
+            raise CheckpointError(
+                f"{self._file_of(name).name}: tensor {name} has shape {stored}, but "
+                f"{self.described_by} implies {shape}."
+            )
+        return self._open_tensor(name)
+
+    def refuse_leftovers(self) -> None:
+        """Refuse tensors that nobody asked for: without them the text would be another.
+
+        Raises CheckpointError.
+        """
+        unasked = self._shapes.keys() - self._asked
+        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED))
+        if leftovers:
+            raise CheckpointError(
+                f"{self.path}: {len(leftovers)} tensors have no place in the model that "
+                f"{self.described_by} describes, first {leftovers[0]}. The config does not belong "
+                "to these weights, or the architecture has parts that are not supported."
+            )
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Return the dtype to compute in where neither the user nor the config says one."""
+
+    def decode_to(self, dtype: torch.dtype) -> None:
+        """Hear in which dtype tensors are used, for a kind of file that has to convert them."""
+
+    @abstractmethod
+    def _open_tensor(self, name: str) -> Indexable:
+        """Return a tensor that is there."""
+
+    @abstractmethod
+    def _file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
 
 
 class TensorSlice:
@@ -39,59 +109,28 @@ class TensorSlice:
             ) from error
 
 
-class Checkpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """The safetensors files of a folder: one file, or several with an index."""
 
     def __init__(self, folder: Path):
+        super().__init__(folder)
         self.folder = folder
         # by tensor name
         self._paths: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._asked: set[str] = set()
         for path in self._files():
             self._scan(path)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> TensorSlice:
-        """Return the tensor of this name, to be read in part.
-
-        Raises CheckpointError when it is missing or its shape is not `shape`.
-        """
-        if name not in self._shapes:
-            raise CheckpointError(
-                f"{self.folder}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
-                "tensors. Was the download interrupted? Fetch it again, or point at a complete "
-                "folder."
-            )
-        self._asked.add(name)
-        path, stored = self._paths[name], self._shapes[name]
-        if stored != shape:
-            raise CheckpointError(
-                f"{path.name}: tensor {name} has shape {stored}, but config.json implies {shape}."
-            )
-        return TensorSlice(path, name, shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most tensors have."""
         return Counter(self._dtypes.values()).most_common(1)[0][0]
 
-    def refuse_leftovers(self) -> None:
-        """Refuse tensors that nobody asked for: without them the text would be another.
+    def _open_tensor(self, name: str) -> TensorSlice:
+        return TensorSlice(self._paths[name], name, self._shapes[name])
 
-        Raises CheckpointError.
-        """
-        unasked = self._shapes.keys() - self._asked
-        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED))
-        if leftovers:
-            raise CheckpointError(
-                f"{self.folder}: {len(leftovers)} tensors have no place in the model that "
-                f"config.json describes, first {leftovers[0]}. The config does not belong to these "
-                "weights, or the architecture has parts that are not supported."
-            )
+    def _file_of(self, name: str) -> Path:
+        return self._paths[name]
 
     def _files(self) -> list[Path]:
         """Return the files that hold the weights. Raises CheckpointError."""

@@ -13,9 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.errors import TierForceError, one_line
+from offload.errors import one_line
 from offload.layout import KVLayout
+from parallel.errors import ConfigError
+from parallel.gguf_families import config_fields
+from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
+from parallel.named import find_local, is_gguf
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +81,6 @@ _COUNTS = (
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 
 
-class ConfigError(TierForceError):
-    """The config is missing, unreadable, or describes a model that is not supported."""
-
-
 def token_ids(given: Any) -> frozenset[int]:
     """Return a set for what Hugging Face writes as one id, a list of ids or nothing.
 
@@ -133,8 +133,11 @@ class ModelConfig:
     def from_pretrained(cls, folder: Path) -> ModelConfig:
         """Read config.json in `folder` through transformers, which refuses what is broken.
 
-        Raises ConfigError for what is missing, broken or not supported.
+        `folder` may also be a GGUF file, which says the same in its metadata. Raises ConfigError
+        for what is missing, broken or not supported, CheckpointError for a broken GGUF file.
         """
+        if is_gguf(folder):
+            return cls._read(folder)
         path = _config_file(folder)
         _given(path)
         from transformers import AutoConfig
@@ -149,12 +152,12 @@ class ModelConfig:
 
     @classmethod
     def find(cls, name: str) -> ModelConfig:
-        """Read the config of a folder, a config.json, or a model on the hub.
+        """Read the config of a folder, a GGUF file, a config.json, or a model on the hub.
 
         Needs neither torch nor transformers, and of a model on the hub fetches nothing else.
-        Raises ConfigError.
+        Raises ConfigError, and CheckpointError for a broken GGUF file.
         """
-        path = Path(name)
+        path = find_local(name) or Path(name)
         if path.is_dir():
             return cls._read(_config_file(path))
         if path.is_file():
@@ -169,7 +172,7 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, path: Path) -> ModelConfig:
-        given = _given(path)
+        given = config_fields(read_header(path)) if is_gguf(path) else _given(path)
         if given.get("model_type") not in FAMILIES and "auto_map" in given:
             raise _foreign_code(path)
         try:
@@ -274,17 +277,21 @@ class ModelConfig:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        rope = dict(self.rope)
+        factors = rope.pop("frequency_factors", None)  # a GGUF file's, in place of a RoPE type
         hf = LlamaConfig(
             hidden_size=self.heads * self.head_dim,
             num_attention_heads=self.heads,
             head_dim=self.head_dim,
             max_position_embeddings=self.max_positions,
-            rope_parameters=dict(self.rope),
+            rope_parameters=rope,
         )
         if self.rope["rope_type"] == "default":
-            return LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
-        compute = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]]
-        return compute(hf, torch.device("cpu"), seq_len=tokens)
+            inverse, scale = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
+        else:
+            compute = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]]
+            inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
+        return inverse if factors is None else inverse / torch.tensor(factors), scale
 
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         """Return the tables for positions up to `length`, for a prompt of `tokens` tokens."""

@@ -1,6 +1,6 @@
 """From a name to a model in memory.
 
-The folder is found, the model built on the meta device, and filled with this rank's share.
+The folder or file is found, the model built on the meta device, and filled with this rank's share.
 """
 
 from __future__ import annotations
@@ -12,23 +12,28 @@ from accelerate import init_empty_weights
 from torch.nn import Parameter
 
 from offload.errors import TierForceError
-from parallel.checkpoint import Checkpoint, CheckpointError
+from parallel.checkpoint import Checkpoint, SafetensorsCheckpoint
 from parallel.config import ModelConfig
+from parallel.errors import CheckpointError
 from parallel.group import Group
 from parallel.hub import NotThere, fetch_model
 from parallel.model import Llama
+from parallel.named import find_local, is_gguf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
 def resolve(name: str, group: Group) -> Path:
-    """Return the folder of a model: `name` itself, or what rank 0 fetches of that name on the hub.
+    """Return the folder of a model or its GGUF file.
 
-    All ranks call it. Raises CheckpointError.
+    That is what the name stands for on this machine, or else what rank 0 fetches of that name on
+    the hub. All ranks call it. Raises CheckpointError.
     """
-    if Path(name).is_dir():
-        return Path(name)
+    with group.together():
+        local = find_local(name)
+    if local is not None:
+        return local
     with group.together():
         folder = _download(name) if group.rank == 0 else Path()
     return group.broadcast(folder)
@@ -39,7 +44,7 @@ def _download(name: str) -> Path:
     if Path(name).exists():
         raise CheckpointError(
             f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors "
-            "weights."
+            "weights, or a .gguf file."
         )
     try:
         return fetch_model(name, _PATTERNS)
@@ -47,6 +52,16 @@ def _download(name: str) -> Path:
         raise CheckpointError(
             f"{name} is neither a local folder nor a model the hub could give ({error})."
         ) from error
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the weights of a folder or a GGUF file. Raises ConfigError, CheckpointError."""
+    if not is_gguf(path):
+        return SafetensorsCheckpoint(path)
+    # it imports gguf, which takes half a second
+    from parallel.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(path)
 
 
 def choose_dtype(
@@ -81,18 +96,20 @@ def load_model(
     """Load this rank's share of a model onto this rank's device.
 
     Args:
-        folder: a complete Hugging Face checkpoint.
+        folder: a complete Hugging Face checkpoint, or a GGUF file.
         group: the ranks that share the model.
         dtype: auto, or a name in DTYPES.
-        config: the folder's, where the caller has read it.
+        config: the model's, where the caller has read it.
 
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
     # refuses ranks that do not divide the heads, before anything is read
     config.kv_layout(group.size, torch.float32)
-    checkpoint = Checkpoint(folder)
-    model = _empty_model(config, group, choose_dtype(dtype, config, checkpoint, group.device))
+    checkpoint = open_checkpoint(folder)
+    chosen = choose_dtype(dtype, config, checkpoint, group.device)
+    checkpoint.decode_to(chosen)
+    model = _empty_model(config, group, chosen)
     with torch.inference_mode():
         model.load(checkpoint)
     return model.eval()

@@ -136,8 +136,8 @@ def probe(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Model whose dimensions kernels are measured with: a folder, a hub name, or a "
-            "config.json."
+            help="Model whose dimensions kernels are measured with: a folder, a GGUF file, a "
+            "hub name, or a config.json."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",

@@ -13,6 +13,8 @@ from typing import Any
 
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
+from parallel.gguf_header import read_header
+from parallel.named import find_local, is_gguf
 
 # bytes of each end of a weight file that tell it from another: reading all of a 13B model takes
 # minutes
@@ -79,37 +81,49 @@ class Job:
 
 
 def model_name(name: str) -> str:
-    """Return how records call a model: a hub name as it is, of a folder its own name and no
-    path.
+    """Return how records call a model: a hub name as it is, of a folder or a GGUF file its own
+    name and no path.
     """
-    return Path(name).resolve().name if Path(name).exists() else name
+    local = find_local(name)
+    if local is None:
+        return name
+    return local.name if is_gguf(local) else local.resolve().name
 
 
-def model_digest(folder: Path) -> str:
-    """Digest the files that make a model: configs and tokenizer whole, of each weight file its size
-    and both ends.
+def model_digest(model: Path) -> str:
+    """Digest the files that make a model, in a folder or in GGUF's one file.
 
-    Raises TierForceError where one of them cannot be read.
+    Configs and tokenizer are taken whole, of each weight file its size and both ends. Raises
+    TierForceError where one of them cannot be read.
     """
     digest = hashlib.sha256()
     try:
-        for path in sorted(folder.iterdir()):
+        for path in _files(model):
             for part in _telling_parts(path):
                 digest.update(f"{path.name} {len(part)} ".encode(errors="surrogateescape") + part)
     except OSError as error:
         raise TierForceError(
-            f"the model's folder {folder} cannot be read: {error.strerror}."
+            f"the model's files in {model} cannot be read: {error.strerror}."
         ) from error
     return digest.hexdigest()[:16]
+
+
+def _files(model: Path) -> list[Path]:
+    """Return the files of a model; a GGUF file beside a config.json is none of them."""
+    if is_gguf(model):
+        return [model]
+    return sorted(path for path in model.iterdir() if not is_gguf(path))
 
 
 def _telling_parts(path: Path) -> Iterator[bytes]:
     if path.suffix in (".json", ".jinja", ".model"):
         yield path.read_bytes()
-    elif path.suffix == ".safetensors":
+    elif path.suffix == ".safetensors" or is_gguf(path):
         size = path.stat().st_size
+        # a GGUF file begins with its config and its tokenizer
+        first = read_header(path).data_start if is_gguf(path) else _PART
         with path.open("rb") as file:
             yield str(size).encode()
-            yield file.read(_PART)
+            yield file.read(first)
             file.seek(max(0, size - _PART))
             yield file.read(_PART)

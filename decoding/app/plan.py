@@ -35,7 +35,10 @@ FORMATS = {"help": "Number format of weights and KV cache.", "choices": DTYPES}
 def plan(
     model: Annotated[
         str,
-        typer.Option(help="Target: a folder, a hub name, or a config.json.", show_default=False),
+        typer.Option(
+            help="Target: a folder, a GGUF file, a hub name, or a config.json.",
+            show_default=False,
+        ),
     ],
     draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
     context: Annotated[int | None, described(Settings, "context")] = None,

@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel.checkpoint import Checkpoint, CheckpointError
-from parallel.config import ConfigError, ModelConfig
+from parallel.checkpoint import SafetensorsCheckpoint
+from parallel.config import ModelConfig
+from parallel.errors import CheckpointError, ConfigError
 from parallel.group import Group
 from parallel.loading import load_model
 from support.models import rope
@@ -158,7 +159,7 @@ def test_an_index_that_forgets_a_tensor(copy: Copy) -> None:
 
 def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
     folder = copy()
-    tensor = Checkpoint(folder).tensor("model.norm.weight", (32,))
+    tensor = SafetensorsCheckpoint(folder).tensor("model.norm.weight", (32,))
     (folder / "model.safetensors").write_bytes(b"gone")
     with pytest.raises(
         CheckpointError, match=r"model\.safetensors: tensor model\.norm\.weight cannot be read"

@@ -10,8 +10,8 @@ import torch
 
 from bench.harness.ranks import run_ranks
 from offload.errors import FitError, TierForceError
-from parallel.checkpoint import CheckpointError
 from parallel.environment import RankLost
+from parallel.errors import CheckpointError
 from parallel.group import Group
 
 
