@@ -34,10 +34,12 @@ setup(
         "typer>=0.15",
         "rich>=13.0",
         "jinja2>=3.1",
+        "tokenizers>=0.22",
+        "gguf>=0.17",
     ],
     extras_require={
         "flash": ["flash-attn>=2.6"],
-        "bench": ["matplotlib>=3.8", "gguf>=0.17"],
+        "bench": ["matplotlib>=3.8"],
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
         "dev": [
             "pytest>=8.0",

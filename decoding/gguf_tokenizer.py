@@ -152,7 +152,9 @@ def _byte_level(said: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokeniz
 
 def _pair(merge: str) -> tuple[str, str]:
     """Return the two tokens of a merge, which a space stands between."""
-    gap = merge.index(" ", 1)  # what stands first is of a token
+    gap = merge.find(" ", 1)  # what stands first is of a token
+    if gap < 0:
+        raise TierForceError(f"its merge {merge!r} is not of two tokens: the file is broken.")
     return merge[:gap], merge[gap + 1 :]
 
 

@@ -125,7 +125,7 @@ class _Parser:
         tensors, fields = self._take("<QQ")
         metadata: dict[str, Any] = {}
         for _ in range(fields):
-            key = self._string()
+            key = self._name()
             if key in metadata:
                 raise _broken(self.path, f"gives {key} twice")
             metadata[key] = self._value(self._take("<I")[0])
@@ -155,6 +155,13 @@ class _Parser:
         text = self.blob[self.at : end].decode()
         self.at = end
         return text
+
+    def _name(self) -> str:
+        """Read a name, which messages may repeat."""
+        name = self._string()
+        if not name.isprintable():
+            raise _broken(self.path, f"holds the name {name[:80]!r}")
+        return name
 
     def _value(self, kind: int) -> Any:
         """Read a value of metadata: a number, a truth value, a text, or a list of one of these."""
@@ -192,7 +199,7 @@ class _Parser:
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Read a tensor's name, shape, type, and bytes from the first tensor on."""
-        name = self._string()
+        name = self._name()
         (dimensions,) = self._take("<I")
         if dimensions > _MAX_DIMENSIONS:
             raise _broken(self.path, f"gives tensor {name} {dimensions} dimensions")

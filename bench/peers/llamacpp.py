@@ -19,8 +19,6 @@ class LlamaCpp(Peer):
         super().__init__(job)
         if find_spec("llama_cpp") is None:
             raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
-        if find_spec("gguf") is None:
-            raise Unavailable("gguf, which converts the model, is not installed: pip install gguf")
         config = job.target.resolve() / "config.json"
         identity = zlib.crc32(f"{config} {config.stat().st_mtime}".encode())
         path = job.scratch / f"{config.parent.name}-{job.dtype}-{identity:08x}.gguf"

@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import torch
 
 from bench.harness.ranks import run_ranks
 from parallel.group import Group
-from parallel.loading import load_model, parameter_bytes
+from parallel.loading import load_model
+from support.loading import load_and_watch
 from support.models import build_checkpoint
-
-
-def load_and_watch(folder: Path, warm: Path) -> tuple[int, int]:
-    """Loads `folder` as rank 0 of 2; returns the bytes of its share, and by how much resident
-    memory rose at most meanwhile.
-    """
-    group, process = Group(rank=0, size=2), psutil.Process()
-    load_model(warm, group)  # what a first load imports is not the weights'
-    before, highest, done = process.memory_info().rss, 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal highest
-        while not done.is_set():
-            highest = max(highest, process.memory_info().rss)
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = load_model(folder, group)
-    done.set()
-    watcher.join()
-    return parameter_bytes(model), max(highest, process.memory_info().rss) - before
 
 
 def test_peak_memory_is_the_ranks_share(tmp_path: Path) -> None:

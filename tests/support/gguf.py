@@ -1,0 +1,153 @@
+"""GGUF files made of Hugging Face checkpoints, as llama.cpp's converter makes them, in any type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, RopeScalingType
+from gguf.quants import quantize
+from safetensors.torch import load_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+Kind = GGMLQuantizationType
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+# where the scales of a block lie, which as random bytes would be anything
+SCALES = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}
+RANDOM = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # which gguf does not quantise
+
+
+def blocks(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
+    """Return the bytes (rows, bytes) of a matrix; where gguf cannot quantise, of a random one."""
+    if kind not in RANDOM:
+        return quantize(weight, kind).view(np.uint8).reshape(len(weight), -1)
+    size, nbytes = GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(seed)
+    raw = draw.integers(0, 256, (len(weight), weight.shape[1] // size, nbytes), dtype=np.uint8)
+    signs = draw.choice([-1, 1], (*raw.shape[:2], 1))
+    halves = 2 if kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else 1
+    largest = {Kind.Q2_K: 15 * 3, Kind.Q3_K: 32 * 4, Kind.Q6_K: 128 * 32}.get(kind, 63 * 31)
+    scale = (signs * 0.3 / largest * np.ones(halves)).astype(np.float16)
+    raw[..., SCALES[kind] : SCALES[kind] + 2 * halves] = scale.view(np.uint8)
+    return raw.reshape(len(weight), -1)
+
+
+def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of Q or K in the order of llama.cpp's RoPE, as its converter does."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def convert(
+    folder: Path,
+    path: Path,
+    kind: Kind = Kind.F32,
+    *,
+    architecture: str | None = None,
+    without: str = "",
+    **metadata: Any,
+) -> Path:
+    """Write the checkpoint in `folder` to `path`, its matrices in `kind`.
+
+    `metadata` may give further fields, dots as two underscores; `without` leaves out a tensor.
+    """
+    hf = AutoConfig.from_pretrained(folder)
+    writer = GGUFWriter(path, architecture or hf.model_type.replace("mistral", "llama"))
+    _describe(writer, hf)
+    _add_rope(writer, hf)
+    if (folder / "tokenizer.json").is_file():
+        _add_tokenizer(writer, folder)
+    for name, value in metadata.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        add[type(value)](name.replace("__", "."), value)
+    heads = {"attn_q": hf.num_attention_heads, "attn_k": hf.num_key_value_heads}
+    for seed, (name, tensor) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
+        known = gguf_name(name)
+        if known == without:
+            continue
+        weight = tensor.float().numpy()
+        part = known.split(".")[-2]
+        if part in heads and writer.arch == "llama":
+            weight = neighbours(weight, heads[part])
+        if weight.ndim == 1 or kind == Kind.F32:
+            writer.add_tensor(known, weight)
+        else:
+            writer.add_tensor(known, blocks(weight, kind, seed), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_name(name: str) -> str:
+    """Return what llama.cpp calls a tensor."""
+    stem, kind = name.rsplit(".", 1)
+    if stem in OUTER:
+        return f"{OUTER[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{LAYER[part]}.{kind}"
+
+
+def _describe(writer: GGUFWriter, hf: Any) -> None:
+    writer.add_name("a random model")
+    writer.add_context_length(hf.max_position_embeddings)
+    writer.add_embedding_length(hf.hidden_size)
+    writer.add_block_count(hf.num_hidden_layers)
+    writer.add_feed_forward_length(hf.intermediate_size)
+    writer.add_head_count(hf.num_attention_heads)
+    writer.add_head_count_kv(hf.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(hf.rms_norm_eps)
+    if getattr(hf, "head_dim", None):
+        writer.add_key_length(hf.head_dim)
+        writer.add_value_length(hf.head_dim)
+        writer.add_rope_dimension_count(hf.head_dim)
+    writer.add_vocab_size(hf.vocab_size)
+
+
+def _add_rope(writer: GGUFWriter, hf: Any) -> None:
+    """Say how positions are turned, as the converter does: of llama3 by a tensor of factors."""
+    rope = hf.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](hf, torch.device("cpu"))
+        size = hf.hidden_size // hf.num_attention_heads
+        plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    elif rope["rope_type"] != "default":
+        writer.add_rope_scaling_type(RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
+    """Write the byte-level BPE of a tokenizer.json."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    control = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+    tokens = sorted({**vocab, **control}, key={**vocab, **control}.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in control else 1 for token in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    hf = AutoConfig.from_pretrained(folder)
+    writer.add_bos_token_id(hf.bos_token_id)
+    writer.add_eos_token_id(hf.eos_token_id)

@@ -1,0 +1,50 @@
+"""What loading takes, and what a loaded model answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from offload.store import HostArena
+from offload.tiered import TieredCache
+from offload.tiered_shape import TieredShape
+from parallel.group import Group
+from parallel.loading import load_model, parameter_bytes
+from parallel.model import Llama
+from support.links import CPU, make_test_link
+
+
+def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
+    """Load `path` as rank 0 of 2; return the bytes of its share, and by how much resident memory
+    rose at most meanwhile.
+    """
+    group, process = Group(rank=0, size=2), psutil.Process()
+    load_model(warm, group)  # what a first load imports is not the weights'
+    before, highest, done = process.memory_info().rss, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not done.is_set():
+            highest = max(highest, process.memory_info().rss)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = load_model(path, group)
+    done.set()
+    watcher.join()
+    return parameter_bytes(model), max(highest, process.memory_info().rss) - before
+
+
+def all_logits(model: Llama, tokens: Tensor) -> Tensor:
+    """Return float32 logits (T, V) of tokens (T,), from one pass with all KV on the device."""
+    link, count = make_test_link("view"), len(tokens)
+    layout = model.config.kv_layout(model.group.size, torch.float32)
+    rotary = model.config.rotary(count, count, torch.float32, CPU)
+    shape = TieredShape(layout, count, layout.layers, copies=link.copies)
+    return model(tokens, TieredCache(shape, link, rotary, HostArena(link, torch.float32)), count)
