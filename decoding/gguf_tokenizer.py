@@ -107,6 +107,12 @@ def _built(said: Mapping[str, Any]) -> Any:
             f"its tokenizer is of kind {kind!r}; supported are gpt2 (byte-level BPE) and llama "
             "(SentencePiece)."
         )
+    for name in ("scores", "token_type"):
+        if len(said.get(name, tokens)) != len(tokens):
+            raise TierForceError(
+                f"its tokenizer has {len(tokens)} tokens, but {name} of {len(said[name])}: the "
+                "file is broken."
+            )
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
         raise TierForceError("its vocabulary has a token twice: the file is broken.")

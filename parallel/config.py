@@ -317,7 +317,7 @@ def _config_file(folder: Path) -> Path:
     if not path.is_file():
         raise ConfigError(
             f"{folder} has no config.json: point `model` and `draft` at complete Hugging Face "
-            "checkpoint folders."
+            "checkpoint folders, or at GGUF files."
         )
     return path
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from decoding.planning.needs import counted_dtype
 from decoding.settings import DTYPES, dtype_of
 from support.commands import DRAFT, TARGET
+from support.gguf import convert
 
 HEAVY = {"torch", "transformers", "numpy", "accelerate", "huggingface_hub", "safetensors"}
 MAX_MODULES = 800  # a command line with its help takes some 500, torch alone 1,000 more
@@ -48,6 +50,13 @@ def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) ->
     loaded = modules("plan", "--model", str(TARGET), "--hardware", "1x4090", *more)
     assert "decoding.planning.needs" in loaded
     assert not loaded & HEAVY
+
+
+def test_nor_does_a_plan_of_a_gguf_file(tmp_path: Path) -> None:
+    path = convert(TARGET, tmp_path / "target.gguf")
+    loaded = modules("plan", "--model", str(path), "--hardware", "1x4090")
+    assert "parallel.gguf_header" in loaded
+    assert not loaded & {*HEAVY, "gguf"}
 
 
 @pytest.mark.parametrize("name", DTYPES)
