@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from decoding.loading import load
-from decoding.plain_text import keep_end, pieces, plain_tokens
+from decoding.pieces import pieces
+from decoding.prompt import Template
 from decoding.runtime import Runtime
 from decoding.session import Session, draft_lengths
 from decoding.sessions import Sessions
@@ -88,6 +90,7 @@ class Engine:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
+        chat: bool = False,
     ) -> Iterator[str]:
         """Yield what follows a text of any length, in pieces of whole characters.
 
@@ -99,6 +102,7 @@ class Engine:
             max_new_tokens: tokens to write at most.
             sampling: the law they are drawn from; greedy by default.
             progress: called with units of prefill done, and in all.
+            chat: ask the text as a user's message, through the tokenizer's chat template.
 
         Returns:
             Pieces of text, as their tokens are verified.
@@ -107,7 +111,8 @@ class Engine:
             self.sessions.follow()
             return
         room = self.context - max_new_tokens
-        prompt, dropped = keep_end(*plain_tokens(self.tokenizer, text), room)
+        template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
+        prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
         tokens = self._generate(prompt, max_new_tokens, sampling, progress, dropped)
         with closing(tokens):
             yield from pieces(self.tokenizer, tokens)
@@ -138,8 +143,8 @@ class Engine:
             self.sessions.follow()
             return
         if isinstance(prompt, str):
-            before, tokens = plain_tokens(self.tokenizer, prompt)
-            prompt = [*before, *tokens]
+            # never cut: what is too long for the context is refused
+            prompt, _ = Template.plain(self.tokenizer).fill(self.tokenizer, prompt, sys.maxsize)
         yield from self._generate(list(prompt), max_new_tokens, sampling, progress)
 
     def follow(self) -> None:

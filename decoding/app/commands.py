@@ -15,8 +15,8 @@ import typer
 from decoding.app.interrupts import Interrupts, culprit
 from decoding.app.options import EXIT_CODES, Common, JobOptions, described, with_common
 from decoding.app.plan import plan
-from decoding.app.prompt import INSTRUCTION
 from decoding.app.terminal import say, warn
+from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
 from parallel.environment import ignored_variables, under_launcher
 
@@ -104,10 +104,16 @@ def generate(
         Path | None, typer.Option(help="File with the text to continue.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue itself.")] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Ask the text as a user's message, through the model's chat template."
+        ),
+    ] = False,
 ) -> None:
-    """Continue a text.
+    """Continue a text, or answer it.
 
-    The continuation is exactly what the target model alone would write. It is printed as it is
+    What is written is exactly what the target model alone would write. It is printed as it is
     verified.
     """
     if (prompt is None) == (prompt_file is None):
@@ -115,7 +121,7 @@ def generate(
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.generate import run
 
-    run(common, prompt_file, prompt, interrupts)
+    run(common, prompt_file, prompt, chat, interrupts)
 
 
 _command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from decoding.app.documents import Document
@@ -11,13 +13,16 @@ from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
 from decoding.app.progress import Display
 from decoding.app.terminal import say, silence_transformers
-from decoding.engine import Engine
+from decoding.engine import Engine, Progress
+from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
 from parallel.group import Group
 
 
-def run(common: Common, file: Path | None, text: str | None, interrupts: Interrupts) -> None:
-    """Continue the text of `file`, or the text itself; every rank calls it."""
+def run(
+    common: Common, file: Path | None, text: str | None, chat: bool, interrupts: Interrupts
+) -> None:
+    """Continue or, with `chat`, answer the text of `file` or the text itself; all ranks call it."""
     silence_transformers()
     group = Group.from_environment(common.device)
     with group.together():
@@ -25,6 +30,9 @@ def run(common: Common, file: Path | None, text: str | None, interrupts: Interru
         if file is not None:
             prompt = Document(file.name, file, 0).read()
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
+    if chat:
+        with group.together():
+            Template.chat(engine.tokenizer)  # which refuses before anything is said
     say_what_fits(engine, None, common)
     if group.rank:
         engine.follow()
@@ -37,12 +45,13 @@ def run(common: Common, file: Path | None, text: str | None, interrupts: Interru
 
         interrupts.last_words = last_words
         sampling = Sampling(**vars(common.sampling))
-        stream(engine, prompt, common.max_new_tokens, sampling, display)
+        pieces = partial(engine.stream, prompt, common.max_new_tokens, sampling, chat=chat)
+        stream(engine, pieces, display)
     engine.close()
 
 
-def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Display) -> None:
-    """Continue `text` on standard output; progress, warnings and what it took go to `display`."""
+def stream(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display: Display) -> None:
+    """Write pieces to standard output; progress, warnings and what it took go to `display`."""
     warned = False
 
     def progress(done: int, total: int) -> None:
@@ -56,7 +65,7 @@ def stream(engine: Engine, text: str, new: int, sampling: Sampling, display: Dis
             )
 
     display.begin("prompt")
-    for piece in engine.stream(text, new, sampling, progress):
+    for piece in pieces(progress):
         display.stop()  # the text takes over the terminal
         sys.stdout.write(piece)
         sys.stdout.flush()

@@ -18,10 +18,10 @@ from decoding.app.job import Job, model_digest, model_name
 from decoding.app.lines import Longest, describe, say_what_fits
 from decoding.app.options import Common, as_flags
 from decoding.app.progress import Display
-from decoding.app.prompt import Template
 from decoding.app.records import Records
 from decoding.app.terminal import say, silence_transformers, warn
 from decoding.engine import Engine
+from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
 from offload.errors import DocumentError, TierForceError
 from parallel.environment import RankLost

@@ -24,7 +24,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from bench.harness.text import long_text
 from decoding.gguf_tokenizer import SPLITS, gguf_tokenizer
-from decoding.plain_text import pieces, plain_tokens
+from decoding.pieces import pieces
+from decoding.prompt import Template
 from offload.errors import TierForceError
 
 SPECIALS = ["<|end|>", "<|start|>", "<unk>"]
@@ -119,8 +120,7 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     assert rendered == "<|start|>x"
     # in a document what looks special is plain text
-    before, plain = plain_tokens(tokenizer, "a<|start|>b")
-    assert before == []
+    plain, _ = Template.plain(tokenizer).fill(tokenizer, "a<|start|>b", 100)
     assert 1 not in plain
     assert tokenizer.decode(plain) == "a<|start|>b"
 

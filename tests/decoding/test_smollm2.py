@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from bench.harness.text import long_text
 from decoding import Engine, Settings
 from decoding.app.job import model_name
-from decoding.app.prompt import Template
 from decoding.loading import load_tokenizer
+from decoding.prompt import Template
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.loading import resolve

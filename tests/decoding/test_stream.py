@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decoding import Engine, Sampling, Settings
-from decoding.plain_text import pieces
+from decoding.pieces import pieces
 from offload.errors import DocumentError
 from parallel.group import Group
 from support.engines import DEMO
@@ -88,6 +88,25 @@ def test_what_looks_like_a_special_token_is_plain_text(engine: Engine) -> None:
     assert "".join(engine.stream(text, 8)) == engine.tokenizer.decode(
         list(engine.generate(text, 8)), skip_special_tokens=True
     )
+
+
+def test_a_message_is_asked_through_the_chat_template(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    written = "".join(engine.stream("What is it?", 8, chat=True))
+    parts = ("<s>user: ", "What is it?", "</s>bot:")
+    asked = [
+        token
+        for part in parts
+        for token in engine.tokenizer(part, add_special_tokens=False).input_ids
+    ]
+    assert (asked[0], asked.count(1)) == (0, 1)  # the template's own special tokens
+    assert written == engine.tokenizer.decode(
+        list(engine.generate(asked, 8)), skip_special_tokens=True
+    )
+    assert engine.stats.prompt_tokens == len(asked)
 
 
 def test_a_stream_given_up_leaves_the_engine_good(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Fork, Job, forked, tierforce
+from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Fork, Job, forked, refused, tierforce
 
 PROMPT = "It was the best of times, it was the worst of times"
 NEW = ("--max-new-tokens", "40")
@@ -62,6 +62,11 @@ def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Pat
     )
 
 
+def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None:
+    line = refused(forked(tmp_path, *JOB, "--chat"))
+    assert "the tokenizer has no chat template: use an instruct model, or leave out --chat" in line
+
+
 def test_text_arrives_while_it_is_written_and_a_reader_may_leave(tmp_path: Path) -> None:
     slow = (
         "--resident-layers",
@@ -99,6 +104,7 @@ COMMON = {
     *(
         "--mode",
         "--context",
+        "--rope",
         "--budget",
         "--chunk-size",
         "--draft-length",
@@ -122,7 +128,7 @@ COMMON = {
     ("command", "own"),
     [
         ("summarize", {"--input", "--output", "--instruction"}),
-        ("generate", {"--prompt", "--prompt-file"}),
+        ("generate", {"--prompt", "--prompt-file", "--chat"}),
     ],
 )
 def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from decoding.app.prompt import INSTRUCTION, Template
-from decoding.plain_text import keep_end, plain_tokens
+from decoding.prompt import INSTRUCTION, Template
 from offload.errors import DocumentError, TierForceError
 from support.commands import TARGET
 
@@ -41,7 +40,8 @@ def test_what_the_tokenizer_puts_before_a_text_comes_first(tokenizer: Any) -> No
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     summary, _ = Template.summary(tokenizer).fill(tokenizer, TEXT, 1000)
-    for tokens in (summary, keep_end(*plain_tokens(tokenizer, TEXT), 1000)[0]):
+    continued, _ = Template.plain(tokenizer).fill(tokenizer, TEXT, 1000)
+    for tokens in (summary, continued):
         assert tokens[0] == 0
         assert 0 not in tokens[1:]
         assert tokenizer.decode(tokens, skip_special_tokens=True).startswith(TEXT)
@@ -79,7 +79,20 @@ def test_a_long_document_loses_its_end_and_the_template_nothing(
 
 def test_a_text_to_be_continued_loses_its_beginning(tokenizer: Any) -> None:
     whole = tokenizer(TEXT).input_ids
-    assert keep_end(*plain_tokens(tokenizer, TEXT), len(whole) - 3) == (whole[3:], 3)
+    template = Template.plain(tokenizer)
+    assert template.fill(tokenizer, TEXT, len(whole) - 3, keep_end=True) == (whole[3:], 3)
+    tokenizer.chat_template = CHAT
+    asked = Template.chat(tokenizer)
+    room = len(asked.before) + len(asked.after) + 4
+    tokens, dropped = asked.fill(tokenizer, TEXT, room, keep_end=True)
+    assert tokens == [*asked.before, *whole[-4:], *asked.after]
+    assert dropped == len(whole) - 4
+
+
+def test_what_has_no_chat_template_cannot_be_asked(tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(TierForceError, match="has no chat template: use an instruct model"):
+        Template.chat(tokenizer)
 
 
 @pytest.mark.parametrize("room", [-7, 0, 11])

@@ -1,38 +1,11 @@
-"""Text to tokens and back: a text to be continued as it is, and new tokens as they come."""
+"""New tokens as text, as they come."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from offload.errors import DocumentError
-
 _PENDING = "\ufffd"  # what a character decodes to while some of its bytes are missing
-
-
-def plain_tokens(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before any text, such as <s>, and the tokens of this one.
-
-    What looks like a special token in the text is plain text.
-    """
-    tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return tokenizer("").input_ids, tokens
-
-
-def keep_end(before: list[int], tokens: list[int], room: int) -> tuple[list[int], int]:
-    """Return at most `room` tokens of a prompt, and how many were dropped to get there.
-
-    The beginning of `tokens` is dropped, and never what stands `before` them. Raises DocumentError
-    when there is no room for any.
-    """
-    space = room - len(before)
-    if space < 1:
-        raise DocumentError(
-            f"no room left: the context has {max(0, room)} tokens for the prompt. Use a longer "
-            "`context` or fewer `max_new_tokens`."
-        )
-    dropped = max(0, len(tokens) - space)
-    return [*before, *tokens[dropped:]], dropped
 
 
 def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
