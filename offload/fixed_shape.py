@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.attention import masked_attention
 from offload.cache import Cache
-from offload.rotary import Rotary, rotate
+from offload.rotary import Rotary
 
 
 class SlotCache(Cache):
@@ -92,16 +92,17 @@ class FixedPass:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
         kv, raw, bias = self._cache.buffers(layer)
+        rotary = self._cache.rotary
         keys = kv[0]
         values = kv[1]
-        self._write(keys, rotate(k, *self._angles))
+        self._write(keys, rotary.turn(k, self._angles, layer))
         self._write(values, v)
         if raw is not None:
             self._write(raw, k)
         mask = self._mask[None]  # (1 or Hkv, T, slots)
         if bias is not None:
             mask = self._mask + bias[:, None]
-        q = rotate(q, *self._angles)
+        q = rotary.turn(q, self._angles, layer)
         keys = keys.transpose(0, 1)  # (slots, Hkv, D)
         values = values.transpose(0, 1)
         out, _ = masked_attention(q, keys, values, mask)

@@ -42,8 +42,8 @@ class Prefill:
         """
         cache = self._cache
         end = start + len(q)
-        q = cache.rotary(q, start)
-        k = cache.rotary(k, start)
+        q = cache.rotary(q, start, layer)
+        k = cache.rotary(k, start, layer)
         kv = self._build(layer, k, v, start)
         out, _ = attend_to(kv, q, end, cache.traffic)
         if end == self.tokens:
@@ -54,7 +54,7 @@ class Prefill:
 
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Keep the KV of tokens whose own attention nobody asks for."""
-        self._build(layer, self._cache.rotary(k, start), v, start)
+        self._build(layer, self._cache.rotary(k, start, layer), v, start)
 
     def _build(self, layer: int, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Add rotated k and v to this layer's KV (2, Hkv, N, D), and return all of it."""

@@ -93,9 +93,9 @@ class RetrievalCache(SlotCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot = self._slot(start)
         kv = self._kv[layer]
-        put(kv, self.rotary(k, start), v, slot)
+        put(kv, self.rotary(k, start, layer), v, slot)
         bias = self._bias[layer] if self._summaries else None
-        q = self.rotary(q, start)
+        q = self.rotary(q, start, layer)
         end = slot + len(q)
         out, _ = attend_to(kv, q, end, self.traffic, bias=bias)
         return out

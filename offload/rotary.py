@@ -5,23 +5,35 @@ Caches apply them, for positions belong to caches.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
+Angles = tuple[Tensor, Tensor]  # cos and sin (T, 1, D) of a Rotary
+
 
 class Rotary:
-    """cos and sin for positions 0 to length - 1.
+    """cos and sin for positions 0 to length - 1, and the layers that go without.
 
-    They are computed in float32 and kept in the model's dtype, as transformers does.
+    D is the dimensions that turn: those of a head, or the first of them. The tables are computed in float32 and kept in the model's dtype, as transformers does.
     """
 
     def __init__(
-        self, inv_freq: Tensor, scale: float, length: int, dtype: torch.dtype, device: torch.device
+        self,
+        inv_freq: Tensor,
+        scale: float,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        unrotated: Collection[int] = (),
     ):
         """Compute the tables.
 
         `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
+        `unrotated` layers have no position embedding.
         """
+        self.unrotated = frozenset(unrotated)
         positions = torch.arange(length, dtype=torch.float32, device=device)
         inv_freq = inv_freq.to(device)
         angles = positions[:, None] * inv_freq  # (length, D / 2)
@@ -41,29 +53,34 @@ class Rotary:
     def length(self) -> int:
         return len(self.cos)
 
-    def __call__(self, x: Tensor, start: int) -> Tensor:
-        """Rotate x (T, H, D), whose first row is at position `start`."""
+    def __call__(self, x: Tensor, start: int, layer: int) -> Tensor:
+        """Rotate a layer's x (T, H, head_dim), whose first row is at position `start`."""
         end = start + len(x)
         if end > self.length:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        cos = self.cos[start:end]
-        sin = self.sin[start:end]
-        return rotate(x, cos, sin)
+        return self.turn(x, (self.cos[start:end], self.sin[start:end]), layer)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (T, 1, D) for `rotate`, for rows at positions (T,) of the table."""
+    def at(self, positions: Tensor) -> Angles:
+        """Return the angles for rows at positions (T,) of the table."""
         cos = self.cos[positions]
         sin = self.sin[positions]
         return cos, sin
 
+    def turn(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
+        """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
+        return x if layer in self.unrotated else rotate(x, *angles)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (T, H, D) by tables (T, 1, D) of a Rotary."""
-    first, second = _halves(x)
+    """Rotate the first D dimensions of x (T, H, head_dim) by tables (T, 1, D) of a Rotary."""
+    turning = x[..., : cos.shape[-1]]
+    rest = x[..., cos.shape[-1] :]
+    first, second = _halves(turning)
     swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    turned = torch.addcmul(turning * cos, swapped, sin)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,8 @@ class StreamingCache(SlotCache):
         kv = self._kv[layer]
         raw = span(self._raw[layer], slot, end)
         raw.copy_(k.transpose(0, 1))
-        put(kv, self.rotary(k, slot), v, slot)
-        q = self.rotary(q, slot)
+        put(kv, self.rotary(k, slot, layer), v, slot)
+        q = self.rotary(q, slot, layer)
         out, _ = attend_to(kv, q, end, self.traffic)
         return out
 
@@ -100,8 +100,8 @@ class StreamingCache(SlotCache):
         for buffer in (self._raw, values):  # (L, Hkv, slots, D)
             kept = span(buffer, start + drop, end + drop).clone()
             span(buffer, start, end).copy_(kept)
-        for kv, raw in zip(self._kv, self._raw, strict=True):
+        for layer, (kv, raw) in enumerate(zip(self._kv, self._raw, strict=True)):
             keys = span(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
-            rotated = self.rotary(keys, start)
+            rotated = self.rotary(keys, start, layer)
             span(kv[0], start, end).copy_(rotated.transpose(0, 1))
         self._dropped += drop

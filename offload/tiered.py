@@ -122,8 +122,8 @@ class TieredCache(Cache):
             follower.follow(self.boundary, self.length, self.length + rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        q = self.rotary(q, start)
-        k = self.rotary(k, start)
+        q = self.rotary(q, start, layer)
+        k = self.rotary(k, start, layer)
         end = start + len(q)
         show = partial(self.show, layer)
         place = self.layers[layer]

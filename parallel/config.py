@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 from offload.errors import one_line
 from offload.layout import KVLayout
 from parallel.errors import ConfigError
+from parallel.families import FAMILIES, QKNorm, family_of
 from parallel.gguf_families import config_fields
 from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
 from parallel.named import find_local, is_gguf
+from parallel.rope import inverse_frequencies, is_positive, read_rope
 
 if TYPE_CHECKING:
     import torch
@@ -28,29 +30,6 @@ if TYPE_CHECKING:
     from offload.rotary import Rotary
 
 
-@dataclass(frozen=True)
-class Family:
-    """What a config of one model_type means where it says nothing, as transformers fills it in."""
-
-    max_positions: int
-    kv_heads: int | None = None  # None: one for each attention head
-    qkv_bias: bool = False
-    sliding_window: int | None = None
-    uses_sliding_window: bool = True
-    stop_token: int | None = None
-
-
-FAMILIES = {
-    "llama": Family(max_positions=2048, stop_token=2),
-    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096, stop_token=2),
-    "qwen2": Family(
-        max_positions=32_768,
-        kv_heads=32,
-        qkv_bias=True,
-        sliding_window=4096,
-        uses_sliding_window=False,
-    ),
-}
 # transformers would put some other model's numbers in their place
 _NEEDED = (
     "hidden_size",
@@ -59,15 +38,7 @@ _NEEDED = (
     "intermediate_size",
     "vocab_size",
 )
-ROPE_TYPES = {  # and the parameters without which each means nothing
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
 MAX_STRETCH = 64  # times as many positions
-_STRETCHED = ("yarn", "llama3")  # these also know the positions the model was trained on
 _COUNTS = (
     "layers",
     "hidden",
@@ -78,6 +49,7 @@ _COUNTS = (
     "vocab",
     "max_positions",
 )
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "query_multiplier", "logits_scaling")
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 
 
@@ -96,8 +68,9 @@ def token_ids(given: Any) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family. Counts are of the whole model, not of one rank."""
+    """A decoder of one of the families. Counts are of the whole model, not of one rank."""
 
+    family: str  # a name in FAMILIES
     layers: int
     hidden: int
     heads: int
@@ -114,6 +87,15 @@ class ModelConfig:
     dtype: str | None  # such as bfloat16; None: the config does not say, the tensors do
     stop_tokens: frozenset[int]  # end-of-sequence ids
     rope: dict[str, Any] = field(hash=False)  # transformers' rope_parameters
+    rotary_dim: int  # of a head's dimensions, the first so many turn
+    unrotated: frozenset[int] = frozenset()  # layers without RoPE
+    qk_norm: QKNorm | None = None
+    norms_behind: bool = False  # attention and MLP have their norm behind them, not before
+    fused: bool = False  # the checkpoint stacks queries, keys and values, and gate and up
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add
+    query_multiplier: float = 1.0  # on top of head_dim ** -0.5
+    logits_scaling: float = 1.0  # logits are divided by it
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -122,6 +104,12 @@ class ModelConfig:
                 raise ConfigError(
                     f"the model's config gives {name} = {value!r}; it must be a whole number of at "
                     "least 1."
+                )
+        for name in _MULTIPLIERS:
+            if not is_positive(getattr(self, name)):
+                raise ConfigError(
+                    f"the model's config gives {name} = {getattr(self, name)!r}; it must be a "
+                    "number above 0."
                 )
         if self.heads % self.kv_heads:
             raise ConfigError(
@@ -196,34 +184,38 @@ class ModelConfig:
 
         Raises ConfigError for a model that is not supported.
         """
-        kind = given.get("model_type")
-        if kind not in FAMILIES or (kind == "mistral" and "layer_types" in given):
-            raise ConfigError(
-                f"model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}."
-            )
-        family = FAMILIES[kind]
-        _check_attention(given, family)
+        family = family_of(given)
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
-        bias = given.get("attention_bias")
+        head_dim = given.get("head_dim") or family.head_dim or hidden // heads
+        rope, rotary_dim = read_rope(given, family, head_dim)
+        biases = {name: bool(given.get(name)) for name in family.optional_biases}
+        attention_bias = biases.get("attention_bias", False)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         return cls(
+            family=given["model_type"],
             layers=given["num_hidden_layers"],
             hidden=hidden,
             heads=heads,
             kv_heads=given.get("num_key_value_heads", family.kv_heads) or heads,
-            head_dim=given.get("head_dim") or hidden // heads,
+            head_dim=head_dim,
             intermediate=given["intermediate_size"],
             vocab=given["vocab_size"],
-            norm_eps=given.get("rms_norm_eps", 1e-6),
+            norm_eps=given.get("rms_norm_eps", family.norm_eps),
             max_positions=given.get("max_position_embeddings", family.max_positions),
-            tied=bool(given.get("tie_word_embeddings", False)),
-            qkv_bias=family.qkv_bias if bias is None else bias,
-            o_bias=bool(bias),
-            mlp_bias=given.get("mlp_bias", False),
+            tied=bool(given.get("tie_word_embeddings", family.tied)),
+            qkv_bias=family.qkv_bias or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=biases.get("mlp_bias", False),
             dtype=None if name is None else _ALIASES.get(name, name),
             stop_tokens=token_ids(given.get("eos_token_id", family.stop_token)),
-            rope=_rope(given, family),
+            rope=rope,
+            rotary_dim=rotary_dim,
+            unrotated=_unrotated(given) if family.skips_rope else frozenset(),
+            qk_norm=family.qk_norm,
+            norms_behind=family.norms_behind,
+            fused=family.fused,
+            **(_multipliers(given, head_dim) if family.multiplies else {}),
         )
 
     def stretched(self, rope: str | None) -> ModelConfig:
@@ -267,37 +259,22 @@ class ModelConfig:
         return int(self.max_positions * (self.rope["factor"] if stretches else 1.0))
 
     def inverse_frequencies(self, tokens: int) -> tuple[Tensor, float]:
-        """Return (D / 2,) float32 and the factor on cos and sin, for a text of `tokens` tokens.
-
-        Only dynamic NTK depends on the length: it is fixed at the prompt's, so that all keys of a
-        text share one base.
-        """
-        import torch
-        from transformers import LlamaConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        rope = dict(self.rope)
-        factors = rope.pop("frequency_factors", None)  # a GGUF file's, in place of a RoPE type
-        hf = LlamaConfig(
-            hidden_size=self.heads * self.head_dim,
-            num_attention_heads=self.heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=self.max_positions,
-            rope_parameters=rope,
-        )
-        if self.rope["rope_type"] == "default":
-            inverse, scale = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
-        else:
-            compute = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]]
-            inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
-        return inverse if factors is None else inverse / torch.tensor(factors), scale
+        """Return (rotary_dim / 2,) float32 and the factor on cos and sin, for such a text."""
+        return inverse_frequencies(self.rope, self.rotary_dim, self.max_positions, tokens)
 
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        """Return the tables for positions up to `length`, for a prompt of `tokens` tokens."""
+        """Return the tables for positions up to `length`, for a prompt of `tokens` tokens.
+
+        All keys of a text share one base, so what depends on a text's length is fixed before it
+        begins. Dynamic NTK takes the prompt's length. LongRoPE takes `length`, the prompt with all
+        that may follow: its long factors hold for the whole text if that exceeds the positions of
+        the training. transformers changes over in the middle of such a text, and reads it again.
+        """
         from offload.rotary import Rotary
 
-        return Rotary(*self.inverse_frequencies(tokens), length, dtype, device)
+        text = length if self.rope["rope_type"] == "longrope" else tokens
+        frequencies, scale = self.inverse_frequencies(text)
+        return Rotary(frequencies, scale, length, dtype, device, self.unrotated)
 
     def kv_layout(self, ranks: int, dtype: torch.dtype) -> KVLayout:
         """Return the KV geometry of one of `ranks` ranks.
@@ -342,46 +319,21 @@ def _foreign_code(path: Path) -> ConfigError:
     )
 
 
-def _check_attention(given: Mapping[str, Any], family: Family) -> None:
-    """Raise ConfigError for layers that are not those of the Llama family."""
-    act = given.get("hidden_act", "silu")
-    if act != "silu":
-        raise ConfigError(f"activation {act!r} is not supported; the Llama family uses silu.")
-    window = given.get("sliding_window", family.sliding_window)
-    uses_window = given.get("use_sliding_window", family.uses_sliding_window)
-    positions = given.get("max_position_embeddings", family.max_positions)
-    if window and uses_window and window < positions:
-        raise ConfigError(
-            f"sliding-window attention (window {window}) is not supported: every layer must see "
-            "the whole context."
-        )
+def _unrotated(given: Mapping[str, Any]) -> frozenset[int]:
+    """Return the layers without RoPE, as SmolLM3's config tells them."""
+    layers = range(given["num_hidden_layers"])
+    turns = given.get("no_rope_layers")  # which says of each layer whether it has RoPE
+    if turns is None:
+        interval = given.get("no_rope_layer_interval", 4)
+        turns = [(layer + 1) % interval for layer in layers]
+    return frozenset(layer for layer in layers if not turns[layer])
 
 
-def _rope(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return rope_parameters as transformers writes them today, whichever year the config is of.
-
-    Raises ConfigError for a kind of RoPE that is not supported, and for numbers that are none.
-    """
-    rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("rope_theta", given.get("rope_theta", 10_000.0))
-    if given.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", given["partial_rotary_factor"])
-    kind = rope["rope_type"]
-    if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
-        raise ConfigError(
-            f"RoPE type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}, one for "
-            "all layers."
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError("partial rotary embeddings are not supported.")
-    if kind in _STRETCHED:
-        positions = given.get("max_position_embeddings", family.max_positions)
-        rope.setdefault("original_max_position_embeddings", positions)
-        if "original_max_position_embeddings" in given:  # beside the others, it is the one meant
-            rope["original_max_position_embeddings"] = given["original_max_position_embeddings"]
-    for name in ("rope_theta", *ROPE_TYPES[kind]):
-        value = rope.get(name)
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"RoPE type {kind!r} needs {name} above 0, found {value!r}.")
-    return rope
+def _multipliers(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Return Granite's factors. Its attention_multiplier takes the place of head_dim ** -0.5."""
+    return {
+        "embedding_multiplier": given.get("embedding_multiplier", 1.0),
+        "residual_multiplier": given.get("residual_multiplier", 1.0),
+        "query_multiplier": given.get("attention_multiplier", 1.0) * head_dim**0.5,
+        "logits_scaling": given.get("logits_scaling", 1.0),
+    }

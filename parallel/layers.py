@@ -34,6 +34,63 @@ class RMSNorm(Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+class HeadNorms(Module):
+    """The RMSNorm of each head's queries, and of its keys: every rank has the whole of it."""
+
+    def __init__(self, head_dim: int, eps: float):
+        super().__init__()
+        self.weights = _empty(2, head_dim)
+        self.eps = eps
+
+    def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Read the tensors NAME.weight (head_dim,)."""
+        for name, weight in zip(names, self.weights, strict=True):
+            weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(weight.shape))[:])
+
+    def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Norm queries and keys (T, heads * head_dim), or those from `first` on."""
+        normed = []
+        for x, weight in zip(parts, self.weights[first:], strict=True):
+            heads = x.unflatten(-1, (-1, len(weight)))
+            normed.append(F.rms_norm(heads, weight.shape, weight, self.eps).flatten(1))
+        return normed
+
+
+class WidthNorms(Module):
+    """The RMSNorm of a token's queries over all heads of all ranks, and that of its keys.
+
+    The squares of both meet in one all-reduce.
+    """
+
+    def __init__(self, group: Group, widths: Sequence[int], eps: float):
+        super().__init__()
+        self.group = group
+        self.widths = widths
+        self.shares = [group.share(width) for width in widths]
+        self.sizes = [share.stop - share.start for share in self.shares]
+        self.weight = _empty(sum(self.sizes))
+        self.eps = eps
+
+    def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Read this rank's part of each tensor NAME.weight (width,)."""
+        parts = self.weight.split(self.sizes)
+        for name, width, share, part in zip(names, self.widths, self.shares, parts, strict=True):
+            part.copy_(checkpoint.tensor(f"{name}.weight", (width,))[share])
+
+    def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Norm queries and keys (T, width / ranks), or those from `first` on."""
+        squares = torch.stack([x.float().square().sum(-1) for x in parts])  # (parts, T)
+        squares = self.group.all_reduce(squares)
+        normed = []
+        weights = self.weight.split(self.sizes)[first:]
+        for x, weight, width, square in zip(
+            parts, weights, self.widths[first:], squares, strict=True
+        ):
+            scale = torch.rsqrt(square / width + self.eps)
+            normed.append((x.float() * scale[:, None] * weight).to(x.dtype))
+        return normed
+
+
 class ColumnParallelLinear(Module):
     """y = x W^T + b with the output dimension split over ranks.
 
@@ -50,15 +107,24 @@ class ColumnParallelLinear(Module):
         self.bias = _empty(sum(self.sizes)) if bias else None
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
-        """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias."""
+        """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias.
+
+        One name for several matrices is that of a tensor in which they are stacked.
+        """
         self._load(checkpoint, [f"{name}.weight" for name in names], self.weight)
         if self.bias is not None:
             self._load(checkpoint, [f"{name}.bias" for name in names], self.bias)
 
     def _load(self, checkpoint: Checkpoint, names: Sequence[str], stacked: Tensor) -> None:
-        parts = zip(names, self.outputs, self.shares, stacked.split(self.sizes), strict=True)
-        for name, size, share, rows in parts:
-            rows.copy_(checkpoint.tensor(name, (size, *stacked.shape[1:]))[share])
+        fused = len(names) < len(self.outputs)
+        before = 0  # rows of the matrices before this one, in one tensor
+        for index, rows in enumerate(stacked.split(self.sizes)):
+            size, share = self.outputs[index], self.shares[index]
+            name = names[0] if fused else names[index]
+            height = sum(self.outputs) if fused else size
+            tensor = checkpoint.tensor(name, (height, *stacked.shape[1:]))
+            rows.copy_(tensor[before + share.start : before + share.stop])
+            before += size if fused else 0
 
     def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""

@@ -1,4 +1,4 @@
-"""One Llama for target, middle and draft.
+"""One decoder for target, middle and draft.
 
 They differ in the cache that `attend` goes to, and nowhere else.
 """
@@ -9,16 +9,23 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from offload.layout import ceil_div
 from offload.prefill import LAST_ROWS
+from parallel.branches import Branch, Mlp
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
 from parallel.group import Group, Pending
-from parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, VocabParallelEmbedding
+from parallel.layers import (
+    ColumnParallelLinear,
+    HeadNorms,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    WidthNorms,
+)
 from parallel.prefill import Chunk, pipelined
 
 Progress = Callable[[int, int], None]  # units done, units in all
@@ -44,18 +51,26 @@ class PrefillingCache(Attending, Protocol):
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
 
 
-class Attention(Module):
-    """A layer's attention with the norm before it, over the heads of this rank."""
+class Attention(Branch):
+    """A layer's attention, over the heads of this rank."""
+
+    norm_names = ("input_layernorm", "post_attention_layernorm")
 
     def __init__(self, config: ModelConfig, group: Group, layer: int):
-        super().__init__()
+        super().__init__(config)
         self.layer = layer
         self.head_dim = config.head_dim
+        self.query_multiplier = config.query_multiplier
         queries = config.heads * config.head_dim
         keys = config.kv_heads * config.head_dim
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
         outputs = [queries, keys, keys]
+        self.names = ["qkv_proj"] if config.fused else ["q_proj", "k_proj", "v_proj"]
         self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias)
+        self.qk_norm: HeadNorms | WidthNorms | None = None
+        if config.qk_norm == "head":
+            self.qk_norm = HeadNorms(config.head_dim, config.norm_eps)
+        elif config.qk_norm == "width":
+            self.qk_norm = WidthNorms(group, [queries, keys], config.norm_eps)
         self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias)
 
     def forward(self, x: Tensor, cache: Attending, start: int) -> Pending:
@@ -64,8 +79,10 @@ class Attention(Module):
         What is returned waits for the ranks' sum (T, hidden). Until then it alone holds memory.
         """
         q, k, v = self._heads(x)
+        if self.query_multiplier != 1.0:
+            q = q * self.query_multiplier
         # (T, H, D) is flattened at once: a name for it would hold it beside a copy
-        return self.o(cache.attend(self.layer, q, k, v, start).flatten(1))
+        return self.leave(self.o(cache.attend(self.layer, q, k, v, start).flatten(1)))
 
     def keep(self, x: Tensor, cache: PrefillingCache, start: int) -> None:
         """Keep what later tokens attend to of x (T, hidden), where nobody asks for an output."""
@@ -73,35 +90,19 @@ class Attention(Module):
         cache.keep(self.layer, k, v, start)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self.norm.load(checkpoint, f"{prefix}.input_layernorm")
-        self.qkv.load(checkpoint, [f"{prefix}.self_attn.{name}_proj" for name in "qkv"])
-        self.o.load(checkpoint, f"{prefix}.self_attn.o_proj")
+        self.load_norm(checkpoint, prefix)
+        attention = f"{prefix}.self_attn"
+        self.qkv.load(checkpoint, [f"{attention}.{name}" for name in self.names])
+        if self.qk_norm is not None:
+            self.qk_norm.load(checkpoint, [f"{attention}.{name}_norm" for name in "qk"])
+        self.o.load(checkpoint, f"{attention}.o_proj")
 
     def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""
-        parts = self.qkv(self.norm(x), first=first)
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
-
-
-class Mlp(Module):
-    """A layer's gated MLP with the norm before it, over this rank's intermediate dimensions."""
-
-    def __init__(self, config: ModelConfig, group: Group):
-        super().__init__()
-        outputs = [config.intermediate] * 2
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
-        self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Pending:
-        """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
-        gate, up = self.gate_up(self.norm(x))
-        return self.down(F.silu(gate) * up)
-
-    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self.norm.load(checkpoint, f"{prefix}.post_attention_layernorm")
-        self.gate_up.load(checkpoint, [f"{prefix}.mlp.{name}_proj" for name in ("gate", "up")])
-        self.down.load(checkpoint, f"{prefix}.mlp.down_proj")
+        *parts, v = self.qkv(self.enter(x), first=first)
+        if self.qk_norm is not None:
+            parts = self.qk_norm(parts, first)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
 
 
 class Layer(Module):
@@ -136,7 +137,7 @@ class Layer(Module):
 
 
 class Llama(Module):
-    """A decoder of the Llama family, sharded over `group`.
+    """A decoder of one of the families, sharded over `group`.
 
     It is stateless: the sequence lives in the cache.
     """
@@ -160,10 +161,10 @@ class Llama(Module):
         is written, but they count only once the caller advances the cache.
         """
         cache.begin(len(tokens))
-        x = self.embed(tokens)
+        x = self._embed(tokens)
         for layer in self.layers:
             x = layer(x, cache, cache.length)
-        return self.head.logits(self.norm(x[-rows:]))
+        return self._logits(x[-rows:])
 
     @torch.inference_mode()
     def prefill(
@@ -192,7 +193,7 @@ class Llama(Module):
         size = ceil_div(len(tokens), ceil_div(len(tokens), max_chunk))
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for start in range(0, len(x), size):
-            x[start : start + size] = self.embed(tokens[start : start + size])
+            x[start : start + size] = self._embed(tokens[start : start + size])
         *others, last = (cast(Layer, layer) for layer in self.layers)
         units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
@@ -209,7 +210,7 @@ class Llama(Module):
         x = last(x[rest:], cache, rest)
         if progress:
             progress(units, units)
-        return self.head.logits(self.norm(x[-1:]))
+        return self._logits(x[-1:])
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill every parameter from the checkpoint, reading this rank's slices only.
@@ -223,3 +224,15 @@ class Llama(Module):
         if not self.config.tied:
             self.head.load(checkpoint, "lm_head")
         checkpoint.refuse_leftovers()
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states (T, hidden) that tokens (T,) begin with."""
+        x = self.embed(tokens)
+        multiplier = self.config.embedding_multiplier
+        return x if multiplier == 1.0 else x * multiplier
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Return logits (T, V) float32 of the last layer's hidden states x (T, hidden)."""
+        logits = self.head.logits(self.norm(x))
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1.0 else logits / scaling

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from offload.layout import ceil_div
+from parallel.families import QKNorm
 
 # tokens of the longest pass worth recording as a CUDA graph (`parallel.graphs`): a longest draft at
 # the retrieval level, and the two tokens that were pending
@@ -39,6 +40,8 @@ class ModelDimensions(Protocol):
     def o_bias(self) -> bool: ...
     @property
     def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> QKNorm | None: ...
 
 
 def share(total: int, rank: int, ranks: int) -> slice:
@@ -77,7 +80,9 @@ def layer_parameter_count(config: ModelDimensions, ranks: int, rank: int) -> int
     queries = share_size(config.heads * config.head_dim, rank, ranks)
     keys = share_size(config.kv_heads * config.head_dim, rank, ranks)
     intermediate = share_size(config.intermediate, rank, ranks)
-    norms = 2 * hidden
+    norms = 2 * hidden + {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[
+        config.qk_norm
+    ]
     qkv = (queries + 2 * keys) * (hidden + config.qkv_bias)
     o = hidden * (queries + config.o_bias)
     gate_up = 2 * intermediate * (hidden + config.mlp_bias)

@@ -240,7 +240,7 @@ def test_a_follower_is_shown_every_key_of_every_pass(
         assert set(witness.shown) == set(product(range(LAYOUT.layers), range(LAYOUT.heads)))
         for (layer, head), (q, kv) in witness.shown.items():
             torch.testing.assert_close(kv, want.kv[layer, :, :, head], atol=1e-5, rtol=1e-5)
-            queries = want.rotary(tokens[layer][0], start)[
+            queries = want.rotary(tokens[layer][0], start, layer)[
                 -len(q) :, head * GROUPS : (head + 1) * GROUPS
             ]
             assert torch.equal(q, queries)  # of a prompt the last rows

@@ -29,7 +29,7 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype, kind: str, start: 
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     for x, want in zip((q, k), wanted, strict=True):
         torch.testing.assert_close(
-            rotary(x, start), want[0].transpose(0, 1), atol=tolerance, rtol=tolerance
+            rotary(x, start, 0), want[0].transpose(0, 1), atol=tolerance, rtol=tolerance
         )
 
 
@@ -65,6 +65,6 @@ def test_configs_of_the_years_before(checkpoint: Callable[..., Path], tmp_path: 
 def test_the_table_ends() -> None:
     rotary = ModelConfig.from_hf(tiny_config()).rotary(10, 10, torch.float32, CPU)
     assert rotary.length == 10
-    rotary(torch.randn(3, 2, 8), 7)
+    rotary(torch.randn(3, 2, 8), 7, 0)
     with pytest.raises(ValueError, match="position 10 is past the rotary table of 10 positions"):
-        rotary(torch.randn(3, 2, 8), 8)
+        rotary(torch.randn(3, 2, 8), 8, 0)

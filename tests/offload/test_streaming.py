@@ -41,7 +41,8 @@ class ByHand:
         for layer in range(LAYOUT.layers):
             parts = [token[layer] for token in self.kept] + [tokens[layer]]
             q, k, v = (torch.cat([part[i] for part in parts]) for i in range(3))
-            outs.append(reference_attention(ROTARY(q, 0)[-rows:], ROTARY(k, 0), v, causal=True)[0])
+            q, k = ROTARY(q, 0, layer)[-rows:], ROTARY(k, 0, layer)
+            outs.append(reference_attention(q, k, v, causal=True)[0])
         return torch.stack(outs)
 
     def keep(self, tokens: list[QKV], count: int) -> None:
@@ -174,9 +175,9 @@ def test_bfloat16_rotates_by_slot_as_float32_does() -> None:
         cache.advance(SLACK)
     k, v = (torch.cat([tokens[0][part] for tokens in texts]) for part in (1, 2))
     kept = [*range(SINKS), *range(40 - WINDOW, 48)]
-    q = rotary(texts[-1][0][0], SINKS + WINDOW)
+    q = rotary(texts[-1][0][0], SINKS + WINDOW, 0)
     assert q.shape[1] == GROUPS
-    want = reference_attention(q, rotary(k[kept], 0), v[kept], causal=True)[0]
+    want = reference_attention(q, rotary(k[kept], 0, 0), v[kept], causal=True)[0]
     torch.testing.assert_close(out[0].float(), want, atol=2e-2, rtol=2e-2)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
 TINY: dict[str, Any] = {
     "vocab_size": 101,  # odd: the vocabulary never splits evenly
     "hidden_size": 32,
@@ -20,6 +19,20 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 12},
+    # the second of three layers has no RoPE
+    "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": False, "pad_token_id": None},
+    "phi3": {"pad_token_id": None},
+    "olmo2": {"pad_token_id": None},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 2.0,
+    },
+}
 
 
 def rope(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, Any]:
@@ -29,7 +42,7 @@ def rope(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, A
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
     """Return a transformers config of a few thousand parameters; any of its fields may be given."""
-    return FAMILIES[family](**{**TINY, **overrides})
+    return AutoConfig.for_model(family, **{**TINY, **OF_FAMILY.get(family, {}), **overrides})
 
 
 def build_checkpoint(

@@ -40,9 +40,9 @@ def reference_attention(
 
 
 def random_rotary(layout: KVLayout, length: int, scale: float = 1.0) -> Rotary:
-    """A table for `length` positions, with the usual frequencies."""
+    """A table for `length` positions, with the usual frequencies. The second layer has no RoPE."""
     exponents = torch.arange(0, layout.head_dim, 2) / layout.head_dim
-    return Rotary(10_000.0**-exponents, scale, length, layout.dtype, torch.device("cpu"))
+    return Rotary(10_000.0**-exponents, scale, length, layout.dtype, torch.device("cpu"), {1})
 
 
 class PlainCache(Cache):
@@ -60,10 +60,11 @@ class PlainCache(Cache):
         self._new: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        # (2, N, Hkv, D)
-        kv = torch.cat((self.kv[layer, :, :start], torch.stack((self.rotary(k, start), v))), dim=1)
+        new = torch.stack((self.rotary(k, start, layer), v))
+        kv = torch.cat((self.kv[layer, :, :start], new), dim=1)  # (2, N, Hkv, D)
         self._new = [*self._new[:layer], kv]
-        return reference_attention(self.rotary(q, start), kv[0], kv[1], causal=True)[0].to(q.dtype)
+        q = self.rotary(q, start, layer)
+        return reference_attention(q, kv[0], kv[1], causal=True)[0].to(q.dtype)
 
     def advance(self, rows: int) -> None:
         super().advance(rows)
@@ -150,7 +151,7 @@ class RetrievalByHand:
         self.base, count = boundary, min(POLICY_TRAITS[self.policy].rows, rows)
         seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(text):
-            q, k = self.rotary(q, 0)[seen], self.rotary(k, 0)
+            q, k = self.rotary(q, 0, layer)[seen], self.rotary(k, 0, layer)
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 queries = q[:, head * groups : (head + 1) * groups].flatten(0, 1)
@@ -164,7 +165,7 @@ class RetrievalByHand:
         """Attention of the last `rows` tokens: (L, T, Hq, D)."""
         layers = []
         for layer, (q, k, v) in enumerate(text):
-            q, k, heads = self.rotary(q, 0)[-rows:], self.rotary(k, 0), []
+            q, k, heads = self.rotary(q, 0, layer)[-rows:], self.rotary(k, 0, layer), []
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 keys, values, bias = self._kept[layer, head]

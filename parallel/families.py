@@ -1,0 +1,167 @@
+"""The model families as rows: what each one's config means, and what none of them may hold.
+
+Everything here is read from config.json's fields, with neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from parallel.errors import ConfigError
+
+QKNorm = Literal["head", "width"]  # over each head's dimensions; over all heads' together
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a config of one model_type means where it says nothing, as transformers fills it in.
+
+    And what its layers have that those of Llama have not.
+    """
+
+    max_positions: int
+    original_positions: int | None = None  # of LongRoPE
+    kv_heads: int | None = None  # None: one for each attention head
+    head_dim: int | None = None  # None: the hidden size over the attention heads
+    norm_eps: float = 1e-6
+    tied: bool = False
+    stop_token: int | None = None
+    rope_theta: float = 10_000.0
+    rope_aliases: tuple[str, ...] = ()  # types that mean LongRoPE here
+    partial_rotary: bool = False
+    sliding_window: int | None = None
+    uses_sliding_window: bool = True
+    qkv_bias: bool = False  # always there
+    optional_biases: tuple[str, ...] = ()  # fields that may ask for one
+    qk_norm: QKNorm | None = None
+    norms_behind: bool = False
+    fused: bool = False  # one tensor for queries, keys and values, one for gate and up
+    skips_rope: bool = False  # in the layers that no_rope_layers names
+    multiplies: bool = False
+
+
+_BIASES = ("attention_bias", "mlp_bias")
+FAMILIES = {
+    "llama": Family(max_positions=2048, stop_token=2, optional_biases=_BIASES),
+    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096, stop_token=2),
+    "qwen2": Family(
+        max_positions=32_768,
+        kv_heads=32,
+        qkv_bias=True,
+        sliding_window=4096,
+        uses_sliding_window=False,
+    ),
+    "qwen3": Family(
+        max_positions=32_768,
+        kv_heads=32,
+        head_dim=128,
+        optional_biases=("attention_bias",),
+        qk_norm="head",
+        sliding_window=4096,
+        uses_sliding_window=False,
+    ),
+    "smollm3": Family(
+        max_positions=32_768,
+        kv_heads=4,
+        tied=True,
+        stop_token=128_001,
+        rope_theta=2_000_000.0,
+        optional_biases=_BIASES,
+        skips_rope=True,
+        uses_sliding_window=False,
+    ),
+    "phi3": Family(
+        max_positions=4096,
+        original_positions=4096,
+        norm_eps=1e-5,
+        stop_token=32_000,
+        rope_aliases=("su", "yarn"),
+        partial_rotary=True,
+        fused=True,
+    ),
+    "olmo2": Family(
+        max_positions=2048,
+        norm_eps=1e-5,
+        stop_token=50_279,
+        optional_biases=("attention_bias",),
+        qk_norm="width",
+        norms_behind=True,
+    ),
+    "granite": Family(
+        max_positions=2048, stop_token=2, optional_biases=_BIASES, multiplies=True
+    ),
+}
+
+# fields that mean layers of another kind, or weights that are not plain numbers
+_FOREIGN_FIELDS = {
+    "quantization_config": "compressed weights: use the model's 16-bit checkpoint",
+    "attn_logit_softcapping": "soft-capped attention",
+    "final_logit_softcapping": "soft-capped logits",
+    "kv_lora_rank": "multi-latent attention",
+    "add_full_attention_sink_bias": "attention sinks",
+    "add_swa_attention_sink_bias": "attention sinks",
+    "mamba_d_state": "recurrent layers",
+    "ssm_state_size": "recurrent layers",
+    "state_size": "recurrent layers",
+    "linear_num_key_heads": "linear attention",
+    "conv_L_cache": "convolutional layers",
+}
+_ATTENDING = {"full_attention", "sliding_attention", "attention"}
+_SINKS = ("gpt_oss",)  # their configs do not name them
+
+
+def family_of(given: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json's fields.
+
+    Raises ConfigError for a model with parts that are not supported, and says which.
+    """
+    kind = given.get("model_type")
+    part = _foreign_part(given)
+    if kind not in FAMILIES:
+        parts = f" It has {part}." if part else ""
+        raise ConfigError(
+            f"model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}.{parts}"
+        )
+    if part:
+        raise ConfigError(f"the model's config has {part}, which is not supported.")
+    if kind == "mistral" and "layer_types" in given:
+        raise ConfigError("layer_types in a mistral config is not supported: it means Ministral.")
+    family = FAMILIES[kind]
+    act = given.get("hidden_act", "silu")
+    if act != "silu":
+        raise ConfigError(f"activation {act!r} is not supported; these families use silu.")
+    _refuse_windows(given, family)
+    return family
+
+
+def _foreign_part(given: Mapping[str, Any]) -> str | None:
+    """Return what a config says of the first part that is not supported, and what that part is."""
+    for name, part in _FOREIGN_FIELDS.items():
+        if given.get(name):
+            return f"{name} = {json.dumps(given[name], default=str)[:80]} ({part})"
+    for name in ("layer_types", "layers_block_type"):
+        kinds = given.get(name) or ()
+        if others := sorted({str(kind) for kind in kinds} - _ATTENDING):
+            return f"{name} with {', '.join(others)} (layers that are not attention)"
+    return "attention sinks" if given.get("model_type") in _SINKS else None
+
+
+def _refuse_windows(given: Mapping[str, Any], family: Family) -> None:
+    """Raise ConfigError for layers that do not see the whole context."""
+    window = given.get("sliding_window", family.sliding_window)
+    uses_window = given.get("use_sliding_window", family.uses_sliding_window)
+    positions = given.get("max_position_embeddings", family.max_positions)
+    if window and uses_window:
+        if window < positions:
+            raise ConfigError(
+                f"sliding-window attention (sliding_window = {window}, of {positions} positions) "
+                "is not supported: every layer must see the whole context."
+            )
+    elif "sliding_attention" in (given.get("layer_types") or ()):
+        raise ConfigError(
+            "layer_types with sliding_attention is not supported: every layer must see the whole "
+            "context."
+        )

@@ -1,0 +1,124 @@
+"""What a config says of RoPE, and the frequencies that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from parallel.errors import ConfigError
+from parallel.families import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROPE_TYPES = {  # and the parameters without which each means nothing
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("original_max_position_embeddings",),
+}
+_STRETCHED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
+_LONG_FACTORS = ("short_factor", "long_factor")
+
+
+def read_rope(given: Mapping[str, Any], family: Family, head_dim: int) -> tuple[dict[str, Any], int]:
+    """Return rope_parameters as transformers writes them today, and the dimensions that turn.
+
+    The config may be of any year. Of a head's dimensions the first turn. Raises ConfigError for a
+    kind of RoPE that is not supported, and for numbers that are none.
+    """
+    rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("rope_theta", given.get("rope_theta", family.rope_theta))
+    if rope["rope_type"] in family.rope_aliases:
+        rope["rope_type"] = "longrope"
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(
+            f"RoPE type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}, one for "
+            "all layers."
+        )
+    part = rope.pop("partial_rotary_factor", given.get("partial_rotary_factor"))
+    turning = _turning(head_dim, 1.0 if part is None else part, family)
+    if kind in _STRETCHED:
+        positions = given.get("max_position_embeddings", family.max_positions)
+        # beside the others, it is the one meant
+        beside = given.get("original_max_position_embeddings", family.original_positions)
+        if beside is not None:
+            rope["original_max_position_embeddings"] = beside
+        rope.setdefault("original_max_position_embeddings", positions)
+    for name in ("rope_theta", *ROPE_TYPES[kind]):
+        if not is_positive(rope.get(name)):
+            raise ConfigError(
+                f"RoPE type {kind!r} needs {name} above 0, found {rope.get(name)!r}."
+            )
+    if kind == "longrope":
+        _check_long_factors(rope, turning // 2)
+    return rope, turning
+
+
+def inverse_frequencies(
+    rope: Mapping[str, Any], turning: int, max_positions: int, tokens: int
+) -> tuple[Tensor, float]:
+    """Return (D / 2,) float32 for D = `turning` dimensions, and the factor on cos and sin.
+
+    `tokens` matters to the types that depend on a text's length. transformers computes them. A GGUF
+    file may divide them by numbers of its own, in place of a type.
+    """
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = dict(rope)
+    factors = rope.pop("frequency_factors", None)
+    hf = LlamaConfig(
+        hidden_size=turning,
+        num_attention_heads=1,
+        head_dim=turning,
+        max_position_embeddings=max_positions,
+        rope_parameters=rope,
+    )
+    if rope["rope_type"] == "default":
+        inverse, scale = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
+    else:
+        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+        inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
+    return inverse if factors is None else inverse / torch.tensor(factors), scale
+
+
+def is_positive(value: Any) -> bool:
+    """Return whether this is a finite number above 0."""
+    return isinstance(value, int | float) and 0 < value < float("inf")
+
+
+def _turning(head_dim: int, part: Any, family: Family) -> int:
+    """Return how many of a head's dimensions turn. Raises ConfigError."""
+    if part == 1.0:
+        return head_dim
+    if not family.partial_rotary:
+        raise ConfigError(
+            f"partial rotary embeddings (partial_rotary_factor = {part!r}) are not supported in "
+            "this family."
+        )
+    turning = int(head_dim * part) if is_positive(part) and part < 1 else 0
+    if turning < 2 or turning % 2:
+        raise ConfigError(
+            f"partial_rotary_factor = {part!r} of {head_dim} dimensions a head is not an even "
+            "number of them."
+        )
+    return turning
+
+
+def _check_long_factors(rope: Mapping[str, Any], count: int) -> None:
+    """Raise ConfigError unless LongRoPE has a factor for each frequency, twice."""
+    for name in _LONG_FACTORS:
+        factors = rope.get(name)
+        is_list = isinstance(factors, list) and all(is_positive(factor) for factor in factors)
+        if not is_list or len(factors) != count:
+            raise ConfigError(
+                f"RoPE type 'longrope' needs {name}, a list of {count} numbers above 0, found "
+                f"{str(factors)[:60]}."
+            )
