@@ -16,7 +16,8 @@ Angles = tuple[Tensor, Tensor]  # cos and sin (T, 1, D) of a Rotary
 class Rotary:
     """cos and sin for positions 0 to length - 1, and the layers that go without.
 
-    D is the dimensions that turn: those of a head, or the first of them. The tables are computed in float32 and kept in the model's dtype, as transformers does.
+    D is the dimensions that turn: all of a head's, or the first of them. The tables are computed in
+    float32 and kept in the model's dtype, as transformers does.
     """
 
     def __init__(

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from offload.errors import one_line
 from offload.layout import KVLayout
 from parallel.errors import ConfigError
-from parallel.families import FAMILIES, QKNorm, family_of
+from parallel.families import (
+    FAMILIES,
+    ExpertShape,
+    QKNorm,
+    family_of,
+    missing_fields,
+    read_experts,
+)
 from parallel.gguf_families import config_fields
 from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
@@ -30,14 +37,6 @@ if TYPE_CHECKING:
     from offload.rotary import Rotary
 
 
-# transformers would put some other model's numbers in their place
-_NEEDED = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-)
 MAX_STRETCH = 64  # times as many positions
 _COUNTS = (
     "layers",
@@ -92,6 +91,7 @@ class ModelConfig:
     qk_norm: QKNorm | None = None
     norms_behind: bool = False  # attention and MLP have their norm behind them, not before
     fused: bool = False  # the checkpoint stacks queries, keys and values, and gate and up
+    experts: ExpertShape | None = None  # in the layers it names, in place of one MLP
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
     query_multiplier: float = 1.0  # on top of head_dim ** -0.5
@@ -215,6 +215,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             norms_behind=family.norms_behind,
             fused=family.fused,
+            experts=None if family.experts is None else read_experts(given, family.experts),
             **(_multipliers(given, head_dim) if family.multiplies else {}),
         )
 
@@ -249,6 +250,10 @@ class ModelConfig:
             "original_max_position_embeddings": self.max_positions,
         }
         return replace(self, rope=stretched, max_positions=int(self.max_positions * factor))
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether this layer has a mixture of experts, not one MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
     @property
     def context_limit(self) -> int:
@@ -307,8 +312,7 @@ def _given(path: Path) -> dict[str, Any]:
         given = dict(json.loads(path.read_text(encoding="utf-8")))
     except Exception as error:  # no file, no text, no JSON, no object
         raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
-    known = given.get("model_type") in FAMILIES
-    if missing := [name for name in _NEEDED if known and name not in given]:
+    if missing := missing_fields(given):
         raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
     return given
 

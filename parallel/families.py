@@ -12,7 +12,40 @@ from typing import Any, Literal
 
 from parallel.errors import ConfigError
 
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # over each head's dimensions; over all heads' together
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a family calls its experts, in the config and in the checkpoint."""
+
+    intermediate: str  # the config's field
+    block: str  # of a layer's tensors
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """A mixture of experts: how many MLPs there are in a layer, and of what size."""
+
+    count: int
+    per_token: int
+    intermediate: int  # dimensions of one expert
+    normalised: bool  # whether the weights of a token's experts sum to 1
+    layers: frozenset[int]  # which have experts; the others have one MLP
+    names: ExpertNames
+
+    def __post_init__(self) -> None:
+        sizes = (self.count, self.per_token, self.intermediate)
+        whole = all(isinstance(size, int) and size >= 1 for size in sizes)
+        if not whole or self.per_token > self.count:
+            raise ConfigError(
+                f"the model's config gives {self.per_token!r} of {self.count!r} experts to a "
+                f"token, of {self.intermediate!r} dimensions each, which is no mixture of experts."
+            )
 
 
 @dataclass(frozen=True)
@@ -30,6 +63,7 @@ class Family:
     tied: bool = False
     stop_token: int | None = None
     rope_theta: float = 10_000.0
+    rope_types: tuple[str, ...] = ROPE_TYPES
     rope_aliases: tuple[str, ...] = ()  # types that mean LongRoPE here
     partial_rotary: bool = False
     sliding_window: int | None = None
@@ -41,6 +75,7 @@ class Family:
     fused: bool = False  # one tensor for queries, keys and values, one for gate and up
     skips_rope: bool = False  # in the layers that no_rope_layers names
     multiplies: bool = False
+    experts: ExpertNames | None = None
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -73,11 +108,31 @@ FAMILIES = {
         skips_rope=True,
         uses_sliding_window=False,
     ),
+    "qwen3_moe": Family(
+        max_positions=32_768,
+        kv_heads=4,
+        optional_biases=("attention_bias",),
+        qk_norm="head",
+        sliding_window=4096,
+        uses_sliding_window=False,
+        experts=ExpertNames(
+            "moe_intermediate_size", "mlp", gate="gate_proj", up="up_proj", down="down_proj"
+        ),
+    ),
+    "mixtral": Family(
+        max_positions=131_072,
+        kv_heads=8,
+        norm_eps=1e-5,
+        stop_token=2,
+        rope_theta=1_000_000.0,
+        experts=ExpertNames("intermediate_size", "block_sparse_moe", gate="w1", up="w3", down="w2"),
+    ),
     "phi3": Family(
         max_positions=4096,
         original_positions=4096,
         norm_eps=1e-5,
         stop_token=32_000,
+        rope_types=("default", "longrope"),
         rope_aliases=("su", "yarn"),
         partial_rotary=True,
         fused=True,
@@ -90,11 +145,16 @@ FAMILIES = {
         qk_norm="width",
         norms_behind=True,
     ),
-    "granite": Family(
-        max_positions=2048, stop_token=2, optional_biases=_BIASES, multiplies=True
-    ),
+    "granite": Family(max_positions=2048, stop_token=2, optional_biases=_BIASES, multiplies=True),
 }
 
+_NEEDED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 # fields that mean layers of another kind, or weights that are not plain numbers
 _FOREIGN_FIELDS = {
     "quantization_config": "compressed weights: use the model's 16-bit checkpoint",
@@ -135,6 +195,49 @@ def family_of(given: Mapping[str, Any]) -> Family:
         raise ConfigError(f"activation {act!r} is not supported; these families use silu.")
     _refuse_windows(given, family)
     return family
+
+
+def missing_fields(given: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a supported model that a config.json must have and has not.
+
+    transformers would put some other model's numbers in their place.
+    """
+    family = FAMILIES.get(str(given.get("model_type")))
+    if family is None:
+        return []
+    needed = list(_NEEDED)
+    if family.experts is not None:
+        needed += ["num_experts_per_tok", family.experts.intermediate]
+        needed += [] if expert_count(given) is not None else ["num_experts"]
+    return [name for name in needed if name not in given]
+
+
+def expert_count(given: Mapping[str, Any]) -> Any:
+    """Return the experts of a layer, whichever of its two names the config uses."""
+    return given.get("num_local_experts", given.get("num_experts"))
+
+
+def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | None:
+    """Return the mixture of experts that a config.json's fields tell; None where no layer has one.
+
+    Raises ConfigError for numbers that are none.
+    """
+    count = expert_count(given)
+    step = given.get("decoder_sparse_step", 1)
+    dense = given.get("mlp_only_layers") or ()
+    layers = range(given["num_hidden_layers"])
+    sparse = frozenset(each for each in layers if each not in dense and (each + 1) % step == 0)
+    if not count or not sparse:
+        return None
+    return ExpertShape(
+        count=count,
+        per_token=given["num_experts_per_tok"],
+        intermediate=given[names.intermediate],
+        # Mixtral's always do
+        normalised=given.get("norm_topk_prob", given["model_type"] == "mixtral"),
+        layers=sparse,
+        names=names,
+    )
 
 
 def _foreign_part(given: Mapping[str, Any]) -> str | None:

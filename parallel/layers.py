@@ -23,7 +23,7 @@ class RMSNorm(Module):
 
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = _empty(size)
+        self.weight = empty_parameter(size)
         self.eps = eps
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
@@ -39,7 +39,7 @@ class HeadNorms(Module):
 
     def __init__(self, head_dim: int, eps: float):
         super().__init__()
-        self.weights = _empty(2, head_dim)
+        self.weights = empty_parameter(2, head_dim)
         self.eps = eps
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
@@ -68,7 +68,7 @@ class WidthNorms(Module):
         self.widths = widths
         self.shares = [group.share(width) for width in widths]
         self.sizes = [share.stop - share.start for share in self.shares]
-        self.weight = _empty(sum(self.sizes))
+        self.weight = empty_parameter(sum(self.sizes))
         self.eps = eps
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
@@ -103,8 +103,8 @@ class ColumnParallelLinear(Module):
         self.outputs = outputs
         self.shares = [group.share(size) for size in outputs]
         self.sizes = [share.stop - share.start for share in self.shares]
-        self.weight = _empty(sum(self.sizes), inputs)
-        self.bias = _empty(sum(self.sizes)) if bias else None
+        self.weight = empty_parameter(sum(self.sizes), inputs)
+        self.bias = empty_parameter(sum(self.sizes)) if bias else None
 
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias.
@@ -145,8 +145,8 @@ class RowParallelLinear(Module):
         self.inputs = inputs
         self.outputs = outputs
         self.share = group.share(inputs)
-        self.weight = _empty(outputs, self.share.stop - self.share.start)
-        self.bias = _empty(outputs) if bias else None
+        self.weight = empty_parameter(outputs, self.share.stop - self.share.start)
+        self.bias = empty_parameter(outputs) if bias else None
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Read this rank's columns of the tensor NAME.weight (Dout, Din), and all of NAME.bias."""
@@ -176,7 +176,7 @@ class VocabParallelEmbedding(Module):
         rows = vocab_rows(vocab, group.size)
         self.first = min(rows * group.rank, vocab)
         self.last = min(self.first + rows, vocab)
-        self.weight = _empty(rows, hidden)
+        self.weight = empty_parameter(rows, hidden)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         """Read this rank's rows of the tensor NAME.weight (V, hidden)."""
@@ -199,5 +199,6 @@ class VocabParallelEmbedding(Module):
         return self.group.all_gather(linear(x, self.weight))[:, : self.vocab].float()
 
 
-def _empty(*shape: int) -> Parameter:
+def empty_parameter(*shape: int) -> Parameter:
+    """Return a parameter that is loaded, never trained."""
     return Parameter(torch.empty(shape), requires_grad=False)

@@ -17,6 +17,7 @@ from offload.prefill import LAST_ROWS
 from parallel.branches import Branch, Mlp
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
+from parallel.experts import Experts
 from parallel.group import Group, Pending
 from parallel.layers import (
     ColumnParallelLinear,
@@ -111,7 +112,8 @@ class Layer(Module):
     def __init__(self, config: ModelConfig, group: Group, index: int):
         super().__init__()
         self.attention = Attention(config, group, index)
-        self.mlp = Mlp(config, group)
+        mlp = Experts if config.has_experts(index) else Mlp
+        self.mlp: Mlp | Experts = mlp(config, group)
 
     def forward(self, x: Tensor, cache: Attending, start: int) -> Tensor:
         """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""

@@ -11,7 +11,7 @@ from parallel.families import Family
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROPE_TYPES = {  # and the parameters without which each means nothing
+_NEEDED = {  # the parameters without which a type means nothing
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -23,7 +23,9 @@ _STRETCHED = ("yarn", "llama3", "longrope")  # these also know the positions of 
 _LONG_FACTORS = ("short_factor", "long_factor")
 
 
-def read_rope(given: Mapping[str, Any], family: Family, head_dim: int) -> tuple[dict[str, Any], int]:
+def read_rope(
+    given: Mapping[str, Any], family: Family, head_dim: int
+) -> tuple[dict[str, Any], int]:
     """Return rope_parameters as transformers writes them today, and the dimensions that turn.
 
     The config may be of any year. Of a head's dimensions the first turn. Raises ConfigError for a
@@ -35,10 +37,10 @@ def read_rope(given: Mapping[str, Any], family: Family, head_dim: int) -> tuple[
     if rope["rope_type"] in family.rope_aliases:
         rope["rope_type"] = "longrope"
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES or any(isinstance(value, dict) for value in rope.values()):
+    if kind not in family.rope_types or any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(
-            f"RoPE type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}, one for "
-            "all layers."
+            f"RoPE type {kind!r} is not supported; supported are {', '.join(family.rope_types)}, "
+            "one for all layers."
         )
     part = rope.pop("partial_rotary_factor", given.get("partial_rotary_factor"))
     turning = _turning(head_dim, 1.0 if part is None else part, family)
@@ -49,11 +51,9 @@ def read_rope(given: Mapping[str, Any], family: Family, head_dim: int) -> tuple[
         if beside is not None:
             rope["original_max_position_embeddings"] = beside
         rope.setdefault("original_max_position_embeddings", positions)
-    for name in ("rope_theta", *ROPE_TYPES[kind]):
+    for name in ("rope_theta", *_NEEDED[kind]):
         if not is_positive(rope.get(name)):
-            raise ConfigError(
-                f"RoPE type {kind!r} needs {name} above 0, found {rope.get(name)!r}."
-            )
+            raise ConfigError(f"RoPE type {kind!r} needs {name} above 0, found {rope.get(name)!r}.")
     if kind == "longrope":
         _check_long_factors(rope, turning // 2)
     return rope, turning
@@ -116,8 +116,8 @@ def _check_long_factors(rope: Mapping[str, Any], count: int) -> None:
     """Raise ConfigError unless LongRoPE has a factor for each frequency, twice."""
     for name in _LONG_FACTORS:
         factors = rope.get(name)
-        is_list = isinstance(factors, list) and all(is_positive(factor) for factor in factors)
-        if not is_list or len(factors) != count:
+        known = factors if isinstance(factors, list) else []
+        if len(known) != count or not all(is_positive(factor) for factor in known):
             raise ConfigError(
                 f"RoPE type 'longrope' needs {name}, a list of {count} numbers above 0, found "
                 f"{str(factors)[:60]}."

@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from offload.layout import ceil_div
-from parallel.families import QKNorm
+from parallel.families import ExpertShape, QKNorm
 
 # tokens of the longest pass worth recording as a CUDA graph (`parallel.graphs`): a longest draft at
 # the retrieval level, and the two tokens that were pending
 MAX_GRAPH_TOKENS = 18
+# tokens of the longest pass in which a GPU mixes experts in fixed shapes, so that the host does not
+# wait to know the choice: more than a verification's, which reads most experts anyway
+MAX_FIXED_TOKENS = 64
 
 
 class ModelDimensions(Protocol):
@@ -42,6 +45,9 @@ class ModelDimensions(Protocol):
     def mlp_bias(self) -> bool: ...
     @property
     def qk_norm(self) -> QKNorm | None: ...
+    @property
+    def experts(self) -> ExpertShape | None: ...
+    def has_experts(self, layer: int) -> bool: ...
 
 
 def share(total: int, rank: int, ranks: int) -> slice:
@@ -67,24 +73,57 @@ def parameter_count(config: ModelDimensions, ranks: int, rank: int | None = None
     """
     rank = ranks - 1 if rank is None else rank
     embeddings = 1 if config.tied else 2
+    mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
+    mlps = config.layers - mixtures
     return (
         embeddings * vocab_rows(config.vocab, ranks) * config.hidden
-        + config.layers * layer_parameter_count(config, ranks, rank)
+        + config.layers * _attention_parameters(config, ranks, rank)
+        + mlps * _mlp_parameters(config, ranks, rank)
+        + mixtures * (_router_parameters(config) + _expert_parameters(config, ranks, rank))
         + config.hidden  # the last norm
     )
 
 
-def layer_parameter_count(config: ModelDimensions, ranks: int, rank: int) -> int:
-    """Return the number of parameters of one layer on a rank."""
+def idle_parameters(config: ModelDimensions, ranks: int, tokens: int) -> float:
+    """Return the parameters on the last rank that a pass of so many tokens does not use.
+
+    They are those of experts that no token is given to, if every token chooses any as likely.
+    """
+    if config.experts is None:
+        return 0.0
+    idle = (1 - config.experts.per_token / config.experts.count) ** tokens
+    mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
+    return mixtures * _expert_parameters(config, ranks, ranks - 1) * idle
+
+
+def _attention_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
+    """Return the parameters of a layer on a rank, less those of its MLP. Both norms are here."""
     hidden = config.hidden
     queries = share_size(config.heads * config.head_dim, rank, ranks)
     keys = share_size(config.kv_heads * config.head_dim, rank, ranks)
-    intermediate = share_size(config.intermediate, rank, ranks)
-    norms = 2 * hidden + {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[
-        config.qk_norm
-    ]
+    norms = (
+        2 * hidden + {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[config.qk_norm]
+    )
     qkv = (queries + 2 * keys) * (hidden + config.qkv_bias)
     o = hidden * (queries + config.o_bias)
+    return norms + qkv + o
+
+
+def _mlp_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
+    hidden = config.hidden
+    intermediate = share_size(config.intermediate, rank, ranks)
     gate_up = 2 * intermediate * (hidden + config.mlp_bias)
     down = hidden * (intermediate + config.mlp_bias)
-    return norms + qkv + o + gate_up + down
+    return gate_up + down
+
+
+def _router_parameters(config: ModelDimensions) -> int:
+    return 0 if config.experts is None else config.experts.count * config.hidden
+
+
+def _expert_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
+    """Return the parameters of all of a layer's experts on a rank."""
+    if config.experts is None:
+        return 0
+    columns = share_size(config.experts.intermediate, rank, ranks)
+    return config.experts.count * 3 * columns * config.hidden

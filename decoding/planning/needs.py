@@ -37,7 +37,7 @@ from offload.retrieval_shape import RetrievalShape
 from offload.streaming_shape import StreamingShape
 from offload.tiered_shape import TieredShape
 from parallel.config import ModelConfig
-from parallel.sizes import MAX_GRAPH_TOKENS, parameter_count
+from parallel.sizes import MAX_FIXED_TOKENS, MAX_GRAPH_TOKENS, parameter_count
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +153,28 @@ class TextNeeds:
 
         They are those of a chunk that computes, and of two whose sums are under way.
         """
-        return 8 * self.target.hidden + 4 * self.target.intermediate // self.ranks
+        target = self.target
+        # products, what is rotated of them or normed, and the output
+        attention = target.head_dim * (5 * target.heads + 4 * target.kv_heads)
+        widest = max(4 * target.intermediate, attention) // self.ranks
+        if target.experts is not None:  # their sum, and the tokens of one of them, before and after
+            widest = max(widest, 3 * target.hidden + 4 * target.experts.intermediate // self.ranks)
+        return 8 * target.hidden + widest
+
+    @property
+    def mixing_bytes(self) -> int:
+        """Return what mixing experts in fixed shapes holds in the largest pass.
+
+        It is every expert's output for every token, or the weights that a few tokens gather.
+        """
+        experts = self.target.experts
+        if experts is None:
+            return 0
+        hidden, columns = self.target.hidden, ceil_div(experts.intermediate, self.ranks)
+        tokens = min(self.max_pass_tokens, MAX_FIXED_TOKENS)
+        outputs = experts.count * tokens * (3 * columns * self.dtype.itemsize + 8 * hidden)
+        gathered = experts.count // 3 * 3 * columns * hidden * self.dtype.itemsize
+        return max(outputs, gathered)
 
     @property
     def prefill_chunk(self) -> int:
@@ -257,9 +278,9 @@ class TextNeeds:
             target=self.tiers(prompt, new),
             retrieval=self._retrieval_bytes(prompt, new),
             draft=self._draft_bytes(),
-            tables=2 * (prompt + new) * target.head_dim * item,
+            tables=2 * (prompt + new) * target.rotary_dim * item,
             hidden=hidden * item,
-            passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new),
+            passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new) + self.mixing_bytes,
         )
 
     def _retrieval_bytes(self, prompt: int, new: int) -> int:

@@ -11,15 +11,24 @@ from decoding.planning.needs import TextNeeds, weight_bytes
 from decoding.planning.profile import HardwareProfile
 from offload.layout import ceil_div
 from parallel.config import ModelConfig
+from parallel.sizes import idle_parameters
 
 if TYPE_CHECKING:
     import torch
 
 
 def matmul_flops(config: ModelConfig) -> float:
-    """Return the operations of all layers' products a token: two a weight."""
+    """Return the operations of all layers' products a token: two a weight.
+
+    Of a mixture, those are of the experts that a token is given to.
+    """
     attention = config.hidden * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
-    return 2.0 * config.layers * (attention + 3 * config.hidden * config.intermediate)
+    mlps = config.layers * config.intermediate
+    if config.experts is not None:
+        experts = config.experts
+        mixtures = sum(config.has_experts(layer) for layer in range(config.layers))
+        mlps += mixtures * (experts.per_token * experts.intermediate - config.intermediate)
+    return 2.0 * (config.layers * attention + 3 * config.hidden * mlps)
 
 
 def attention_flops(config: ModelConfig) -> float:
@@ -41,13 +50,15 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
     return products, whole * attention_flops(config) * tokens * (tokens + 1) / 2
 
 
-def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
-    """Return the bytes of weights that a pass reads: all but the embedding.
+def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int) -> int:
+    """Return the bytes of weights that a pass of so many tokens reads: all but the embedding.
 
-    A pass takes a row of it only, unless the embedding is the head too.
+    A pass takes a row of it only, unless the embedding is the head too. Nor does it read experts
+    that none of its tokens is given to.
     """
     rows = 0 if config.tied else ceil_div(config.vocab, ranks)
-    return weight_bytes(config, ranks, dtype) - rows * config.hidden * dtype.itemsize
+    idle = int(idle_parameters(config, ranks, tokens)) + rows * config.hidden
+    return weight_bytes(config, ranks, dtype) - idle * dtype.itemsize
 
 
 class Passes:
@@ -66,7 +77,7 @@ class Passes:
         hardware, config, ranks = self.hardware, self.config, self.ranks
         kv_rate = hardware.kv_rate or hardware.memory_rate
         attention = hardware.attention or hardware.matmul
-        weights = read_bytes(config, ranks, self.dtype) / hardware.memory_rate
+        weights = read_bytes(config, ranks, self.dtype, rows) / hardware.memory_rate
         memory = weights + config.kv_layout(ranks, self.dtype).bytes(attended) / kv_rate
         products = rows * matmul_flops(config) / ranks / hardware.matmul
         scores = rows * attention_flops(config) * attended / ranks / attention

@@ -17,7 +17,7 @@ from parallel.config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.group import Group
 from parallel.loading import load_model
-from support.models import rope
+from support.models import long_rope
 
 Copy = Callable[..., Path]
 
@@ -200,18 +200,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "activation": ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
     "longrope": (
-        {
-            "rope_parameters": rope(
-                "longrope",
-                short_factor=[1.0] * 4,
-                long_factor=[2.0] * 4,
-                original_max_position_embeddings=64,
-            )
-        },
-        (
-            "RoPE type 'longrope' is not supported; supported are default, linear, dynamic, yarn, "
-            "llama3"
-        ),
+        {"rope_parameters": long_rope(6, original_max_position_embeddings=64)},
+        "RoPE type 'longrope' needs short_factor, a list of 4 numbers above 0, found [1.0, 1.1",
     ),
     "heads": ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3 key/value heads"),
     "nothing": ({"num_hidden_layers": 0}, "layers = 0; it must be a whole number of at least 1"),
@@ -226,7 +216,7 @@ def test_models_that_are_not_supported(copy: Copy, name: str) -> None:
 
 def test_sliding_windows(copy: Copy) -> None:
     folder = edit_config(copy(family="mistral", sliding_window=None), sliding_window=64)
-    refuse(folder, ConfigError, "sliding-window attention (window 64) is not supported")
+    refuse(folder, ConfigError, "sliding-window attention (sliding_window = 64, of 512")
     edit_config(folder, sliding_window=512)
     load_model(folder, Group())  # as long as the context: no window at all
 

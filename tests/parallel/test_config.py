@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from parallel.config import FAMILIES, ConfigError, ModelConfig
+from support.models import long_rope
 
 NEEDED = {
     "hidden_size": 64,
@@ -48,13 +49,51 @@ ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 128, "rope_theta": 5e5},
+    long_rope(8),
+    long_rope(8, factor=4.0, original_max_position_embeddings=128),
 )
+PHI3_ROPES = (
+    {"rope_type": "default"},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    long_rope(8),
+    {**long_rope(4), "type": "su", "partial_rotary_factor": 0.5},
+    {**long_rope(8), "rope_type": "yarn", "attention_factor": 1.2},
+)
+MIXTURE = {
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 24,
+}
+OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3": {"layer_types": (["full_attention"] * 2,), "head_dim": (16,)},
+    "smollm3": {
+        "no_rope_layers": ([1, 0], [0, 0]),
+        "no_rope_layer_interval": (1, 2, 4),
+        "layer_types": (["full_attention"] * 2,),
+    },
+    "granite": {
+        "embedding_multiplier": (12.0,),
+        "residual_multiplier": (0.22,),
+        "attention_multiplier": (0.0078125,),
+        "logits_scaling": (16, 8.0),
+    },
+    "qwen3_moe": {
+        "norm_topk_prob": (True, False),
+        "mlp_only_layers": ([], [0]),
+        "decoder_sparse_step": (1, 2, 3),
+        "num_key_value_heads": (1, 8),
+        "head_dim": (16,),
+    },
+    "mixtral": {"num_local_experts": (4,)},
+}
 
 
 def random_config(family: str, draw: random.Random) -> dict[str, Any]:
     """Return a config.json of this family, with any of what is optional."""
     fields: dict[str, Any] = {"model_type": family, **NEEDED}
-    for name, values in OPTIONAL.items():
+    if "mix" in family or "moe" in family:
+        fields |= MIXTURE
+    for name, values in {**OPTIONAL, **OF_FAMILY.get(family, {})}.items():
         if draw.random() < 0.5:
             fields[name] = draw.choice(values)
     if family != "llama" and draw.random() < 0.7:
@@ -63,9 +102,12 @@ def random_config(family: str, draw: random.Random) -> dict[str, Any]:
         fields["use_sliding_window"] = False
     if draw.random() < 0.7:
         form = draw.choice(("rope_scaling", "rope_parameters"))
-        fields[form] = dict(draw.choice(ROPES))
-    if family == "mistral" and fields.get("num_key_value_heads", 0) is None:
-        del fields["num_key_value_heads"]  # which transformers refuses
+        fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
+    # what transformers refuses
+    if family in ("mistral", "mixtral") and fields.get("num_key_value_heads", 0) is None:
+        del fields["num_key_value_heads"]
+    if "short_factor" in str(fields) and fields.get("head_dim") is None:
+        fields["head_dim"] = 8
     return fields
 
 
@@ -90,8 +132,10 @@ def test_both_ways_of_reading_agree(family: str, tmp_path: Path) -> None:
         fields = random_config(family, draw)
         path.write_text(json.dumps(fields))
         by_transformers, by_hand = both(path)
-        assert by_transformers == by_hand, fields
-        if isinstance(by_hand, ModelConfig):
+        if isinstance(by_hand, str):  # in whatever words
+            assert isinstance(by_transformers, str), (fields, by_hand)
+        else:
+            assert by_transformers == by_hand, fields
             read += 1
             assert hash(by_hand) == hash(by_transformers)
     assert read > 50
@@ -101,14 +145,22 @@ def test_both_ways_of_reading_agree(family: str, tmp_path: Path) -> None:
 def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
+    base |= {**MIXTURE, "head_dim": 8}
     more = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
-    for rope, fields in itertools.product(ROPES, more):
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    embedding = next(
+        vars(module)[name] for name in vars(module) if name.endswith("RotaryEmbedding")
+    )
+    ropes = PHI3_ROPES if family == "phi3" else ROPES
+    for rope, fields in itertools.product(ropes, more):
+        if "short_factor" in rope and "head_dim" in fields:
+            continue  # there is a factor for each pair of dimensions
         path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
         hf = AutoConfig.from_pretrained(path)
         kind = hf.rope_parameters["rope_type"]
         for tokens in (100, 200_000):
             if kind == "default":
-                answer = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
+                answer = embedding.compute_default_rope_parameters(hf)
             else:
                 answer = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
             frequencies, factor = ModelConfig.find(str(path)).inverse_frequencies(tokens)
@@ -123,16 +175,45 @@ def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> N
         ({"model_type": "x", "auto_map": {"AutoConfig": "evil.X"}}, "would run code"),
         ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "is not supported"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"model_type": "mistral"}, "window 4096"),
+        ({"model_type": "mistral"}, "sliding_window = 4096"),
         ({"num_hidden_layers": "many"}, "layers = 'many'"),
         ({"num_attention_heads": 0}, "cannot be read"),
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"rope_theta": "big"}, "rope_theta above 0"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 0}}, "needs factor above 0"),
-        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' needs short_factor, a list of 4"),
+        ({"rope_scaling": {**long_rope(6)}}, "'longrope' needs short_factor, a list of 4"),
+        ({"rope_scaling": {"type": "su"}}, "'su' is not supported"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all layers"),
-        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5\) are not supported"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "of 8 dimensions a head is not"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping = 50.0 .soft-cap"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported.* It has attention sinks"),
+        ({"model_type": "falcon_mamba", "state_size": 16}, "state_size = 16 .recurrent"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8.*16-bit"),
+        (
+            {"model_type": "qwen3", "layer_types": ["linear_attention", "full_attention"]},
+            "layer_types with linear_attention",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types with sliding_attention is not supported",
+        ),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 512},
+            "sliding_window = 512, of 32768 positions",
+        ),
+        ({"model_type": "phi3", "sliding_window": 2047}, "sliding_window = 2047, of 4096"),
+        ({"model_type": "granite", "attention_multiplier": 0}, "query_multiplier = 0.0"),
+        ({"model_type": "mixtral"}, "lacks num_experts_per_tok, num_experts"),
+        (
+            {"model_type": "qwen3_moe", **MIXTURE, "num_experts_per_tok": 9},
+            "9 of 8 experts to a token",
+        ),
     ],
     ids=str,
 )

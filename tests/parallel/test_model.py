@@ -1,9 +1,10 @@
-"""Our Llama is that of transformers: any family, bias, RoPE, cache, pass and number of ranks."""
+"""Our decoder is that of transformers: any family, bias, RoPE, cache, pass and number of ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from parallel.group import Group
 from parallel.loading import load_model
 from parallel.model import Llama
 from support.links import CPU, make_test_link
-from support.models import random_tokens, reference_logits, rope
+from support.models import long_rope, random_tokens, reference_logits, rope
 
 TOKENS = 90
 MODELS: dict[str, dict[str, Any]] = {
@@ -68,6 +69,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "qwen2",
         "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64),
     },
+    "qwen3": {"family": "qwen3"},
+    "qwen3-bias": {"family": "qwen3", "attention_bias": True, "head_dim": 16},
+    "smollm3": {"family": "smollm3"},
+    "smollm3-list": {"family": "smollm3", "no_rope_layers": [0, 1, 0]},
+    "phi3": {"family": "phi3"},
+    "phi3-partial": {
+        "family": "phi3",
+        "rope_parameters": rope("default", partial_rotary_factor=0.5),
+    },
+    "phi3-short": {
+        "family": "phi3",
+        "rope_parameters": long_rope(8),
+        "original_max_position_embeddings": 128,
+    },
+    "phi3-long": {
+        "family": "phi3",
+        "rope_parameters": long_rope(8),
+        "original_max_position_embeddings": 32,
+    },
+    "phi3-partial-long": {
+        "family": "phi3",
+        "rope_parameters": long_rope(4, partial_rotary_factor=0.5),
+        "original_max_position_embeddings": 32,
+    },
+    "olmo2": {"family": "olmo2"},
+    "olmo2-bias": {"family": "olmo2", "attention_bias": True, "num_key_value_heads": 4},
+    "granite": {"family": "granite"},
+    "granite-bias": {"family": "granite", "attention_bias": True, "mlp_bias": True},
+    "qwen3-moe": {"family": "qwen3_moe"},
+    "qwen3-moe-normalised": {
+        "family": "qwen3_moe",
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"family": "mixtral"},
     "sharded": {"max_shard_size": "10KB"},
 }
 Checkpoints = Callable[..., Path]
@@ -118,8 +155,13 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
     close(in_one_pass(load_model(folder, Group()), tokens), reference_logits(folder, tokens))
 
 
-@pytest.mark.parametrize("name", ["gqa", "qkv-bias", "yarn", "dynamic-long"])
-@pytest.mark.parametrize("chunk", [1, 32, 90, 1000])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *product(["gqa", "qkv-bias", "yarn", "dynamic-long"], [1, 32, 90, 1000]),
+        *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
+    ],
+)
 def test_layer_major_prefill_is_token_major_prefill(
     checkpoint: Checkpoints, name: str, chunk: int
 ) -> None:
@@ -203,7 +245,9 @@ def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
 
 def test_two_ranks_are_one(checkpoint: Checkpoints) -> None:
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
-    folders = [*(checkpoint(**MODELS[name]) for name in names), checkpoint(intermediate_size=49)]
+    names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
+    odd = ({"intermediate_size": 49}, {"family": "qwen3_moe", "moe_intermediate_size": 21})
+    folders = [checkpoint(**arguments) for arguments in (*map(MODELS.get, names), *odd)]
     tokens = random_tokens(TOKENS)
     by_rank = run_ranks(2, on_a_rank, folders, tokens)
     for index, folder in enumerate(folders):

@@ -24,6 +24,15 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 12},
     # the second of three layers has no RoPE
     "smollm3": {"no_rope_layer_interval": 2, "tie_word_embeddings": False, "pad_token_id": None},
+    # the second of three layers has experts
+    "qwen3_moe": {
+        "head_dim": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "decoder_sparse_step": 2,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": None},
     "olmo2": {"pad_token_id": None},
     "granite": {
@@ -35,9 +44,16 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-def rope(kind: str, theta: float = 10_000.0, **parameters: float) -> dict[str, Any]:
+def rope(kind: str, theta: float = 10_000.0, **parameters: Any) -> dict[str, Any]:
     """Return a config's `rope_parameters`."""
     return {"rope_type": kind, "rope_theta": theta, **parameters}
+
+
+def long_rope(dimensions: int, **parameters: Any) -> dict[str, Any]:
+    """Return `rope_parameters` of LongRoPE for heads of which so many dimensions turn."""
+    short = [1.0 + 0.1 * index for index in range(dimensions // 2)]
+    long = [2.0 + index for index in range(dimensions // 2)]
+    return rope("longrope", short_factor=short, long_factor=long, **parameters)
 
 
 def tiny_config(family: str = "llama", **overrides: Any) -> Any:
@@ -79,6 +95,6 @@ def random_tokens(count: int, vocab: int = TINY["vocab_size"], seed: int = 0) ->
 def reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return what transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     return model(tokens[None]).logits[0].float()

@@ -63,7 +63,7 @@ def test_a_pass_takes_its_memory_its_rows_and_its_launches() -> None:
     """Float32 weights and KV at 10 GB/s, 0.1 TFLOP/s, 100 microseconds a layer."""
     kv = TARGET.kv_layout(1, torch.float32).bytes(1000)
     one = seconds(SERIAL, 1, 1000)
-    memory = (read_bytes(TARGET, 1, torch.float32) + kv) / 1e10
+    memory = (read_bytes(TARGET, 1, torch.float32, 1) + kv) / 1e10
     assert one == pytest.approx(memory + matmul_flops(TARGET) / 1e11 + 6e-4)
     nine = seconds(SERIAL, 9, 1000)
     assert nine - one == pytest.approx(
@@ -102,7 +102,7 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
 def test_a_device_that_the_host_runs_ahead_of_waits_for_the_slowest_alone() -> None:
     ahead = replace(SERIAL, runs_ahead=True)
     assert seconds(ahead, 1, 10) == pytest.approx(
-        read_bytes(TARGET, 1, torch.float32) / 1e10, rel=0.1
+        read_bytes(TARGET, 1, torch.float32, 1) / 1e10, rel=0.1
     )
     assert seconds(replace(ahead, layer_s=1.0), 1, 10) == pytest.approx(6)
 

@@ -1,0 +1,78 @@
+"""Greedy text of every family is that of transformers: in all modes, and on two ranks.
+
+What a level below the target computes is verified, so that text cannot tell whether it is right.
+There the draft is the target itself, and whatever it proposes must stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.harness.ranks import run_ranks
+from parallel.group import Group
+from support.engines import Pair
+from support.families import OTHERS
+from support.models import random_tokens
+
+PROMPT, NEW = random_tokens(70).tolist(), 24
+MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+Checkpoints = Callable[..., Path]
+
+
+def wanted(folder: Path) -> list[int]:
+    """Return what transformers writes."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    text = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    return text[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_mode_writes_what_transformers_writes(checkpoint: Checkpoints, name: str) -> None:
+    folder = checkpoint(**OTHERS[name])
+    text, pair = wanted(folder), Pair(folder, folder)
+    assert len(set(text)) > 3  # not one word again and again
+    for mode in MODES:
+        tight = {"budget": 24, "chunk_size": 4, "window": 32, "sinks": 2}
+        written = pair.text(mode, PROMPT, NEW, **tight, link="emulated:50", resident_layers=1)
+        assert written == text, mode
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_target_would_write_stands(checkpoint: Checkpoints, name: str) -> None:
+    folder = checkpoint(**OTHERS[name])
+    pair = Pair(folder, folder)
+    whole = {"budget": 4096, "window": 256, "draft_length": 6, "inner_length": 3}
+    with pair.engine("hierarchical", **whole) as engine:
+        list(engine.generate(PROMPT, NEW))
+        assert engine.stats.acceptance == {"target": 1.0, "retrieval": 1.0}
+
+
+def on_a_rank(folders: list[Path]) -> list[list[int]]:
+    group = Group.from_environment("cpu")
+    texts = []
+    for folder in folders:
+        with Pair(folder, folder, group).engine("hierarchical", budget=24, chunk_size=4) as engine:
+            if group.rank:
+                engine.follow()
+            else:
+                texts.append(list(engine.generate(PROMPT, NEW)))
+                engine.close()
+    return texts
+
+
+def test_two_ranks_write_what_transformers_writes(checkpoint: Checkpoints) -> None:
+    folders = [checkpoint(**arguments) for arguments in OTHERS.values()]
+    texts, followed = run_ranks(2, on_a_rank, folders)
+    assert dict(zip(OTHERS, texts, strict=True)) == {
+        name: wanted(folder) for name, folder in zip(OTHERS, folders, strict=True)
+    }
+    assert followed == []

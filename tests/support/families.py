@@ -1,0 +1,24 @@
+"""One tiny model of every family that is not Llama with other numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.models import long_rope
+
+# arguments of `build_checkpoint`
+OTHERS: dict[str, dict[str, Any]] = {
+    "mistral": {"family": "mistral", "head_dim": 12},
+    "qwen3": {"family": "qwen3"},
+    "smollm3": {"family": "smollm3"},
+    # half of a head's dimensions turn, and the long factors hold behind 32 tokens
+    "phi3": {
+        "family": "phi3",
+        "rope_parameters": long_rope(4, partial_rotary_factor=0.5),
+        "original_max_position_embeddings": 32,
+    },
+    "olmo2": {"family": "olmo2"},
+    "granite": {"family": "granite"},
+    "qwen3_moe": {"family": "qwen3_moe", "norm_topk_prob": True},
+    "mixtral": {"family": "mixtral"},
+}
