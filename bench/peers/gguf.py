@@ -43,9 +43,11 @@ def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
     config = ModelConfig.from_pretrained(folder)
     rope = config.rope
     biased = config.qkv_bias or config.o_bias or config.mlp_bias
-    if biased or rope.get("rope_type", "default") != "default":
+    plain = config.family in ("llama", "mistral") and rope["rope_type"] == "default"
+    if biased or not plain:
         raise ConfigError(
-            f"{folder}: only models with plain RoPE and without biases are converted for llama.cpp."
+            f"{folder}: only llama and mistral with plain RoPE and without biases are converted "
+            "for llama.cpp."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")

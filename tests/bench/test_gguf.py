@@ -60,6 +60,10 @@ def test_weights(
 
 
 def test_what_is_not_converted_is_said(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    for options in ({"family": "qwen2"}, {"rope_parameters": rope("linear", factor=4.0)}):
-        with pytest.raises(ConfigError, match="only models with plain RoPE and without biases"):
+    for options in (
+        {"family": "qwen2"},
+        {"family": "qwen3"},
+        {"rope_parameters": rope("linear", factor=4.0)},
+    ):
+        with pytest.raises(ConfigError, match="only llama and mistral with plain RoPE and without"):
             to_gguf(checkpoint(**options), tmp_path / "model.gguf", torch.float32)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3 import modeling_phi3
 
 from parallel.config import ModelConfig
 from support.links import CPU
@@ -31,6 +32,30 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype, kind: str, start: 
         torch.testing.assert_close(
             rotary(x, start, 0), want[0].transpose(0, 1), atol=tolerance, rtol=tolerance
         )
+
+
+@pytest.mark.parametrize("start", [0, 37])
+def test_a_part_of_a_head_turns_as_in_phi3(start: int) -> None:
+    hf = tiny_config("phi3", rope_parameters=rope("default", partial_rotary_factor=0.5))
+    q, k = torch.randn(20, 4, 8), torch.randn(20, 2, 8)
+    cos, sin = modeling_phi3.Phi3RotaryEmbedding(hf)(q, torch.arange(start, start + 20)[None])
+    wanted = modeling_phi3.apply_rotary_pos_emb(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
+    )
+    rotary = ModelConfig.from_hf(hf).rotary(57, 57, torch.float32, CPU)
+    for x, want in zip((q, k), wanted, strict=True):
+        turned = rotary(x, start, 0)
+        torch.testing.assert_close(turned, want[0].transpose(0, 1), atol=1e-6, rtol=1e-6)
+        angles = rotary.at(torch.arange(start, start + 20))
+        assert torch.equal(rotary.turn(x, angles, 0), turned)
+
+
+def test_layers_without_rope_are_left_alone() -> None:
+    rotary = ModelConfig.from_hf(tiny_config("smollm3")).rotary(9, 9, torch.float32, CPU)
+    x = torch.randn(4, 2, 8)
+    assert torch.equal(rotary(x, 5, 1), x)
+    for layer in (0, 2):
+        assert not torch.equal(rotary(x, 5, layer), x)
 
 
 def test_configs_of_the_years_before(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

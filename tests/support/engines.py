@@ -29,7 +29,8 @@ class Pair:
         torch.set_num_threads(1)
         self.group = group or Group()
         self.target = load_model(target, self.group, "float32")
-        self.draft = load_model(draft, Group(), "float32") if self.group.rank == 0 else None
+        alone = Group(device=self.group.device)
+        self.draft = load_model(draft, alone, "float32") if self.group.rank == 0 else None
 
     @contextmanager
     def engine(self, mode: str, stop: Sequence[int] = (), **choices: Any) -> Iterator[Engine]:

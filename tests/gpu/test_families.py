@@ -1,0 +1,37 @@
+"""Recorded passes write what a CPU writes: with layers that skip RoPE, heads of which a part turns,
+and experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel.graphs
+from parallel.group import Group
+from support.engines import Pair
+from support.families import OTHERS
+from support.models import random_tokens
+
+pytestmark = pytest.mark.cuda
+PROMPT, NEW = random_tokens(70).tolist(), 16
+CHOICES = {"budget": 24, "chunk_size": 4, "window": 32, "sinks": 2, "draft_length": 5}
+
+
+@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_moe"])
+def test_recorded_passes_write_what_a_cpu_writes(
+    name: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    folder = checkpoint(**OTHERS[name])
+    wanted = Pair(folder, folder).text("plain", PROMPT, NEW)
+    pair = Pair(folder, folder, Group(device=torch.device("cuda", 0)))
+    with pair.engine("hierarchical", inner_length=2, graphs=True, **CHOICES) as engine:
+        assert list(engine.generate(PROMPT, NEW)) == wanted
+        shapes = engine.stats.fixed_shapes
+        assert shapes is not None
+        assert shapes["replayed"] > 0
+        assert (shapes["refused"], shapes["why"]) == (0, None)
