@@ -17,6 +17,7 @@ from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
 from parallel.group import Group, Pending
 from parallel.layers import empty_parameter
+from parallel.products import linear
 from parallel.sizes import MAX_FIXED_TOKENS
 
 
@@ -43,7 +44,7 @@ class Experts(Branch):
     def forward(self, x: Tensor) -> Pending:
         """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
         x = self.enter(x)
-        scores = F.linear(x, self.router)
+        scores = linear(x, self.router)
         weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
         # on a GPU a short pass may be recorded, and the host must not wait for the choice
         fixed = self.group.device.type == "cuda" and len(x) <= MAX_FIXED_TOKENS
@@ -100,8 +101,8 @@ def mix_by_expert(
             continue
         own = rows[start : start + count]
         scale = scales[start : start + count, None]
-        gate, up = F.linear(x[own], gate_up[expert]).chunk(2, dim=-1)
-        y = F.linear(F.silu(gate) * up, down[expert])
+        gate, up = linear(x[own], gate_up[expert]).chunk(2, dim=-1)
+        y = linear(F.silu(gate) * up, down[expert])
         out.index_add_(0, own, (y * scale).to(x.dtype))
         start += count
     return out

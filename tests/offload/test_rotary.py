@@ -13,7 +13,7 @@ from transformers.models.phi3 import modeling_phi3
 
 from parallel.config import ModelConfig
 from support.links import CPU
-from support.models import rope, tiny_config
+from support.models import long_rope, rope, tiny_config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,6 +48,17 @@ def test_a_part_of_a_head_turns_as_in_phi3(start: int) -> None:
         torch.testing.assert_close(turned, want[0].transpose(0, 1), atol=1e-6, rtol=1e-6)
         angles = rotary.at(torch.arange(start, start + 20))
         assert torch.equal(rotary.turn(x, angles, 0), turned)
+
+
+def test_longrope_is_chosen_once_by_all_that_may_be_written() -> None:
+    hf = tiny_config("phi3", rope_parameters=long_rope(8), original_max_position_embeddings=32)
+    config = ModelConfig.from_hf(hf)
+    embedding = modeling_phi3.Phi3RotaryEmbedding(hf)
+    for prompt, length in ((20, 32), (20, 33), (40, 50)):
+        # transformers, in one pass over all of it
+        cos, _ = embedding(torch.ones(1), torch.arange(length)[None])
+        rotary = config.rotary(prompt, length, torch.float32, CPU)
+        torch.testing.assert_close(rotary.cos[:, 0], cos[0], atol=1e-6, rtol=1e-6)
 
 
 def test_layers_without_rope_are_left_alone() -> None:
