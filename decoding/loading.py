@@ -142,7 +142,7 @@ def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None)
     refuse_other_tokens(folder, tokenizer, load_tokenizer(folder), vocab)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
-    if shard and config.kv_heads % group.size:
+    if shard and config.kv_heads < group.size:
         raise TierForceError(
             f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over "
             f"{group.size} GPUs: use --no-shard-draft."

@@ -168,7 +168,7 @@ class Session:
         shape = self.runtime.needs.draft_shape
         dtype, device = model.embed.weight.dtype, model.group.device
         rotary = model.config.rotary(shape.slots, shape.slots, dtype, device)
-        layout = model.config.kv_layout(model.group.size, dtype)
+        layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
         self.draft = StreamingCache(layout, shape, rotary, device)
         return Level("draft", model, self.draft, announced=model.group.size > 1)
 

@@ -29,6 +29,7 @@ from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
 from parallel.named import find_local, is_gguf
 from parallel.rope import inverse_frequencies, is_positive, read_rope
+from parallel.sizes import share_size
 
 if TYPE_CHECKING:
     import torch
@@ -281,17 +282,19 @@ class ModelConfig:
         frequencies, scale = self.inverse_frequencies(text)
         return Rotary(frequencies, scale, length, dtype, device, self.unrotated)
 
-    def kv_layout(self, ranks: int, dtype: torch.dtype) -> KVLayout:
+    def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
         """Return the KV geometry of one of `ranks` ranks.
 
-        Raises ConfigError when heads do not divide.
+        Without `rank` it is the last one's, which holds no fewer heads than any other. Raises
+        ConfigError when there are too few heads.
         """
-        if self.kv_heads % ranks:
+        if self.kv_heads < ranks:
             raise ConfigError(
-                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: choose a "
-                "number of GPUs that divides them."
+                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: use at most "
+                "as many GPUs as heads."
             )
-        return KVLayout(self.layers, self.kv_heads // ranks, self.head_dim, dtype)
+        heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
+        return KVLayout(self.layers, heads, self.head_dim, dtype)
 
 
 def _config_file(folder: Path) -> Path:

@@ -62,9 +62,9 @@ class Group:
                 _start_nccl(where)
         return cls(place.rank, place.size, where)
 
-    def share(self, total: int) -> slice:
-        """Return this rank's part of `total` rows or columns."""
-        return share(total, self.rank, self.size)
+    def share(self, total: int, unit: int = 1) -> slice:
+        """Return this rank's part of `total` rows or columns, in whole units."""
+        return share(total, self.rank, self.size, unit)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place, and return it."""

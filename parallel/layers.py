@@ -62,11 +62,12 @@ class WidthNorms(Module):
     The squares of both meet in one all-reduce.
     """
 
-    def __init__(self, group: Group, widths: Sequence[int], eps: float):
+    def __init__(self, group: Group, widths: Sequence[int], units: Sequence[int], eps: float):
+        """`units`: rows of each that stay on one rank."""
         super().__init__()
         self.group = group
         self.widths = widths
-        self.shares = [group.share(width) for width in widths]
+        self.shares = [group.share(*each) for each in zip(widths, units, strict=True)]
         self.sizes = [share.stop - share.start for share in self.shares]
         self.weight = empty_parameter(sum(self.sizes))
         self.eps = eps
@@ -97,11 +98,20 @@ class ColumnParallelLinear(Module):
     Several matrices of one input are stacked into one product.
     """
 
-    def __init__(self, group: Group, inputs: int, outputs: Sequence[int], bias: bool):
+    def __init__(
+        self,
+        group: Group,
+        inputs: int,
+        outputs: Sequence[int],
+        bias: bool,
+        units: Sequence[int] | None = None,
+    ):
+        """`units`: rows of each matrix that stay on one rank, such as those of a head."""
         super().__init__()
         self.inputs = inputs
         self.outputs = outputs
-        self.shares = [group.share(size) for size in outputs]
+        units = units or [1] * len(outputs)
+        self.shares = [group.share(*each) for each in zip(outputs, units, strict=True)]
         self.sizes = [share.stop - share.start for share in self.shares]
         self.weight = empty_parameter(sum(self.sizes), inputs)
         self.bias = empty_parameter(sum(self.sizes)) if bias else None
@@ -139,12 +149,13 @@ class RowParallelLinear(Module):
     The partial products meet in one all-reduce.
     """
 
-    def __init__(self, group: Group, inputs: int, outputs: int, bias: bool):
+    def __init__(self, group: Group, inputs: int, outputs: int, bias: bool, unit: int = 1):
+        """`unit`: columns that stay on one rank."""
         super().__init__()
         self.group = group
         self.inputs = inputs
         self.outputs = outputs
-        self.share = group.share(inputs)
+        self.share = group.share(inputs, unit)
         self.weight = empty_parameter(outputs, self.share.stop - self.share.start)
         self.bias = empty_parameter(outputs) if bias else None
 

@@ -28,6 +28,7 @@ from parallel.layers import (
     WidthNorms,
 )
 from parallel.prefill import Chunk, pipelined
+from parallel.sizes import head_rows
 
 Progress = Callable[[int, int], None]  # units done, units in all
 
@@ -66,13 +67,15 @@ class Attention(Branch):
         keys = config.kv_heads * config.head_dim
         outputs = [queries, keys, keys]
         self.names = ["qkv_proj"] if config.fused else ["q_proj", "k_proj", "v_proj"]
-        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias)
+        own_queries, own_keys = head_rows(config)
+        units = [own_queries, own_keys, own_keys]
+        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, units)
         self.qk_norm: HeadNorms | WidthNorms | None = None
         if config.qk_norm == "head":
             self.qk_norm = HeadNorms(config.head_dim, config.norm_eps)
         elif config.qk_norm == "width":
-            self.qk_norm = WidthNorms(group, [queries, keys], config.norm_eps)
-        self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias)
+            self.qk_norm = WidthNorms(group, outputs[:2], units[:2], config.norm_eps)
+        self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
 
     def forward(self, x: Tensor, cache: Attending, start: int) -> Pending:
         """Attend with x (T, hidden), the tokens from position `start` on.

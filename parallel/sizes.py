@@ -50,15 +50,24 @@ class ModelDimensions(Protocol):
     def has_experts(self, layer: int) -> bool: ...
 
 
-def share(total: int, rank: int, ranks: int) -> slice:
-    """Return the part of `total` rows or columns that a rank holds: as even as can be."""
-    return slice(total * rank // ranks, total * (rank + 1) // ranks)
+def share(total: int, rank: int, ranks: int, unit: int = 1) -> slice:
+    """Return the part of `total` rows or columns that a rank holds: as even as can be.
+
+    It has whole units, such as the rows of a head.
+    """
+    units = total // unit
+    return slice(units * rank // ranks * unit, units * (rank + 1) // ranks * unit)
 
 
-def share_size(total: int, rank: int, ranks: int) -> int:
+def share_size(total: int, rank: int, ranks: int, unit: int = 1) -> int:
     """Return how many rows or columns that part has; the last rank has no fewer than any other."""
-    part = share(total, rank, ranks)
+    part = share(total, rank, ranks, unit)
     return part.stop - part.start
+
+
+def head_rows(config: ModelDimensions) -> tuple[int, int]:
+    """Return the rows that one KV head has of queries, with all that share it, and of keys."""
+    return config.heads // config.kv_heads * config.head_dim, config.head_dim
 
 
 def vocab_rows(vocab: int, ranks: int) -> int:
@@ -99,8 +108,8 @@ def idle_parameters(config: ModelDimensions, ranks: int, tokens: int) -> float:
 def _attention_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
     """Return the parameters of a layer on a rank, less those of its MLP. Both norms are here."""
     hidden = config.hidden
-    queries = share_size(config.heads * config.head_dim, rank, ranks)
-    keys = share_size(config.kv_heads * config.head_dim, rank, ranks)
+    heads = share_size(config.kv_heads, rank, ranks)
+    queries, keys = (heads * rows for rows in head_rows(config))
     norms = (
         2 * hidden + {None: 0, "head": 2 * config.head_dim, "width": queries + keys}[config.qk_norm]
     )

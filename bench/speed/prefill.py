@@ -82,7 +82,7 @@ def ours(job: Job) -> Prefill:
     with torch.inference_mode():
         engine = Engine.from_pretrained(job.model, settings=settings, device="cpu", group=group)
         runtime = engine.runtime
-        layout = runtime.target.config.kv_layout(group.size, runtime.dtype)
+        layout = runtime.target.config.kv_layout(group.size, runtime.dtype, group.rank)
         runtime.arena.take((layout.bytes(job.context + 1) // layout.dtype.itemsize,)).zero_()
         session = Session(runtime, prompt_tokens(engine.tokenizer, job.context, job.text), 1)
         before = _memory_now()

@@ -73,7 +73,7 @@ class CostSource(Protocol):
 def link_bytes(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> int:
     """Return the bytes of KV that a verification brings over one rank's link."""
     far = needs.target.layers - plan.resident_layers if needs.copies else 0
-    return needs.target.kv_layout(needs.ranks, needs.dtype).bytes(prompt, far)
+    return needs.layout.bytes(prompt, far)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class PredictedCosts:
         """
         if plan.resident_layers or not needs.copies:
             return 0.0
-        layout = needs.target.kv_layout(needs.ranks, needs.dtype)
+        layout = needs.layout
         slot = plan.slot_heads * layout.bytes(prompt, 1) / layout.heads
         return slot / self.hardware.link_in
 
@@ -167,7 +167,7 @@ class PredictedCosts:
         if not needs.has_retrieval or not POLICY_TRAITS[needs.settings.policy].reselects:
             return 0.0
         interval, shares = needs.selection(plan)
-        kv = needs.target.kv_layout(needs.ranks, needs.dtype).bytes(prompt)
+        kv = needs.layout.bytes(prompt)
         often = min(1.0, expected_tokens(self.acceptance.of(needs), drafted) / interval)
         return often * selection_s(self.hardware, kv, shares)
 

@@ -30,7 +30,7 @@ from decoding.planning.defaults import (
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.draft_length import CATCH_UP
 from offload.errors import FitError, TierForceError
-from offload.layout import ceil_div
+from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
@@ -76,6 +76,15 @@ class TextNeeds:
     ranks: int
     draft_ranks: int  # over which the draft is split
     copies: bool  # whether the link copies
+    rank: int | None = None  # which one; None: the last, which holds no less than any other
+
+    @property
+    def layout(self) -> KVLayout:
+        """Return the geometry of the target's KV on this rank.
+
+        Raises ConfigError where there are fewer heads than ranks.
+        """
+        return self.target.kv_layout(self.ranks, self.dtype, self.rank)
 
     # -- which levels there are --------------------------------------------------------------------
 
@@ -226,12 +235,11 @@ class TextNeeds:
     def tiers(self, prompt: int, new: int) -> TieredShape:
         """Return how the target's cache is laid out, before a plan says which layers are resident.
 
-        Raises ConfigError where heads do not divide.
+        Raises ConfigError where there are fewer heads than ranks.
         """
-        layout = self.target.kv_layout(self.ranks, self.dtype)
         recent, block = self.recent(prompt, new)
         rows = self.max_pass_tokens
-        return TieredShape.with_ring(layout, prompt + new, recent, block, rows, self.copies)
+        return TieredShape.with_ring(self.layout, prompt + new, recent, block, rows, self.copies)
 
     @property
     def draft_shape(self) -> StreamingShape:
@@ -268,7 +276,7 @@ class TextNeeds:
     def memory(self, prompt: int, new: int) -> Needs:
         """Return the device memory beside the weights, by what it is for.
 
-        Raises FitError, and ConfigError where heads do not divide.
+        Raises FitError, and ConfigError where there are fewer heads than ranks.
         """
         target, item = self.target, self.dtype.itemsize
         chunk = min(prompt, self.prefill_chunk)
@@ -287,7 +295,7 @@ class TextNeeds:
         """Return what the retrieval cache takes, with what choosing takes while it is done."""
         if not self.has_retrieval:
             return 0
-        layout = self.target.kv_layout(self.ranks, self.dtype)
+        layout = self.layout
         shape, policy = self.shape(prompt, new), POLICY_TRAITS[self.settings.policy]
         rows = policy.rows * self.target.heads // self.target.kv_heads
         choosing = shape.scratch_bytes(layout, rows)
@@ -302,14 +310,17 @@ class TextNeeds:
         if not self.has_retrieval:
             return 0
         rows = min(self.max_pass_tokens, MAX_GRAPH_TOKENS)
-        values = MASKED_VALUES_PER_SCORE * rows * self.target.heads // self.ranks
+        heads = self.layout.heads * self.target.heads // self.target.kv_heads
+        values = MASKED_VALUES_PER_SCORE * rows * heads
         return 4 * values * self.shape(prompt, new).slots
 
     def _draft_bytes(self) -> int:
         """Return what the draft's cache takes."""
         if self.draft is None or not self.has_draft:
             return 0
-        return self.draft_shape.device_bytes(self.draft.kv_layout(self.draft_ranks, self.dtype))
+        rank = self.rank if self.draft_ranks > 1 else None
+        layout = self.draft.kv_layout(self.draft_ranks, self.dtype, rank)
+        return self.draft_shape.device_bytes(layout)
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
@@ -320,4 +331,4 @@ def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
 def draft_ranks(draft: ModelConfig, ranks: int, dtype: torch.dtype) -> int:
     """Return over how many ranks a draft is split by default."""
     large = weight_bytes(draft, 1, dtype) >= SPLIT_DRAFT_BYTES
-    return ranks if large and draft.kv_heads % ranks == 0 else 1
+    return ranks if large and draft.kv_heads >= ranks else 1

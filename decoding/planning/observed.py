@@ -104,7 +104,7 @@ class ObservedCosts:
         """
         budget = needs.budget
         near = min(self._history, key=lambda seen: (max(seen, budget) / min(seen, budget), seen))
-        layout = needs.target.kv_layout(needs.ranks, needs.dtype)
+        layout = needs.layout
         weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
         read, read_near = (weights + layout.bytes(each) for each in (budget, near))
         return self._history[near].drafted_s * read / read_near

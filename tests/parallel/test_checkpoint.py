@@ -222,7 +222,7 @@ def test_sliding_windows(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_heads_that_do_not_divide(copy: Copy, ranks: int) -> None:
+def test_more_ranks_than_heads(copy: Copy, ranks: int) -> None:
     folder = copy()
     refuse(
         folder,

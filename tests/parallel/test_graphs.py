@@ -87,7 +87,7 @@ def draft() -> Llama:
 
 
 def streaming(model: Llama) -> StreamingCache:
-    layout = model.config.kv_layout(model.group.size, torch.float32)
+    layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     return StreamingCache(
         layout, StreamingShape(4, 64, 64), model.config.rotary(132, 132, torch.float32, CPU), CPU
     )

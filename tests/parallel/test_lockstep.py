@@ -30,7 +30,7 @@ def caches_of(model: Llama) -> list[Announced]:
     at every verification.
     """
     layout, link = (
-        model.config.kv_layout(model.group.size, torch.float32),
+        model.config.kv_layout(model.group.size, torch.float32, model.group.rank),
         make_test_link("emulated"),
     )
     rotary = model.config.rotary(PROMPT, PROMPT + NEW, torch.float32, CPU)

@@ -121,7 +121,7 @@ def resident(
     otherwise.
     """
     link = link or make_test_link("view")
-    layout = model.config.kv_layout(model.group.size, torch.float32)
+    layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     count = layout.layers if resident_layers is None else resident_layers
     rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
     shape = TieredShape(layout, tokens, count, copies=link.copies, **sizes)
@@ -246,7 +246,12 @@ def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
 def test_two_ranks_are_one(checkpoint: Checkpoints) -> None:
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
     names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
-    odd = ({"intermediate_size": 49}, {"family": "qwen3_moe", "moe_intermediate_size": 21})
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    odd: list[dict[str, Any]] = [
+        {"intermediate_size": 49},
+        {"family": "qwen3_moe", "moe_intermediate_size": 21},
+        *({"family": family, **heads} for family in ("llama", "olmo2", "phi3")),
+    ]
     folders = [checkpoint(**arguments) for arguments in (*map(MODELS.get, names), *odd)]
     tokens = random_tokens(TOKENS)
     by_rank = run_ranks(2, on_a_rank, folders, tokens)

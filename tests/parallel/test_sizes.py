@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "head-dim": {"head_dim": 12},
+    "odd-heads": {"num_attention_heads": 10, "num_key_value_heads": 5, "hidden_size": 80},
     "odd": {"intermediate_size": 49, "vocab_size": 103},
     "even": {"vocab_size": 100, "moe_intermediate_size": 21},
 }
@@ -36,7 +37,7 @@ def allocated(model: Module) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_as_they_are_allocated(family: str, variant: str) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    config = ModelConfig.from_hf(tiny_config(family, **heads, **VARIANTS[variant]))
+    config = ModelConfig.from_hf(tiny_config(family, **heads | VARIANTS[variant]))
     for ranks in (1, 2, 4):
         counts = []
         for rank in range(ranks):

@@ -44,7 +44,7 @@ def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
 def all_logits(model: Llama, tokens: Tensor) -> Tensor:
     """Return float32 logits (T, V) of tokens (T,), from one pass with all KV on the device."""
     link, count = make_test_link("view"), len(tokens)
-    layout = model.config.kv_layout(model.group.size, torch.float32)
+    layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     rotary = model.config.rotary(count, count, torch.float32, CPU)
     shape = TieredShape(layout, count, layout.layers, copies=link.copies)
     return model(tokens, TieredCache(shape, link, rotary, HostArena(link, torch.float32)), count)
