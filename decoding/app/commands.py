@@ -110,6 +110,9 @@ def generate(
             "--chat", help="Ask the text as a user's message, through the model's chat template."
         ),
     ] = False,
+    stats: Annotated[
+        Path | None, typer.Option(help="JSON file to write what the text took to.")
+    ] = None,
 ) -> None:
     """Continue a text, or answer it.
 
@@ -119,9 +122,9 @@ def generate(
     if (prompt is None) == (prompt_file is None):
         raise TierForceError("give the text to continue with either --prompt-file or --prompt.")
     interrupts = _start(common, "interrupted ({name})")
-    from decoding.app.generate import run
+    from decoding.app.generate import Request, run
 
-    run(common, prompt_file, prompt, chat, interrupts)
+    run(common, Request(prompt_file, prompt, chat, stats), interrupts)
 
 
 _command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)

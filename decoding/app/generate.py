@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from decoding.app.documents import Document
+from decoding.app.files import check_writable, write_json
 from decoding.app.interrupts import Interrupts, culprit
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
@@ -19,18 +21,28 @@ from decoding.speculation.sampling import Sampling
 from parallel.group import Group
 
 
-def run(
-    common: Common, file: Path | None, text: str | None, chat: bool, interrupts: Interrupts
-) -> None:
-    """Continue or, with `chat`, answer the text of `file` or the text itself; all ranks call it."""
+@dataclass(frozen=True)
+class Request:
+    """What is to be written, and where to say what it took."""
+
+    file: Path | None  # its text is read
+    text: str | None  # or this one
+    chat: bool  # answered, not continued
+    stats: Path | None  # JSON file
+
+
+def run(common: Common, request: Request, interrupts: Interrupts) -> None:
+    """Continue or answer a text; all ranks call it."""
     silence_transformers()
     group = Group.from_environment(common.device)
     with group.together():
-        prompt = text or ""
-        if file is not None:
-            prompt = Document(file.name, file, 0).read()
+        prompt = request.text or ""
+        if request.file is not None:
+            prompt = Document(request.file.name, request.file, 0).read()
+        if request.stats is not None and group.rank == 0:
+            check_writable("--stats", request.stats)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
-    if chat:
+    if request.chat:
         with group.together():
             Template.chat(engine.tokenizer)  # which refuses before anything is said
     say_what_fits(engine, None, common)
@@ -45,8 +57,10 @@ def run(
 
         interrupts.last_words = last_words
         sampling = Sampling(**vars(common.sampling))
-        pieces = partial(engine.stream, prompt, common.max_new_tokens, sampling, chat=chat)
-        stream(engine, pieces, display)
+        new = common.max_new_tokens
+        stream(engine, partial(engine.stream, prompt, new, sampling, chat=request.chat), display)
+        if request.stats is not None:
+            write_json("--stats", request.stats, engine.stats.as_dict())
     engine.close()
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from decoding.app.files import check_writable, write_json
 from decoding.app.probe_view import table
 from decoding.app.terminal import say, silence_transformers
-from decoding.probe.probe import check_writable, profile, write
+from decoding.probe.probe import profile
 from decoding.settings import dtype_of
 from parallel.group import Group
 
@@ -20,11 +21,11 @@ def run(model: str | None, dtype: str, device: str, output: Path) -> None:
     group = Group.from_environment(device)
     with group.together():
         if group.rank == 0:
-            check_writable(output)  # before what takes a minute or two
+            check_writable("--output", output)  # before what takes a minute or two
     measured = profile(group, model, kind)
     with group.together():
         if group.rank == 0:
-            write(measured, output)
+            write_json("--output", output, measured)
     if group.rank:
         return
     Console().print(table(measured, str(group.device)))

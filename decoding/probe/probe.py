@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -134,27 +131,3 @@ def _source(group: Group, model: str | None, dtype: torch.dtype) -> str:
         f"{Path(model).name if model else 'usual dimensions'} in {kind}"
     )
     return source + ", one rank" if group.size == 1 else source
-
-
-def write(content: dict[str, Any], output: Path) -> None:
-    """Write a hardware file. Raises TierForceError where it cannot be written."""
-    with _writing(output):
-        output.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def check_writable(output: Path) -> None:
-    """Raise TierForceError where a file cannot be written; what stands there is left."""
-    with _writing(output):
-        there = output.exists()
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
-        if not there:
-            output.unlink()
-
-
-@contextmanager
-def _writing(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TierForceError(f"--output {output} cannot be written ({error.strerror}).") from error

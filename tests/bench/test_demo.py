@@ -1,38 +1,41 @@
-"""The demo runs both modes of the command, and compares what their records say."""
+"""The demo asks the command in both modes, and compares what they took."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
 import demo.run
-from bench.paper import jobs
 
 
 def test_both_modes_are_run_and_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times = {"hierarchical": 5.0, "plain": 40.0}
+    times, asked = {"retrieval": 5.0, "plain": 40.0}, list[str]()
 
-    def summarize(
-        folder: Path,
-        name: str,
-        documents: dict[str, str],
-        options: list[str],
-        say: Callable[[str], None],
-    ) -> list[dict[str, Any]]:
-        assert options[options.index("--mode") + 1] == name
-        assert len(documents) == 1
-        record = {"summary": f"[{name}] it was", "acceptance": {"target": 0.5, "retrieval": 0.25}}
-        counts = {"tokens_per_verification": 8.0, "link_bytes_per_token": 1e6}
-        return [record | counts | {"time_to_first_token_s": 1.0, "ms_per_token": times[name]}]
+    def run(command: list[str]) -> SimpleNamespace:
+        given = dict(itertools.pairwise(command))
+        asked.append(given["--mode"])
+        assert given["--model"] == "smollm2"
+        assert "--chat" in command
+        assert Path(given["--prompt-file"]).read_text().endswith(demo.run.QUESTION)
+        stats = {
+            "time_to_first_token_s": 1.0,
+            "ms_per_token": times[given["--mode"]],
+            "tokens_per_verification": 8.0,
+            "link_bytes_per_token": 1e6,
+            "acceptance": {"target": 0.5, "retrieval": 0.25},
+        }
+        Path(given["--stats"]).write_text(json.dumps(stats))
+        return SimpleNamespace(returncode=0)
 
-    assert demo.run.summarize is jobs.summarize
-    monkeypatch.setattr(demo.run, "summarize", summarize)
+    monkeypatch.setattr(demo.run.subprocess, "run", run)
+    monkeypatch.setattr(demo.run, "OUT", tmp_path / "out")
     demo.run.main()
+    assert asked == ["retrieval", "plain"]
     out = capsys.readouterr().out
-    assert "[plain] it was" in out
     assert "8.0 times as fast; acceptance rates: target 0.50, retrieval 0.25." in out

@@ -235,7 +235,7 @@ def test_peak_memory_is_the_ranks_share(checkpoint: Checkpoints, tmp_path: Path)
     # in a fresh process
     [(share, peak)] = run_ranks(1, load_and_watch, large, small)
     assert 40e6 < share < 60e6  # half of 16 bits each
-    assert peak <= 1.3 * share
+    assert peak <= share + (20 << 20)  # what is read at once does not grow with the file
 
 
 def test_what_a_name_stands_for(checkpoint: Checkpoints, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ tells of every option.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Pat
         f"warning: longer than the context of {40 + kept} tokens; the first {whole - kept} tokens "
         "were dropped" in cut.err
     )
+
+
+def test_what_a_text_took_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+    kept = tmp_path / "new" / "stats.json"
+    assert forked(tmp_path, *JOB, "--stats", str(kept)).code == 0
+    stats = json.loads(kept.read_text())
+    assert (stats["new_tokens"], stats["finish_reason"]) == (40, "length")
+    assert stats["ms_per_token"] > 0
+    (tmp_path / "file").write_text("")
+    line = refused(forked(tmp_path, *JOB, "--stats", str(tmp_path / "file" / "stats.json")))
+    assert "--stats" in line
+    assert "cannot be written" in line
 
 
 def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None:
@@ -128,7 +141,7 @@ COMMON = {
     ("command", "own"),
     [
         ("summarize", {"--input", "--output", "--instruction"}),
-        ("generate", {"--prompt", "--prompt-file", "--chat"}),
+        ("generate", {"--prompt", "--prompt-file", "--chat", "--stats"}),
     ],
 )
 def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path) -> None:

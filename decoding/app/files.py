@@ -1,0 +1,35 @@
+"""Files that a command writes beside its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from offload.errors import TierForceError
+
+
+def write_json(option: str, path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON document to what `option` names. Raises TierForceError where it cannot be."""
+    with _writing(option, path):
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise TierForceError where a file cannot be written; what stands there is left."""
+    with _writing(option, path):
+        there = path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if not there:
+            path.unlink()
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierForceError(f"{option} {path} cannot be written ({error.strerror}).") from error
