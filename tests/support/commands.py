@@ -227,7 +227,10 @@ class _Start:
         the rank does not return.
         """
         become = partial(self._become_rank, command, environment)
-        return subprocess.Popen(command, preexec_fn=become, start_new_session=True)
+        # its signals stay as Python has them: a rank whose peer is gone is not to die of SIGPIPE
+        return subprocess.Popen(
+            command, preexec_fn=become, start_new_session=True, restore_signals=False
+        )
 
     def _become_rank(self, command: tuple[str, ...], environment: dict[str, str]) -> None:
         # among them what tells Popen, by its end, that the command has started

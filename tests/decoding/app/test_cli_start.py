@@ -84,9 +84,9 @@ def config_that_contradicts_itself(folder: Path) -> tuple[str, ...]:
     return *GENERATE, *variant(folder / "model", num_attention_heads=3, num_key_value_heads=3)
 
 
-@case("model_type 'phi3' is not supported", "llama")
+@case("model_type 'gpt2' is not supported", "llama")
 def unsupported_architecture(folder: Path) -> tuple[str, ...]:
-    return *GENERATE, *variant(folder / "model", model_type="phi3")
+    return *GENERATE, *variant(folder / "model", model_type="gpt2")
 
 
 @case("tokenizer cannot be loaded")
