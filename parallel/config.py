@@ -137,7 +137,12 @@ class ModelConfig:
             if "trust_remote_code" in str(error):
                 raise _foreign_code(path) from error
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
-        return cls.from_hf(hf)
+        try:
+            return cls.from_hf(hf)
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the broken field happens to break
+            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
 
     @classmethod
     def find(cls, name: str) -> ModelConfig:
@@ -239,10 +244,10 @@ class ModelConfig:
                 f"`rope` {rope} is not known: use yarn:FACTOR, such as yarn:4, with a factor above "
                 f"1 and up to {MAX_STRETCH}."
             )
-        if self.rope["rope_type"] != "default":
+        if self.rope["rope_type"] != "default" or "frequency_factors" in self.rope:
             raise ConfigError(
                 f"`rope` {rope}: the model stretches its positions itself, by RoPE type "
-                f"{self.rope['rope_type']!r} in its config."
+                f"{self.rope['rope_type']!r} or by factors of its own."
             )
         stretched = {
             **self.rope,

@@ -104,7 +104,7 @@ def load_model(
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
-    # refuses ranks that do not divide the heads, before anything is read
+    # refuses more ranks than heads, before anything is read
     config.kv_layout(group.size, torch.float32)
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)

@@ -55,6 +55,7 @@ from decoding.speculation.draft_length import RoundStats
 from offload.errors import TierForceError
 
 AUTO = "auto"
+LOADED = ("dtype", "rope", "shard_draft", "context")  # an engine is loaded by these, once
 Varied = dict[str, str]  # settings by name, as they were typed
 
 
@@ -138,7 +139,6 @@ def law_of(settings: Settings) -> Settings:
         link="auto",
         resident_layers=None,
         device_memory=None,
-        refresh=None,
     )
 
 
@@ -164,8 +164,9 @@ def parse(words: Sequence[str]) -> dict[str, list[str]]:
     for word in words:
         name, _, values = word.partition("=")
         name = name.replace("-", "_")
-        if name not in options_of(Settings) or name == "dtype" or not values:
-            known = ", ".join(each for each in options_of(Settings) if each != "dtype")
+        settings = [each for each in options_of(Settings) if each not in LOADED]
+        if name not in settings or not values:
+            known = ", ".join(settings)
             raise TierForceError(f"--vary {word}: give NAME=VALUE,VALUE. Names are {known}.")
         varied[name] = values.split(",")
     return varied
@@ -228,7 +229,9 @@ def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, lim
         text = PrefilledText(session)
         for point in turned(group.points, sampling.seed):
             run = text.run(sampling, point.lengths, limit)
-            settings, layers = session.runtime.settings, session.plan.resident_layers
+            needs, layers = session.runtime.needs, session.plan.resident_layers
+            interval, _ = needs.selection(session.plan)  # which decides how old proposals' KV is
+            settings = replace(needs.settings, refresh=interval)
             point.runs.append((settings, layers, run))
             sessions.record(session, run.rounds)
             named = ", ".join(f"{name} {value}" for name, value in point.varied.items())
@@ -271,6 +274,7 @@ def main(
     stretches = prompts(text_tokens(engine.tokenizer, text), context, learn + texts, new_tokens + 1)
     timed = stretches[:: (learn + texts) // texts][:texts]
     learnt = [stretch for stretch in stretches if stretch not in timed]
+    base = replace(base, graphs=engine.runtime.settings.graphs)  # as loading has found to work
     groups = grouped(engine.runtime, base, combinations)
     for seed, prompt in enumerate([*learnt, *timed]):
         for group in turned(groups, seed):

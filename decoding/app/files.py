@@ -21,6 +21,8 @@ def check_writable(option: str, path: Path) -> None:
     """Raise TierForceError where a file cannot be written; what stands there is left."""
     with _writing(option, path):
         there = path.exists()
+        if there and not path.is_file():  # a pipe would be waited for
+            raise TierForceError(f"{option} {path} is not a regular file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
         if not there:

@@ -18,6 +18,7 @@ from decoding.app.terminal import say, silence_transformers
 from decoding.engine import Engine, Progress
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
+from offload.errors import TierForceError
 from parallel.group import Group
 
 
@@ -41,6 +42,8 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
             prompt = Document(request.file.name, request.file, 0).read()
         if request.stats is not None and group.rank == 0:
             check_writable("--stats", request.stats)
+            if request.file is not None and request.stats.resolve() == request.file.resolve():
+                raise TierForceError(f"--stats {request.stats} would overwrite the text to read.")
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     if request.chat:
         with group.together():

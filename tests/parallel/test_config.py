@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -278,5 +279,26 @@ def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> Non
     path = tmp_path / "config.json"
     scaling = {"type": "linear", "factor": 2.0}
     path.write_text(json.dumps({"model_type": "llama", **NEEDED, "rope_scaling": scaling}))
+    linear = ModelConfig.find(str(path))
     with pytest.raises(ConfigError, match="stretches its positions itself, by RoPE type 'linear'"):
-        ModelConfig.find(str(path)).stretched("yarn:4")
+        linear.stretched("yarn:4")
+    # as a GGUF file of Llama 3.1 says it
+    factors = {"rope_type": "default", "rope_theta": 1e4, "frequency_factors": [1.0, 2.0, 4.0, 8.0]}
+    with pytest.raises(ConfigError, match="or by factors of its own"):
+        replace(linear, rope=factors).stretched("yarn:4")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 0, "num_experts": 4},
+        {"model_type": "smollm3", "no_rope_layers": [1]},
+    ],
+    ids=str,
+)
+def test_fields_that_make_no_sense_are_refused_by_both(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**NEEDED, "num_key_value_heads": 4, **fields}))
+    assert all(isinstance(said, str) for said in both(path))

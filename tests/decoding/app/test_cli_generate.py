@@ -73,6 +73,9 @@ def test_what_a_text_took_is_written_where_it_is_asked_for(tmp_path: Path) -> No
     line = refused(forked(tmp_path, *JOB, "--stats", str(tmp_path / "file" / "stats.json")))
     assert "--stats" in line
     assert "cannot be written" in line
+    os.mkfifo(tmp_path / "pipe")
+    line = refused(forked(tmp_path, *JOB, "--stats", str(tmp_path / "pipe")))
+    assert "is not a regular file" in line
 
 
 def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None:
