@@ -133,15 +133,12 @@ class ModelConfig:
 
         try:
             hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers raises whatever the broken field happens to break
-            if "trust_remote_code" in str(error):
-                raise _foreign_code(path) from error
-            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
-        try:
             return cls.from_hf(hf)
         except ConfigError:
             raise
         except Exception as error:  # whatever the broken field happens to break
+            if "trust_remote_code" in str(error):
+                raise _foreign_code(path) from error
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
 
     @classmethod

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 
 _VERSIONS = (2, 3)  # 1 counted in 32 bits, and is found nowhere
@@ -134,7 +135,7 @@ class _Parser:
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if _count(alignment) < 1 or alignment & (alignment - 1):
             raise _broken(self.path, f"has general.alignment {alignment!r}, not a power of two")
-        data_start = -(-self.at // alignment) * alignment
+        data_start = ceil_div(self.at, alignment) * alignment
         infos = {}
         for name, shape, kind, offset in places:
             if name in infos:

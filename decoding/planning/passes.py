@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from decoding.planning.needs import TextNeeds, weight_bytes
 from decoding.planning.profile import HardwareProfile
-from offload.layout import ceil_div
 from parallel.config import ModelConfig
-from parallel.sizes import idle_parameters
+from parallel.sizes import idle_parameters, vocab_rows
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int)
     A pass takes a row of it only, unless the embedding is the head too. Nor does it read experts
     that none of its tokens is given to.
     """
-    rows = 0 if config.tied else ceil_div(config.vocab, ranks)
+    rows = 0 if config.tied else vocab_rows(config.vocab, ranks)
     idle = int(idle_parameters(config, ranks, tokens)) + rows * config.hidden
     return weight_bytes(config, ranks, dtype) - idle * dtype.itemsize
 
