@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Fork, Job, forked, refused, tierforce
+from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Fork, forked, refused, tierforce
 
 PROMPT = "It was the best of times, it was the worst of times"
 NEW = ("--max-new-tokens", "40")
@@ -24,10 +24,10 @@ def test_the_text_is_the_same_however_many_ranks_write_it(tmp_path: Path) -> Non
     assert len(alone.out) > 80
     assert alone.err.count("\n") == 2  # what runs where, and what it took
     assert "40 written" in alone.err
-    two = tierforce(*JOB, "--gpus", "2")
+    two = tierforce(*JOB, "--gpus", "2")  # in interpreters of its own, and so are its ranks
     assert (two.code, two.out) == (0, alone.out)
     assert two.err.count("\n") == 2
-    launched = Job(*JOB, command=TORCHRUN).finish()
+    launched = Fork(tmp_path, *JOB, command=TORCHRUN).finish()
     assert (launched.code, launched.out) == (0, alone.out)
     assert "Traceback" not in launched.err
 
@@ -88,7 +88,7 @@ def test_text_arrives_while_it_is_written_and_a_reader_may_leave(tmp_path: Path)
         "--resident-layers",
         "0",
         "--link",
-        "emulated:0.001",
+        "emulated:0.01",
         "--max-new-tokens",
         "400",
         "--gpus",
