@@ -46,6 +46,12 @@ def pair(checkpoint: Callable[..., Path], target: Path) -> Pair:
     return Pair(target, checkpoint(seed=1, num_hidden_layers=1))
 
 
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[int]:
+    """The target's own greedy text behind PROMPT."""
+    return pair.text("plain", PROMPT, 100)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "sampling", [FULL, Sampling(0.6, top_p=0.9, seed=6)], ids=["full", "nucleus"]
@@ -58,10 +64,10 @@ def test_memory_and_link_do_not_change_a_sampled_text(
         {"resident_layers": 2, "link": "emulated:50"},
         {"resident_layers": 0, "link": "emulated:50", "prefill_chunk": 45},
     ]
-    want = pair.text(mode, PROMPT, 60, sampling, **SMALL)
+    want = pair.text(mode, PROMPT, 40, sampling, **SMALL)
     assert len(set(want)) > 10
     for place in places:
-        assert pair.text(mode, PROMPT, 60, sampling, **SMALL, **place) == want
+        assert pair.text(mode, PROMPT, 40, sampling, **SMALL, **place) == want
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -74,53 +80,66 @@ def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
     assert first != other
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompt", [*range(1, 10), 14, 15, 31, 32, 33, 80])
-def test_prompts_from_one_token_up(mode: str, prompt: int, pair: Pair, target: Path) -> None:
-    # around the sinks, the chunk, the window and the budget: sizes at which some part of some cache
-    # is empty
-    tokens = PROMPT[:prompt]
-    found = pair.text(mode, tokens, 30, resident_layers=1, **SMALL)
-    assert found == greedy_by_transformers(target, tokens, 30)
+# around the sinks, the chunk, the window and the budget: sizes at which some part of some cache is
+# empty
+PROMPT_LENGTHS = [*range(1, 10), 14, 15, 31, 32, 33, 80]
 
 
-def greedy_by_transformers(folder: Path, tokens: list[int], new: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@pytest.fixture(scope="module")
+def greedy_by_transformers(target: Path) -> dict[int, list[int]]:
+    """What transformers writes behind a prompt of each length."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    return model.generate(torch.tensor([tokens]), max_new_tokens=new, do_sample=False)[
-        0, len(tokens) :
-    ].tolist()
+    texts = {}
+    for length in PROMPT_LENGTHS:
+        prompt = torch.tensor([PROMPT[:length]])
+        text = model.generate(prompt, max_new_tokens=24, do_sample=False)
+        texts[length] = text[0, length:].tolist()
+    return texts
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("prompt", PROMPT_LENGTHS)
+def test_prompts_from_one_token_up(
+    mode: str, prompt: int, pair: Pair, greedy_by_transformers: dict[int, list[int]]
+) -> None:
+    found = pair.text(mode, PROMPT[:prompt], 24, resident_layers=1, **SMALL)
+    assert found == greedy_by_transformers[prompt]
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
-@pytest.mark.parametrize(("draft_length", "inner_length"), [(20, 2), (70, 1), (3, 40)])
+@pytest.mark.parametrize(
+    ("draft_length", "inner_length", "new"), [(20, 2, 100), (70, 1, 30), (3, 40, 60)]
+)
 def test_a_window_shorter_than_a_draft(
-    mode: str, draft_length: int, inner_length: int, pair: Pair
+    mode: str, draft_length: int, inner_length: int, new: int, pair: Pair, plain: list[int]
 ) -> None:
     # it slides amid a draft, of which verification then takes back most
     lengths = {"draft_length": draft_length, "inner_length": inner_length}
-    found = pair.text(mode, PROMPT, 150, budget=16, chunk_size=4, window=1, sinks=1, **lengths)
-    assert found == pair.text("plain", PROMPT, 150)
+    found = pair.text(mode, PROMPT, new, budget=16, chunk_size=4, window=1, sinks=1, **lengths)
+    assert found == plain[:new]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 8])
-def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair) -> None:
+def test_a_text_has_the_length_asked_for(
+    mode: str, new: int, pair: Pair, plain: list[int]
+) -> None:
     with pair.engine(mode, **SMALL) as engine:
-        assert list(engine.generate(PROMPT, new)) == pair.text("plain", PROMPT, 8)[:new]
+        assert list(engine.generate(PROMPT, new)) == plain[:new]
         assert engine.stats.new_tokens == new
         assert engine.stats.finish_reason == "length"
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_token_ends_the_text_and_is_no_part_of_it(mode: str, pair: Pair) -> None:
-    whole = pair.text(mode, PROMPT, 60, FULL, **SMALL)
-    for place in range(60):
+    whole = pair.text(mode, PROMPT, 24, FULL, **SMALL)
+    for place in range(24):
         before = whole[:place]
         if whole[place] in before:
             continue
         with pair.engine(mode, stop=[whole[place], 1000], **SMALL) as engine:
-            assert list(engine.generate(PROMPT, 60, FULL)) == before
+            assert list(engine.generate(PROMPT, 24, FULL)) == before
             assert engine.stats.finish_reason == "stop"
             assert engine.stats.new_tokens == place
 
