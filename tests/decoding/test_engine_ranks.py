@@ -24,7 +24,7 @@ from parallel.loading import parameter_bytes
 from support.engines import Pair
 from support.models import random_tokens
 
-NEW = 40
+NEW = 24
 DEEP = 8
 FULL = Sampling(1.0, seed=3)
 PROMPT, OTHER, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 90, 2_000))

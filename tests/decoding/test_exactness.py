@@ -16,7 +16,7 @@ from parallel.group import Group
 from support.engines import DEMO, Pair
 from support.texts import prompt
 
-NEW = 96
+NEW = 64
 LINKED = {"link": "emulated:50", "resident_layers": 1}
 
 
@@ -31,8 +31,10 @@ def plain(pair: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("summaries", [0, None, 16])
-@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+@pytest.mark.parametrize(
+    ("summaries", "mode"),
+    [(0, "retrieval"), (None, "retrieval"), (16, "retrieval"), (None, "hierarchical")],
+)
 def test_every_policy_writes_the_target_own_text(
     policy: str, summaries: int | None, mode: str, pair: Pair, plain: list[int]
 ) -> None:
@@ -40,10 +42,16 @@ def test_every_policy_writes_the_target_own_text(
     assert pair.text(mode, prompt("typing"), NEW, budget=300, **choices, **LINKED) == plain
 
 
-@pytest.mark.parametrize("mode", ["retrieval", "speculative", "hierarchical"])
-@pytest.mark.parametrize("lookup", [0, 1, 3])
+LENGTHS = [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}]
+
+
 @pytest.mark.parametrize(
-    "lengths", [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}]
+    ("mode", "lookup", "lengths"),
+    [  # every pair of them
+        (mode, lookup, LENGTHS[(row + column) % 3])
+        for row, mode in enumerate(["retrieval", "speculative", "hierarchical"])
+        for column, lookup in enumerate([0, 1, 3])
+    ],
 )
 def test_every_proposer_and_length_write_the_target_own_text(
     mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
@@ -65,11 +73,36 @@ def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
         assert engine.stats.tokens_per_verification > 1
 
 
-def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple[list[int], int]:
+Report = tuple[list[int], int]
+Case = tuple[str, bool | None, int]
+# mode, whether a draft is to be split, from how many bytes it is large; and its ranks
+SPLIT: list[tuple[Case, tuple[int, int]]] = [
+    (("hierarchical", True, 1 << 40), (2, 2)),
+    (("hierarchical", None, 1), (2, 2)),  # a draft of a byte is large
+    (("speculative", None, 1), (2, 2)),
+    (("speculative", False, 1), (1, 0)),
+    (("hierarchical", None, 1 << 40), (1, 0)),
+]
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[list[Report]]:
+    """What each of two ranks found in each case: they start once for all."""
+    return run_ranks(2, on_a_rank, prompt("typing"), [case for case, _ in SPLIT])
+
+
+def on_a_rank(tokens: list[int], cases: list[Case]) -> list[Report]:
+    group = Group.from_environment("cpu")
+    return [split_draft(group, tokens, *case) for case in cases]
+
+
+def split_draft(
+    group: Group, tokens: list[int], mode: str, shard: bool | None, large: int
+) -> Report:
     """The text, and over how many ranks the draft model is split; 0 where there is none."""
     decoding.planning.needs.SPLIT_DRAFT_BYTES = large
-    group = Group.from_environment("cpu")
-    settings = Settings(dtype="float32", **choices)
+    choices: dict[str, Any] = {"lookup": 3, "draft_length": 9, "shard_draft": shard, **LINKED}
+    settings = Settings(mode=mode, dtype="float32", budget=300, **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     draft = engine.runtime.draft
@@ -81,28 +114,12 @@ def split_draft(tokens: list[int], choices: dict[str, Any], large: int) -> tuple
     return text, draft.group.size if draft else 0
 
 
-@pytest.mark.parametrize(
-    ("mode", "shard", "large", "ranks"),
-    [
-        ("hierarchical", True, 1 << 40, (2, 2)),
-        ("hierarchical", None, 1, (2, 2)),  # a draft of a byte is large
-        ("speculative", None, 1, (2, 2)),
-        ("speculative", False, 1, (1, 0)),
-        ("hierarchical", None, 1 << 40, (1, 0)),
-    ],
-)
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: str(case[0]))
 def test_a_large_draft_is_split_over_the_ranks(
-    mode: str, shard: bool | None, large: int, ranks: tuple[int, int], plain: list[int]
+    case: tuple[Case, tuple[int, int]], reports: list[list[Report]], plain: list[int]
 ) -> None:
-    choices: dict[str, Any] = {
-        "mode": mode,
-        "budget": 300,
-        "lookup": 3,
-        "draft_length": 9,
-        "shard_draft": shard,
-        **LINKED,
-    }
-    (text, first), (nothing, second) = run_ranks(2, split_draft, prompt("typing"), choices, large)
+    index, ranks = SPLIT.index(case), case[1]
+    (text, first), (nothing, second) = (report[index] for report in reports)
     assert text == plain
     assert nothing == []
     assert (first, second) == ranks

@@ -244,7 +244,7 @@ def test_every_level_proposes_the_same(
     runs = []
     for graphs in (True, False):
         with demo.engine(mode, graphs=graphs, **choices) as engine:
-            text = list(engine.generate(prompt("typing"), 64))
+            text = list(engine.generate(prompt("typing"), 40))
             kinds = engine.stats.as_dict()["fixed_shapes"]
             if graphs:
                 assert kinds["replayed"] > 0
@@ -260,24 +260,40 @@ def test_every_level_proposes_the_same(
     assert runs[0] == runs[1]
 
 
-def on_a_rank(tokens: list[int], shard: bool) -> tuple[list[int], bool, dict[str, Any] | None]:
-    parallel.graphs.USES = 2
+@pytest.fixture(scope="module")
+def reports() -> list[dict[Any, Any]]:
+    """What each of two ranks found: they start once for all tests."""
+    return run_ranks(2, on_a_rank, prompt("typing"))
+
+
+def on_a_rank(tokens: list[int]) -> dict[Any, Any]:
     group = Group.from_environment("cpu")
+    return {
+        **{("broken", rank): broken_on_one(group, rank) for rank in (0, 1)},
+        **{case: failing_on_one(group, *case) for case in FAILURES},
+        **{("text", shard): text_of(group, tokens, shard) for shard in (False, True)},
+    }
+
+
+def text_of(
+    group: Group, tokens: list[int], shard: bool
+) -> tuple[list[int], bool, dict[str, Any] | None]:
+    parallel.graphs.USES = 2
     settings = Settings(dtype="float32", budget=300, graphs=True, shard_draft=shard)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     if group.rank:
         engine.follow()
         return [], graphs_work(group), None
-    text = list(engine.generate(tokens, 64))
+    text = list(engine.generate(tokens, 40))
     engine.close()
     return text, graphs_work(group), engine.stats.fixed_shapes
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_over_two_ranks(shard: bool, demo: Pair) -> None:
-    (text, possible, counts), (nothing, too, _) = run_ranks(2, on_a_rank, prompt("typing"), shard)
-    assert text == demo.text("plain", prompt("typing"), 64)
+def test_over_two_ranks(shard: bool, demo: Pair, reports: list[dict[Any, Any]]) -> None:
+    (text, possible, counts), (nothing, too, _) = (each["text", shard] for each in reports)
+    assert text == demo.text("plain", prompt("typing"), 40)
     assert nothing == []
     assert counts is not None
     assert counts["replayed"] > 0
@@ -285,16 +301,17 @@ def test_over_two_ranks(shard: bool, demo: Pair) -> None:
     assert possible is too is False  # a CPU records nothing
 
 
-def failing_on_one(fails: int, record: Callable[[Made], Made]) -> dict[str, Any]:
-    group = Group.from_environment("cpu")
+FAILURES = [(0, impossible), (1, impossible), (1, not_a_number)]
+
+
+def failing_on_one(group: Group, fails: int, record: Callable[[Made], Made]) -> dict[str, Any]:
     model = load_model(DEMO / "draft", group, "float32")
     runner = GraphRunner(True, Scripted(record if group.rank == fails else faithful), USES)
     compared(runner, model, 30)
     return runner.counts
 
 
-def broken_on_one(breaks: int) -> tuple[int, dict[str, Any]]:
-    group = Group.from_environment("cpu")
+def broken_on_one(group: Group, breaks: int) -> tuple[int, dict[str, Any]]:
     recorder = Scripted(faithful)
     recorder.broken = "a capture before this one" if group.rank == breaks else None
     runner = GraphRunner(True, recorder, USES)
@@ -303,18 +320,18 @@ def broken_on_one(breaks: int) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("breaks", [0, 1])
-def test_nobody_captures_what_one_rank_will_not(breaks: int) -> None:
-    for made, counts in run_ranks(2, broken_on_one, breaks):
+def test_nobody_captures_what_one_rank_will_not(breaks: int, reports: list[dict[Any, Any]]) -> None:
+    for made, counts in (each["broken", breaks] for each in reports):
         assert made == 0
         assert (counts["refused"], counts["why"]) == (2, "a capture before this one")
 
 
-@pytest.mark.parametrize(("fails", "record"), [(0, impossible), (1, impossible), (1, not_a_number)])
+@pytest.mark.parametrize("case", FAILURES)
 def test_what_one_rank_cannot_record_no_rank_replays(
-    fails: int, record: Callable[[Made], Made]
+    case: tuple[int, Callable[[Made], Made]], reports: list[dict[Any, Any]]
 ) -> None:
     """Ranks that replayed and ranks that did not would take each other's sums."""
-    for counts in run_ranks(2, failing_on_one, fails, record):
+    for counts in (each[case] for each in reports):
         assert (counts["replayed"], counts["refused"]) == (0, 2)
         assert counts["why"]
 
