@@ -17,6 +17,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import bench.paper.jobs
 import bench.paper.recipes
 from bench.harness.data import documents
 from bench.paper.published import RECIPES, Experiment, Recipe
@@ -92,6 +93,12 @@ def test_a_row_runs_at_reduced_size_and_says_so(
         Experiment("two", full, None),
     )
     monkeypatch.setattr(bench.paper.recipes, "RECIPES", {"offload": Recipe("about", rows)})
+
+    def fork(command: list[str]) -> SimpleNamespace:
+        assert command[:3] == [sys.executable, "-m", "decoding.cli"]
+        return SimpleNamespace(returncode=forked(tmp_path, *command[3:]).code)
+
+    monkeypatch.setattr(bench.paper.jobs, "subprocess", SimpleNamespace(run=fork))
     output = tmp_path / "found.json"
     done = run("offload", "--output", str(output))
     assert done.exit_code == 0, done.output
