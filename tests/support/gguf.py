@@ -50,8 +50,14 @@ def blocks(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
 
 def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return the rows of Q or K in the order of llama.cpp's RoPE, as its converter does."""
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+    split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(split.swapaxes(1, 2).reshape(weight.shape))
+
+
+def halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of Q or K as transformers has them, of those that `neighbours` gives."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 
 
 def convert(
