@@ -7,6 +7,7 @@ There the draft is the target itself, and whatever it proposes must stand.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 Checkpoints = Callable[..., Path]
 
 
+@cache
 def wanted(folder: Path) -> list[int]:
     """Return what transformers writes."""
     model = AutoModelForCausalLM.from_pretrained(

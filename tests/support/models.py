@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,12 @@ def random_tokens(count: int, vocab: int = TINY["vocab_size"], seed: int = 0) ->
 @torch.inference_mode()
 def reference_logits(folder: Path, tokens: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return what transformers answers to tokens (T,) in one pass: logits (T, V) float32."""
-    model = AutoModelForCausalLM.from_pretrained(
+    return reference_model(folder, dtype)(tokens[None]).logits[0].float()
+
+
+@lru_cache(maxsize=4)
+def reference_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Return the transformers model in a folder, which is not to be written to any more."""
+    return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    return model(tokens[None]).logits[0].float()
