@@ -205,6 +205,16 @@ def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(
         peer(job()).run()
 
 
+# as `python -m bench`, but peers are forks, which need not import all of it again
+FORKING = """
+import sys
+import bench.harness.process
+from bench.__main__ import main
+bench.harness.process._START = "fork"
+main(sys.argv[1:])
+"""
+
+
 def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
     options = [
@@ -219,14 +229,18 @@ def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     ]
     command = [
         sys.executable,
-        "-m",
-        "bench",
+        "-c",
+        FORKING,
         "compare",
         *options,
         "--link",
         "emulated:5",
         "--budget",
         "128",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
     ]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -226,9 +226,9 @@ def by_engine(case: Case, costs: CostSource) -> Decision | None:
 
 @pytest.mark.parametrize("observed", [False, True], ids=["predicted", "observed"])
 def test_both_decide_the_same(observed: bool) -> None:
-    """On 200 machines, with models, texts and settings as they come."""
+    """On 120 machines, with models, texts and settings as they come."""
     decided: list[Decision] = []
-    for seed in range(200):
+    for seed in range(120):
         case = case_of(seed)
         costs = costs_of(case, observed)
         found = by_plan(case, costs)
@@ -236,7 +236,7 @@ def test_both_decide_the_same(observed: bool) -> None:
         if found is not None:
             decided.append(found)
     # and there was something to decide
-    assert len(decided) > 100
+    assert len(decided) > 60
     for choices in zip(*decided, strict=True):
         assert len(set(choices)) > 1
 
