@@ -70,10 +70,18 @@ def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> N
                 torch.testing.assert_close(found, was, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (4, 0), (4, 16), (4, 7)])
-@pytest.mark.parametrize("start", [5, 40, 70])  # no prefix, within the budget, past it
-def test_on_a_retrieval_cache(start: int, chunk: int, summary: int, policy: str) -> None:
+STARTS = [5, 40, 70]  # no prefix, within the budget, past it
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunk", "summary", "start"),
+    [  # every pair of policy, shape and start
+        (policy, *shape, STARTS[(row + column) % 3])
+        for row, policy in enumerate(POLICIES)
+        for column, shape in enumerate([(1, 0), (4, 0), (4, 16), (4, 7)])
+    ],
+)
+def test_on_a_retrieval_cache(policy: str, chunk: int, summary: int, start: int) -> None:
     shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(start)
     target, middle = pair(make_test_link("view"), 2, shape, policy)
     fixed, story = Fixed(middle), text(start)

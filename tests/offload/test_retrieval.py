@@ -40,7 +40,9 @@ DRAFT = 6
 SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-sizes = pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
+SIZES = [(1, 0), (1, 16), (4, 0), (4, 16)]
+sizes = pytest.mark.parametrize(("chunk", "summary"), SIZES)
+PLACES = [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)]
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -58,12 +60,14 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("link", "resident"),
-    [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)],
+    ("policy", "chunk", "summary", "link", "resident"),
+    [  # every pair of policy, sizes and place
+        (policy, *size, *PLACES[(row + column) % 4])
+        for row, policy in enumerate(POLICIES)
+        for column, size in enumerate(SIZES)
+    ],
     indirect=["link"],
 )
-@sizes
-@every_policy
 def test_every_pass_is_what_brute_force_gives(
     policy: str, chunk: int, summary: int, link: Link, resident: int
 ) -> None:
