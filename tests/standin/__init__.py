@@ -182,6 +182,7 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
     """
     _guard()
     machine = Machine(index, memory)
+    gc.freeze()  # what is there already holds nothing of this GPU: it need not be looked through
     with ExitStack() as stack:
         for owner, name, value in _patches(machine, gpus):
             stack.enter_context(patch.object(owner, name, value))
@@ -191,6 +192,7 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
         stack.enter_context(OnGpu(machine))
         yield machine
     gc.collect()
+    gc.unfreeze()
     if machine.faults:
         raise Race("; ".join(machine.faults[:5]))
 

@@ -30,16 +30,12 @@ class OnGpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            func not in KERNELS
-            and func.namespace == "aten"
-            and func.has_kernel_for_dispatch_key(_COMPOSITE)
-        ):
+        if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if func in (aten.is_pinned.default, aten._pin_memory.default):
             return self._pin(func, args[0])
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         device = kwargs.get("device")
         gpus = [x for x in tensors if isinstance(x, GpuTensor)]
         if func in (aten.copy_.default, aten._to_copy.default) and (gpus or self._is_gpu(device)):
@@ -60,7 +56,7 @@ class OnGpu(TorchDispatchMode):
             )
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        return self._launch(func, args, kwargs)
+        return self._launch(func, tensors, args, kwargs)
 
     def _on_host(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         if self.machine.pinned and not is_view(func):
@@ -70,10 +66,10 @@ class OnGpu(TorchDispatchMode):
                 self.machine.step(self.machine.host, str(func), uses)
         return func(*args, **kwargs)
 
-    def _launch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        machine, first = self.machine, next(tensors_in((args, kwargs)), None)
+    def _launch(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        machine = self.machine
         if is_view(func):
-            out = func(*unwrapped(args), **unwrapped(kwargs))
+            first, out = tensors[0], func(*unwrapped(args), **unwrapped(kwargs))
             with torch.inference_mode(first.is_inference()):  # a view of a lasting tensor is one
                 return wrapped(out, first.block)
         if waits(func, args):
@@ -84,9 +80,7 @@ class OnGpu(TorchDispatchMode):
         written = mutated(func, args, kwargs)
         targets = {id(x) for x in written}
         accesses: list[Use] = [
-            (x.block, region_of(x), id(x) in targets)
-            for x in tensors_in((args, kwargs))
-            if isinstance(x, GpuTensor)
+            (x.block, region_of(x), id(x) in targets) for x in tensors if isinstance(x, GpuTensor)
         ]
         kernel = KERNELS.get(func, func)
         if machine.capture is not None:
@@ -195,6 +189,16 @@ class OnGpu(TorchDispatchMode):
 
 
 @cache
+def is_composite(func: Any) -> bool:
+    """Tell whether an operation is made of others, which then come here one by one."""
+    return (
+        func not in KERNELS
+        and func.namespace == "aten"
+        and func.has_kernel_for_dispatch_key(_COMPOSITE)
+    )
+
+
+@cache
 def known(func: Any) -> bool:
     """Tell whether a GPU can do this, as far as this build of torch knows.
 
@@ -208,6 +212,7 @@ def known(func: Any) -> bool:
     )
 
 
+@cache
 def is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(
@@ -217,18 +222,21 @@ def is_view(func: Any) -> bool:
 
 def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that are written to."""
-    if not func._schema.is_mutable:
+    places = written_places(func)
+    if not places:
         return []
-    named = {
-        **{each.name: value for each, value in zip(func._schema.arguments, args, strict=False)},
-        **kwargs,
-    }
-    names = [
-        each.name
-        for each in func._schema.arguments
+    values = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+    return [x for value in values for x in tensors_in(value)]
+
+
+@cache
+def written_places(func: Any) -> list[tuple[int, str]]:
+    """Return number and name of the arguments that an operation writes to."""
+    return [
+        (at, each.name)
+        for at, each in enumerate(func._schema.arguments)
         if each.alias_info is not None and each.alias_info.is_write
     ]
-    return [x for name in names for x in tensors_in(named.get(name))]
 
 
 def waits(func: Any, args: Any) -> bool:

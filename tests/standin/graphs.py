@@ -68,9 +68,7 @@ class Graph:
         uses = [(ref(block), region, write) for block, region, write in accesses]
         made = [getattr(block, "capture", None) for block, _, _ in accesses]
         own = [capture is not None and capture() is self for capture in made]
-        self.nodes.append(
-            Node(what, uses, own, lambda: kernel(*args, **kwargs), list(tensors_in(out)))
-        )
+        self.nodes.append(Node(what, uses, own, lambda: kernel(*args, **kwargs), tensors_in(out)))
         return args[0] if in_place and args else out
 
     def end(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,14 +41,18 @@ class GpuTensor(Tensor):
         return f"GpuTensor({self.inner!r})"
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for each in values:
-            yield from tensors_in(each)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
+        return [values]
+    if not isinstance(values, tuple | list | dict):
+        return []
+    found: list[Tensor] = []
+    for each in values.values() if isinstance(values, dict) else values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list | dict):
+            found += tensors_in(each)
+    return found
 
 
 def unwrapped(values: Any) -> Any:
