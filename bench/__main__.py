@@ -15,6 +15,7 @@ COMMANDS = {  # name: module, and what it measures
     "prefill": ("bench.speed.prefill", "tokens a second and peak memory of prefill"),
     "transfer": ("bench.speed.transfer", "whether copies hide behind compute"),
     "acceptance": ("bench.drafts.acceptance", "how often proposals stand, by policy and budget"),
+    "needle": ("bench.drafts.needle", "whether what drafts still knows what was said early"),
     "recipes": ("bench.paper.recipes", "the published experiments, at full or reduced size"),
     "loss": ("bench.checks.loss", "the loss per token along a text, and with stretched RoPE"),
     "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),

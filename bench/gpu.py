@@ -1,9 +1,10 @@
 """What only a GPU can tell, in a few minutes: the CUDA tests, the link, a 7B model's passes.
 
 The model has Llama-2-7B's dimensions and weights that were drawn: it costs what the real one costs,
-and writes nonsense. Device memory is capped at a consumer card's, so that offloading is real on a
-larger card too; the text is 130,048 tokens, or fewer where host memory is short. What is measured
-is kept after every part, so that a lease that ends loses no more than the part under way.
+and writes nonsense. A model that is named (`--target`) reads real text. Device memory is capped at a
+consumer card's, so that offloading is real on a larger card too; the text is 130,048 tokens, or
+fewer where the model or the host's memory ends before. What is measured is kept after every part,
+so that a lease that ends loses no more than the part under way.
 
 The physics: copies should run at the bandwidth that one large copy from pinned memory reaches; a
 verification should take the larger of its link time and its compute; prefill should be bound by
@@ -18,17 +19,19 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from bench.harness.decode_loop import decode_loop
 from bench.harness.dimensions import LLAMA_7B, LLAMA_68M, TINY, config_of
+from bench.harness.options import Draft, Rope
 from bench.harness.record import benchmark, prepare, save
 from bench.harness.tables import cell, heading, say, show
+from bench.harness.text import prompt_tokens
 from bench.speed.passes import DRAFTED, passes
-from decoding import Sampling, Settings
+from decoding import Engine, Sampling, Settings
 from decoding.planning.passes import prefill_flops
 from decoding.probe.rates import matmul_rate
 from decoding.runtime import Runtime
@@ -44,7 +47,7 @@ from parallel.group import Group
 from parallel.loading import random_model
 
 CONTEXT = 130_048
-# target and draft
+# target and draft of drawn weights
 PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}
 
 
@@ -104,13 +107,12 @@ def measure_link(report: Report, link: Link) -> float:
     return rate
 
 
-def measure_prefill(report: Report, runtime: Runtime, context: int) -> Session:
-    """Read a prompt that was drawn; return the session behind it."""
+def measure_prefill(report: Report, runtime: Runtime, prompt: list[int]) -> Session:
+    """Read a prompt; return the session behind it."""
+    context = len(prompt)
     config, device = runtime.target.config, runtime.target.group.device
     arithmetic = matmul_rate(device, runtime.dtype)
     report.add("prefill", "one large matrix product", arithmetic / 1e12, "TFLOP/s")
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(config.vocab, (context,), generator=generator).tolist()
     started = time.perf_counter()
     session = Session(runtime, prompt, DRAFTED)
     report.add("prefill", "memory planned and allocated", time.perf_counter() - started, "s")
@@ -152,18 +154,40 @@ def measure_rounds(report: Report, session: Session) -> None:
     stats = decoder.stats
     report.add("rounds", "a round", 1e3 * seconds / stats.passes, "ms")
     report.add("rounds", "tokens drafted in it", stats.proposed_per_pass or 0.0)
-    what = "tokens per verification (drawn weights: says nothing)"
+    what = "tokens per verification (drawn weights say nothing)"
     report.add("rounds", what, stats.tokens_per_pass or 0.0)
     for name, value in session.forward.counts.items():
         report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
     report.add("rounds", "peak memory", gigabytes(session.runtime.link.peak()), "GB")
 
 
+def models(
+    target: str, draft: str | None, group: Group, settings: Settings
+) -> tuple[Runtime, Any | None]:
+    """Return models of drawn weights, or those that are named and their tokenizer."""
+    if target not in PAIRS:
+        engine = Engine.from_pretrained(target, draft, settings, group=group)
+        return engine.runtime, engine.tokenizer
+    drawn = (random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[target])
+    return Runtime.make(*drawn, "hierarchical", settings), None
+
+
+def prompt_of(config: ModelConfig, tokenizer: Any | None, tokens: int) -> list[int]:
+    """Return so many tokens of real text, and drawn ones for drawn weights."""
+    if tokenizer is not None:
+        return prompt_tokens(tokenizer, tokens)
+    generator = torch.Generator().manual_seed(0)
+    drawn: list[int] = torch.randint(config.vocab, (tokens,), generator=generator).tolist()
+    return drawn
+
+
 @benchmark
 def main(
-    pair: Annotated[
-        str, typer.Option(help="Dimensions: 7b, or tiny to see that all of it runs.")
+    target: Annotated[
+        str, typer.Option(help="Drawn weights: 7b, or tiny to see that all of it runs; or a model.")
     ] = "7b",
+    draft: Draft = None,
+    rope: Rope = None,
     context: Annotated[
         int, typer.Option(help="Prompt tokens, fewer where host memory is short.")
     ] = CONTEXT,
@@ -183,8 +207,6 @@ def main(
 ) -> None:
     """Run every part, print one table, and keep what was measured as it comes."""
     prepare(0)
-    if pair not in PAIRS:
-        raise typer.BadParameter(f"{pair} is not one of {', '.join(PAIRS)}", param_hint="--pair")
     group, cap, report = Group.from_environment(device), int(device_memory * 1e9), Report(output)
     if group.device.type == "cuda":
         total = torch.cuda.get_device_properties(group.device).total_memory
@@ -193,7 +215,7 @@ def main(
         if tests:  # elsewhere they run on a stand-in
             run_cuda_tests(report)
     settings = Settings(
-        mode="hierarchical",
+        rope=rope,
         budget=budget,
         link=link,
         resident_layers=resident_layers,
@@ -203,16 +225,14 @@ def main(
     recorded = "yes" if settings.graphs else "no"
     report.add("device", "short passes can be recorded as CUDA graphs", recorded)
     with torch.inference_mode():
-        target, draft = (
-            random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[pair]
-        )
-        runtime = Runtime.make(target, draft, settings.mode, settings)
+        runtime, tokenizer = models(target, draft, group, settings)
         rate = measure_link(report, runtime.link)
-        tokens = context_that_fits(target.config, runtime.dtype, context)
-        session = measure_prefill(report, runtime, tokens)
+        config = runtime.target.config
+        tokens = min(context_that_fits(config, runtime.dtype, context), config.max_positions - 1024)
+        session = measure_prefill(report, runtime, prompt_of(config, tokenizer, tokens))
         measure_passes(report, session, rate)
         measure_rounds(report, session)
         runtime.link.close()
     where = f"{group.device}, at most {device_memory:g} GB of device memory"
-    show(f"{pair} at {tokens:,} tokens on {where}", report.rows)
+    show(f"{target} at {tokens:,} tokens on {where}", report.rows)
     print(f"written to {output}")

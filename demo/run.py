@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,6 @@ OUT = Path(__file__).parent / "out"
 CHAPTER, CHARACTERS = "compound", 26_000  # some 6,500 tokens: SmolLM2 was trained for 8,192
 QUESTION = "Summarize the text above in a few sentences."
 OPTIONS = {
-    "model": "smollm2",
     "chat": None,
     "gpus": "2",
     "device": "cpu",
@@ -40,10 +40,11 @@ COLUMNS = {
 }
 
 
-def answer(mode: str, prompt: Path, console: Console) -> dict[str, Any]:
+def answer(model: str, mode: str, prompt: Path, console: Console) -> dict[str, Any]:
     """Run `tierforce generate` in this mode, which streams its text; return what it took."""
     stats = OUT / f"{mode}.json"
-    options = {**OPTIONS, "mode": mode, "prompt-file": str(prompt), "stats": str(stats)}
+    files = {"prompt-file": str(prompt), "stats": str(stats)}
+    options = {"model": model, **OPTIONS, "mode": mode, **files}
     words = [word for name, value in options.items() for word in (f"--{name}", value) if word]
     console.print(
         "$ " + shlex.join(["tierforce", "generate", *words]),
@@ -60,7 +61,9 @@ def answer(mode: str, prompt: Path, console: Console) -> dict[str, Any]:
     return took
 
 
-def main() -> None:
+def main(
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, or a name.")] = "smollm2",
+) -> None:
     """Answer the question in both modes, and compare what they took."""
     started = time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -70,10 +73,10 @@ def main() -> None:
     console.print(
         "The document: the chapter on compound statements in Python's language reference.\n"
         "The machine: two CPU ranks; no KV stays on the 'device', and a thread a rank plays the "
-        "link at 0.1 GB/s.\nThe model: SmolLM2-135M-Instruct, 135 million parameters. It is small:"
-        " expect English, not wisdom.\n"
+        f"link at 0.1 GB/s.\nThe model: {model}. With 135 million parameters, as SmolLM2 has, "
+        "expect English, not wisdom.\n"
     )
-    took = {mode: answer(mode, prompt, console) for mode in ("retrieval", "plain")}
+    took = {mode: answer(model, mode, prompt, console) for mode in ("retrieval", "plain")}
     table = Table(title="The same question, model and sampling law", title_justify="left")
     table.add_column("")
     for heading in COLUMNS:
@@ -93,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

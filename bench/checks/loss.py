@@ -20,13 +20,24 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
-from bench.harness.options import Contexts, Dtype, Output, Target, Text, Threads, integers
+from bench.harness.options import (
+    SMOLLM2,
+    Contexts,
+    Dtype,
+    Output,
+    Target,
+    Text,
+    Threads,
+    integers,
+)
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
-from bench.harness.text import DEMO, prompt_tokens
+from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
 from decoding.session import Session
+from parallel.group import Group
+from parallel.loading import resolve
 
 CHUNK = 512  # tokens of a pass
 
@@ -74,7 +85,7 @@ def losses(logits: Iterator[Tensor], tokens: list[int], name: str) -> Tensor:
 
 @benchmark
 def main(
-    model: Target = DEMO / "target",
+    target: Target = SMOLLM2,
     text: Text = None,
     contexts: Contexts = "4096,8192,16384,32768",
     ropes: Annotated[
@@ -98,18 +109,13 @@ def main(
             draft_length=CHUNK,
             link="view",
         )
-        engine = Engine.from_pretrained(model, settings=settings)
+        engine = Engine.from_pretrained(target, settings=settings)
         tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
         ours = losses(our_logits(engine, tokens), tokens, f"rope {rope}")
         theirs = None
         if peer:
-            config = engine.runtime.target.config
-            hf = load_transformers(
-                model,
-                dtype,
-                rope_parameters=dict(config.rope),
-                max_position_embeddings=config.max_positions,
-            )
+            model, scratch = resolve(target, Group()), output.parent / "converted"
+            hf = load_transformers(model, dtype, scratch, settings.rope)
             theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
         for length in lengths:
             part = slice(length - last - 1, length - 1)

@@ -17,46 +17,59 @@ from typing import Annotated
 
 import typer
 
-from bench.harness.options import NewTokens, Output
+from bench.harness.options import NATIVE, SMOLLM2, Draft, NewTokens, Output, Rope, Target
 from bench.harness.process import Died, call_in_process
 from bench.harness.record import benchmark, prepare, save
 from bench.harness.tables import say, show
-from bench.harness.text import DEMO, prompt_tokens
+from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.defaults import USABLE_SHARE
 from offload.errors import TierForceError
 from offload.memory_plan import device_tiers
+from parallel.config import ModelConfig
 from parallel.loading import parameter_bytes
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One text, and what it is decoded with."""
+    """One text, and what it is decoded with. Shares are of the context and of the layers."""
 
-    context: int
-    mode: str
+    part: float
+    mode: str  # auto: hierarchical where there is a draft model, else retrieval
     link: str = "view"
-    resident_layers: int | None = None  # None: as many as there are
-    budget: int = 4096
+    resident: float = 1.0
+    budget: int = 1024
     dtype: str = "bfloat16"
     # of the resident layers, in the least memory that has room for them behind prefill
     late_layers: int = 0
 
 
 SETTINGS = [
-    Setting(32_768, "plain"),
-    Setting(65_536, "hierarchical", "emulated:8", 3),
-    Setting(49_152, "hierarchical", "emulated:8", 0, 1024, "float32"),
-    Setting(65_536, "retrieval", "emulated:8", 1, 16_384),
-    Setting(32_768, "speculative", "emulated:8", 5, dtype="float32"),
-    Setting(65_536, "hierarchical", "emulated:8", 4, 2048, late_layers=1),
+    Setting(0.5, "plain"),
+    Setting(1.0, "auto", "emulated:8", 0.5),
+    Setting(0.75, "auto", "emulated:8", 0.0, 512, "float32"),
+    Setting(1.0, "retrieval", "emulated:8", 0.2, 4096),
+    Setting(0.5, "speculative", "emulated:8", 0.8, dtype="float32"),
+    Setting(1.0, "auto", "emulated:8", 0.7, 2048, late_layers=1),
 ]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all settings are run with: models by their names, and the longest prompt."""
+
+    target: str
+    draft: str | None
+    rope: str | None
+    context: int
+    new: int
 
 
 @dataclass(frozen=True)
 class Row(Setting):
     """A setting with what its plan says, and what became of it within a share of that."""
 
+    context: int = 0
     share: float = 1.0
     planned_mb: float | None = None
     device_mb: float | None = None
@@ -78,23 +91,22 @@ def data_bytes() -> int:
     return int(status.split("VmData:")[1].split()[0]) << 10
 
 
-def engine_for(setting: Setting, new: int) -> Engine:
-    """Load the built-in pair; where layers are to be late, with no more memory than that takes."""
+def engine_for(setting: Setting, job: Job) -> Engine:
+    """Load the models; where layers are to be late, with no more memory than that takes."""
+    layers = int(setting.resident * ModelConfig.find(job.target).layers)
     settings = Settings(
         mode=setting.mode,
+        rope=job.rope,
         dtype=setting.dtype,
         link=setting.link,
-        resident_layers=setting.resident_layers,
+        resident_layers=layers,
         budget=setting.budget,
     )
-    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, device="cpu")
+    engine = Engine.from_pretrained(job.target, job.draft, settings, device="cpu")
     if not setting.late_layers:
         return engine
     runtime = engine.runtime
-    layers = setting.resident_layers
-    if layers is None:
-        layers = runtime.target.config.layers
-    needs = runtime.needs.memory(setting.context, new)
+    needs = runtime.needs.memory(int(setting.part * job.context), job.new)
     phases = device_tiers(needs, layers, setting.late_layers)
     models = [each for each in (runtime.target, runtime.draft) if each is not None]
     memory = sum(map(parameter_bytes, models)) + max(sum(phase.values()) for phase in phases)
@@ -102,15 +114,15 @@ def engine_for(setting: Setting, new: int) -> Engine:
     return Engine(runtime, engine.tokenizer, engine.stop_tokens)
 
 
-def limited(setting: Setting, share: float, new: int) -> Row:
+def limited(setting: Setting, share: float, job: Job) -> Row:
     """Decode under `share` of the memory that the plan asks for.
 
     In a process of its own, for the limit stays.
     """
     prepare(0)
-    engine = engine_for(setting, new)
+    engine, new = engine_for(setting, job), job.new
     list(engine.generate([1] * 300, 20))  # threads and their memory
-    prompt = prompt_tokens(engine.tokenizer, setting.context)
+    prompt = prompt_tokens(engine.tokenizer, int(setting.part * job.context))
     place = engine.runtime.plan(len(prompt), new)
     before, wanted = data_bytes(), place.device_bytes + place.host_bytes
     limit = before + int(share * wanted / USABLE_SHARE)
@@ -122,7 +134,8 @@ def limited(setting: Setting, share: float, new: int) -> Row:
     except (MemoryError, RuntimeError, TierForceError) as error:
         ended = type(error).__name__
     return Row(
-        **asdict(setting),
+        **asdict(replace(setting, mode=engine.runtime.mode)),
+        context=len(prompt),
         share=share,
         planned_mb=wanted / 1e6,
         device_mb=place.device_bytes / 1e6,
@@ -134,9 +147,9 @@ def limited(setting: Setting, share: float, new: int) -> Row:
     )
 
 
-def run(setting: Setting, share: float, new: int) -> Row:
+def run(setting: Setting, share: float, job: Job) -> Row:
     """Decode within a share of the plan; a process that dies has a row too."""
-    row, _ = call_in_process(limited, setting, share, new)
+    row, _ = call_in_process(limited, setting, share, job)
     if isinstance(row, Died):
         return Row(**asdict(setting), share=share, ended=str(row))
     return row
@@ -144,17 +157,25 @@ def run(setting: Setting, share: float, new: int) -> Row:
 
 @benchmark
 def main(
+    target: Target = SMOLLM2,
+    draft: Draft = None,
+    rope: Rope = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens of the longest.")] = NATIVE,
     new_tokens: NewTokens = 48,
     settings: Annotated[int, typer.Option(help="How many of the settings.")] = len(SETTINGS),
     output: Output = Path("results/memory.json"),
 ) -> None:
     """Decode every setting within what its plan asks for, and within half of it."""
-    rows = []
+    rows, job = [], Job(target, draft, rope, context, new_tokens)
     for setting in SETTINGS[:settings]:
+        if setting.mode == "speculative" and draft is None:
+            say("speculative is left out: it needs a draft model, give --draft")
+            continue
         for share in (1.0, 0.5):
-            rows.append(run(setting, share, new_tokens))
-            say(f"{setting.context:,} tokens, {setting.mode}, {share:g}: {rows[-1].ended}")
-    show("Decoding within the memory planned for (1.0), and within half", rows)
+            rows.append(run(setting, share, job))
+            say(f"{setting.part:g} of the context, {setting.mode}, {share:g}: {rows[-1].ended}")
+    shares = ("part", "resident")
+    show("Decoding within the memory planned for (1.0), and within half", rows, hidden=shares)
     held = all(row.held for row in rows)
     print(
         "every plan held, and every half failed"

@@ -19,10 +19,21 @@ import torch
 import typer
 
 from bench.harness.decode_loop import decode_loop
-from bench.harness.options import Draft, Dtype, NewTokens, Output, Target, Text, Threads
+from bench.harness.options import (
+    NATIVE,
+    SMOLLM2,
+    Draft,
+    Dtype,
+    NewTokens,
+    Output,
+    Rope,
+    Target,
+    Text,
+    Threads,
+)
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
-from bench.harness.text import DEMO, prompt_tokens
+from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.forecast import forecast
@@ -38,22 +49,22 @@ SAMPLING = Sampling(0.6, top_p=0.9, seed=1)
 
 @dataclass(frozen=True)
 class Setting:
-    """One run. Tokens, and GB/s: no link where the rate is 0."""
+    """One run: shares of the context and of the layers, tokens, and GB/s; no link at rate 0."""
 
-    context: int
-    mode: str
+    part: float
+    mode: str  # auto: hierarchical where there is a draft model, else retrieval
     rate: float = 0.0
-    resident: int = 0
+    resident: float = 0.0
     budget: int = 1024
     draft: int = 8
     inner: int = 2
 
-    def settings(self, dtype: str) -> Settings:
-        return Settings(
+    def settings(self, base: Settings, layers: int) -> Settings:
+        return replace(
+            base,
             mode=self.mode,
-            dtype=dtype,
             link=f"emulated:{self.rate}" if self.rate else "view",
-            resident_layers=self.resident if self.rate else None,
+            resident_layers=int(self.resident * layers) if self.rate else None,
             budget=self.budget,
             draft_length=self.draft,
             inner_length=self.inner,
@@ -61,19 +72,19 @@ class Setting:
 
 
 SETTINGS = [
-    Setting(8192, "plain"),
-    Setting(32_768, "plain"),
-    Setting(16_384, "plain", 1.0),
-    Setting(16_384, "plain", 0.5, resident=3),
-    Setting(8192, "hierarchical", 0.5, draft=16),
-    Setting(16_384, "hierarchical", 0.5, draft=16),
-    Setting(16_384, "hierarchical", 0.25, resident=2, draft=24, budget=2048),
-    Setting(16_384, "hierarchical", 1.0, draft=8, inner=3),
-    Setting(32_768, "hierarchical", 0.5, draft=32, budget=4096),
-    Setting(32_768, "hierarchical", 1.0, resident=3, draft=12, budget=2048),
-    Setting(16_384, "hierarchical", draft=4),
-    Setting(32_768, "hierarchical", draft=6, budget=4096),
-    Setting(16_384, "retrieval", 0.5, draft=12, budget=2048),
+    Setting(0.25, "plain"),
+    Setting(1.0, "plain"),
+    Setting(0.5, "plain", 1.0),
+    Setting(0.5, "plain", 0.5, resident=0.5),
+    Setting(0.25, "auto", 0.5, draft=16),
+    Setting(0.5, "auto", 0.5, draft=16),
+    Setting(0.5, "auto", 0.25, resident=0.3, draft=24, budget=2048),
+    Setting(0.5, "auto", 1.0, draft=8, inner=3),
+    Setting(1.0, "auto", 0.5, draft=32, budget=2048),
+    Setting(1.0, "auto", 1.0, resident=0.5, draft=12, budget=2048),
+    Setting(0.5, "auto", draft=4),
+    Setting(1.0, "auto", draft=6, budget=2048),
+    Setting(0.5, "retrieval", 0.5, draft=12, budget=2048),
 ]
 
 
@@ -127,6 +138,7 @@ def acceptance_of(tokens: float, length: int) -> float:
 
 def compare(setting: Setting, session: Session, machine: HardwareProfile) -> Row:
     """Run a setting, and predict it with the acceptance that the run showed."""
+    mode = session.runtime.mode
     started = time.perf_counter()
     first = int(session.prefill().argmax())
     first_s = time.perf_counter() - started
@@ -138,14 +150,14 @@ def compare(setting: Setting, session: Session, machine: HardwareProfile) -> Row
     acceptance = Acceptance(outer, inner, needs.budget)
     told = forecast(needs, session.plan, machine, context, session.new, acceptance)
     return Row(
-        setting.context,
-        setting.mode,
+        context,
+        mode,
         setting.rate or None,
         session.plan.resident_layers,
         setting.budget,
         setting.draft,
         setting.inner,
-        outer if setting.mode != "plain" else None,
+        outer if mode != "plain" else None,
         first_s,
         told.prefill_s,
         told.prefill_s / first_s - 1,
@@ -169,9 +181,11 @@ def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
 
 @benchmark
 def main(
-    model: Target = DEMO / "target",
-    draft: Draft = DEMO / "draft",
+    target: Target = SMOLLM2,
+    draft: Draft = None,
+    rope: Rope = None,
     text: Text = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens of the longest.")] = NATIVE,
     new_tokens: NewTokens = 96,
     plain_tokens: Annotated[
         int, typer.Option(help="Tokens per run of plain decoding over a link, which is slow.")
@@ -183,18 +197,19 @@ def main(
 ) -> None:
     """Predict every setting's time to first token and ms/token, run it, and compare."""
     prepare(threads)
-    engine = Engine.from_pretrained(model, draft, Settings(dtype=dtype))
+    engine = Engine.from_pretrained(target, draft, Settings(rope=rope, dtype=dtype))
+    base, layers = engine.runtime.settings, engine.runtime.target.config.layers
+    tokens = prompt_tokens(engine.tokenizer, context, text)
     machine, rows = here(engine), list[Row]()
-    # makes kernels, once a process
-    Session(engine.runtime, prompt_tokens(engine.tokenizer, SETTINGS[0].context, text), 1).prefill()
+    Session(engine.runtime, tokens[: context // 4], 1).prefill()  # makes kernels, once a process
     for setting in SETTINGS[:settings]:
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
-        runtime = engine.runtime.with_settings(setting.settings(dtype))
+        runtime = engine.runtime.with_settings(setting.settings(base, layers))
         if setting.rate:
             with closing(Copies(runtime.link, 4 << 20)) as copies:
                 link_in, link_out = copies.rate(out=False), copies.rate(out=True)
             machine = replace(machine, link_in=link_in, link_out=link_out)
-        prompt = prompt_tokens(engine.tokenizer, setting.context, text)
+        prompt = tokens[: int(setting.part * context)]
         rows.append(compare(setting, Session(runtime, prompt, new + 1), machine))
         runtime.link.close()
         told, took = rows[-1].predicted_ms_per_token, rows[-1].ms_per_token

@@ -25,11 +25,20 @@ import typer
 
 from bench.drafts.needle import needles
 from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
-from bench.harness.options import Target, Temperature, Text, Threads, TopP, decimals, integers
+from bench.harness.options import (
+    SMOLLM2,
+    Target,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+    decimals,
+    integers,
+)
 from bench.harness.plots import plots_of
 from bench.harness.record import benchmark, prepare, save
 from bench.harness.tables import say, show
-from bench.harness.text import DEMO, prompts, text_tokens
+from bench.harness.text import prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
@@ -169,7 +178,7 @@ def chunk_variants(sizes: Sequence[int]) -> list[Variant]:
 
 @benchmark
 def main(
-    target: Target = DEMO / "target",
+    target: Target = SMOLLM2,
     text: Text = None,
     parts: Annotated[str, typer.Option(help=f"Of {PARTS}.")] = PARTS,
     context: Annotated[

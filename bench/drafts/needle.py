@@ -1,57 +1,83 @@
-"""A needle in a long text: something said early and asked for at the end.
+"""A needle in a long text: something said once and asked for at the end.
 
 Does the proposer still know it? A window of recent tokens cannot know. Retrieval can, if its
-selection finds the place. The words asked for are given (teacher-forced), and each is judged by the
-plain laws, at temperature 1: what full attention gives it, what the policy gives it, and the
-probability that the policy's proposal would stand there. Two models are asked: the built-in pair's
-target, with sentences in a novel, and a model made by hand that can do nothing but recall
-(`bench/drafts/recall.py`), with facts among fillers.
+selection finds the place. A sentence is planted in a real text; the question comes behind it,
+through the model's chat template, and the answer is begun in the sentence's own words. What follows
+in the sentence is given (teacher-forced), and each token of it is judged by the plain laws, at
+temperature 1: what full attention gives it, what the policy gives it, and the probability that the
+policy's proposal would stand there.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
-from bench.drafts import recall
-from bench.drafts.overlap import PolicyTrace, Variant
-from decoding import Sampling, Settings
+from bench.drafts.overlap import OURS, STATIC, PolicyTrace, Variant
+from bench.harness.options import (
+    NATIVE,
+    SMOLLM2,
+    Budget,
+    Context,
+    Dtype,
+    Output,
+    Rope,
+    Target,
+    Text,
+    Threads,
+    decimals,
+)
+from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
+from bench.harness.text import text_tokens
+from decoding import Engine, Sampling, Settings
+from decoding.prompt import Template
 from decoding.runtime import Runtime
 
-NEEDLES = [
-    ("The secret word of the lighthouse keeper at Saltmarsh is", " marigold thunder seventeen."),
+NEEDLES = [  # a question, how its answer begins, and the words that only the text can tell
     (
-        "Remember that old Captain Ferrovance keeps his treasure",
+        "What is the secret word of the lighthouse keeper?",
+        "The secret word of the lighthouse keeper is",
+        " marigold thunder seventeen.",
+    ),
+    (
+        "Where does Captain Ferrovance keep his treasure?",
+        "Captain Ferrovance keeps his treasure",
         " beneath the crooked willow by the abbey wall.",
     ),
-    ("The name that Miss Abernathy wrote upon the glass was", " Zebulon Quickwater of Tamworth."),
     (
-        "It was known to nobody that Doctor Pellworm came from",
+        "What name did Miss Abernathy write upon the glass?",
+        "The name that Miss Abernathy wrote upon the glass was",
+        " Zebulon Quickwater of Tamworth.",
+    ),
+    (
+        "Where does Doctor Pellworm come from?",
+        "Doctor Pellworm comes from",
         " the island of Vostrakia in the frozen sea.",
     ),
 ]
 DEPTHS = (0.1, 0.3, 0.5)
 FULL = "full attention"
-BUILT_IN, RECALL = "built-in target", "made to recall"
-INTERVAL = 4  # words between verifications
+INTERVAL = 4  # tokens between verifications
 Scores = tuple[float, float, float]  # probability, overlap, stands
 
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the planted words, by model and by who proposes."""
+    """Means over the planted tokens, by who proposes."""
 
-    model: str
     policy: str
-    probability: float  # q(word)
+    probability: float  # q(token)
     overlap: float
-    stands: float  # min(1, q(word) / p(word))
+    stands: float  # min(1, q(token) / p(token))
 
 
 def needles(
@@ -60,47 +86,41 @@ def needles(
     tokens: Sequence[int],
     context: int,
     variants: Sequence[Variant],
+    depths: Sequence[float] = DEPTHS,
 ) -> list[Row]:
-    """Return a row per model and policy, full attention first."""
-    scores: dict[tuple[str, str], list[Scores]] = {}
-
-    def add(model: str, judged: dict[str, Scores]) -> None:
+    """Return a row per policy, full attention first."""
+    scores: dict[str, list[Scores]] = {}
+    for number, depth in product(range(len(NEEDLES)), depths):
+        prompt = planted(tokenizer, tokens, context, number, depth)
+        answer = _plain(tokenizer, NEEDLES[number][2])
+        judged = judge(runtime, prompt, answer, variants)
+        say(f"needle {number + 1} at {depth:g}: probability {judged[FULL][0]:.2f}")
         for policy, each in judged.items():
-            scores.setdefault((model, policy), []).append(each)
-
-    for number, depth in product(range(len(NEEDLES)), DEPTHS):
-        prompt = _planted(tokenizer, tokens, context, number, depth)
-        words = _plain(tokenizer, NEEDLES[number][1])
-        add(BUILT_IN, judge(runtime, prompt, words, variants))
-    settings = Settings(mode="retrieval")
-    by_hand = Runtime.make(recall.recall_model(context + 64), None, "retrieval", settings)
-    for index, depth in product(range(recall.FACTS), DEPTHS):
-        prompt = _fact_among_fillers(context, index, depth)
-        add(RECALL, judge(by_hand, prompt, recall.answer(index), variants))
+            scores.setdefault(policy, []).append(each)
     return [
-        Row(model, policy, *(statistics.fmean(each) for each in zip(*found, strict=True)))
-        for (model, policy), found in scores.items()
+        Row(policy, *(statistics.fmean(each) for each in zip(*found, strict=True)))
+        for policy, found in scores.items()
     ]
 
 
 def judge(
-    runtime: Runtime, prompt: list[int], words: list[int], variants: Sequence[Variant]
+    runtime: Runtime, prompt: list[int], answer: list[int], variants: Sequence[Variant]
 ) -> dict[str, Scores]:
-    """Return means over the words by policy, with a verification every INTERVAL words."""
-    trace, sampling = PolicyTrace(runtime, prompt, len(words), variants, INTERVAL), Sampling(1.0)
+    """Return means over the answer by policy, with a verification every INTERVAL tokens."""
+    trace, sampling = PolicyTrace(runtime, prompt, len(answer), variants, INTERVAL), Sampling(1.0)
     model, target = trace.model, trace.target
-    # the prompt's last token is read once more, so that the first word is judged too
+    # the prompt's last token is read once more, so that the first of the answer is judged too
     target.crop(len(prompt) - 1)
     for cache in trace.caches.values():
         # each verification selects, though the first one ends where the prompt did
         cache.min_interval = 0
     laws: dict[str, list[Tensor]] = {FULL: []}
-    for rows in torch.tensor([*prompt[-1:], *words[:-1]]).split(INTERVAL):
+    for rows in torch.tensor([*prompt[-1:], *answer[:-1]]).split(INTERVAL):
         for variant, cache in trace.caches.items():
             laws.setdefault(variant.name, []).append(sampling.law(model(rows, cache, len(rows))))
         laws[FULL].append(sampling.law(model(rows, target, len(rows))))
         target.advance(len(rows))
-    following = torch.tensor(words)[:, None]
+    following = torch.tensor(answer)[:, None]
     truth = torch.cat(laws[FULL])
     p = truth.gather(1, following)
     scores: dict[str, Scores] = {}
@@ -112,30 +132,47 @@ def judge(
     return scores
 
 
-def _planted(
+def planted(
     tokenizer: Any, tokens: Sequence[int], context: int, number: int, depth: float
 ) -> list[int]:
-    """Return `context` tokens with a needle at `depth` of them, and its beginning at the end."""
-    question, answer = NEEDLES[number]
-    needle = _plain(tokenizer, f"\n\n{question}{answer}\n\n")
-    ask = _plain(tokenizer, f"\n\n{question}")
-    filler = context - len(needle) - len(ask)
-    start = number * max(0, len(tokens) - filler) // len(NEEDLES)
-    text = list(tokens[start : start + filler])
-    before = int(depth * filler)
-    return [*text[:before], *needle, *text[before:], *ask]
-
-
-def _fact_among_fillers(context: int, index: int, depth: float) -> list[int]:
-    before = int(depth * context)
-    behind = context - before - recall.WORDS - 1
-    return [
-        *recall.fillers(before, 2 * index),
-        *recall.fact(index),
-        *recall.fillers(behind, 2 * index + 1),
-        recall.question(index),
-    ]
+    """Return `context` tokens: a needle at `depth` of a text, its question, its answer begun."""
+    question, begun, answer = NEEDLES[number]
+    needle = _plain(tokenizer, f"\n\n{begun}{answer}\n\n")
+    template = Template.summary(tokenizer, question)
+    asked = [*template.after, *_plain(tokenizer, begun)]
+    room = context - len(template.before) - len(needle) - len(asked)
+    start = number * max(0, len(tokens) - room) // len(NEEDLES)
+    text = list(tokens[start : start + room])
+    at = int(depth * room)
+    return [*template.before, *text[:at], *needle, *text[at:], *asked]
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False).input_ids
+    tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return tokens
+
+
+@benchmark
+def main(
+    target: Target = SMOLLM2,
+    rope: Rope = None,
+    text: Text = None,
+    context: Context = NATIVE,
+    budget: Budget = 768,
+    depths: Annotated[str, typer.Option(help="Shares of the text before the needle.")] = ",".join(
+        map(str, DEPTHS)
+    ),
+    dtype: Dtype = "float32",
+    threads: Threads = 0,
+    output: Output = Path("results/needle.json"),
+) -> None:
+    """Judge full attention, a window (StreamingLLM) and retrieval at one budget."""
+    prepare(threads)
+    settings = Settings(mode="retrieval", rope=rope, dtype=dtype)
+    engine = Engine.from_pretrained(target, settings=settings)
+    tokens = text_tokens(engine.tokenizer, text)
+    kinds = (Variant("window", budget, summary=0), Variant("mass", budget, summary=0))
+    variants = [*kinds, *(replace(each, budget=budget) for each in (STATIC, OURS))]
+    rows = needles(engine.runtime, engine.tokenizer, tokens, context, variants, decimals(depths))
+    title = f"A needle in {context:,} tokens, asked for at the end: a budget of {budget:,}, {dtype}"
+    publish(output, title, rows)

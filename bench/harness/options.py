@@ -5,10 +5,18 @@ from typing import Annotated
 
 import typer
 
-Target = Annotated[Path, typer.Option(help="Target model folder.")]
-Draft = Annotated[Path, typer.Option(help="Draft model folder.")]
+SMOLLM2 = "smollm2"  # the target of every benchmark that is told no other
+NATIVE = 7424  # tokens of a prompt that SmolLM2's 8,192 positions have room for, with an answer
+
+_NAMES = "a Hugging Face folder, a GGUF file, a name on the hub, or smollm2"
+Target = Annotated[str, typer.Option(help=f"Target model: {_NAMES}.")]
+Draft = Annotated[str | None, typer.Option(help="Draft model, likewise; by default none.")]
+Rope = Annotated[
+    str | None, typer.Option(help="Stretch positions: yarn:4, for texts beyond the model's limit.")
+]
 Text = Annotated[
-    Path | None, typer.Option(help="Text to read; Python's language reference by default.")
+    Path | None,
+    typer.Option(help="File or folder of text; Python's language reference by default."),
 ]
 Context = Annotated[int, typer.Option(help="Prompt tokens.")]
 Contexts = Annotated[str, typer.Option(help="Prompt tokens, separated by commas.")]

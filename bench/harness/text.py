@@ -1,31 +1,44 @@
-"""Long real text that is on every machine: Python's own language reference."""
+"""Long real text: a file's, a folder's, or that of Python's language reference."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from decoding.app.documents import find_documents
+from decoding.loading import load_tokenizer
 from offload.errors import TierForceError
+from parallel.group import Group
+from parallel.loading import resolve
 
 BUILT_IN = "pydoc_data.topics"  # the name of the text that is on every machine
-DEMO = Path(__file__).parents[2] / "demo"  # the built-in pair
+
+
+def tokenizer_of(model: str) -> Any:
+    """Return the tokenizer of the model that a name stands for. Raises TierForceError."""
+    return load_tokenizer(resolve(model, Group()))
 
 
 def long_text(path: Path | None = None) -> str:
-    """Return the text of a file, or Python's language reference (465 KB in Python 3.11)."""
+    """Return the text of a file, of all files of a folder, or Python's language reference.
+
+    Python 3.11 has 465 KB of it. Raises TierForceError.
+    """
     if path is not None:
-        return path.read_text(encoding="utf-8")
+        return "\n\n".join(each.read() for each in find_documents(path).documents)
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def text_tokens(tokenizer, path: Path | None = None) -> list[int]:
+def text_tokens(tokenizer: Any, path: Path | None = None) -> list[int]:
     """Return all tokens of that text."""
-    return tokenizer(long_text(path)).input_ids
+    tokens: list[int] = tokenizer(long_text(path)).input_ids
+    return tokens
 
 
-def prompt_tokens(tokenizer, tokens: int, path: Path | None = None) -> list[int]:
+def prompt_tokens(tokenizer: Any, tokens: int, path: Path | None = None) -> list[int]:
     """Return the first `tokens` tokens of that text. Raises TierForceError when it has fewer."""
     every = text_tokens(tokenizer, path)
     if len(every) < tokens:

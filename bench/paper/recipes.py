@@ -1,8 +1,9 @@
 """The published experiments: what was published, what is predicted, and what is measured here.
 
 A recipe runs at full size where its checkpoint is in the Hugging Face cache and there are GPUs
-enough, and with the built-in pair at reduced size elsewhere; every row says which, with its
-settings, and the commands at full size are printed. A reduced run tells what the machinery does,
+enough, and with a small model at reduced size elsewhere; every row says which, with its
+settings, and the commands at full size are printed. Without a draft model a reduced run drafts by
+prompt lookup and the retrieval cache alone. A reduced run tells what the machinery does,
 not what a 7B model on a 4090 does: its times are to be compared with each other, not with those
 published. Predictions assume one acceptance rate, whatever the temperature or chunk size: the one
 that the first published row implies.
@@ -21,25 +22,20 @@ import torch
 import typer
 from huggingface_hub import try_to_load_from_cache
 
-from bench.drafts.needle import Row as NeedleRow
-from bench.drafts.needle import needles
-from bench.drafts.overlap import OURS, STATIC, Variant
 from bench.harness.data import documents
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
-from bench.harness.record import benchmark, prepare, publish, save
+from bench.harness.options import SMOLLM2, Draft, Target
+from bench.harness.record import benchmark, prepare, save
 from bench.harness.tables import say, show
-from bench.harness.text import DEMO, text_tokens
 from bench.paper.jobs import summarize
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
-from decoding import Engine, Settings
+from decoding import Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.needs import TextNeeds
 from decoding.planning.outlook import look_ahead
 from decoding.planning.profile import HardwareProfile
 from offload.errors import TierForceError
 
-NEEDLE = "needle"
-NEEDLE_CONTEXT = 16_384
 FEW = 12  # tokens of plain decoding over an emulated link, which is slow
 CHARACTERS = 5  # of a token, at most: what is cut is long enough
 Measured = dict[str, float | None]  # medians over records, by the record's field
@@ -70,20 +66,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Study:
-    """Where documents come from, how many are read, and where commands leave their files."""
+    """Models of reduced runs, where documents come from, and where commands leave their files."""
 
+    target: str
+    draft: str | None
     data: str | None
     books: int
     folder: Path
 
     def row(self, experiment: Experiment) -> Row:
         """Run an experiment on this machine and predict it. Raises TierForceError."""
-        ours = self.measure(experiment, "hierarchical")
+        drafting = "hierarchical" if self.draft or is_here(experiment) else "retrieval"
+        ours = self.measure(experiment, drafting)
         plain = self.measure(experiment, "plain") if experiment.plain else {}
         predicted_ms, assumed = predict(experiment, "hierarchical")
         predicted_plain_ms = predict(experiment, "plain")[0] if experiment.plain else None
         ms, plain_ms = ours.get("ms_per_token"), plain.get("ms_per_token")
-        settings = options_here(experiment, "hierarchical") or {}
+        settings = {"mode": drafting} | (options_here(experiment, drafting) or {})
         return Row(
             experiment.name,
             experiment.published,
@@ -101,14 +100,14 @@ class Study:
             ours.get("acceptance"),
             ours.get("tokens_per_verification"),
             ours.get("time_to_first_token_s"),
-            ", ".join(f"{name} {value}" for name, value in settings.items()),
+            ", ".join(f"{name} {value}" for name, value in settings.items() if ours),
         )
 
     def measure(self, experiment: Experiment, mode: str) -> Measured:
         """Return medians over the books' records; {} where it cannot be run."""
         if (options := options_here(experiment, mode)) is None:
             return {}
-        models = str(DEMO / "target"), str(DEMO / "draft")
+        models = self.target, self.draft
         if is_here(experiment):
             models = experiment.checkpoint, DRAFT
         texts = documents(self.data, self.books, CHARACTERS * options["context"])
@@ -140,9 +139,9 @@ def is_here(experiment: Experiment) -> bool:
     return enough and cached(experiment.checkpoint) and cached(DRAFT)
 
 
-def arguments_of(model: str, draft: str, mode: str, options: Options) -> list[str]:
+def arguments_of(model: str, draft: str | None, mode: str, options: Options) -> list[str]:
     """Return the arguments of `tierforce summarize`, without its files."""
-    arguments = ["--model", model, "--draft", draft, "--mode", mode]
+    arguments = ["--model", model, *(["--draft", draft] if draft else []), "--mode", mode]
     for name, value in options.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     return arguments
@@ -196,31 +195,11 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs)
 
 
-def needle_rows() -> list[NeedleRow]:
-    """Judge retrieval and a window, with the built-in target and a model that can recall."""
-    settings = Settings(dtype="float32", mode="retrieval")
-    engine = Engine.from_pretrained(DEMO / "target", None, settings)
-    variants = (Variant("window", 768, 8, 0), STATIC, OURS)
-    tokens = text_tokens(engine.tokenizer)
-    return needles(engine.runtime, engine.tokenizer, tokens, NEEDLE_CONTEXT, variants)
-
-
-def run_needle(output: Path) -> None:
-    """Show a needle found by retrieval, and not by a window."""
-    title = (
-        f"A needle in {NEEDLE_CONTEXT:,} tokens: retrieval against a window (StreamingLLM), at a "
-        "budget of 768"
-    )
-    publish(output, title, needle_rows(), recipe=NEEDLE)
-    print(
-        "At full size: python -m bench acceptance --parts needle --target <checkpoint> "
-        "--context 130048 --text <a book>"
-    )
-
-
 @benchmark
 def main(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join([*RECIPES, NEEDLE])}.")],
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
+    target: Target = SMOLLM2,
+    draft: Draft = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -236,12 +215,9 @@ def main(
 ) -> None:
     """Run one published experiment, at full size where this machine can, else at reduced size."""
     prepare(0)
-    if name not in (*RECIPES, NEEDLE):
-        raise typer.BadParameter(f"{name} is not one of {', '.join([*RECIPES, NEEDLE])}")
+    if name not in RECIPES:
+        raise typer.BadParameter(f"{name} is not one of {', '.join(RECIPES)}")
     output = output or Path("results") / f"recipe-{name}.json"
-    if name == NEEDLE:
-        run_needle(output)
-        return
     recipe = RECIPES[name]
     parts = [part.strip() for part in rows.split(",")]
     chosen = [each for each in recipe.rows if any(part in each.name for part in parts)]
@@ -249,7 +225,9 @@ def main(
         known = ", ".join(each.name for each in recipe.rows)
         raise typer.BadParameter(f"no row is named like that: {known}", param_hint="--rows")
     document: dict[str, Any] = {"recipe": name, "about": recipe.about, "rows": []}
-    run_rows(chosen, data, recipe.books, output, document)
+    with tempfile.TemporaryDirectory() as folder:
+        study = Study(target, draft, data, recipe.books, Path(folder))
+        run_rows(chosen, study, output, document)
     if document["rows"]:
         show(f"{recipe.about}. Times are ms/token", document["rows"], hidden=["settings"])
         for row in document["rows"]:
@@ -263,16 +241,14 @@ def main(
 
 
 def run_rows(
-    chosen: list[Experiment], data: str | None, books: int, output: Path, document: dict[str, Any]
+    chosen: list[Experiment], study: Study, output: Path, document: dict[str, Any]
 ) -> None:
     """Run experiments one by one; what is finished is in the document, and on disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        study = Study(data, books, Path(folder))
-        try:
-            for each in chosen:
-                document["rows"].append(study.row(each))
-                save(output, document, quiet=True)
-        except KeyboardInterrupt:
-            say("interrupted: what is finished is kept")
-        except TierForceError as error:
-            raise TierForceError(f"{each.name}: {error}") from error
+    try:
+        for each in chosen:
+            document["rows"].append(study.row(each))
+            save(output, document, quiet=True)
+    except KeyboardInterrupt:
+        say("interrupted: what is finished is kept")
+    except TierForceError as error:
+        raise TierForceError(f"{each.name}: {error}") from error

@@ -15,10 +15,11 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What all peers are given."""
+    """What all peers are given. Models are folders or GGUF files."""
 
     target: Path
-    draft: Path
+    draft: Path | None
+    rope: str | None  # how positions are stretched, such as yarn:4
     prompt: list[int]
     new: int
     sampling: Sampling
@@ -49,10 +50,17 @@ class Result:
     acceptance: dict[str, float | None] = field(default_factory=dict)
     link_bytes_per_token: float | None = None
     round: RoundMedians | None = None
+    note: str | None = None
 
 
 class Peer(ABC):
     """One way to continue a text. Made and run in a process of its own."""
+
+    note: str | None = None  # what a reader of its row should know
+
+    @staticmethod
+    def convert(job: Job) -> None:
+        """Make what loading needs and keep it, in a process that is not measured."""
 
     def __init__(self, job: Job):
         """Load the models. Raises Unavailable."""

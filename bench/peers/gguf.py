@@ -1,109 +1,89 @@
-"""A target as GGUF, for llama.cpp: the same weights in the same dtype.
+"""What peers load in place of a GGUF file: the same numbers, dequantised once and kept.
 
-There is no vocabulary in it, for llama.cpp is given token ids.
+The folder is what transformers itself makes of the file. The file in 16 or 32 bits has the metadata
+of the one it is made of.
 """
 
 from __future__ import annotations
 
+import shutil
+import zlib
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from parallel.config import ConfigError, ModelConfig
+from parallel.gguf_header import read_header
+from parallel.named import is_gguf
 
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_OTHERS = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+KINDS = {"bfloat16": "BF16", "float32": "F32"}  # what GGUF calls our dtypes
 
 
-def to_gguf(folder: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write `path` from the checkpoint in `folder`, in bfloat16 or float32.
+def hugging_face_folder(target: Path, dtype: str, scratch: Path) -> Path:
+    """Return a folder that transformers loads fast: a GGUF file is written as one, in `dtype`."""
 
-    Raises ConfigError for what this does not convert.
-    """
-    from gguf import GGMLQuantizationType, GGUFWriter
+    def make(path: Path) -> None:
+        from transformers import AutoModelForCausalLM, GgufConfig
 
-    config = ModelConfig.from_pretrained(folder)
-    rope = config.rope
-    biased = config.qkv_bias or config.o_bias or config.mlp_bias
-    plain = config.family in ("llama", "mistral") and rope["rope_type"] == "default"
-    if biased or not plain:
-        raise ConfigError(
-            f"{folder}: only llama and mistral with plain RoPE and without biases are converted "
-            "for llama.cpp."
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            target.parent,
+            gguf_file=target.name,
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    writer = GGUFWriter(unfinished, "llama")
-    _describe(writer, config)
-    heads = {"attn_q": config.heads, "attn_k": config.kv_heads}
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in load_file(file).items():
-            if (known := _name(name)) is None or (known == "output.weight" and config.tied):
+        model.save_pretrained(path)
+
+    return _kept(target, scratch, dtype, make) if is_gguf(target) else target
+
+
+def dequantised(target: Path, dtype: str, scratch: Path) -> Path:
+    """Return the same GGUF file with its matrices in `dtype`, bfloat16 or float32."""
+
+    def make(path: Path) -> None:
+        from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+        from gguf.quants import dequantize, quantize
+
+        reader = GGUFReader(target)
+        kind = GGMLQuantizationType[KINDS[dtype]]
+        writer = GGUFWriter(path, read_header(target).metadata["general.architecture"])
+        for name, field in reader.fields.items():
+            if name.startswith("GGUF.") or name == "general.architecture":  # the writer's own
                 continue
-            kind = known.split(".")[-2]
-            if kind in heads:
-                tensor = _interleaved(tensor, heads[kind])
-            if tensor.ndim == 1 or dtype == torch.float32:
-                writer.add_tensor(known, tensor.float().numpy())
+            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+        for tensor in reader.tensors:
+            numbers = dequantize(tensor.data, tensor.tensor_type)
+            if numbers.ndim == 1:  # which llama.cpp wants in float32
+                writer.add_tensor(tensor.name, numbers)
             else:
-                half = tensor.to(torch.bfloat16).contiguous().view(torch.int16)
-                raw = half.numpy().view(np.uint8)
-                writer.add_tensor(known, raw, raw_dtype=GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    unfinished.replace(path)  # a file that was begun and not finished is none
+                writer.add_tensor(tensor.name, quantize(numbers, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    return _kept(target, scratch, f"{dtype}.gguf", make)
 
 
-def _describe(writer: Any, config: ModelConfig) -> None:
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.intermediate)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab)
-    writer.add_tokenizer_model("no_vocab")
+def kernels(path: Path) -> str:
+    """Return the type that most matrices of a GGUF file have, such as Q4_1."""
+    from gguf import GGMLQuantizationType
+
+    matrices = [each for each in read_header(path).tensors.values() if len(each.shape) > 1]
+    return GGMLQuantizationType(Counter(each.kind for each in matrices).most_common(1)[0][0]).name
 
 
-def _name(name: str) -> str | None:
-    """Return what GGUF calls a tensor of a checkpoint; None for what it has no use for."""
-    if name in _OTHERS:
-        return _OTHERS[name]
-    if not name.startswith("model.layers."):
-        return None
-    index, _, rest = name.removeprefix("model.layers.").partition(".")
-    known = _LAYER.get(rest.removesuffix(".weight"))
-    return f"blk.{index}.{known}.weight" if known else None
-
-
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Return rows in the order of llama.cpp's RoPE.
-
-    It turns neighbours, where Hugging Face's turns the two halves of a head.
-    """
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+def _kept(source: Path, scratch: Path, suffix: str, make: Callable[[Path], None]) -> Path:
+    """Return what is made of a file once, and again when the file is another one."""
+    identity = zlib.crc32(f"{source.resolve()} {source.stat().st_mtime}".encode())
+    path = scratch / f"{source.stem}-{identity:08x}-{suffix}"
+    if not path.exists():
+        scratch.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        if unfinished.is_dir():
+            shutil.rmtree(unfinished)
+        make(unfinished)
+        unfinished.replace(path)
+    return path

@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from bench.peers.base import Job, Peer, Result, Unavailable
+from bench.peers.gguf import hugging_face_folder, kernels
 from decoding import Sampling
+from parallel.config import ModelConfig
+from parallel.named import is_gguf
 
 
 class Clock(BaseStreamer):
@@ -40,11 +43,22 @@ def warped(law: Sampling) -> dict[str, Any]:
     }
 
 
-def load_transformers(name: str | Path, dtype: str, **config: Any) -> Any:
-    """Return transformers' model of a folder; `config` takes the place of fields of its config."""
-    kind = getattr(torch, dtype)
+def load_transformers(
+    model: Path, dtype: str, scratch: Path, rope: str | None = None, **options: Any
+) -> Any:
+    """Return transformers' model of a folder or a GGUF file, with its positions stretched.
+
+    What a GGUF file becomes is kept in `scratch`. `options` are of `from_pretrained`.
+    """
+    if rope:
+        config = ModelConfig.from_pretrained(model).stretched(rope)
+        options["rope_parameters"] = dict(config.rope)
+        options["max_position_embeddings"] = config.max_positions
     return AutoModelForCausalLM.from_pretrained(
-        name, dtype=kind, trust_remote_code=False, **config
+        hugging_face_folder(model, dtype, scratch),
+        dtype=getattr(torch, dtype),
+        trust_remote_code=False,
+        **options,
     ).eval()
 
 
@@ -53,21 +67,30 @@ class Transformers(Peer):
 
     extra: Callable[[Transformers], dict[str, Any]] = staticmethod(lambda peer: {})
 
+    @staticmethod
+    def convert(job: Job) -> None:
+        for model in (job.target, job.draft):
+            if model is not None:
+                hugging_face_folder(model, job.dtype, job.scratch)
+
     def __init__(self, job: Job):
         super().__init__(job)
+        if is_gguf(job.target):
+            self.note = f"{kernels(job.target)} weights, dequantised before: the same numbers"
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model: Any = self._load(job.target)
+        self.model: Any = self._load(job.target, job.rope)
 
-    def _load(self, folder: Path) -> Any:
-        model = load_transformers(folder, self.job.dtype).to(self.device)
+    def _load(self, model: Path, rope: str | None = None) -> Any:
+        loaded = load_transformers(model, self.job.dtype, self.job.scratch, rope).to(self.device)
         # no stop token: all make as many tokens
-        model.generation_config = GenerationConfig(pad_token_id=0)
-        return model
+        loaded.generation_config = GenerationConfig(pad_token_id=0)
+        return loaded
 
     def run(self) -> Result:
         job, clock, law = self.job, Clock(), self.job.sampling
         torch.manual_seed(law.seed)
         prompt = torch.tensor([job.prompt], device=self.device)
+        extra = type(self).extra(self)  # which may load a model
         started = time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
@@ -76,7 +99,7 @@ class Transformers(Peer):
                 max_new_tokens=job.new,
                 streamer=clock,
                 **warped(law),
-                **type(self).extra(self),
+                **extra,
             )
         first = clock.times[1]  # the first call hands over the prompt
         tokens = out[0, len(job.prompt) :].tolist()
@@ -91,11 +114,10 @@ def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transf
 class Accelerate(Transformers):
     """accelerate's cpu_offload: weights come layer by layer; the cache stays on the device."""
 
-    def _load(self, folder: Path) -> Any:
+    def _load(self, model: Path, rope: str | None = None) -> Any:
         from accelerate import cpu_offload
 
-        model = super()._load(folder).to("cpu")
-        return cpu_offload(model, execution_device=self.device)
+        return cpu_offload(super()._load(model, rope).to("cpu"), execution_device=self.device)
 
 
 def offloaded(peer: Transformers) -> dict[str, Any]:
@@ -106,5 +128,7 @@ def offloaded(peer: Transformers) -> dict[str, Any]:
 
 
 def assisted(peer: Transformers) -> dict[str, Any]:
-    """Return what asks for drafts by the draft model."""
+    """Return what asks for drafts by the draft model. Raises Unavailable without one."""
+    if peer.job.draft is None:
+        raise Unavailable("it needs a draft model: give --draft")
     return {"assistant_model": peer._load(peer.job.draft)}

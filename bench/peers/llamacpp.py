@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import time
-import zlib
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from bench.peers.base import Job, Peer, Result, Unavailable
-from bench.peers.gguf import to_gguf
+from bench.peers.gguf import dequantised, kernels
+from parallel.config import ModelConfig
+from parallel.named import is_gguf
 
 
 class LlamaCpp(Peer):
-    """llama.cpp, with the target converted to GGUF once; its KV cache is in float16."""
+    """llama.cpp on the very GGUF file of the target; its KV cache is in float16."""
 
     def __init__(self, job: Job):
         super().__init__(job)
-        if find_spec("llama_cpp") is None:
-            raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
-        config = job.target.resolve() / "config.json"
-        identity = zlib.crc32(f"{config} {config.stat().st_mtime}".encode())
-        path = job.scratch / f"{config.parent.name}-{job.dtype}-{identity:08x}.gguf"
-        if not path.is_file():
-            to_gguf(job.target, path, getattr(torch, job.dtype))
+        _check(job)
         from llama_cpp import Llama  # pyright: ignore
 
-        threads = torch.get_num_threads()
+        path, threads = self._file(), torch.get_num_threads()
+        self.note = f"{kernels(path)} kernels"
         self.model = Llama(
             str(path),
             n_ctx=len(job.prompt) + job.new,
@@ -35,7 +33,11 @@ class LlamaCpp(Peer):
             n_gpu_layers=-1 if torch.cuda.is_available() else 0,
             flash_attn=True,
             verbose=False,
+            **stretched(job),
         )
+
+    def _file(self) -> Path:
+        return self.job.target
 
     def run(self) -> Result:
         self.model.set_seed(self.job.sampling.seed)
@@ -49,3 +51,38 @@ class LlamaCpp(Peer):
             if len(tokens) == self.job.new:
                 break
         return Result(first - started, time.perf_counter() - first, tokens)
+
+
+class Dequantised(LlamaCpp):
+    """llama.cpp on the same weights in the dtype that all others compute in."""
+
+    @staticmethod
+    def convert(job: Job) -> None:
+        _check(job)
+        dequantised(job.target, job.dtype, job.scratch)
+
+    def _file(self) -> Path:
+        return dequantised(self.job.target, self.job.dtype, self.job.scratch)
+
+
+def _check(job: Job) -> None:
+    """Raise Unavailable where llama.cpp cannot load the target."""
+    if find_spec("llama_cpp") is None:
+        raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
+    if not is_gguf(job.target):
+        raise Unavailable("llama.cpp takes a GGUF file: give one with --target")
+
+
+def stretched(job: Job) -> dict[str, Any]:
+    """Return how llama.cpp is asked for the job's YaRN."""
+    if not job.rope:
+        return {}
+    rope = ModelConfig.from_pretrained(job.target).stretched(job.rope).rope
+    from llama_cpp import LLAMA_ROPE_SCALING_TYPE_YARN  # pyright: ignore
+
+    return {
+        "rope_scaling_type": LLAMA_ROPE_SCALING_TYPE_YARN,
+        "rope_freq_scale": 1 / rope["factor"],
+        "yarn_ext_factor": 1.0,
+        "yarn_orig_ctx": rope["original_max_position_embeddings"],
+    }

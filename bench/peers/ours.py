@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from bench.peers.base import Job, Peer, Result, RoundMedians
+from bench.peers.base import Job, Peer, Result, RoundMedians, Unavailable
 from decoding import Engine, Settings
+from offload.errors import TierForceError
 
 
 class Ours(Peer):
@@ -21,8 +22,12 @@ class Ours(Peer):
     def __init__(self, job: Job):
         super().__init__(job)
         link = "auto" if torch.cuda.is_available() else "view"
-        base: dict[str, Any] = {"dtype": job.dtype, "budget": job.budget, "link": link}
-        settings = Settings(**base | self._chosen())
+        base: dict[str, Any] = {"dtype": job.dtype, "rope": job.rope, "budget": job.budget}
+        settings = Settings(**base | {"link": link} | self._chosen())
+        try:
+            settings.resolved_mode(job.draft is not None)
+        except TierForceError as error:
+            raise Unavailable("it needs a draft model: give --draft") from error
         self.engine = Engine.from_pretrained(job.target, job.draft, settings)
         self.engine.stop_tokens = frozenset()
 

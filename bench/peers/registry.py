@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.peers.base import Peer
 from bench.peers.hugging_face import Accelerate, assisted, offloaded, transformers
-from bench.peers.llamacpp import LlamaCpp
+from bench.peers.llamacpp import Dequantised, LlamaCpp
 from bench.peers.ours import ours
 from bench.peers.zero import OffloadingZeroInference, ZeroInference
 
@@ -15,6 +15,7 @@ PEERS: dict[str, type[Peer]] = {
     "ours: hierarchical": ours(mode="hierarchical"),
     "ours: hierarchical and lookup": ours(mode="hierarchical", lookup=3),
     "ours: plain offloaded": ours(mode="plain", resident_layers=0),
+    "ours: retrieval offloaded": ours(mode="retrieval", resident_layers=0),
     "ours: hierarchical offloaded": ours(mode="hierarchical", resident_layers=0),
     "transformers: dynamic cache": transformers(lambda peer: {}),
     "transformers: static cache": transformers(
@@ -27,4 +28,5 @@ PEERS: dict[str, type[Peer]] = {
     "DeepSpeed ZeRO-Inference": ZeroInference,
     "DeepSpeed ZeRO-Inference with KV offloaded": OffloadingZeroInference,
     "llama.cpp": LlamaCpp,
+    "llama.cpp: dequantised": Dequantised,
 }

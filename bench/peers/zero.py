@@ -13,6 +13,7 @@ import torch
 
 from bench.harness.ranks import free_port
 from bench.peers.base import Job, Peer, Result, Unavailable
+from bench.peers.gguf import hugging_face_folder
 from bench.peers.hugging_face import Transformers, warped
 from bench.peers.zero_kv import initialized
 
@@ -20,10 +21,10 @@ from bench.peers.zero_kv import initialized
 class ZeroInference(Transformers):
     """DeepSpeed-ZeRO-Inference as released: parameters in host memory, KV cache on the device."""
 
-    def _load(self, folder: Path) -> Any:
+    def _load(self, model: Path, rope: str | None = None) -> Any:
         if find_spec("deepspeed") is None:
             raise Unavailable("deepspeed is not installed: pip install deepspeed")
-        return initialized(super()._load(folder), self.job.dtype, free_port())
+        return initialized(super()._load(model, rope), self.job.dtype, free_port())
 
 
 class OffloadingZeroInference(Peer):
@@ -33,6 +34,7 @@ class OffloadingZeroInference(Peer):
     """
 
     script = Path(__file__).with_name("zero_kv.py")
+    convert = Transformers.convert
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -42,10 +44,13 @@ class OffloadingZeroInference(Peer):
                 "KV offload takes an environment with DeepSpeed's fork: name its python in "
                 "TIERFORCE_ZERO_PYTHON"
             )
+        if job.rope:
+            raise Unavailable(f"the fork's transformers of 2023 has no {job.rope}")
 
     def run(self) -> Result:
+        folder = hugging_face_folder(self.job.target, self.job.dtype, self.job.scratch)
         job = {
-            "target": str(self.job.target),
+            "target": str(folder),
             "prompt": self.job.prompt,
             "new": self.job.new,
             "dtype": self.job.dtype,

@@ -8,9 +8,10 @@ share of a verification; a larger retrieval budget makes verifications rarer, an
 
     python -m bench grid --vary mode=plain,hierarchical --vary draft_length=auto,8,16
 
-Every setting continues the same prompts. Settings that differ by draft lengths alone continue the
-same prefill; which comes first changes from text to text. What is `auto` is chosen by the engine
-itself, which learns from text to text.
+Every setting continues the same prompts; which comes first changes from text to text. Settings that
+differ by draft lengths alone continue the same prefill. What is `auto` is chosen by the engine
+itself, which learns from text to text: where that is the budget, each setting is an engine of its
+own, that no other's lengths teach.
 
 How much of a draft stands is a matter of luck, which a hundred rounds do not even out. So beside
 the plain ms/token there is an expected one: the seconds of a setting over the tokens that its
@@ -31,11 +32,14 @@ import typer
 
 from bench.harness.decode_loop import PrefilledText, Run
 from bench.harness.options import (
+    NATIVE,
+    SMOLLM2,
     Context,
     Draft,
     Dtype,
     NewTokens,
     Output,
+    Rope,
     Target,
     Temperature,
     Text,
@@ -44,18 +48,24 @@ from bench.harness.options import (
 )
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
-from bench.harness.text import DEMO, prompts, text_tokens
+from bench.harness.text import prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.option import options_of
 from decoding.planning.needs import MAX_DRAFT
 from decoding.runtime import Runtime
 from decoding.session import Lengths, draft_lengths
 from decoding.sessions import Sessions
-from decoding.speculation.draft_length import RoundStats
+from decoding.speculation.draft_length import Adaptive, RoundStats
 from offload.errors import TierForceError
 
 AUTO = "auto"
 LOADED = ("dtype", "rope", "shard_draft", "context")  # an engine is loaded by these, once
+_RETRIEVAL = {"budget", "chunk_size", "policy", "summary_size", "refresh"}
+UNUSED = {  # by mode, settings that make no difference to it
+    "plain": {*_RETRIEVAL, "draft_length", "inner_length", "lookup", "sinks", "window"},
+    "speculative": {*_RETRIEVAL, "inner_length"},
+    "retrieval": {"sinks", "window"},
+}
 Varied = dict[str, str]  # settings by name, as they were typed
 
 
@@ -78,6 +88,14 @@ class Group:
 
     sessions: Sessions
     points: list[Point] = field(default_factory=list)
+
+    @property
+    def learns(self) -> bool:
+        """Whether any of it goes by past texts: a budget, or the lengths of drafts."""
+        runtime = self.sessions.runtime
+        lengths = chain(*(point.lengths for point in self.points))
+        adaptive = any(isinstance(length, Adaptive) for length in lengths)
+        return runtime.needs.chooses_budget or (adaptive and runtime.mode != "plain")
 
 
 @dataclass(frozen=True)
@@ -109,7 +127,7 @@ class Row:
             for each in run.rounds
         )
         rates = [run.acceptance for run in runs if run.acceptance is not None]
-        has_budget = point.varied.get("mode") not in ("plain", "speculative")
+        has_budget = "budget" not in UNUSED.get(point.varied.get("mode", AUTO), ())
         return cls(
             point.varied,
             1e3 * seconds / tokens,
@@ -190,16 +208,34 @@ def settings_of(base: Settings, varied: Varied) -> Settings:
 
 
 def grid(varied: dict[str, list[str]]) -> list[Varied]:
-    """Return every combination once; plain decoding has no draft lengths and no policies."""
+    """Return every combination once, of the settings that its mode uses."""
     points: list[Varied] = []
     for values in product(*varied.values()):
         point = dict(zip(varied, values, strict=True))
-        if point.get("mode") == "plain":
-            kept = ("mode", "link", "resident_layers", "device_memory")
-            point = {name: value for name, value in point.items() if name in kept}
+        unused = UNUSED.get(point.get("mode", AUTO), set())
+        point = {name: value for name, value in point.items() if name not in unused}
         if point not in points:
             points.append(point)
     return points
+
+
+def possible(base: Settings, points: Sequence[Varied], has_draft: bool) -> list[Varied]:
+    """Return the points that can be run with or without a draft model; say which are left out.
+
+    Raises TierForceError where none is left, and for a point that makes no sense.
+    """
+    kept: list[Varied] = []
+    for point in points:
+        settings = settings_of(base, point)
+        try:
+            settings.resolved_mode(has_draft)
+        except TierForceError as error:
+            say(f"left out: {error}")
+        else:
+            kept.append(point)
+    if not kept:
+        raise TierForceError("no setting is left to time: give --draft.")
+    return kept
 
 
 def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[Group]:
@@ -209,14 +245,16 @@ def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[
     given = [int(point.get("draft_length", AUTO).replace(AUTO, "0")) for point in points]
     for point in points:
         settings = settings_of(base, point)
-        # room for the longest draft; every run has lengths of its own
-        shared = replace(settings, draft_length=max(MAX_DRAFT, *given), inner_length=None)
+        if settings.link not in links:
+            links[settings.link] = runtime.with_settings(settings)
+        mode = settings.resolved_mode(runtime.draft is not None)
+        here = replace(links[settings.link], settings=settings, mode=mode)
+        shared = settings
+        if not here.needs.chooses_budget:  # a chosen one depends on the lengths
+            # room for the longest draft; every run has lengths of its own
+            shared = replace(settings, draft_length=max(MAX_DRAFT, *given), inner_length=None)
         if shared not in groups:
-            if settings.link not in links:
-                links[settings.link] = runtime.with_settings(shared)
-            mode = settings.resolved_mode(runtime.draft is not None)
-            here = replace(links[settings.link], settings=shared, mode=mode)
-            groups[shared] = Group(Sessions(here))
+            groups[shared] = Group(Sessions(replace(here, settings=shared)))
         groups[shared].points.append(Point(point, draft_lengths(settings)))
     return list(groups.values())
 
@@ -246,10 +284,11 @@ def turned(points: list[Any], turn: int) -> list[Any]:
 
 @benchmark
 def main(
-    model: Target = DEMO / "target",
-    draft: Draft = DEMO / "draft",
+    target: Target = SMOLLM2,
+    draft: Draft = None,
+    rope: Rope = None,
     text: Text = None,
-    context: Context = 16_384,
+    context: Context = NATIVE,
     vary: Annotated[
         list[str] | None,
         typer.Option(help="A setting and its values: budget=512,4096. One value fixes it."),
@@ -267,10 +306,10 @@ def main(
     """Time every combination of the settings that are varied."""
     prepare(threads)
     varied = parse(vary or ["mode=plain,retrieval,hierarchical"])
-    base, combinations = Settings(dtype=dtype), grid(varied)
-    for each in combinations:  # what makes no sense is refused before anything is read
-        settings_of(base, each)
-    engine = Engine.from_pretrained(model, draft, base)
+    base = Settings(rope=rope, dtype=dtype)
+    # what makes no sense is refused before anything is read
+    combinations = possible(base, grid(varied), draft is not None)
+    engine = Engine.from_pretrained(target, draft, base)
     stretches = prompts(text_tokens(engine.tokenizer, text), context, learn + texts, new_tokens + 1)
     timed = stretches[:: (learn + texts) // texts][:texts]
     learnt = [stretch for stretch in stretches if stretch not in timed]
@@ -281,7 +320,7 @@ def main(
             if seed == len(learnt):
                 for point in group.points:
                     point.runs.clear()
-            if seed >= len(learnt) or group.sessions.runtime.needs.chooses_budget:
+            if seed >= len(learnt) or group.learns:
                 law = Sampling(temperature, top_p=top_p, seed=seed)
                 time_text(group, prompt, new_tokens, law, limit_s)
     rounds: dict[Settings, list[RoundStats]] = {}

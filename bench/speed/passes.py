@@ -2,7 +2,7 @@
 
 The physics: a step and a verification read the whole KV, so they grow with the context; a
 verification's further rows cost arithmetic only. Passes of the lower levels run on caches of fixed
-size and must not grow. One rank and no link.
+size and must not grow. One rank and no link. Without a draft model its passes are left out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from pathlib import Path
 import torch
 
 from bench.harness.options import (
+    SMOLLM2,
     Budget,
     Contexts,
     Draft,
     Dtype,
     Output,
     Repeats,
+    Rope,
     Target,
     Text,
     Threads,
@@ -28,7 +30,7 @@ from bench.harness.options import (
 )
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
-from bench.harness.text import DEMO, prompt_tokens
+from bench.harness.text import prompt_tokens
 from decoding import Engine, Settings
 from decoding.session import Session
 from offload.cache import Cache
@@ -116,11 +118,12 @@ def short_passes(
 
 @benchmark
 def main(
-    model: Target = DEMO / "target",
-    draft: Draft = DEMO / "draft",
+    target: Target = SMOLLM2,
+    draft: Draft = None,
+    rope: Rope = None,
     text: Text = None,
-    contexts: Contexts = "8192,16384,32768,65536",
-    budget: Budget = 4096,
+    contexts: Contexts = "1856,3712,7424",
+    budget: Budget = 1024,
     dtype: Dtype = "bfloat16",
     threads: Threads = 0,
     repeats: Repeats = 9,
@@ -128,8 +131,8 @@ def main(
 ) -> None:
     """Read prompts of growing length, and time every kind of pass behind each."""
     prepare(threads)
-    settings = Settings(mode="hierarchical", dtype=dtype, budget=budget)
-    engine = Engine.from_pretrained(model, draft, settings)
+    settings = Settings(rope=rope, dtype=dtype, budget=budget)
+    engine = Engine.from_pretrained(target, draft, settings)
     lengths = integers(contexts)
     tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
     rows, peak = list[Row](), 0

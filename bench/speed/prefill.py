@@ -17,18 +17,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import torch
 import typer
 
-from bench.harness.options import Contexts, Dtype, Output, Repeats, Target, Text, integers
+from bench.harness.options import (
+    NATIVE,
+    SMOLLM2,
+    Contexts,
+    Dtype,
+    Output,
+    Repeats,
+    Rope,
+    Target,
+    Text,
+    integers,
+)
 from bench.harness.ranks import run_ranks
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
-from bench.harness.text import DEMO, prompt_tokens
+from bench.harness.text import prompt_tokens
+from bench.peers.gguf import hugging_face_folder
+from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
+from decoding.loading import load_tokenizer
 from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import matmul_rate
 from decoding.session import Session
@@ -36,6 +50,7 @@ from offload.errors import TierForceError
 from offload.host_memory import process_peak
 from parallel.config import ModelConfig
 from parallel.group import Group
+from parallel.loading import resolve
 
 OURS, RANKS, PEER = "TierForce", "TierForce, 2 ranks", "transformers, sdpa"
 COMPARED = {OURS: PEER, RANKS: OURS}  # each with whom
@@ -53,7 +68,9 @@ class Prefill:
 class Job:
     """What is read, with what."""
 
-    model: Path
+    model: Path  # a folder or a GGUF file
+    rope: str | None
+    scratch: Path  # for what transformers loads
     text: Path | None
     context: int
     dtype: str
@@ -78,7 +95,9 @@ def ours(job: Job) -> Prefill:
     """Read the prompt on this rank, of as many as there are."""
     group = Group.from_environment("cpu")
     prepare(job.threads // group.size)
-    settings = Settings(mode="plain", dtype=job.dtype, link=job.link, resident_layers=0)
+    settings = Settings(
+        mode="plain", rope=job.rope, dtype=job.dtype, link=job.link, resident_layers=0
+    )
     with torch.inference_mode():
         engine = Engine.from_pretrained(job.model, settings=settings, device="cpu", group=group)
         runtime = engine.runtime
@@ -96,16 +115,10 @@ def ours(job: Job) -> Prefill:
 
 def peer(job: Job) -> Prefill:
     """Read the prompt with transformers and its default cache, whose KV counts as host store."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     prepare(job.threads)
-    tokenizer = AutoTokenizer.from_pretrained(job.model, trust_remote_code=False)
-    prompt = torch.tensor([prompt_tokens(tokenizer, job.context, job.text)])
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        job.model,
-        dtype=getattr(torch, job.dtype),
-        attn_implementation="sdpa",
-        trust_remote_code=False,
+    prompt = torch.tensor([prompt_tokens(load_tokenizer(job.model), job.context, job.text)])
+    model = load_transformers(
+        job.model, job.dtype, job.scratch, job.rope, attn_implementation="sdpa"
     )
     with torch.inference_mode():
         before = _memory_now()
@@ -155,9 +168,10 @@ def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
 
 @benchmark
 def main(
-    model: Target = DEMO / "target",
+    target: Target = SMOLLM2,
+    rope: Rope = None,
     text: Text = None,
-    contexts: Contexts = "16384,32768",
+    contexts: Contexts = f"{NATIVE // 2},{NATIVE}",
     methods: Annotated[
         str, typer.Option(help="Of ours, ranks and transformers.")
     ] = "ours,ranks,transformers",
@@ -171,10 +185,14 @@ def main(
 ) -> None:
     """Time prefills on this machine's CPU, and take their peak memory."""
     prepare(threads)
+    model, scratch = resolve(target, Group()), output.parent / "converted"
+    if "transformers" in methods:  # not in the process whose memory counts
+        hugging_face_folder(model, dtype, scratch)
     rate = matmul_rate(torch.device("cpu"), getattr(torch, dtype))
     rows = []
     for context in integers(contexts):
-        job = Job(model, text, context, dtype, threads or torch.get_num_threads(), link)
+        every = threads or torch.get_num_threads()
+        job = Job(model, rope, scratch, text, context, dtype, every, link)
         runs: dict[str, list[list[Prefill]]] = {}
         for number in range(repeats):
             for name, ranks, measure in (METHODS[each] for each in methods.split(",")):

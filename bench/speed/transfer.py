@@ -15,9 +15,21 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.harness.options import Context, Output, Rates, Repeats, Target, Text, Threads, decimals
+from bench.harness.options import (
+    NATIVE,
+    SMOLLM2,
+    Context,
+    Output,
+    Rates,
+    Repeats,
+    Rope,
+    Target,
+    Text,
+    Threads,
+    decimals,
+)
 from bench.harness.record import benchmark, prepare, publish
-from bench.harness.text import DEMO, prompt_tokens
+from bench.harness.text import prompt_tokens
 from bench.speed.passes import median_ms
 from decoding import Engine, Settings
 from decoding.session import Session
@@ -37,9 +49,10 @@ class Row:
 
 @benchmark
 def main(
-    model: Target = DEMO / "target",
+    target: Target = SMOLLM2,
+    rope: Rope = None,
     text: Text = None,
-    context: Context = 32_768,
+    context: Context = NATIVE,
     rates: Rates = "0.25,0.5,1,2,4",
     rows: Annotated[int, typer.Option(help="Tokens per verification pass.")] = 17,
     threads: Threads = 0,
@@ -48,8 +61,8 @@ def main(
 ) -> None:
     """Time verification passes over emulated links and report wall / max(link, compute)."""
     prepare(threads)
-    base = Settings(mode="plain", link="view", resident_layers=0)
-    engine = Engine.from_pretrained(model, settings=base)
+    base = Settings(mode="plain", rope=rope, link="view", resident_layers=0)
+    engine = Engine.from_pretrained(target, settings=base)
     prompt = prompt_tokens(engine.tokenizer, context, text)
     resident = Session(engine.runtime, prompt, rows + 1)
     resident.prefill()

@@ -1,69 +1,51 @@
-"""A checkpoint as GGUF: every weight is there, in the dtype asked for, under the name that
-llama.cpp knows.
-"""
+"""What is made of a GGUF file for peers that cannot take it has the same numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
-from safetensors.torch import load_file
+from gguf import GGMLQuantizationType
 
-from bench.peers.gguf import to_gguf
-from parallel.config import ConfigError, ModelConfig
-from support.models import rope
+from bench.peers.gguf import dequantised, hugging_face_folder, kernels
+from parallel.config import ModelConfig
+from parallel.gguf_header import read_header
+from parallel.group import Group
+from parallel.loading import load_model
+from support.gguf import convert
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tied", [False, True])
-def test_weights(
-    checkpoint: Callable[..., Path], tmp_path: Path, dtype: torch.dtype, tied: bool
+def weights(path: Path, dtype: str) -> list[torch.Tensor]:
+    return list(load_model(path, Group(), dtype).parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [dequantised, hugging_face_folder])
+def test_numbers(
+    checkpoint: Callable[..., Path], tmp_path: Path, make: Callable[..., Path], dtype: str
 ) -> None:
-    folder, path = checkpoint(tie_word_embeddings=tied), tmp_path / "model.gguf"
-    to_gguf(folder, path, dtype)
-    config, reader = ModelConfig.from_pretrained(folder), GGUFReader(path)
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    assert len(found) == 9 * config.layers + 2 + (not tied)
-    assert reader.fields["llama.attention.head_count_kv"].contents() == config.kv_heads
-    assert reader.fields["llama.rope.freq_base"].contents() == pytest.approx(
-        config.rope["rope_theta"]
-    )
-    weights = {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-
-    def values(name: str) -> torch.Tensor:
-        tensor = found[name]
-        if tensor.tensor_type == GGMLQuantizationType.BF16:
-            return torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16).float()
-        return torch.from_numpy(np.array(tensor.data))
-
-    def same(name: str, weight: torch.Tensor) -> None:
-        torch.testing.assert_close(
-            values(name), weight.to(dtype if weight.ndim > 1 else torch.float32).float()
-        )
-
-    same("token_embd.weight", weights["model.embed_tokens.weight"])
-    same("blk.1.ffn_down.weight", weights["model.layers.1.mlp.down_proj.weight"])
-    same("blk.0.attn_norm.weight", weights["model.layers.0.input_layernorm.weight"])
-    halves = weights["model.layers.2.self_attn.k_proj.weight"].unflatten(
-        0, (config.kv_heads, 2, -1)
-    )
-    neighbours = values("blk.2.attn_k.weight").unflatten(0, (config.kv_heads, -1, 2))
-    torch.testing.assert_close(neighbours[:, :, 1], halves[:, 1].to(dtype).float())
+    file = convert(checkpoint(), tmp_path / "model.gguf", GGMLQuantizationType.Q4_1)
+    made = make(file, dtype, tmp_path / "kept")
+    config, wanted = ModelConfig.from_pretrained(made), ModelConfig.from_pretrained(file)
+    assert (config.rope, config.kv_heads) == (wanted.rope, wanted.kv_heads)
+    for one, other in zip(weights(made, dtype), weights(file, dtype), strict=True):
+        assert torch.equal(one, other)
+    stamp = made.stat().st_mtime_ns
+    assert make(file, dtype, tmp_path / "kept") == made
+    assert made.stat().st_mtime_ns == stamp  # made once
+    assert len(list((tmp_path / "kept").iterdir())) == 1
 
 
-def test_what_is_not_converted_is_said(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    for options in (
-        {"family": "qwen2"},
-        {"family": "qwen3"},
-        {"rope_parameters": rope("linear", factor=4.0)},
-    ):
-        with pytest.raises(ConfigError, match="only llama and mistral with plain RoPE and without"):
-            to_gguf(checkpoint(**options), tmp_path / "model.gguf", torch.float32)
+def test_metadata_is_the_files_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    file = convert(checkpoint(), tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    made = dequantised(file, "bfloat16", tmp_path)
+    assert (kernels(file), kernels(made)) == ("Q8_0", "BF16")
+    assert read_header(made).metadata == read_header(file).metadata
+
+
+def test_a_folder_is_taken_as_it_is(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint()
+    assert hugging_face_folder(folder, "float32", tmp_path / "kept") == folder
+    assert not (tmp_path / "kept").exists()

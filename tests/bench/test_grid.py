@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from bench.speed.grid import grid, parse, settings_of, turned
+from bench.speed.grid import AUTO, grid, grouped, parse, possible, settings_of, turned
 from decoding import Settings
+from decoding.planning.defaults import MAX_DRAFT
+from decoding.runtime import Runtime
 from offload.errors import TierForceError
+from parallel.group import Group as Ranks
+from parallel.loading import load_model
+from support.engines import DEMO
 
 
 def test_every_combination_stands_once() -> None:
@@ -16,6 +21,53 @@ def test_every_combination_stands_once() -> None:
     assert plain == [{"mode": "plain", "link": link} for link in ("view", "emulated:1")]
     assert len(points) == 2 + 4
     assert len({tuple(point.items()) for point in points}) == len(points)
+
+
+def test_a_mode_has_the_settings_that_it_uses() -> None:
+    words = ["mode=plain,speculative,retrieval", "budget=512,1024", "inner_length=1,2"]
+    points = grid(parse([*words, "lookup=3", "window=64"]))
+    assert points[0] == {"mode": "plain"}
+    assert points[1] == {"mode": "speculative", "lookup": "3", "window": "64"}
+    assert len(points) == 2 + 4
+    assert set(points[2]) == {"mode", "budget", "inner_length", "lookup"}
+
+
+def test_what_needs_a_draft_model_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    points = grid(parse(["mode=plain,hierarchical,speculative"]))
+    assert possible(Settings(), points, True) == points
+    assert possible(Settings(), points, False) == [{"mode": "plain"}]
+    said = capsys.readouterr().err
+    assert said.count("left out: ") == 2
+    with pytest.raises(TierForceError, match="give --draft"):
+        possible(Settings(), points[1:], False)
+    looked_up = {"mode": "speculative", "lookup": "3"}
+    assert possible(Settings(), [looked_up], False) == [looked_up]
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes", "learns"),
+    [
+        (["budget=512,1024", "draft_length=auto,8"], [2, 2], [True, True]),
+        (["budget=512", "draft_length=4,8", "inner_length=2"], [2], [False]),
+        # an engine of its own each, under its own lengths
+        (["draft_length=auto,8"], [1, 1], [True, True]),
+    ],
+)
+def test_a_prefill_is_shared_where_only_lengths_differ(
+    words: list[str], sizes: list[int], learns: list[bool]
+) -> None:
+    model = load_model(DEMO / "target", Ranks(), "float32")
+    base = Settings(mode="retrieval", link="view")
+    groups = grouped(Runtime.make(model, None, "retrieval", base), base, grid(parse(words)))
+    assert [len(group.points) for group in groups] == sizes
+    assert [group.learns for group in groups] == learns
+    for group in groups:
+        settings = group.sessions.runtime.settings
+        own = [point.varied["draft_length"] for point in group.points]
+        if settings.budget is None:
+            assert own == [str(settings.draft_length or AUTO)]
+        else:
+            assert settings.draft_length == MAX_DRAFT
 
 
 def test_words_become_the_values_of_settings() -> None:

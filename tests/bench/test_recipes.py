@@ -24,6 +24,7 @@ from bench.paper.published import RECIPES, Experiment, Recipe
 from bench.paper.recipes import main, predict, published_commands
 from offload.errors import TierForceError
 from support.commands import forked, refused
+from support.engines import DEMO
 
 ROWS = [row for recipe in RECIPES.values() for row in recipe.rows]
 
@@ -100,7 +101,8 @@ def test_a_row_runs_at_reduced_size_and_says_so(
 
     monkeypatch.setattr(bench.paper.jobs, "subprocess", SimpleNamespace(run=fork))
     output = tmp_path / "found.json"
-    done = run("offload", "--output", str(output))
+    target, draft = (str(DEMO / name) for name in ("target", "draft"))
+    done = run("offload", "--output", str(output), "--target", target, "--draft", draft)
     assert done.exit_code == 0, done.output
     one, two = json.loads(output.read_text())["rows"]
     assert (one["run"], two["run"]) == ("reduced", "not here")
@@ -109,7 +111,13 @@ def test_a_row_runs_at_reduced_size_and_says_so(
     assert one["gain"] == pytest.approx(one["plain_ms_per_token"] / one["ms_per_token"])
     assert one["tokens_per_verification"] >= 1
     assert two["ms_per_token"] is None
+    assert "mode hierarchical, context 600" in one["settings"]
     assert "tierforce summarize --model NousResearch/Yarn-Llama-2-7b-128k" in done.output
+    done = run("offload", "--output", str(output), "--target", target, "--rows", "one")
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(output.read_text())["rows"]
+    assert "mode retrieval, context 600" in row["settings"]
+    assert row["tokens_per_verification"] >= 1
 
 
 @pytest.mark.parametrize(

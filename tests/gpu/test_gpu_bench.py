@@ -22,7 +22,7 @@ app.command()(main)
 def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     arguments = [
-        *("--pair", "tiny", "--context", "1024", "--budget", "256", "--no-tests"),
+        *("--target", "tiny", "--context", "1024", "--budget", "256", "--no-tests"),
         # small, for a CPU's device memory is taken from the host's
         *("--device", "cpu", "--device-memory", "1"),
         *("--link", "emulated:1", "--resident-layers", "1", "--output", str(output)),
@@ -39,7 +39,7 @@ def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     assert 0 < rows["link", "pinned host to device"] <= 1.1
     for name in ("target 1", "target 17", "target 33", "target 33 refresh"):
         assert 0 < rows["passes", f"{name}: share of the copy rate"] <= 1.1
-    assert rows["rounds", "tokens per verification (drawn weights: says nothing)"] >= 1
+    assert rows["rounds", "tokens per verification (drawn weights say nothing)"] >= 1
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_every_part_runs_on_a_gpu_with_short_passes_recorded(
     monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)
     output = tmp_path / "gpu.json"
     arguments = [
-        *("--pair", "tiny", "--context", "1024", "--budget", "256", "--no-tests"),
+        *("--target", "tiny", "--context", "1024", "--budget", "256", "--no-tests"),
         *("--resident-layers", "1", "--device-memory", "1", "--output", str(output)),
     ]
     done = CliRunner().invoke(app, arguments)
