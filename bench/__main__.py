@@ -20,7 +20,7 @@ COMMANDS = {  # name: module, and what it measures
     "loss": ("bench.checks.loss", "the loss per token along a text, and with stretched RoPE"),
     "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),
     "memory": ("bench.checks.memory", "plans held to the memory that they ask for"),
-    "report": ("bench.harness.report", "documents as tables and as one page with plots"),
+    "report": ("bench.harness.report", "the tables of README and docs/results, filled in anew"),
 }
 
 

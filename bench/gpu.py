@@ -1,8 +1,8 @@
 """What only a GPU can tell, in a few minutes: the CUDA tests, the link, a 7B model's passes.
 
 The model has Llama-2-7B's dimensions and weights that were drawn: it costs what the real one costs,
-and writes nonsense. A model that is named (`--target`) reads real text. Device memory is capped at a
-consumer card's, so that offloading is real on a larger card too; the text is 130,048 tokens, or
+and writes nonsense. A model that is named (`--target`) reads real text. Device memory is capped at
+a consumer card's, so that offloading is real on a larger card too; the text is 130,048 tokens, or
 fewer where the model or the host's memory ends before. What is measured is kept after every part,
 so that a lease that ends loses no more than the part under way.
 

@@ -42,7 +42,7 @@ def benchmark(main: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(main)
     def command(*args: Any, **options: Any) -> None:
-        bound = signature.bind(*args, **options)
+        cores, bound = os.sched_getaffinity(0), signature.bind(*args, **options)
         bound.apply_defaults()
         _OPTIONS.clear()
         _OPTIONS.update(bound.arguments)
@@ -51,15 +51,21 @@ def benchmark(main: Callable[..., None]) -> Callable[..., None]:
         except TierForceError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
+        finally:
+            os.sched_setaffinity(0, cores)
 
     return command
 
 
 def prepare(threads: int) -> None:
-    """Keep transformers quiet, and give torch this many threads (0: as many as it likes)."""
+    """Keep transformers quiet, and give this process so many cores (0: all that it has).
+
+    A rank that joins its group takes as many threads as it has cores.
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if threads:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
         torch.set_num_threads(threads)
 
 

@@ -30,16 +30,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class RoundMedians:
-    """A round that drafts, by medians."""
-
-    drafted: float  # tokens
-    draft_ms: float
-    verification_ms: float
-    link_ms: float | None  # of the verification, at the link's rate
-
-
-@dataclass(frozen=True)
 class Result:
     """Seconds and counts of one run; None where a peer does not know."""
 
@@ -49,7 +39,6 @@ class Result:
     tokens_per_verification: float | None = None
     acceptance: dict[str, float | None] = field(default_factory=dict)
     link_bytes_per_token: float | None = None
-    round: RoundMedians | None = None
     note: str | None = None
 
 

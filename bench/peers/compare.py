@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,7 @@ from bench.harness.process import Died, call_in_process
 from bench.harness.record import benchmark, prepare, publish, save
 from bench.harness.tables import cell, say
 from bench.harness.text import prompt_tokens
-from bench.peers.base import Job, Result, RoundMedians, Unavailable
+from bench.peers.base import Job, Result, Unavailable
 from bench.peers.registry import PEERS
 from decoding import Sampling
 from decoding.loading import load_tokenizer
@@ -173,7 +173,6 @@ class Comparison:
     def __init__(self, output: Path, threads: int, limit_s: float):
         self.output, self.threads, self.limit_s = output, threads, limit_s
         self.runs: dict[tuple[int, str], Runs] = {}
-        self.rounds: dict[tuple[int, str], RoundMedians] = {}
         self.greedy: dict[int, list[int]] = {}  # our own plain text, by context
 
     def add(self, name: str, job: Job) -> None:
@@ -185,8 +184,6 @@ class Comparison:
         runs.peak_gb = max(runs.peak_gb, peak_gb)
         if name == PLAIN and isinstance(outcome, Result) and job.sampling.temperature == 0:
             self.greedy.setdefault(key[0], outcome.tokens)
-        if isinstance(outcome, Result) and outcome.round:
-            self.rounds[key] = outcome.round
         save(self.output, self.document(), quiet=True)
         row = next(each for each in self.rows() if (each.context, each.peer) == key)
         speed = f"{cell(row.ms_per_token)} ms/token, prefill {cell(row.prefill_s)} s"
@@ -200,13 +197,9 @@ class Comparison:
         ]
 
     def document(self) -> dict[str, Any]:
-        """Return rows, ratios, and rounds by medians."""
-        rounds = [
-            {"context": context, "peer": peer, **asdict(each)}
-            for (context, peer), each in self.rounds.items()
-        ]
+        """Return rows and ratios."""
         rows = self.rows()
-        return {"rows": rows, "ratios": ratios(rows), "rounds": rounds}
+        return {"rows": rows, "ratios": ratios(rows)}
 
 
 @benchmark

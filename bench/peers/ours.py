@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from bench.peers.base import Job, Peer, Result, RoundMedians, Unavailable
+from bench.peers.base import Job, Peer, Result, Unavailable
 from decoding import Engine, Settings
 from offload.errors import TierForceError
 
@@ -48,21 +47,6 @@ class Ours(Peer):
             stats.tokens_per_verification,
             stats.acceptance,
             stats.link_bytes_per_token,
-            self._round(),
-        )
-
-    def _round(self) -> RoundMedians | None:
-        stats = self.engine.stats
-        rounds = [each for each in stats.rounds if each.drafted]
-        if not rounds:
-            return None
-        moved = stats.traffic["target"].link_in - stats.prefill_link_in
-        rate = getattr(self.engine.runtime.link, "rate", None)
-        return RoundMedians(
-            statistics.median(each.drafted for each in rounds),
-            1e3 * statistics.median(each.draft_s for each in rounds),
-            1e3 * statistics.median(each.verify_s for each in rounds),
-            1e3 * moved / stats.levels[0].stats.passes / rate if rate else None,
         )
 
 

@@ -339,43 +339,18 @@ def main(
 
 
 def ratios(rows: list[Row], varied: dict[str, list[str]]) -> dict[str, float]:
-    """Compare, on each link, the best settings of each value with those of the first value.
-
-    And what the engine chose itself with the best that was set.
-    """
+    """Compare, on each link, the best settings of each value with those of the first value."""
     claims: dict[str, float] = {}
     for link in varied.get("link", [AUTO]):
         here = [row for row in rows if row.setting.get("link", link) == link]
         for name, values in varied.items():
-            if name == "link" or len(values) < 2:
-                continue
-            best = {value: fastest(here, name, value) for value in values}
-            if AUTO in values and name != "mode":
-                claims |= against_chosen(f"link {link}", name, here)
-            elif (first := best[values[0]]) is not None:
-                for value in values[1:]:
-                    if (row := best[value]) is not None:
-                        claim = f"link {link}, times as fast as {name} {values[0]}: {value}"
-                        claims[claim] = first.ms_per_token / row.ms_per_token
-    return claims
-
-
-def fastest(rows: Sequence[Row], name: str, value: str) -> Row | None:
-    """Return the fastest row of those with this value."""
-    mine = [row for row in rows if row.setting.get(name) == value]
-    return min(mine, key=lambda row: row.ms_per_token, default=None)
-
-
-def against_chosen(where: str, name: str, rows: Sequence[Row]) -> dict[str, float]:
-    """Compare what the engine chose for a setting with the best values that were set."""
-    claims: dict[str, float] = {}
-    for column in ("ms_per_token", "expected_ms_per_token"):
-        chosen, fixed = list[float](), list[float]()
-        for row in rows:
-            if name in row.setting and getattr(row, column) is not None:
-                times = chosen if row.setting[name] == AUTO else fixed
-                times.append(getattr(row, column))
-        if chosen and fixed:
-            unit = column.replace("_", " ")
-            claims[f"{where}, {name}, {unit}: chosen / best"] = min(chosen) / min(fixed)
+            times = {
+                value: [row.ms_per_token for row in here if row.setting.get(name) == value]
+                for value in values
+            }
+            first, *others = values
+            for value in others:
+                if name != "link" and times[first] and times[value]:
+                    claim = f"link {link}, times as fast as {name} {first}: {value}"
+                    claims[claim] = min(times[first]) / min(times[value])
     return claims

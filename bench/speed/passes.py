@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -145,27 +145,9 @@ def main(
         session.close()
         peak = max(peak, *(each or 0 for each in session.peaks.values()))
         say(f"{context:,} tokens: a step takes {rows[-1].target_1:.1f} ms")
-    grown, steps = growth(rows[0], rows[-1]), {}
-    for row in rows:
-        steps[row.tokens] = row.target_17 / row.target_1
     title = (
         f"Milliseconds a pass, by level and rows: {dtype}, budget {budget}, "
         f"{torch.get_num_threads()} threads"
     )
-    publish(output, title, rows, grown=grown, steps=steps, peak_rss_bytes=peak)
-    print(f"from {rows[0].tokens:,} to {rows[-1].tokens:,} tokens, times as long:")
-    for name, ratio in grown.items():
-        print(f"  {name}: {ratio:.2f}")
-    for context, ratio in steps.items():
-        print(f"{context:,} tokens: a pass of 17 rows takes {ratio:.2f} times as long as one of 1")
+    publish(output, title, rows, peak_rss_bytes=peak)
     print(f"peak memory of the process: {peak / 1e9:.1f} GB")
-
-
-def growth(first: Row, last: Row) -> dict[str, float]:
-    """Return how many times as long each kind of pass takes in the last row."""
-    before, after = asdict(first), asdict(last)
-    return {
-        name: after[name] / ms
-        for name, ms in before.items()
-        if name not in ("tokens", "prefill_s") and ms is not None
-    }

@@ -92,9 +92,9 @@ class Row:
 
 
 def ours(job: Job) -> Prefill:
-    """Read the prompt on this rank, of as many as there are."""
+    """Read the prompt on this rank, of as many as there are, on its share of the cores."""
     group = Group.from_environment("cpu")
-    prepare(job.threads // group.size)
+    prepare(0)
     settings = Settings(
         mode="plain", rope=job.rope, dtype=job.dtype, link=job.link, resident_layers=0
     )

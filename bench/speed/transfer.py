@@ -19,6 +19,7 @@ from bench.harness.options import (
     NATIVE,
     SMOLLM2,
     Context,
+    Dtype,
     Output,
     Rates,
     Repeats,
@@ -55,13 +56,14 @@ def main(
     context: Context = NATIVE,
     rates: Rates = "0.25,0.5,1,2,4",
     rows: Annotated[int, typer.Option(help="Tokens per verification pass.")] = 17,
+    dtype: Dtype = "bfloat16",
     threads: Threads = 0,
     repeats: Repeats = 5,
     output: Output = Path("results/transfer.json"),
 ) -> None:
     """Time verification passes over emulated links and report wall / max(link, compute)."""
     prepare(threads)
-    base = Settings(mode="plain", rope=rope, link="view", resident_layers=0)
+    base = Settings(mode="plain", rope=rope, dtype=dtype, link="view", resident_layers=0)
     engine = Engine.from_pretrained(target, settings=base)
     prompt = prompt_tokens(engine.tokenizer, context, text)
     resident = Session(engine.runtime, prompt, rows + 1)

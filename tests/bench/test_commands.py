@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.__main__ import COMMANDS, main
-from bench.harness.record import benchmark, environment, save
+from bench.harness.record import benchmark, environment, prepare, save
+from parallel.group import Group
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +83,20 @@ def test_what_is_kept_names_files_and_no_folders(
     assert command.endswith("grid --text book.txt --output=kept.json --link emulated:0.5")
     measure(None, tmp_path)
     assert json.loads(kept.read_text())["settings"]["text"] == "pydoc_data.topics"
+
+
+def test_threads_are_those_asked_for_also_where_an_engine_is_loaded(tmp_path: Path) -> None:
+    """Joining a group takes a thread for each core that a process has."""
+    cores, seen = os.sched_getaffinity(0), list[int]()
+
+    @benchmark
+    def measure(threads: int) -> None:
+        prepare(threads)
+        Group.from_environment("cpu")
+        seen.append(torch.get_num_threads())
+
+    measure(1)
+    measure(0)
+    torch.set_num_threads(1)
+    assert seen == [1, len(cores)]
+    assert os.sched_getaffinity(0) == cores

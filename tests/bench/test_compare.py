@@ -149,7 +149,7 @@ def test_llamacpp_is_given_the_file_itself_and_the_same_in_full_width(
     assert Llama.told["yarn_orig_ctx"] == positions
     assert PEERS["llama.cpp: dequantised"](asked).note == "BF16 kernels"
     assert Llama.told["path"].parent == tmp_path
-    with pytest.raises(Unavailable, match="llama.cpp takes a GGUF file"):
+    with pytest.raises(Unavailable, match="takes a GGUF file: give one"):
         PEERS["llama.cpp"](job())
 
 

@@ -16,6 +16,8 @@ from parallel.group import Group
 from parallel.loading import load_model
 from support.gguf import convert
 
+WHOLE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # blocks of 32 numbers
+
 
 def weights(path: Path, dtype: str) -> list[torch.Tensor]:
     return list(load_model(path, Group(), dtype).parameters())
@@ -26,7 +28,11 @@ def weights(path: Path, dtype: str) -> list[torch.Tensor]:
 def test_numbers(
     checkpoint: Callable[..., Path], tmp_path: Path, make: Callable[..., Path], dtype: str
 ) -> None:
-    file = convert(checkpoint(), tmp_path / "model.gguf", GGMLQuantizationType.Q4_1)
+    file = convert(
+        checkpoint(**WHOLE),
+        tmp_path / "model.gguf",
+        GGMLQuantizationType.Q4_1,
+    )
     made = make(file, dtype, tmp_path / "kept")
     config, wanted = ModelConfig.from_pretrained(made), ModelConfig.from_pretrained(file)
     assert (config.rope, config.kv_heads) == (wanted.rope, wanted.kv_heads)
@@ -39,7 +45,11 @@ def test_numbers(
 
 
 def test_metadata_is_the_files_own(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    file = convert(checkpoint(), tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    file = convert(
+        checkpoint(**WHOLE),
+        tmp_path / "model.gguf",
+        GGMLQuantizationType.Q8_0,
+    )
     made = dequantised(file, "bfloat16", tmp_path)
     assert (kernels(file), kernels(made)) == ("Q8_0", "BF16")
     assert read_header(made).metadata == read_header(file).metadata

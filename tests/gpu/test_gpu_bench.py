@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 
 from bench.gpu import context_that_fits, main
 from parallel.config import ModelConfig
+from support.engines import DEMO
 
 app = typer.Typer()
 app.command()(main)
@@ -71,10 +71,21 @@ def test_every_part_runs_on_a_gpu_with_short_passes_recorded(
     assert 0 < rows["prefill", "peak memory"] < 1
 
 
-def test_an_unknown_pair_is_refused(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["--pair", "70b", "--no-tests", "--device", "cpu"])
-    assert done.exit_code == 2
-    assert "70b is not one of 7b, tiny" in re.sub(r"[│\s]+", " ", done.output)
+def test_a_named_model_reads_real_text(tmp_path: Path) -> None:
+    arguments = [
+        *("--target", str(DEMO / "target"), "--context", "600", "--budget", "128", "--no-tests"),
+        *("--device", "cpu", "--device-memory", "1", "--link", "emulated:1"),
+        *("--resident-layers", "1", "--output", str(tmp_path / "gpu.json")),
+    ]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    rows = {row["what"]: row["value"] for row in found}
+    assert rows["retrieval 2"] > 0
+    assert "draft 1" not in rows
+    done = CliRunner().invoke(app, ["--target", str(tmp_path), "--device", "cpu", "--link", "view"])
+    assert done.exit_code == 1
+    assert "has no config.json" in done.output
 
 
 def test_the_text_is_cut_to_the_host_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
