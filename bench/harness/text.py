@@ -26,7 +26,10 @@ def long_text(path: Path | None = None) -> str:
     Python 3.11 has 465 KB of it. Raises TierForceError.
     """
     if path is not None:
-        return "\n\n".join(each.read() for each in find_documents(path).documents)
+        try:
+            return "\n\n".join(each.read() for each in find_documents(path).documents)
+        except TierForceError as error:  # which is worded for another command
+            raise TierForceError(str(error).replace("--input", "--text", 1)) from error
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))

@@ -224,15 +224,17 @@ def possible(base: Settings, points: Sequence[Varied], has_draft: bool) -> list[
 
     Raises TierForceError where none is left, and for a point that makes no sense.
     """
-    kept: list[Varied] = []
+    kept, without = list[Varied](), set[str]()
     for point in points:
         settings = settings_of(base, point)
         try:
             settings.resolved_mode(has_draft)
-        except TierForceError as error:
-            say(f"left out: {error}")
+        except TierForceError:
+            without.add(settings.mode)
         else:
             kept.append(point)
+    for mode in sorted(without):
+        say(f"left out: mode {mode} needs a draft model, give --draft")
     if not kept:
         raise TierForceError("no setting is left to time: give --draft.")
     return kept
