@@ -168,8 +168,8 @@ def models(
     if target not in PAIRS:
         engine = Engine.from_pretrained(target, draft, settings, group=group)
         return engine.runtime, engine.tokenizer
-    drawn = (random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[target])
-    return Runtime.make(*drawn, "hierarchical", settings), None
+    large, small = (random_model(config_of(each), group, torch.bfloat16) for each in PAIRS[target])
+    return Runtime.make(large, small, "hierarchical", settings), None
 
 
 def prompt_of(config: ModelConfig, tokenizer: Any | None, tokens: int) -> list[int]:

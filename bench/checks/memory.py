@@ -166,7 +166,7 @@ def main(
     output: Output = Path("results/memory.json"),
 ) -> None:
     """Decode every setting within what its plan asks for, and within half of it."""
-    rows, job = [], Job(target, draft, rope, context, new_tokens)
+    rows, job = list[Row](), Job(target, draft, rope, context, new_tokens)
     for setting in SETTINGS[:settings]:
         if setting.mode == "speculative" and draft is None:
             say("speculative is left out: it needs a draft model, give --draft")

@@ -13,7 +13,7 @@ def plots_of(document: dict[str, Any], stem: Path) -> list[tuple[str, Path]]:
 
     Returns titles and paths.
     """
-    found = []
+    found: list[tuple[str, Path]] = []
 
     def draw(title: str, name: str, plot: Any, *data: Rows) -> None:
         path = stem.with_name(f"{stem.name}-{name}.png")

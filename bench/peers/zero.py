@@ -34,7 +34,7 @@ class OffloadingZeroInference(Peer):
     """
 
     script = Path(__file__).with_name("zero_kv.py")
-    convert = Transformers.convert
+    convert = staticmethod(Transformers.convert)
 
     def __init__(self, job: Job):
         super().__init__(job)
