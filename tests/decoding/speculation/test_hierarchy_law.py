@@ -18,7 +18,7 @@ from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart
 
 NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0), Sampling(1.0, top_k=3)
 TOKENS = 4
-TEXTS = 3_000
+TEXTS = 2_500
 
 
 def generator(seed: int = 0) -> torch.Generator:
