@@ -122,9 +122,7 @@ def test_a_window_shorter_than_a_draft(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 8])
-def test_a_text_has_the_length_asked_for(
-    mode: str, new: int, pair: Pair, plain: list[int]
-) -> None:
+def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain: list[int]) -> None:
     with pair.engine(mode, **SMALL) as engine:
         assert list(engine.generate(PROMPT, new)) == plain[:new]
         assert engine.stats.new_tokens == new

@@ -16,7 +16,7 @@ from parallel.group import Group
 from support.engines import DEMO, Pair
 from support.texts import LENGTHS, prompt
 
-NEW = 256
+NEW = 128
 
 
 @pytest.fixture(scope="module")

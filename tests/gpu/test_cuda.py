@@ -32,7 +32,7 @@ from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
 # far more than the retrieval budget, and enough for a few rounds
-PROMPT, NEW = prompt("argparse")[:700], 14
+PROMPT, NEW = prompt("argparse")[:400], 14
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
@@ -44,7 +44,7 @@ class SharedGpu(Group):
 
 
 def opened(group: Group, mode: str, **choices: Any) -> Engine:
-    settings = Settings(mode=mode, dtype="float32", budget=256, **choices)
+    settings = Settings(mode=mode, dtype="float32", budget=128, **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     return engine
