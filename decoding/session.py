@@ -154,9 +154,9 @@ class Session:
         runtime, needs = self.runtime, self.runtime.needs
         shape = needs.shape(len(self.prompt), self.new)
         policy = POLICIES[runtime.settings.policy]()
-        interval, shares = needs.selection(self.plan)
+        interval = needs.selection_interval(self.plan)
         rotary, device, layout = self.target.rotary, self.prompt.device, self.target.layout
-        self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, shares)
+        self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval)
         self.target.followers.append(self.retrieval)
         return Level("retrieval", runtime.target, self.retrieval)
 

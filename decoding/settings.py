@@ -66,8 +66,7 @@ class Settings:
         default="as the model's config says",
     )
     budget: int | None = option(
-        "Size of the retrieval cache for each head: selected tokens, summaries of the others, and "
-        "the recent window.",
+        "Size of the retrieval cache for each head: selected tokens and the recent window.",
         value=None,
         group=MEMORY,
         unit="tokens",
@@ -82,20 +81,10 @@ class Settings:
         at_least=1,
     )
     policy: str = option(
-        "What selects the chunks of the retrieval cache. static, with no summaries, is the "
-        "published way.",
-        value="mass",
+        "What selects the chunks of the retrieval cache. static is the published way.",
+        value="attention",
         group=RETRIEVAL,
         choices=POLICY_NAMES,
-    )
-    summary_size: int | None = option(
-        "Tokens that one summary of what is not selected stands for.",
-        value=None,
-        group=RETRIEVAL,
-        unit="tokens",
-        default="64 or more",
-        at_least=0,
-        zero="no summaries",
     )
     refresh: int | None = option(
         "Tokens that one selection serves at least.",

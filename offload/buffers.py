@@ -31,17 +31,13 @@ def attend_to(
     tokens: int,
     traffic: Traffic,
     causal: bool = True,
-    bias: Tensor | None = None,
 ) -> Partial:
     """Return the attention of q (T, Hq, D) to the first `tokens` of a buffer; count its bytes.
 
-    If causal, the last T tokens are the rows' own. bias (Hkv, capacity) float32 holds weights of
-    keys, in logarithms.
+    If causal, the last T tokens are the rows' own.
     """
     read = span(kv, 0, tokens)
     k = read[0].transpose(0, 1)  # (N, Hkv, D)
     v = read[1].transpose(0, 1)
     traffic.attended += 2 * k.nbytes
-    if bias is not None:
-        bias = bias[:, :tokens]
-    return partial_attention(q, k, v, causal, bias)
+    return partial_attention(q, k, v, causal)

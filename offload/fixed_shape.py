@@ -32,11 +32,10 @@ class SlotCache(Cache):
         """
 
     @abstractmethod
-    def buffers(self, layer: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the layer's KV (2, Hkv, slots, D), its raw keys and its biases.
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's KV (2, Hkv, slots, D) and its keys as computed, if it keeps them.
 
-        Where there are any, keys as computed are (Hkv, slots, D), and weights of keys, in
-        logarithms, (Hkv, slots) float32. All keep their addresses; whatever a slot holds is finite.
+        Those are (Hkv, slots, D). All keep their addresses; whatever a slot holds is finite.
         """
 
 
@@ -46,7 +45,7 @@ class FixedPass:
     length = 0  # where a pass starts is in device memory
 
     def __init__(self, cache: SlotCache, rows: int):
-        kv, _, _ = cache.buffers(0)
+        kv, _ = cache.buffers(0)
         device = kv.device
         self._cache = cache
         # of the first row
@@ -76,7 +75,7 @@ class FixedPass:
 
         A pass should write it there.
         """
-        kv, _, _ = self._cache.buffers(0)
+        kv, _ = self._cache.buffers(0)
         end = self._first + len(self._steps)
         return kv[:, :, self._first : end]
 
@@ -91,7 +90,7 @@ class FixedPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
-        kv, raw, bias = self._cache.buffers(layer)
+        kv, raw = self._cache.buffers(layer)
         rotary = self._cache.rotary
         keys = kv[0]
         values = kv[1]
@@ -99,13 +98,10 @@ class FixedPass:
         self._write(values, v)
         if raw is not None:
             self._write(raw, k)
-        mask = self._mask[None]  # (1 or Hkv, T, slots)
-        if bias is not None:
-            mask = self._mask + bias[:, None]
         q = rotary.turn(q, self._angles, layer)
         keys = keys.transpose(0, 1)  # (slots, Hkv, D)
         values = values.transpose(0, 1)
-        out, _ = masked_attention(q, keys, values, mask)
+        out, _ = masked_attention(q, keys, values, self._mask)
         return out
 
     def _write(self, buffer: Tensor, x: Tensor) -> None:

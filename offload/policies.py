@@ -12,9 +12,7 @@ class PolicyTraits:
     """How a policy selects: how often, by how many rows, and with what memory of its own."""
 
     reselects: bool = True  # at later verifications too, or only once, behind the prompt
-    # Rows of a pass that have a say. 8 reject a hundredth less than 4 and cost twice as much, 16
-    # four times.
-    rows: int = 4
+    rows: int = 8  # of a pass that have a say
     remembers: bool = False  # one float32 for each chunk of each head
 
     def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
@@ -29,10 +27,7 @@ class PolicyTraits:
 
 
 POLICY_TRAITS = {
+    "attention": PolicyTraits(remembers=True),
     "static": PolicyTraits(reselects=False, rows=1),
-    "window": PolicyTraits(),
-    "accumulated": PolicyTraits(remembers=True),
-    "mean-key": PolicyTraits(),
-    "mass": PolicyTraits(),
 }
 POLICY_NAMES = tuple(POLICY_TRAITS)

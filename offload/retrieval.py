@@ -1,8 +1,8 @@
 """The middle level's cache: what matters of the target's KV, on the device.
 
 The paper selects chunks once, behind the prompt (TriForce, arXiv 2404.11912, section 4.1). But a
-verification brings all keys to the device anyway: here the selection follows the text, and what is
-not selected is summarised (docs/algorithm.md).
+verification brings all keys to the device anyway: here the selection follows the text
+(docs/algorithm.md).
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from offload.layout import KVLayout
 from offload.retrieval_shape import OBSERVED_KEYS, RetrievalShape
 from offload.rotary import Rotary
 from offload.selection import ObservedRows, SelectionPolicy
-from offload.summaries import biases, tangents
 
 
 class RetrievalCache(SlotCache):
     """A follower of a TieredCache, with one buffer per layer (2, Hkv, slots, D).
 
-    The buffer holds summaries, then selected tokens, then the window and whatever is drafted: a
-    pass attends to one segment. Keys are rotated at their absolute positions.
+    The buffer holds selected tokens, then the window and whatever is drafted: a pass attends to one
+    segment. Keys are rotated at their absolute positions.
     """
 
     _state: ClassVar[tuple[str, ...]] = (
@@ -35,11 +34,8 @@ class RetrievalCache(SlotCache):
         "policy",
         "_base",
         "_selected",
-        "_summaries",
-        "_whole",
         "_selected_at",
         "_kv",
-        "_bias",
     )
 
     def __init__(
@@ -50,7 +46,6 @@ class RetrievalCache(SlotCache):
         rotary: Rotary,
         device: torch.device,
         min_interval: int = 1,
-        summary_shares: int = 1,
     ):
         """Allocate the buffers.
 
@@ -62,50 +57,38 @@ class RetrievalCache(SlotCache):
             device: where the cache lives.
             min_interval: tokens that one selection serves at least; 1 for a selection at every
                 verification.
-            summary_shares: selections that share the work of making all summaries anew. Each makes
-                one share, in turn, and the biases of all: a summary that it does not make weighs
-                what it should, only its key and value are of an older selection. That saves most
-                of the second reading of the prefix.
         """
         super().__init__(layout)
         self.shape = shape
         self.policy = policy
         self.rotary = rotary
         self.min_interval = min_interval
-        self.summary_shares = summary_shares
         self.slots = shape.slots
         self.selections = 0
         self._base = 0  # position of the window's first token, which was the boundary
-        # slots in front of the window
-        self._selected = 0
-        self._summaries = 0
-        self._whole = 0  # summaries of whole stretches that an earlier selection has made
-        self._due: list[slice] = []  # of the summaries: what the selection under way makes anew
+        self._selected = 0  # slots in front of the window
         self._selected_at: int | None = None  # tokens of text at the last selection
         self._selecting = False  # whether the target's pass under way is one that selects
         self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
-        self._bias = torch.zeros(shape.bias_buffer(layout), dtype=torch.float32, device=device)
 
     @property
     def device_bytes(self) -> int:
-        return self._kv.nbytes + self._bias.nbytes
+        return self._kv.nbytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot = self._slot(start)
         kv = self._kv[layer]
         put(kv, self.rotary(k, start, layer), v, slot)
-        bias = self._bias[layer] if self._summaries else None
         q = self.rotary(q, start, layer)
         end = slot + len(q)
-        out, _ = attend_to(kv, q, end, self.traffic, bias=bias)
+        out, _ = attend_to(kv, q, end, self.traffic)
         return out
 
     def place(self, start: int) -> tuple[int, int]:
         return self._slot(start), start
 
-    def buffers(self, layer: int) -> tuple[Tensor, None, Tensor | None]:
-        bias = self._bias[layer] if self.shape.summary else None
-        return self._kv[layer], None, bias
+    def buffers(self, layer: int) -> tuple[Tensor, None]:
+        return self._kv[layer], None
 
     def crop(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -121,9 +104,7 @@ class RetrievalCache(SlotCache):
             return
         self._base = boundary
         self._selected_at = text
-        self._selected, self._summaries = self.shape.split(boundary, end - boundary)
-        self._due = self._due_summaries(self._whole)
-        self._whole = boundary // self.shape.summary if self._summaries else 0
+        self._selected = self.shape.selected(boundary, end - boundary)
         self.selections += 1
 
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
@@ -145,7 +126,8 @@ class RetrievalCache(SlotCache):
             last = first + step
             rows = q[:, first * group : last * group]
             part = prefix[:, first:last]
-            self._select(layer, head + first, rows, part)
+            keys = recent[0, first:last]
+            self._select(layer, head + first, rows, part, keys)
 
     def _place_window(self, kv: Tensor, new: Tensor, start: int) -> None:
         """Write the tokens from `start` on, new (2, h, T, D), where they are in the window."""
@@ -165,33 +147,21 @@ class RetrievalCache(SlotCache):
             return False
         return text - self._selected_at >= self.min_interval
 
-    def _select(self, layer: int, head: int, q: Tensor, prefix: Tensor) -> None:
-        """Fill the slots in front of the window: q (T, h * G, D), prefix (2, h, N, D)."""
+    def _select(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+        """Fill the slots in front of the window.
+
+        q (T, h * G, D), prefix (2, h, N, D), recent keys (h, M, D).
+        """
         heads, tokens = prefix.shape[1:3]
         kv = self._kv[layer, :, head : head + heads]
-        bias = self._bias[layer, head : head + heads]
+        selected = span(kv, 0, self._selected)
         if self._selected == tokens:
-            kv[:, :, :tokens] = prefix
-            bias.zero_()
+            selected.copy_(prefix)
             return
         chunk = self.shape.chunk
-        rows = ObservedRows(q, prefix[0], self.policy.traits.rows)
-        count = self._selected // chunk
-        chunks = self.policy.select(rows, layer, head, chunk, count)
-        front = self._summaries + self._selected
-        selected = span(kv, self._summaries, front)
+        rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
+        chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
         self._copy_chunks(selected, prefix, chunks)
-        if not self._summaries:
-            return
-        rows.leave_out(chunks, chunk)
-        size = self.shape.summary
-        summaries = span(kv, 0, self._summaries)
-        for due in self._due:
-            made = tangents(rows, prefix, size, due)
-            place = span(summaries, due.start, due.stop)
-            place.copy_(made)
-        bias.zero_()
-        bias[:, : self._summaries] = biases(rows, summaries[0], size)
 
     def _copy_chunks(self, selected: Tensor, prefix: Tensor, chunks: Tensor) -> None:
         """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
@@ -204,17 +174,6 @@ class RetrievalCache(SlotCache):
             slots = slots.view(-1, row)
             torch.index_select(source, 0, chunks[head], out=slots)
 
-    def _due_summaries(self, whole: int) -> list[slice]:
-        """Return which summaries a selection makes: a share of the first `whole`, and all others.
-
-        The first `whole` are there already.
-        """
-        share = self.selections % self.summary_shares
-        start = whole * share // self.summary_shares
-        end = whole * (share + 1) // self.summary_shares
-        parts = [slice(start, end), slice(whole, self._summaries)]
-        return [part for part in parts if part.start < part.stop]
-
     def _refuse_inside_selection(self, length: int) -> None:
         if length < self._base:
             raise ValueError(
@@ -223,5 +182,4 @@ class RetrievalCache(SlotCache):
 
     def _slot(self, position: int) -> int:
         """Return where the token at this position is, or goes, in the window."""
-        front = self._selected + self._summaries
-        return front + position - self._base
+        return self._selected + position - self._base

@@ -14,7 +14,7 @@ _FLOAT32 = 4  # bytes
 
 @dataclass(frozen=True)
 class RetrievalShape:
-    """How a budget of tokens a head is spent: selected + summaries + window = budget.
+    """How a budget of tokens a head is spent: selected + window = budget.
 
     It is spent so right after a selection. The window is every token behind the target's boundary:
     `window` to `window + block` tokens, and the rows of the pass. A context within the budget is
@@ -24,7 +24,6 @@ class RetrievalShape:
 
     budget: int
     chunk: int  # selection goes by chunks of this many tokens
-    summary: int  # tokens a summary stands for; 0 for no summaries
     window: int  # recent tokens that are kept exactly, at least
     block: int  # the boundary moves in steps of this; a multiple of chunk
     context: int  # tokens of the whole text
@@ -45,56 +44,37 @@ class RetrievalShape:
 
     @classmethod
     def of(
-        cls, budget: int, chunk: int, summary: int | None, context: int, rows: int, append_room: int
+        cls, budget: int, chunk: int, context: int, rows: int, append_room: int
     ) -> RetrievalShape:
-        """Return sizes that suit a budget.
-
-        `summary` None: summaries of 64 tokens, or of more where they would take over a quarter of
-        the budget.
-        """
+        """Return sizes that suit a budget."""
         quarter = max(1, budget // 4)
         block = ceil_div(min(64, quarter), chunk) * chunk
-        if summary is None:
-            summary = 64
-            while context > summary * quarter:
-                summary *= 2
         window = min(32, budget // 8)
-        return cls(budget, chunk, summary, window, block, context, rows, append_room)
+        return cls(budget, chunk, window, block, context, rows, append_room)
 
-    def split(self, prefix: int, recent: int) -> tuple[int, int]:
-        """Return how many tokens to select and how many summaries to make.
+    def selected(self, prefix: int, recent: int) -> int:
+        """Return how many tokens to select.
 
         `prefix` tokens stand before the boundary, `recent` ones behind it.
         """
         if prefix + recent <= self.budget:
-            return prefix, 0
-        summaries = self._summaries(prefix)
-        chunks = max(1, (self.budget - summaries - recent) // self.chunk)
-        selected = min(chunks * self.chunk, prefix)
-        return selected, summaries if selected < prefix else 0
+            return prefix
+        chunks = max(1, (self.budget - recent) // self.chunk)
+        return min(chunks * self.chunk, prefix)
 
     @property
     def slots(self) -> int:
         """Tokens a head that must fit the buffer."""
         window = self.window + self.block + self.rows
-        needed = self.chunk + self._summaries(self.context) + window
-        return max(self.budget, needed) + self.append_room
-
-    def _summaries(self, tokens: int) -> int:
-        return ceil_div(tokens, self.summary) if self.summary else 0
+        return max(self.budget, self.chunk + window) + self.append_room
 
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
         """Return the shape of keys and values (layers, 2, Hkv, slots, D)."""
         return layout.shape(layout.layers, self.slots)
 
-    def bias_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of the weights of keys (layers, Hkv, slots), float32."""
-        return layout.layers, layout.heads, self.slots if self.summary else 0
-
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory the cache takes."""
-        kv = prod(self.kv_buffer(layout)) * layout.dtype.itemsize
-        return kv + prod(self.bias_buffer(layout)) * _FLOAT32
+        return prod(self.kv_buffer(layout)) * layout.dtype.itemsize
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
         """Return the bytes that selecting takes while it is done, `rows` rows having a say.

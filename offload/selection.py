@@ -1,7 +1,7 @@
 """Which chunks of the context a retrieval cache keeps: policies behind one interface.
 
-A policy sees what the target sees when it verifies: rows of queries, and all keys of the prefix
-while they are on the device.
+A policy sees what the target sees when it verifies: rows of queries, and all their keys while they
+are on the device.
 """
 
 from __future__ import annotations
@@ -11,79 +11,67 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from offload.policies import POLICY_TRAITS, PolicyTraits
 
+# What an earlier selection's attention still counts at the next one.
+KEPT_OF_ATTENTION = 0.9
+
 
 class ObservedRows:
-    """Some rows of a pass against the prefix keys of a few KV heads.
+    """Some rows of a pass against the keys of a few KV heads, of the prefix and behind it.
 
     What is derived from them is computed once, when it is asked for.
     """
 
-    def __init__(self, q: Tensor, keys: Tensor, count: int):
+    def __init__(self, q: Tensor, keys: Tensor, recent: Tensor, count: int):
         """Keep `count` of the rows, evenly spaced, with the last.
 
-        q (T, Hq, D) holds rotated queries, newest last, and keys (Hkv, N, D) are rotated. Grouped
-        query heads share their KV head: their rows stand beside each other, R = count x group.
+        q (T, Hq, D) holds rotated queries, newest last. Of the rotated keys, `keys` (Hkv, N, D) are
+        the prefix and `recent` (Hkv, M, D) stand behind it; the last T of them are the rows' own.
         """
-        count = min(count, len(q))
+        rows, dim = len(q), q.shape[-1]
+        count = min(count, rows)
         steps = torch.arange(1, count + 1, device=q.device)
-        ends = steps * len(q) // count
+        ends = steps * rows // count
         picked = q[ends - 1]
-        by_head = picked.unflatten(1, (len(keys), -1))  # (count, Hkv, group, D)
-        by_head = by_head.permute(1, 0, 2, 3)
-        by_head = by_head.flatten(1, 2)  # (Hkv, R, D)
-        scale = q.shape[-1] ** -0.5
-        self.q = by_head * scale
+        by_head = picked.unflatten(1, (len(keys), -1))  # (count, Hkv, G, D)
+        by_head = by_head.permute(1, 2, 0, 3)
+        self.q = by_head * dim**-0.5  # (Hkv, G, R, D), R = count
         self.keys = keys
+        self._recent = recent
+        self._seen = ends + (recent.shape[1] - rows)  # recent keys that each row sees
 
     @cached_property
-    def _weights_and_max(self) -> tuple[Tensor, Tensor]:
-        if self.keys.is_cpu and self.keys.dtype != torch.float32:
+    def attention(self) -> Tensor:
+        """What each row gives to each key of the prefix, (Hkv, G, R, N) float32.
+
+        A row has 1 to give, to the keys behind the prefix too.
+        """
+        ahead = torch.arange(self._recent.shape[1], device=self.q.device)
+        unseen = ahead >= self._seen[:, None]  # (R, M)
+        recent = self._scores(self._recent).masked_fill(unseen, -torch.inf)
+        weights = self._scores(self.keys)
+        highest = torch.maximum(weights.amax(-1), recent.amax(-1))[..., None]
+        weights.sub_(highest)
+        weights.exp_()
+        recent.sub_(highest)
+        recent.exp_()
+        total = weights.sum(-1, keepdim=True) + recent.sum(-1, keepdim=True)
+        return weights.div_(total)
+
+    def _scores(self, keys: Tensor) -> Tensor:
+        """Return q . k of keys (Hkv, N, D), (Hkv, G, R, N) float32."""
+        rows = self.q.flatten(1, 2)  # (Hkv, G * R, D)
+        if keys.is_cpu and keys.dtype != torch.float32:
             # here a batch is slower than one head after another
-            pairs = zip(self.q, self.keys, strict=True)
+            pairs = zip(rows, keys, strict=True)
             scores = torch.stack([keys @ q.T for q, keys in pairs])
         else:
-            rows = self.q.transpose(1, 2)
-            scores = self.keys @ rows  # (Hkv, N, R): faster this way, on a CPU
-        scores = scores.transpose(1, 2)
-        scores = scores.float()
-        scores = scores.contiguous()
-        max_scores = scores.amax(-1, keepdim=True)
-        scores.sub_(max_scores)
-        scores.exp_()
-        return scores, max_scores[..., 0]
-
-    @property
-    def weights(self) -> Tensor:
-        """exp(q . k - max_scores), (Hkv, R, N) float32: 1 at a row's likeliest key."""
-        return self._weights_and_max[0]
-
-    @property
-    def max_scores(self) -> Tensor:
-        """The largest q . k of each row, (Hkv, R) float32."""
-        return self._weights_and_max[1]
-
-    @cached_property
-    def mass(self) -> Tensor:
-        """Attention that each key gets from all rows together, (Hkv, N) float32.
-
-        A row has 1 to give.
-        """
-        shares = self.weights.sum(-1).reciprocal()  # (Hkv, R)
-        mass = shares[:, None] @ self.weights  # (Hkv, 1, N)
-        return mass[:, 0]
-
-    def leave_out(self, chunks: Tensor, size: int) -> None:
-        """Let the tokens of these chunks (Hkv, n) of `size` tokens weigh nothing from now on."""
-        whole = self.keys.shape[1] // size * size
-        weights = self.weights[..., :whole]
-        by_chunk = weights.unflatten(-1, (-1, size))  # (Hkv, R, C, size)
-        for head_weights, left_out in zip(by_chunk, chunks, strict=True):
-            head_weights.index_fill_(1, left_out, 0.0)
+            scores = keys @ rows.transpose(1, 2)  # (Hkv, N, G * R): faster so, on a CPU
+        scores = scores.transpose(1, 2).float()
+        return scores.contiguous().unflatten(1, self.q.shape[1:3])
 
 
 class SelectionPolicy(ABC):
@@ -108,78 +96,46 @@ class SelectionPolicy(ABC):
         return scores.topk(count, dim=1, sorted=False).indices
 
 
-class MeanKey(SelectionPolicy):
-    """The rows' queries against each chunk's mean key.
+class Static(SelectionPolicy):
+    """The choice as published: once, by the last prompt token's query against mean keys.
 
-    The measure of TriForce, arXiv 2404.11912, section 4.1.
+    Source: TriForce, arXiv 2404.11912, section 4.1.
     """
 
-    traits = POLICY_TRAITS["mean-key"]
+    traits = POLICY_TRAITS["static"]
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
         means = _mean_keys(rows.keys, chunk)
-        logits = rows.q.float() @ means.transpose(1, 2)  # (Hkv, R, C)
+        queries = rows.q.flatten(1, 2).float()
+        logits = queries @ means.transpose(1, 2)  # (Hkv, G, C)
         shares = logits.log_softmax(-1)
         return shares.logsumexp(1)  # in logarithms: far chunks still have an order
 
 
-class Static(MeanKey):
-    """The choice as published (TriForce, section 4.1): once, by the last prompt token's query."""
+class Attention(SelectionPolicy):
+    """The attention that rows really give, of this pass and, ever less, of those before.
 
-    traits = POLICY_TRAITS["static"]
-
-
-class Window(SelectionPolicy):
-    """The most recent chunks, and the sink.
-
-    What StreamingLLM keeps (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
+    A key counts by the row that gives it most, in the mean over the query heads that share it: what
+    one row needs is missed by that row, however little the others ask for it. Summing over passes
+    is H2O's idea (Zhang et al. 2023, arXiv 2306.14048, section 4.1); forgetting is new.
     """
 
-    traits = POLICY_TRAITS["window"]
-
-    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        heads, tokens, _ = rows.keys.shape
-        chunks = tokens // chunk
-        ages = torch.arange(chunks, dtype=torch.float32, device=rows.keys.device)
-        return ages.repeat(heads, 1)
-
-
-class Mass(SelectionPolicy):
-    """The attention the rows really give to each chunk.
-
-    A chunk behind one that is read may be read next, at half the odds.
-    """
-
-    traits = POLICY_TRAITS["mass"]
-
-    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        mass = _by_chunk(rows.mass, chunk)
-        behind = mass[:, :-1] / 2
-        behind = F.pad(behind, (1, 0))
-        return torch.maximum(mass, behind)
-
-
-class Accumulated(SelectionPolicy):
-    """Heavy hitters: attention summed over all rows observed so far.
-
-    After H2O (Zhang et al. 2023, arXiv 2306.14048, section 4.1), which sums over every row of the
-    prompt; here the rows are those that a policy gets to see.
-    """
-
-    traits = POLICY_TRAITS["accumulated"]
+    traits = POLICY_TRAITS["attention"]
 
     def __init__(self) -> None:
-        # by layer and KV head: heads come in groups of any size
-        self._sums: dict[tuple[int, int], Tensor] = {}
+        # by layer and KV head, for heads come in groups of any size: the worth (C,) of chunks
+        self._worth: dict[tuple[int, int], Tensor] = {}
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        sums = _by_chunk(rows.mass, chunk)
-        for index, row in enumerate(sums, head):
-            before = self._sums.get((layer, index))
+        wanted = rows.attention.amax(2)  # (Hkv, G, N)
+        worth = wanted.mean(1)
+        worth = worth.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
+        for index, row in enumerate(worth, head):
+            before = self._worth.get((layer, index))
             if before is not None:
-                row[: len(before)] += before
-            self._sums[layer, index] = row
-        return sums.clone()  # `select` writes into it
+                row[: len(before)] += KEPT_OF_ATTENTION * before
+            self._worth[layer, index] = row
+        return worth.clone()  # `select` writes into it
 
 
 def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
@@ -192,16 +148,4 @@ def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
     return torch.stack(means)
 
 
-def _by_chunk(mass: Tensor, chunk: int) -> Tensor:
-    """Return the mass (Hkv, N) of keys as that of chunks (Hkv, C)."""
-    by_chunk = mass.unflatten(1, (-1, chunk))  # (Hkv, C, chunk)
-    return by_chunk.sum(-1)
-
-
-POLICIES: dict[str, type[SelectionPolicy]] = {
-    "static": Static,
-    "window": Window,
-    "accumulated": Accumulated,
-    "mean-key": MeanKey,
-    "mass": Mass,
-}
+POLICIES: dict[str, type[SelectionPolicy]] = {"attention": Attention, "static": Static}

@@ -57,8 +57,8 @@ class StreamingCache(SlotCache):
         slot = start - self._dropped
         return slot, slot
 
-    def buffers(self, layer: int) -> tuple[Tensor, Tensor, None]:
-        return self._kv[layer], self._raw[layer], None
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._kv[layer], self._raw[layer]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot, _ = self.place(start)

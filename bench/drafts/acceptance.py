@@ -3,15 +3,15 @@
 The physics: over a link a verification costs the same whatever it verifies, so tokens per
 verification is the speed. It follows from how often the proposals of the target on a retrieval
 cache are what the target itself would have said. `bench/drafts/overlap.py` measures that exactly;
-here it is tabled, beside tokens per verification counted in whole runs, and a needle in a long
-text.
+here it is tabled, beside tokens per verification counted in whole runs.
 
-All policies get the same device memory. Parts are run one at a time with --parts.
+All policies get the same device memory right after a choice. A small model that goes on by itself
+soon repeats itself, and what it repeats is easy to guess: `--along book` lets all policies follow
+the book's own words in place of the target's. Parts are run one at a time with --parts.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +23,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from bench.drafts.needle import needles
 from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
 from bench.harness.options import (
+    NATIVE,
     SMOLLM2,
+    Rope,
     Target,
     Temperature,
     Text,
@@ -35,7 +36,6 @@ from bench.harness.options import (
     decimals,
     integers,
 )
-from bench.harness.plots import plots_of
 from bench.harness.record import benchmark, prepare, save
 from bench.harness.tables import say, show
 from bench.harness.text import prompts, text_tokens
@@ -44,7 +44,8 @@ from decoding import Engine, Sampling, Settings
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
 SHORT_INTERVALS = (16, 32)
 SEEDS = 2  # counted runs of one text
-PARTS = "policies,budgets,chunks,temperatures,counts,needle"
+PARTS = "policies,budgets,chunks,temperatures,counts"
+ALONG = ("target", "book")
 UNSHOWN = [f"{name}.{n}" for n in (8, 64) for name in ("rejected", "against_static")]
 Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
 
@@ -84,6 +85,7 @@ class Study:
     texts: int
     new: int
     sampling: Sampling
+    along: str  # one of ALONG: whose words the policies follow
 
     def rows(
         self,
@@ -130,10 +132,14 @@ class Study:
     ) -> Chains:
         """Lead every variant along the same texts, with these intervals between refreshes."""
         chains: Chains = {variant: {each: [] for each in intervals} for variant in variants}
-        for number, prompt in enumerate(prompts(self.tokens, context, self.texts, self.new)):
+        more = self.new + 1
+        for number, both in enumerate(prompts(self.tokens, context + more, self.texts, 0)):
             say(f"{context} tokens, T {sampling.temperature}, text {number + 1} of {self.texts}")
+            prompt = both[:context]
             trace = PolicyTrace(self.engine.runtime, prompt, self.new, variants, max(intervals))
-            text = trace.text(self.new + 1, replace(sampling, seed=number))
+            text = torch.tensor(both[context:])
+            if self.along == "target":
+                text = trace.text(more, replace(sampling, seed=number))
             for interval in intervals:
                 for variant, each in trace.chains(text, interval, sampling).items():
                     chains[variant][interval] += each
@@ -170,12 +176,6 @@ def _rejected(chains: Sequence[Chain]) -> float:
     return 1 - statistics.fmean(float(chain.overlap.mean()) for chain in chains)
 
 
-def chunk_variants(sizes: Sequence[int]) -> list[Variant]:
-    """Return chunk sizes with summaries and (as published) without, and sizes of summaries."""
-    chunks = [replace(kind, chunk=size) for kind in (OURS, STATIC) for size in sizes]
-    return [STATIC, *chunks, *(replace(OURS, summary=size) for size in (32, 64, 128, 256))]
-
-
 @benchmark
 def main(
     target: Target = SMOLLM2,
@@ -183,14 +183,16 @@ def main(
     parts: Annotated[str, typer.Option(help=f"Of {PARTS}.")] = PARTS,
     context: Annotated[
         int, typer.Option(help="Prompt tokens, where a part looks at one context.")
-    ] = 16_384,
-    contexts: Annotated[
-        str, typer.Option(help="Prompt tokens of the part policies.")
-    ] = "16384,4096,32768",
+    ] = NATIVE,
+    along: Annotated[
+        str, typer.Option(help="Whose words are followed: those of the target, or of the book.")
+    ] = "target",
+    rope: Rope = None,
+    contexts: Annotated[str, typer.Option(help="Prompt tokens of the part policies.")] = "7424",
     counted: Annotated[
         str, typer.Option(help="Prompt tokens of the part counts; temperatures at the first.")
-    ] = "16384,32768",
-    budgets: Annotated[str, typer.Option(help="Budgets, tokens a head.")] = "512,768,1536,3072",
+    ] = "7424",
+    budgets: Annotated[str, typer.Option(help="Budgets, tokens a head.")] = "768,2048,4096",
     chunks: Annotated[str, typer.Option(help="Chunk sizes.")] = "1,2,4,8,16",
     temperatures: Annotated[str, typer.Option(help="Temperatures.")] = "0,0.4,0.8,1.2",
     texts: Annotated[int, typer.Option(help="Texts per context.")] = 4,
@@ -201,38 +203,38 @@ def main(
     temperature: Temperature = 0.6,
     top_p: TopP = 0.9,
     threads: Threads = 0,
-    output: Annotated[Path, typer.Option(help="JSON document; plots go beside it.")] = Path(
-        "results/acceptance.json"
-    ),
+    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/acceptance.json"),
 ) -> None:
-    """Measure the parts asked for, in float32; print tables, and write a document and plots."""
+    """Measure the parts asked for, in float32; print tables, and write a document."""
     prepare(threads)
+    if along not in ALONG:
+        raise typer.BadParameter(f"{along}: use {' or '.join(ALONG)}", param_hint="--along")
     if new_tokens < 64 or new_tokens % 64:
         raise typer.BadParameter(f"{new_tokens} is not a multiple of 64", param_hint="--new-tokens")
-    engine = Engine.from_pretrained(target, settings=Settings(dtype="float32", mode="retrieval"))
+    settings = Settings(dtype="float32", mode="retrieval", rope=rope)
+    engine = Engine.from_pretrained(target, settings=settings)
     tokens = text_tokens(engine.tokenizer, text)
-    study = Study(engine, tokens, texts, new_tokens, Sampling(temperature, top_p=top_p))
+    study = Study(engine, tokens, texts, new_tokens, Sampling(temperature, top_p=top_p), along)
     degrees, both = decimals(temperatures), (STATIC, OURS)
     by_budget = [replace(each, budget=size) for size in integers(budgets) for each in both]
+    by_chunk = [replace(OURS, chunk=size) for size in integers(chunks)]
     tasks: dict[str, Callable[[], list[Any]]] = {
         "policies": lambda: [
             row for length in integers(contexts) for row in study.rows(length, ALL, INTERVALS)
         ],
         "budgets": partial(study.rows, context, by_budget),
-        "chunks": partial(study.rows, context, chunk_variants(integers(chunks))),
+        "chunks": partial(study.rows, context, [STATIC, *by_chunk]),
         "temperatures": lambda: [
             row for each in degrees for row in study.rows(context, both, temperature=each)
         ],
         "counts": partial(study.counts, integers(counted), degrees, draft_length),
-        "needle": partial(needles, engine.runtime, engine.tokenizer, tokens, context, ALL),
     }
     if unknown := set(parts.split(",")) - set(tasks):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {PARTS}", param_hint="--parts")
     title = f"float32, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens} tokens"
+    title += f", of the {along}"
     measured = {}
     for part in parts.split(","):
         measured[part] = tasks[part]()
         show(f"{part}: budget 768 unless said, {title}", measured[part], UNSHOWN)
     save(output, measured)
-    for name, picture in plots_of(json.loads(output.read_text()), output.with_suffix("")):
-        print(f"{name}: drawn to {picture}")

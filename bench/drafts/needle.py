@@ -21,7 +21,7 @@ import torch
 import typer
 from torch import Tensor
 
-from bench.drafts.overlap import OURS, STATIC, PolicyTrace, Variant
+from bench.drafts.overlap import ALL, PolicyTrace, Variant
 from bench.harness.options import (
     NATIVE,
     SMOLLM2,
@@ -171,8 +171,7 @@ def main(
     settings = Settings(mode="retrieval", rope=rope, dtype=dtype)
     engine = Engine.from_pretrained(target, settings=settings)
     tokens = text_tokens(engine.tokenizer, text)
-    kinds = (Variant("window", budget, summary=0), Variant("mass", budget, summary=0))
-    variants = [*kinds, *(replace(each, budget=budget) for each in (STATIC, OURS))]
+    variants = [replace(each, budget=budget) for each in ALL]
     rows = needles(engine.runtime, engine.tokenizer, tokens, context, variants, decimals(depths))
     title = f"A needle in {context:,} tokens, asked for at the end: a budget of {budget:,}, {dtype}"
     publish(output, title, rows)

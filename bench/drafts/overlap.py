@@ -1,6 +1,6 @@
 """How often a retrieval cache's proposals would stand, without the noise of drawing them.
 
-Texts are decoded once from the target, and every policy follows along them.
+Texts are decoded once from the target, or read on in the book, and every policy follows along them.
 
 The law p of the target and the law q of the same model on a retrieval cache are both known at every
 token. A proposal stands with probability sum_x min(p(x), q(x)), the overlap, exactly (Leviathan et
@@ -24,16 +24,34 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.planning.defaults import SUMMARY_SHARES
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
 from decoding.speculation.sampling import draw
 from decoding.speculation.text import Text
+from offload.policies import PolicyTraits
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES
+from offload.selection import POLICIES, ObservedRows, SelectionPolicy
+
+
+class Window(SelectionPolicy):
+    """The most recent chunks, and the sink: what a cache without retrieval keeps.
+
+    Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
+    """
+
+    traits = PolicyTraits()
+
+    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+        heads, tokens, _ = rows.keys.shape
+        chunks = tokens // chunk
+        ages = torch.arange(chunks, dtype=torch.float32, device=rows.keys.device)
+        return ages.repeat(heads, 1)
+
+
+MEASURED = POLICIES | {"window": Window}
 
 
 @dataclass(frozen=True)
@@ -43,32 +61,15 @@ class Variant:
     policy: str
     budget: int
     chunk: int = 8
-    summary: int | None = None  # None: as the engine would; 0: no summaries
-    turns: int = 1  # one in so many of the summaries is made anew at each choice
 
     @property
     def name(self) -> str:
-        size = f" of {self.summary}" if self.summary else ""
-        summaries = "" if self.summary == 0 else f" + summaries{size}"
-        anew = f", 1/{self.turns} anew" if self.turns > 1 else ""
-        return f"{self.policy}, chunk {self.chunk}{summaries}{anew}"
+        return f"{self.policy}, chunk {self.chunk}"
 
 
-STATIC = Variant("static", 768, 8, 0)  # the published policy
-OURS = Variant("mass", 768)  # the engine's default over a link
-COMPUTE = replace(OURS, turns=SUMMARY_SHARES)  # and its default without one
-ALL = [
-    STATIC,
-    Variant("window", 768, 8, 0),
-    Variant("accumulated", 768, 8, 0),
-    Variant("mean-key", 768, 8, 0),
-    Variant("mass", 768, 8, 0),
-    Variant("mean-key", 768),
-    Variant("mass", 768, 8, 64),
-    OURS,
-    COMPUTE,
-    Variant("mass", 768, 1),
-]
+STATIC = Variant("static", 768)  # the published policy
+OURS = Variant("attention", 768)  # the engine's default
+ALL = [STATIC, Variant("window", 768), OURS]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ class PolicyTrace:
         shape = RetrievalShape.of(
             variant.budget,
             variant.chunk,
-            variant.summary,
             len(prompt) + new + rows + 1,
             rows,
             new + rows,
@@ -122,11 +122,9 @@ class PolicyTrace:
         return RetrievalCache(
             target.layout,
             replace(shape, window=target.shape.recent, block=target.shape.block),
-            POLICIES[variant.policy](),
+            MEASURED[variant.policy](),
             target.rotary,
             prompt.device,
-            1,
-            variant.turns,
         )
 
     def rewind(self) -> None:

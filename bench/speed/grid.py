@@ -270,7 +270,9 @@ def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, lim
         for point in turned(group.points, sampling.seed):
             run = text.run(sampling, point.lengths, limit)
             needs, layers = session.runtime.needs, session.plan.resident_layers
-            interval, _ = needs.selection(session.plan)  # which decides how old proposals' KV is
+            interval = needs.selection_interval(
+                session.plan
+            )  # which decides how old proposals' KV is
             settings = replace(needs.settings, refresh=interval)
             point.runs.append((settings, layers, run))
             sessions.record(session, run.rounds)

@@ -16,8 +16,6 @@ _ROWS = {
     "memory_rate": ("reading weights", "GB/s"),
     "kv_rate": ("reading KV in attention", "GB/s"),
     "score_rate": ("KV looked through to select from it", "GB/s"),
-    "summary_rate": ("KV summarised", "GB/s"),
-    "weigh_rate": ("KV whose summaries are weighed", "GB/s"),
     "matmul_alone": ("one large matrix product", "TFLOP/s"),
     "matmul": ("products of a prefill", "TFLOP/s"),
     "prefill_attention": ("attention of a prefill", "TFLOP/s"),

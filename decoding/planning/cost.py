@@ -160,16 +160,13 @@ class PredictedCosts:
         return slot / self.hardware.link_in
 
     def _selecting_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, drafted: int) -> float:
-        """Return the seconds that selections take, a verification.
-
-        Keys are read for the scores, and both for the summaries; without a link less of both.
-        """
+        """Return the seconds that selections take, a verification."""
         if not needs.has_retrieval or not POLICY_TRAITS[needs.settings.policy].reselects:
             return 0.0
-        interval, shares = needs.selection(plan)
         kv = needs.layout.bytes(prompt)
-        often = min(1.0, expected_tokens(self.acceptance.of(needs), drafted) / interval)
-        return often * selection_s(self.hardware, kv, shares)
+        tokens = expected_tokens(self.acceptance.of(needs), drafted)
+        often = min(1.0, tokens / needs.selection_interval(plan))
+        return often * selection_s(self.hardware, kv)
 
     def _drafts(self, needs: TextNeeds) -> bool:
         return needs.draft is not None and needs.has_draft

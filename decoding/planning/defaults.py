@@ -39,8 +39,6 @@ BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 # verification selects; on the device a selection costs compute.
 SELECTION_INTERVAL_OVER_LINK = 1
 SELECTION_INTERVAL_ON_DEVICE = 16
-# Selections that share the work of making all summaries anew, where it costs compute.
-SUMMARY_SHARES = 8
 
 # -- the target's cache ----------------------------------------------------------------------------
 

@@ -25,11 +25,10 @@ from decoding.planning.defaults import (
     SELECTION_INTERVAL_ON_DEVICE,
     SELECTION_INTERVAL_OVER_LINK,
     SPLIT_DRAFT_BYTES,
-    SUMMARY_SHARES,
 )
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.draft_length import CATCH_UP
-from offload.errors import FitError, TierForceError
+from offload.errors import TierForceError
 from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
@@ -200,20 +199,8 @@ class TextNeeds:
     # -- shapes of caches --------------------------------------------------------------------------
 
     def shape(self, prompt: int, new: int) -> RetrievalShape:
-        """Return how the retrieval cache of such a text is laid out.
-
-        Raises FitError for summaries that leave room for nothing else.
-        """
+        """Return how the retrieval cache of such a text is laid out."""
         settings, context = self.settings, prompt + new
-        summaries = 0
-        if settings.summary_size and context > self.budget:
-            summaries = ceil_div(context, settings.summary_size)
-        if summaries + settings.chunk_size > self.budget:
-            raise FitError(
-                f"`summary_size` {settings.summary_size}: {context} tokens need {summaries} "
-                f"summaries, which leave no room for a chunk in `budget` {self.budget}. Use larger "
-                "summaries, or leave `summary_size` out."
-            )
         # tokens that may come behind one selection: without a further one, all new ones
         since = new
         if POLICY_TRAITS[settings.policy].reselects:
@@ -221,9 +208,7 @@ class TextNeeds:
             since = min(new, interval + 2 * self.max_pass_tokens)
         budget = max(settings.chunk_size, min(self.budget, context))
         rows = self.max_pass_tokens
-        return RetrievalShape.of(
-            budget, settings.chunk_size, settings.summary_size, context, rows, since
-        )
+        return RetrievalShape.of(budget, settings.chunk_size, context, rows, since)
 
     def recent(self, prompt: int, new: int) -> tuple[int, int]:
         """Return how many tokens stay behind the target's boundary, and by what blocks it moves."""
@@ -252,16 +237,11 @@ class TextNeeds:
         """Return whether a verification waits for KV that comes over the link."""
         return self.copies and plan.resident_layers < self.target.layers
 
-    def selection(self, plan: MemoryPlan) -> tuple[int, int]:
-        """Return the tokens that a selection serves at least, and the shares of summary work.
-
-        One in so many shares of the summaries is made anew by each selection. An interval that is
-        set means the same with any memory.
-        """
+    def selection_interval(self, plan: MemoryPlan) -> int:
+        """Return the tokens that a selection serves at least."""
         over_link = self.uses_link(plan)
         usual = SELECTION_INTERVAL_OVER_LINK if over_link else SELECTION_INTERVAL_ON_DEVICE
-        shares = 1 if over_link or self.settings.refresh else SUMMARY_SHARES
-        return self.settings.refresh or usual, shares
+        return self.settings.refresh or usual
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -113,14 +113,9 @@ class Passes:
         return self.hardware.all_reduce_s + nbytes / self.hardware.all_reduce_rate
 
 
-def selection_s(hardware: HardwareProfile, kv: float, shares: int) -> float:
-    """Return the seconds of one selection over `kv` bytes of one rank.
-
-    It makes one in `shares` of the summaries anew, and the weights of all.
-    """
-    scores = hardware.score_rate or 2 * hardware.memory_rate
-    weights = kv / hardware.weigh_rate if hardware.weigh_rate else 0.0
-    return kv / scores + weights + kv / shares / (hardware.summary_rate or hardware.memory_rate)
+def selection_s(hardware: HardwareProfile, kv: float) -> float:
+    """Return the seconds of one selection over `kv` bytes of one rank; it reads the keys."""
+    return kv / (hardware.score_rate or 2 * hardware.memory_rate)
 
 
 def target_passes(hardware: HardwareProfile, needs: TextNeeds) -> Passes:

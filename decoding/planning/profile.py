@@ -39,9 +39,6 @@ class HardwareProfile:
     prefill_attention: float | None = None  # operations of many rows; matmul
     # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
     score_rate: float | None = None
-    summary_rate: float | None = None  # bytes of KV a second that are summarised; memory_rate
-    # bytes of KV a second whose summaries get new weights; a choice's scores leave none to pay
-    weigh_rate: float | None = None
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host

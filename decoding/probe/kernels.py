@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from decoding.planning.defaults import DEFAULT_BUDGET, SUMMARY_SHARES
+from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import run_seconds
 from decoding.runtime import Runtime
@@ -83,7 +83,7 @@ class _Kernels:
         """Measure all of them, by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
-        rates |= self.selection_rates()
+        rates["score_rate"] = self.layout.bytes(_PREFIX) / self._selection_s()
         rates |= self.launch_seconds(rates["memory_rate"])
         return rates | self.sampling_seconds()
 
@@ -176,45 +176,19 @@ class _Kernels:
         products, scores = prefill_flops(config, tokens)
         return products / max(seconds - scores / attention, 0.1 * seconds)
 
-    def selection_rates(self) -> dict[str, float]:
-        """Measure a selection's parts, in bytes of KV a second.
-
-        Selections with all summaries, with a share of them, and with none tell the parts apart.
-        """
-        usual, context = Settings(), _PREFIX + _VERIFIED_ROWS
-
-        def shape(budget: int, summary: int | None) -> RetrievalShape:
-            rows = _VERIFIED_ROWS
-            return RetrievalShape.of(budget, usual.chunk_size, summary, context, rows, rows)
-
-        summarised = shape(DEFAULT_BUDGET, usual.summary_size)
-        _, summaries = summarised.split(_PREFIX, _VERIFIED_ROWS)
-        bare = shape(DEFAULT_BUDGET - summaries, 0)  # which selects as much
-        scores = self._selection_s(bare, 1)
-        whole = self._selection_s(summarised, 1)
-        share = self._selection_s(summarised, SUMMARY_SHARES)
-        made = max(0.0, (whole - share) * SUMMARY_SHARES / (SUMMARY_SHARES - 1))
-        parts = {"score_rate": scores, "summary_rate": made, "weigh_rate": whole - scores - made}
-        kv = self.layout.bytes(_PREFIX)
-        # noise may leave nothing
-        return {name: kv / seconds for name, seconds in parts.items() if seconds > 0}
-
-    def _selection_s(self, shape: RetrievalShape, shares: int) -> float:
-        """Measure one selection over random keys and values.
-
-        It makes one in `shares` of the summaries anew.
-        """
-        layout, rotary = self.layout, self.layer.rotary(1, 2, self.dtype, self.device)
-        policy = POLICIES[Settings().policy]()
-        cache = RetrievalCache(
-            layout, shape, policy, rotary, self.device, min_interval=0, summary_shares=shares
-        )
+    def _selection_s(self) -> float:
+        """Measure one selection over random keys and values."""
+        layout, usual, rows = self.layout, Settings(), _VERIFIED_ROWS
+        rotary = self.layer.rotary(1, 2, self.dtype, self.device)
+        shape = RetrievalShape.of(DEFAULT_BUDGET, usual.chunk_size, _PREFIX + rows, rows, rows)
+        policy = POLICIES[usual.policy]()
+        cache = RetrievalCache(layout, shape, policy, rotary, self.device, min_interval=0)
         prefix = self._random(layout.shape(1, _PREFIX))[0]
-        recent = self._random(layout.shape(1, _VERIFIED_ROWS))[0]
-        q = self._random((_VERIFIED_ROWS, self.layer.heads, self.layer.head_dim))
+        recent = self._random(layout.shape(1, rows))[0]
+        q = self._random((rows, self.layer.heads, self.layer.head_dim))
 
         def choose() -> Tensor:
-            cache.follow(_PREFIX, _PREFIX, _PREFIX + _VERIFIED_ROWS)
+            cache.follow(_PREFIX, _PREFIX, _PREFIX + rows)
             cache.observe(0, 0, q, prefix, recent)
             return cache._kv
 

@@ -15,21 +15,17 @@ from torch import Tensor
 
 from offload.attention.cpu import cpu_backend
 from offload.attention.cuda import cuda_backend
-from offload.attention.folding import Backend, Partial, attend_masked, attend_with_mask
+from offload.attention.folding import Backend, Partial, attend_with_mask
 
 
-def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None
-) -> Partial:
-    """Return softmax(q k^T / sqrt(D) + bias) v over these keys, with its log-sum-exp.
+def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+    """Return softmax(q k^T / sqrt(D)) v over these keys, with its log-sum-exp.
 
     Args:
         q: (T, Hq, D), Hq a multiple of Hkv.
         k: (N, Hkv, D), in q's dtype; N >= T if causal.
         v: (N, Hkv, D).
         causal: whether the last T keys are the rows' own.
-        bias: (Hkv, N) float32, a weight for each key, in logarithms; -inf leaves a key out. It is
-            meant for few rows, and at least one key of a row must be left in.
     """
     rows, heads, _ = q.shape
     if len(k) == 0:
@@ -37,20 +33,17 @@ def partial_attention(
         lse = q.new_full((rows, heads), -torch.inf, dtype=torch.float32)
         return out, lse
     causal = causal and rows > 1
-    chosen = backend(q.device.type, q.dtype)
-    if bias is not None:
-        return attend_masked(chosen.masked, q, k, v, causal, bias)
-    return chosen.attend(q, k, v, causal)
+    return backend(q.device.type, q.dtype).attend(q, k, v, causal)
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
-    """Return `partial_attention` of few rows, with all that is added to their scores in a mask.
+    """Return `partial_attention` of few rows, with what each of them sees in a mask.
 
-    mask (Hkv or 1, T, N) float32.
+    mask (T, N) float32 is added to the scores.
     """
     groups = q.shape[1] // k.shape[1]
     chosen = backend(q.device.type, q.dtype)
-    mask = mask.repeat_interleave(groups, 1)
+    mask = mask.repeat_interleave(groups, 0)
     return attend_with_mask(chosen.masked, q, k, v, mask)
 
 

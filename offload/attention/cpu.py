@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Backend, Partial, attend_folded, attend_masked, merge
+from offload.attention.folding import Backend, Partial, attend_causally, attend_folded, merge
 from offload.layout import ceil_div
 
 # torch's operator works through so many rows and keys at a time
@@ -34,7 +34,7 @@ class CpuKernels:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         scores = len(q) * len(k)  # of a head
         if causal and scores <= _SMALL_MASK:
-            return attend_masked(self.op, q, k, v, True, None)
+            return attend_causally(self.op, q, k, v)
         return attend_folded(self.op, q, k, v, causal)
 
     def op(

@@ -1,4 +1,4 @@
-"""Attention on a GPU: the flash-attn package, torch's kernels, and plain products for biases."""
+"""Attention on a GPU: the flash-attn package, torch's kernels, and plain products for masks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 
 def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
-    """Attend with few rows and a bias, which no fused kernel takes.
+    """Attend with few rows and a mask, which no fused kernel takes.
 
     Scores and softmax are float32, products take the inputs' dtype.
     """

@@ -1,7 +1,7 @@
 """What all attention kernels share: merging, and plain calls for what an operator does not know.
 
-Operators know neither grouped heads nor bottom-right causality nor biases of keys: here these are
-folded into calls without them.
+Operators know neither grouped heads nor bottom-right causality: here these are folded into calls
+without them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Backend:
     """The attention kernels of one device and dtype."""
 
     attend: Kernel
-    masked: Operator  # takes a mask (1, H or 1, T or 1, N) that is added to the scores
+    masked: Operator  # takes a mask (1, 1, T, N) that is added to the scores
 
 
 def merge(parts: list[Partial]) -> Partial:
@@ -49,35 +49,23 @@ def merge(parts: list[Partial]) -> Partial:
     return merged, total
 
 
-def attend_masked(
-    op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None
-) -> Partial:
-    """Attend in one call, with bias and bottom-right causality in its mask."""
-    rows = len(q)
-    groups = q.shape[1] // k.shape[1]
-    if bias is None:
-        bias = q.new_zeros(1, len(k), dtype=torch.float32)
-    mask = bias[:, None]  # (Hkv or 1, 1, N)
-    if causal:
-        square = torch.full((rows, rows), -torch.inf, device=q.device)
-        square.triu_(1)
-        later = square.repeat_interleave(groups, 0)
-        prefix = mask[..., :-rows]
-        prefix = prefix.expand(-1, rows * groups, -1)
-        own = mask[..., -rows:]
-        own = own + later
-        mask = torch.cat((prefix, own), dim=-1)
+def attend_causally(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+    """Attend in one call, with bottom-right causality in its mask."""
+    rows, keys = len(q), len(k)
+    mask = torch.full((rows, keys), -torch.inf, device=q.device)
+    mask.triu_(keys - rows + 1)
+    mask = mask.repeat_interleave(q.shape[1] // k.shape[1], 0)
     return attend_with_mask(op, q, k, v, mask)
 
 
 def attend_with_mask(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
-    """Attend in one call with mask (Hkv or 1, T * G or 1, N), G query heads to a KV head."""
+    """Attend in one call with mask (T * G, N), G query heads to a KV head."""
     groups = q.shape[1] // k.shape[1]
     keys = _as_batch(k)
     values = _as_batch(v)
 
     def attend(folded: Tensor) -> Partial:
-        return op(folded, keys, values, False, mask[None])
+        return op(folded, keys, values, False, mask[None, None])
 
     return _fold(q, groups, attend)
 

@@ -21,7 +21,7 @@ from support.engines import DEMO
 from support.texts import prompt
 
 NUCLEUS = Sampling(0.6, top_p=0.9)
-EVERYTHING = Variant("mass", 4096)
+EVERYTHING = Variant("attention", 4096)
 SETTINGS = Settings(mode="retrieval", dtype="float32")
 
 
@@ -96,7 +96,7 @@ def test_a_needle_is_told_by_what_can_find_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("bench.drafts.needle.NEEDLES", NEEDLES[:1])
     engine = Engine.from_pretrained("smollm2", settings=SETTINGS, device="cpu")
     tokens = engine.tokenizer(long_text()[:20_000]).input_ids
-    variants = [Variant("window", 192, 8, 0), Variant("mass", 192, 8, 0)]
+    variants = [Variant("window", 192), Variant("attention", 192)]
     rows = needles(engine.runtime, engine.tokenizer, tokens, 400, variants, [0.2])
     full, window, ours = rows
     assert full.policy == FULL

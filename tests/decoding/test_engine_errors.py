@@ -161,17 +161,3 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
         assert list(engine.generate(PROMPT, 20)) == pair.text("plain", PROMPT, 20)
-
-
-def test_summaries_that_fill_the_budget_are_told(pair: Pair) -> None:
-    too_small = pair.engine("retrieval", budget=40, summary_size=2)
-    with (
-        too_small as engine,
-        pytest.raises(
-            FitError, match=r"`summary_size` 2: 94 tokens need 47 summaries.*`budget` 40"
-        ),
-    ):
-        list(engine.generate(PROMPT, 4))
-    # a text within the budget needs none
-    with pair.engine("retrieval", budget=100, summary_size=1) as engine:
-        assert list(engine.generate(PROMPT, 4)) == pair.text("plain", PROMPT, 4)

@@ -1,5 +1,5 @@
-"""Whatever is proposed, the text is the target's: every policy, with and without summaries,
-adaptive lengths, lookup, split drafts.
+"""Whatever is proposed, the text is the target's: every policy, adaptive lengths, lookup, split
+drafts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,11 @@ def plain(pair: Pair) -> list[int]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("summaries", "mode"),
-    [(0, "retrieval"), (None, "retrieval"), (16, "retrieval"), (None, "hierarchical")],
-)
+@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
 def test_every_policy_writes_the_target_own_text(
-    policy: str, summaries: int | None, mode: str, pair: Pair, plain: list[int]
+    policy: str, mode: str, pair: Pair, plain: list[int]
 ) -> None:
-    choices: dict[str, Any] = {"policy": policy, "summary_size": summaries, "chunk_size": 4}
+    choices: dict[str, Any] = {"policy": policy, "chunk_size": 4}
     assert pair.text(mode, prompt("typing"), NEW, budget=300, **choices, **LINKED) == plain
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from offload import attention
-from offload.attention import cpu, partial_attention
+from offload.attention import cpu, masked_attention, partial_attention
 from offload.attention.cpu import CpuKernels
 from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, matmul_op
-from offload.attention.folding import Kernel, Partial, attend_masked, merge
+from offload.attention.folding import Kernel, Partial, attend_causally, attend_with_mask, merge
 from offload.layout import ceil_div
 from support.reference import reference_attention
 
@@ -24,15 +24,11 @@ heads = pytest.mark.parametrize("heads", HEADS)
 rows = pytest.mark.parametrize("rows", [1, 2, 17])
 
 
-def draw_bias(keys: int, heads: tuple[int, int], device: str = "cpu") -> Tensor:
-    """(Hkv, N): weights per key far from 1, every third key left out, but not the first, which
-    every row sees.
-    """
-    generator = torch.Generator().manual_seed(keys)
-    # a view, as caches hand it over
-    bias = torch.randn(heads[1], keys + 5, generator=generator)[:, :keys] * 3
-    bias[:, 1::3] = -torch.inf
-    return bias.to(device)
+def draw_mask(rows: int, keys: int, device: str = "cpu") -> Tensor:
+    """(T, N): a third of the keys left out, another one for each row, but never the first."""
+    left_out = (torch.arange(keys) + torch.arange(rows)[:, None]) % 3 == 1
+    left_out[:, 0] = False
+    return torch.zeros(rows, keys).masked_fill(left_out, -torch.inf).to(device)
 
 
 def draw(
@@ -57,9 +53,9 @@ def agree(
     k: Tensor,
     v: Tensor,
     causal: bool,
-    bias: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> None:
-    (out, lse), (want, want_lse) = found, reference_attention(q, k, v, causal, bias)
+    (out, lse), (want, want_lse) = found, reference_attention(q, k, v, causal, mask)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
         q.dtype,
         torch.float32,
@@ -88,8 +84,9 @@ def test_a_lone_row_may_have_a_twin(heads: tuple[int, int], rows: int, pairs_row
     kernels = CpuKernels(pairs_rows)
     q, k, v = draw(rows, 301, heads, torch.bfloat16)
     agree(kernels.attend(q, k, v, False), q, k, v, causal=False)
-    bias = draw_bias(len(k), heads)
-    agree(attend_masked(kernels.op, q, k, v, False, bias), q, k, v, False, bias)
+    mask = draw_mask(rows, len(k))
+    by_head = mask.repeat_interleave(heads[0] // heads[1], 0)
+    agree(attend_with_mask(kernels.op, q, k, v, by_head), q, k, v, False, mask)
 
 
 def test_kernels_are_chosen_once() -> None:
@@ -148,44 +145,36 @@ def test_causal_is_bottom_right(
 @heads
 @rows
 # 1200 keys are more than one block of the kernel's
-@pytest.mark.parametrize("prefix", [1, 30, 1200])
-def test_bias_is_a_weight_per_key(
-    dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int
+@pytest.mark.parametrize("keys", [18, 300, 1200])
+def test_a_mask_says_what_each_row_sees(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int, keys: int
 ) -> None:
-    q, k, v = draw(rows, prefix + rows, heads, dtype)
-    for bias in (draw_bias(len(k), heads), torch.zeros(heads[1], len(k))):
-        for causal in (False, True):
-            agree(partial_attention(q, k, v, causal, bias), q, k, v, causal, bias)
+    q, k, v = draw(rows, keys, heads, dtype)
+    for mask in (draw_mask(rows, keys), torch.zeros(rows, keys)):
+        agree(masked_attention(q, k, v, mask), q, k, v, False, mask)
 
 
 @dtypes
 @rows
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_key_left_out_is_as_if_it_were_not_there(
-    dtype: torch.dtype, rows: int, causal: bool
-) -> None:
-    q, k, v = draw(rows, 1300 + rows, (8, 2), dtype)
-    bias = torch.zeros(2, len(k))
-    # whole blocks of the kernel, for all heads; among the keys' values a NaN would show
-    bias[:, 3:1290] = -torch.inf
+def test_a_key_left_out_is_as_if_it_were_not_there(dtype: torch.dtype, rows: int) -> None:
+    q, k, v = draw(rows, 1300, (8, 2), dtype)
+    mask = torch.zeros(rows, len(k))
+    mask[:, 3:1290] = -torch.inf  # whole blocks of the kernel
     kept = [*range(3), *range(1290, len(k))]
-    agree(partial_attention(q, k, v, causal, bias), q, k[kept], v[kept], causal)
+    agree(masked_attention(q, k, v, mask), q, k[kept], v[kept], False)
 
 
 @dtypes
 @heads
 @rows
-@pytest.mark.parametrize("causal", [False, True])
-def test_matmul_serves_a_bias_as_the_fused_kernel_does(
-    dtype: torch.dtype, heads: tuple[int, int], rows: int, causal: bool
+def test_matmul_serves_a_mask_as_the_fused_kernel_does(
+    dtype: torch.dtype, heads: tuple[int, int], rows: int
 ) -> None:
     """The path that a GPU takes; its scores are rounded to q's dtype."""
     q, k, v = draw(rows, 90 + rows, heads, dtype)
-    bias = draw_bias(len(k), heads)
-    out, lse = attend_masked(matmul_op, q, k, v, causal and rows > 1, bias)
-    want, want_lse = attend_masked(
-        CpuKernels(pairs_rows=False).op, q, k, v, causal and rows > 1, bias
-    )
+    mask = draw_mask(rows, len(k)).repeat_interleave(heads[0] // heads[1], 0)
+    out, lse = attend_with_mask(matmul_op, q, k, v, mask)
+    want, want_lse = attend_with_mask(CpuKernels(pairs_rows=False).op, q, k, v, mask)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
         want.dtype,
@@ -205,8 +194,8 @@ def test_causal_segments_on_either_side_of_one_masked_call(
     masked = []
     monkeypatch.setattr(
         cpu,
-        "attend_masked",
-        lambda *arguments, real=attend_masked: masked.append(1) or real(*arguments),
+        "attend_causally",
+        lambda *arguments, real=attend_causally: masked.append(1) or real(*arguments),
     )
     for rows, keys in ((16, 4096), (16, 4097), (256, 256), (257, 257)):
         assert (rows * keys <= cpu._SMALL_MASK) == (keys in (4096, 256))
@@ -327,11 +316,10 @@ def test_cuda_kernels(
 @heads
 @rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_cuda_bias(dtype: torch.dtype, heads: tuple[int, int], rows: int) -> None:
-    for causal in (False, True):
-        q, k, v = draw(rows, 300 + rows, heads, dtype, "cuda", 64)
-        bias = draw_bias(len(k), heads, device="cuda")
-        out, lse = partial_attention(q, k, v, causal, bias)
-        want, want_lse = reference_attention(q, k, v, causal, bias)
-        torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
+def test_cuda_mask(dtype: torch.dtype, heads: tuple[int, int], rows: int) -> None:
+    q, k, v = draw(rows, 300, heads, dtype, "cuda", 64)
+    mask = draw_mask(rows, 300, "cuda")
+    out, lse = masked_attention(q, k, v, mask)
+    want, want_lse = reference_attention(q, k, v, False, mask)
+    torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)

@@ -100,10 +100,10 @@ def test_a_cache_that_starts_over_has_all_its_layers(link: Link) -> None:
         cache.crop(0)
 
 
-@pytest.mark.parametrize("policy", ["mass", "static"])
+@pytest.mark.parametrize("policy", ["attention", "static"])
 def test_followers_see_what_they_would_have_seen(policy: str) -> None:
     """A late layer's prefix and recent tokens are shown from the memory that prefill works in."""
-    shape, story = RetrievalShape.of(48, 4, None, 150, 24, 24), text(100)
+    shape, story = RetrievalShape.of(48, 4, 150, 24, 24), text(100)
     found = []
     for late in (0, 2):
         link = make_test_link("delaying")

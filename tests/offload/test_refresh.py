@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.layout import KVLayout, ceil_div
+from offload.layout import KVLayout
 from offload.link import Link
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
@@ -33,29 +33,24 @@ from support.driving import (
 )
 from support.links import make_test_link
 
-SHAPE = RetrievalShape(48, 4, 16, 5, 12, CAPACITY, 7, CAPACITY)
+SHAPE = RetrievalShape(48, 4, 5, 12, CAPACITY, 7, CAPACITY)
 TINY = KVLayout(layers=2, heads=2, head_dim=4, dtype=torch.float32)
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
-    for budget, chunk, summary, prefix, recent in product(
-        [12, 48, 64], [1, 4, 12], [0, 1, 16], range(0, 121, 12), range(20)
+    for budget, chunk, prefix, recent in product(
+        [12, 48, 64], [1, 4, 12], range(0, 121, 12), range(20)
     ):
-        selected, summaries = replace(SHAPE, budget=budget, chunk=chunk, summary=summary).split(
-            prefix, recent
-        )
+        selected = replace(SHAPE, budget=budget, chunk=chunk).selected(prefix, recent)
         if prefix + recent <= budget:
-            assert (selected, summaries) == (prefix, 0)
+            assert selected == prefix
             continue
         assert selected % chunk == 0
         assert min(chunk, prefix) <= selected <= prefix
-        if selected == prefix:
-            assert summaries == 0  # nothing is left to summarise
-        else:
-            assert summaries == (ceil_div(prefix, summary) if summary else 0)
-            spent = selected + summaries + recent
+        if selected < prefix:
+            spent = selected + recent
             assert budget - chunk < spent <= budget or (spent > budget and selected == chunk)
 
 
@@ -64,31 +59,19 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
 )
 @pytest.mark.parametrize("context", [1, 300, 130_000])
 def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
-    shape = RetrievalShape.of(budget, chunk, None, context, rows=7, append_room=20)
+    shape = RetrievalShape.of(budget, chunk, context, rows=7, append_room=20)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
-    assert shape.summary >= 64
-    assert ceil_div(context, shape.summary) <= max(1, budget // 4)
-    # no coarser than it must be
-    assert shape.summary == 64 or ceil_div(context, shape.summary // 2) > budget // 4
     assert shape.window <= budget // 8
-    for summary in (0, 5):
-        assert RetrievalShape.of(budget, chunk, summary, context, 7, 20) == replace(
-            shape, summary=summary
-        )
     for prefix, rows in product(range(0, min(context, 50 * shape.block), shape.block), (1, 7)):
         recent = shape.window + shape.block - 1 + rows  # the most there may be
         if prefix + recent <= context:
-            assert sum(shape.split(prefix, recent)) + recent + shape.append_room <= shape.slots
+            assert shape.selected(prefix, recent) + recent + shape.append_room <= shape.slots
 
 
-@pytest.mark.parametrize(("chunk", "summary"), [(1, 0), (1, 16), (4, 0), (4, 16)])
+@pytest.mark.parametrize("chunk", [1, 4])
 @every_policy
-def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(
-    policy: str, chunk: int, summary: int
-) -> None:
-    target, middle = pair(
-        make_test_link("view"), 2, replace(SHAPE, chunk=chunk, summary=summary), policy
-    )
+def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(policy: str, chunk: int) -> None:
+    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, chunk=chunk), policy)
     prefill(target, text(70), chunk=32)
     for rows in (0, 7, 1, 5, 7, 7, 3, 6):
         if rows:
@@ -111,14 +94,12 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
     """With the slots that `decoding` sets aside: what may come between two choices, or the whole
     text.
     """
-    for (budget, chunk), summary, every in product(
-        [(16, 1), (40, 8), (64, 4)], [None, 0, 8], [1, 9]
-    ):
+    for (budget, chunk), every in product([(16, 1), (40, 8), (64, 4)], [1, 9]):
         rng = random.Random(budget + every)
         draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 250
         rows = draft + 2
         fresh = min(every + 2 * rows, new) if POLICIES[policy].traits.reselects else new
-        shape = RetrievalShape.of(budget, chunk, summary, prompt + new, rows, fresh)
+        shape = RetrievalShape.of(budget, chunk, prompt + new, rows, fresh)
         target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
         story = text(prompt, TINY)
         prefill(target, story, chunk=32)
@@ -131,7 +112,7 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 12, 1000])
-@pytest.mark.parametrize("policy", ["mass", "static"])
+@pytest.mark.parametrize("policy", ["attention", "static"])
 def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> None:
     target, middle = pair(
         make_test_link("view"), 2, replace(SHAPE, append_room=CAPACITY), policy, every
@@ -141,7 +122,7 @@ def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> Non
     choices, chosen_at, rng = 1, 60, random.Random(every)
     for stand in [1] * 12 + [rng.randint(1, 7) for _ in range(20)]:
         tokens = target.length + 1  # the pass's first row stands already: it is pending
-        if policy == "mass" and tokens - chosen_at >= every:
+        if policy == "attention" and tokens - chosen_at >= every:
             choices, chosen_at = choices + 1, tokens
         forward(target, text(7))
         target.advance(stand)
@@ -172,17 +153,16 @@ def test_a_choice_costs_no_byte_over_the_link(link: Link, resident: int) -> None
     verification.
     """
     counts = []
-    for policy, summary in (("", 0), *product(POLICIES, (0, 16))):
-        shape = replace(SHAPE, summary=summary)
-        alone = tiered(link, resident, recent=shape.window, block=shape.block, rows=shape.rows)
-        target = pair(link, resident, shape, policy)[0] if policy else alone
+    for policy in ("", *POLICIES):
+        alone = tiered(link, resident, recent=SHAPE.window, block=SHAPE.block, rows=SHAPE.rows)
+        target = pair(link, resident, SHAPE, policy)[0] if policy else alone
         prefill(target, text(70), chunk=32)
         counts.append([(target.traffic.link_in, target.traffic.link_out)])
         for rows, stand in [(7, 3), (1, 1), (7, 7), (5, 0), (7, 6), (7, 7)]:
             forward(target, text(rows))
             target.advance(stand)
             counts[-1].append((target.traffic.link_in, target.traffic.link_out))
-    assert len(counts) == 11
+    assert len(counts) == 3
     assert all(each == counts[0] for each in counts)
     assert counts[0][-1][0] > counts[0][0][0] or resident == 4
 

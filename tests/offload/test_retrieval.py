@@ -1,6 +1,4 @@
-"""The retrieval cache attends to what its policy names, per head, to summaries of the rest, and to
-all behind the boundary.
-"""
+"""The retrieval cache attends to what its policy names, head by head, and to what is recent."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from offload import retrieval
 from offload.layout import KVLayout
 from offload.link import Link
 from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES
+from offload.selection import POLICIES, ObservedRows
 from offload.tiered import TieredCache
 from support.driving import (
     BLOCK,
@@ -36,12 +34,10 @@ from support.reference import RetrievalByHand, random_rotary
 
 ROTARY = random_rotary(LAYOUT, CAPACITY)
 DRAFT = 6
-# summaries of 16 tokens in prefixes of 12, 24, ...
-SHAPE = RetrievalShape(48, 4, 16, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
+SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
-SIZES = [(1, 0), (1, 16), (4, 0), (4, 16)]
-sizes = pytest.mark.parametrize(("chunk", "summary"), SIZES)
+sizes = pytest.mark.parametrize("chunk", [1, 4])
 PLACES = [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)]
 
 
@@ -59,19 +55,13 @@ def started(
     return hand
 
 
-@pytest.mark.parametrize(
-    ("policy", "chunk", "summary", "link", "resident"),
-    [  # every pair of policy, sizes and place
-        (policy, *size, *PLACES[(row + column) % 4])
-        for row, policy in enumerate(POLICIES)
-        for column, size in enumerate(SIZES)
-    ],
-    indirect=["link"],
-)
+@pytest.mark.parametrize(("link", "resident"), PLACES, indirect=["link"])
+@sizes
+@every_policy
 def test_every_pass_is_what_brute_force_gives(
-    policy: str, chunk: int, summary: int, link: Link, resident: int
+    policy: str, chunk: int, link: Link, resident: int
 ) -> None:
-    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(chunk + summary)
+    shape, rng = replace(SHAPE, chunk=chunk), random.Random(chunk)
     target, middle = pair(link, resident, shape, policy)
     story = text(70)
     hand = started(target, shape, policy, story)
@@ -95,35 +85,9 @@ def test_every_pass_is_what_brute_force_gives(
     assert middle.selections == (1 if policy == "static" else 1 + len(lengths))
 
 
-@pytest.mark.parametrize("shares", [2, 3, 20])
-@pytest.mark.parametrize(("chunk", "summary"), [(1, 16), (4, 16), (4, 7)])
-@pytest.mark.parametrize("prompt", [40, 70])  # within the budget at first, and not
-def test_summaries_made_in_turn_are_what_brute_force_gives(
-    prompt: int, chunk: int, summary: int, shares: int
-) -> None:
-    shape, rng = replace(SHAPE, chunk=chunk, summary=summary), random.Random(shares)
-    target, middle = pair(make_test_link("view"), 2, shape, summary_shares=shares)
-    hand, story = RetrievalByHand(shape, "mass", ROTARY, shares), text(prompt)
-    prefill(target, story, 32)
-    hand.choose(story, prompt % 32, target.boundary)
-    for _ in range(14):
-        length = target.length
-        story, seen = speculate(
-            target,
-            middle,
-            story,
-            DRAFT,
-            rng,
-            lambda known, out: close(out, hand.attend(known, out.shape[1])),
-        )
-        hand.choose(seen, len(seen[0][0]) - length, target.boundary)
-    assert middle._summaries > 3
-
-
-@pytest.mark.parametrize("shares", [1, 3])
 @every_policy
-def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, shares: int) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, summary_shares=shares)
+def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE, policy)
     prefill(target, text(70), 32)
     passes = [text(7) for _ in range(8)]
 
@@ -148,24 +112,23 @@ def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, shares: in
 @every_policy
 # no prefix, all within the budget, hardly more, much more
 @pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])
-def test_the_choice_behind_a_prompt(policy: str, chunk: int, summary: int, prompt: int) -> None:
-    shape = replace(SHAPE, chunk=chunk, summary=summary)
+def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int) -> None:
+    shape = replace(SHAPE, chunk=chunk)
     target, middle = pair(make_test_link("view"), 2, shape, policy)
     story, probe = text(prompt), text(3)
     hand = started(target, shape, policy, story)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
 
 
-@pytest.mark.parametrize("summary", [0, 8, 12, 16])
 @pytest.mark.parametrize("chunk", [4, 12])
 # prefixes of one chunk of 12 tokens, two, and three
 @pytest.mark.parametrize("prompt", [17, 18, 29, 45])
-def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, summary: int) -> None:
-    shape = replace(SHAPE, budget=12, chunk=chunk, summary=summary)
+def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int) -> None:
+    shape = replace(SHAPE, budget=12, chunk=chunk)
     target, middle = pair(make_test_link("view"), 2, shape)
     middle._kv.fill_(100.0)  # what nobody wrote shows
     story, probe = text(prompt), text(3)
-    hand = started(target, shape, "mass", story)
+    hand = started(target, shape, "attention", story)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
 
 
@@ -173,13 +136,13 @@ def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, summary: in
 # one head at a time, or two of three, of a prefix of 48
 @pytest.mark.parametrize("tokens", [1, 70, 100])
 def test_heads_seen_bit_by_bit_are_all_seen(
-    tokens: int, chunk: int, summary: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
-    shape = replace(SHAPE, chunk=chunk, summary=summary, budget=36)
+    shape = replace(SHAPE, chunk=chunk, budget=36)
     target, middle = pair(make_test_link("view"), 2, shape)
     story, probe = text(62), text(3)
-    hand = started(target, shape, "mass", story)
+    hand = started(target, shape, "attention", story)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
 
 
@@ -223,7 +186,7 @@ def test_the_targets_keys_and_values_replace_its_own(policy: str) -> None:
 def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE)
     story, refused, probe = text(70), text(7), text(3)
-    hand = started(target, SHAPE, "mass", story)
+    hand = started(target, SHAPE, "attention", story)
     forward(target, refused)
     target.advance(0)
     hand.choose(joined(story, refused), 7, target.boundary)
@@ -232,7 +195,7 @@ def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
 
 def test_a_cache_need_not_be_prefilled() -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE)
-    hand, story = RetrievalByHand(SHAPE, "mass", ROTARY), text(0)
+    hand, story = RetrievalByHand(SHAPE, "attention", ROTARY), text(0)
     while len(story[0][0]) < 90:
         tokens, probe = text(7), text(2)
         forward(target, tokens)
@@ -248,7 +211,7 @@ def test_a_cache_need_not_be_prefilled() -> None:
 def test_lengths_follow_the_target(shorten: str) -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE)
     prompt, tokens, probe = text(63), text(7), text(2)
-    hand = started(target, SHAPE, "mass", prompt)
+    hand = started(target, SHAPE, "attention", prompt)
     assert middle.length == 63
     forward(middle, text(6))
     middle.advance(6)  # a draft, longer than what will stand
@@ -280,37 +243,33 @@ def test_the_last_slot_can_be_used_and_no_more() -> None:
     shape = replace(SHAPE, append_room=9)
     target, middle = pair(make_test_link("view"), 2, shape, "static")
     prefill(target, text(61), chunk=61)
-    # the choice took 28 selected tokens, 3 + 4 summaries and a window of 13, of 48
-    for _ in range(shape.slots - 48):
+    # the choice took 32 selected tokens and a window of 13, of 48
+    for _ in range(shape.slots - 45):
         forward(middle, text(1))
         middle.advance(1)
     with pytest.raises(ValueError, match=f"do not fit a buffer of {shape.slots}"):
         forward(middle, text(1))
 
 
-@pytest.mark.parametrize("summary", [0, 16])
-def test_device_bytes_and_bytes_attended(summary: int) -> None:
-    shape = replace(SHAPE, summary=summary)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    bias = LAYOUT.layers * LAYOUT.heads * shape.slots * 4 if summary else 0
-    assert middle.device_bytes == shape.device_bytes(LAYOUT) == LAYOUT.bytes(shape.slots) + bias
-    assert middle.device_bytes == middle._kv.nbytes + middle._bias.nbytes
+def test_device_bytes_and_bytes_attended() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    assert middle.device_bytes == SHAPE.device_bytes(LAYOUT) == LAYOUT.bytes(SHAPE.slots)
+    assert middle.device_bytes == middle._kv.nbytes
     prefill(target, text(61), chunk=61)
     forward(middle, text(3))
-    # of 48 less a window of 61 - 48, and less 3 summaries of 16
-    selected = 32 if summary else 35 // 4 * 4
-    assert middle.traffic.attended == LAYOUT.bytes(selected + (3 if summary else 0) + 13 + 3)
+    selected = 35 // 4 * 4  # of 48 less a window of 61 - 48
+    assert middle.traffic.attended == LAYOUT.bytes(selected + 13 + 3)
     assert (middle.traffic.link_in, middle.traffic.link_out) == (0, 0)
 
 
 @sizes
-def test_bfloat16_does_as_float32_does(chunk: int, summary: int) -> None:
-    shape, outs = replace(SHAPE, chunk=chunk, summary=summary), []
+def test_bfloat16_does_as_float32_does(chunk: int) -> None:
+    shape, outs = replace(SHAPE, chunk=chunk), []
     texts = [text(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
     for dtype in (torch.bfloat16, torch.float32):
         layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
-        # its choice is above rounding
-        target, middle = pair(make_test_link("view"), 2, shape, "window", layout=layout)
+        target, middle = pair(make_test_link("view"), 2, shape, layout=layout)
+        middle.policy.select = latest  # its choice is above rounding
         prompt, tokens, probe = (
             [tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts
         )
@@ -320,3 +279,10 @@ def test_bfloat16_does_as_float32_does(chunk: int, summary: int) -> None:
         outs.append(forward(middle, probe))
     assert outs[0].dtype == torch.bfloat16
     torch.testing.assert_close(outs[0].float(), outs[1], atol=5e-2, rtol=5e-2)
+
+
+def latest(rows: ObservedRows, layer: int, head: int, chunk: int, count: int) -> Tensor:
+    """The last chunks of the prefix, as `SelectionPolicy.select` returns them."""
+    heads, tokens, _ = rows.keys.shape
+    end = tokens // chunk
+    return torch.arange(end - count, end).repeat(heads, 1)

@@ -86,9 +86,9 @@ def test_a_retrieval_cache_takes_what_its_shape_counts() -> None:
     rng = random.Random(1)
     for _ in range(60):
         layout, budget = random_layout(rng), rng.randint(8, 200)
-        chunk, summary = rng.randint(1, 8), rng.choice([None, 0, 5])
-        shape = RetrievalShape.of(budget, chunk, summary, rng.randint(1, 900), 7, 20)
-        cache = RetrievalCache(layout, shape, POLICIES["mass"](), random_rotary(layout, 4), CPU)
+        shape = RetrievalShape.of(budget, rng.randint(1, 8), rng.randint(1, 900), 7, 20)
+        policy = POLICIES["attention"]()
+        cache = RetrievalCache(layout, shape, policy, random_rotary(layout, 4), CPU)
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(layout)
 
 

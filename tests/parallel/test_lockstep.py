@@ -34,12 +34,12 @@ def caches_of(model: Llama) -> list[Announced]:
         make_test_link("emulated"),
     )
     rotary = model.config.rotary(PROMPT, PROMPT + NEW, torch.float32, CPU)
-    shape = RetrievalShape.of(24, 4, None, PROMPT + NEW, MAX_TOKENS, NEW)
+    shape = RetrievalShape.of(24, 4, PROMPT + NEW, MAX_TOKENS, NEW)
     tiers = TieredShape(
         layout, PROMPT + NEW, 1, recent=shape.window, block=shape.block, rows=MAX_TOKENS
     )
     target = TieredCache(tiers, link, rotary, HostArena(link, torch.float32))
-    retrieval = RetrievalCache(layout, shape, POLICIES["mass"](), rotary, CPU)
+    retrieval = RetrievalCache(layout, shape, POLICIES["attention"](), rotary, CPU)
     target.followers.append(retrieval)
     return [(model, target), (model, retrieval)]
 

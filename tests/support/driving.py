@@ -92,10 +92,9 @@ def pair(
     link: Link,
     resident: int,
     shape: RetrievalShape,
-    policy: str = "mass",
+    policy: str = "attention",
     min_interval: int = 1,
     layout: KVLayout = LAYOUT,
-    summary_shares: int = 1,
     late: int = 0,
 ) -> tuple[TieredCache, RetrievalCache]:
     """A target's cache and the retrieval cache that follows it."""
@@ -110,7 +109,7 @@ def pair(
         capacity=shape.context,
     )
     retrieval = RetrievalCache(
-        layout, shape, POLICIES[policy](), target.rotary, link.device, min_interval, summary_shares
+        layout, shape, POLICIES[policy](), target.rotary, link.device, min_interval
     )
     target.followers.append(retrieval)
     return target, retrieval

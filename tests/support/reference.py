@@ -14,23 +14,24 @@ from offload.layout import KVLayout
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from offload.rotary import Rotary
+from offload.selection import KEPT_OF_ATTENTION
 
-Kept = tuple[Tensor, Tensor, Tensor]  # keys, values (n, D) and bias (n,) that one head keeps
+Kept = tuple[Tensor, Tensor]  # keys and values (n, D) that one head keeps
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """out (T, Hq, D) and lse (T, Hq), both float32: no kernel, one bool mask, the last T keys the
     queries' own if causal.
 
-    bias (Hkv, N) is added to the scores.
+    mask (T, N) is added to the scores.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
     scores = torch.einsum("thd,nhd->htn", q.float(), k) / math.sqrt(q.shape[2])
-    if bias is not None:
-        scores = scores + bias.repeat_interleave(groups, 0)[:, None]
+    if mask is not None:
+        scores = scores + mask
     if causal:
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(
             len(k) - len(q) + 1
@@ -76,26 +77,22 @@ class PlainCache(Cache):
         return self.kv.nbytes
 
 
-def worths_by_hand(policy: str, queries: Tensor, keys: Tensor, chunk: int) -> Tensor:
-    """The worth (C,) of every chunk of keys (N, D), N a multiple of chunk, to queries (R, D) and to
-    them alone.
+def worths_by_hand(
+    policy: str, queries: Tensor, keys: Tensor, recent: list[Tensor], chunk: int
+) -> Tensor:
+    """The worth (C,) of every chunk of keys (N, D), N a multiple of chunk, to queries (R, G, D) of
+    R rows and to them alone. recent (M, D): the keys behind the others that each row sees.
     """
-    chunks, scale = keys.split(chunk), keys.shape[1] ** -0.5
-    if policy == "window":
-        return torch.arange(len(chunks)).float()
-    if policy in ("static", "mean-key"):
-        means = torch.stack([part.mean(0) for part in chunks])
-        return sum((means @ query * scale).softmax(0) for query in queries)
-    shares = sum((keys @ query * scale).softmax(0) for query in queries)
-    own = [part.sum() for part in shares.split(chunk)]
-    if policy == "accumulated":
-        return torch.stack(own)
-    return torch.stack(
-        [
-            max(worth, before / 2)
-            for worth, before in zip(own, [torch.zeros(()), *own[:-1]], strict=True)
-        ]
-    )
+    queries = queries * keys.shape[1] ** -0.5
+    if policy == "static":
+        means = torch.stack([part.mean(0) for part in keys.split(chunk)])
+        return sum((means @ query).softmax(0) for query in queries[-1])
+    given = [
+        [(torch.cat((keys, own)) @ query).softmax(0)[: len(keys)] for query in row]
+        for row, own in zip(queries, recent, strict=True)
+    ]
+    most = [torch.stack(rows).amax(0) for rows in zip(*given, strict=True)]  # by query head
+    return torch.stack([part.sum() for part in (sum(most) / len(most)).split(chunk)])
 
 
 def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
@@ -108,25 +105,6 @@ def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
     ]
 
 
-def tangent_by_hand(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """k' and v' (D,), as `tangents` states them, of keys and values (n, D) that are all
-    summarised.
-    """
-    weights = sum((keys @ query * keys.shape[1] ** -0.5).softmax(0) for query in queries) / len(
-        queries
-    )
-    return weights @ keys, weights @ values
-
-
-def bias_by_hand(queries: Tensor, keys: Tensor, key: Tensor) -> Tensor:
-    """b, as `biases` states it, of a summary with this key (D,) that stands for keys (n, D)."""
-    masses = [
-        (keys @ query * keys.shape[1] ** -0.5).logsumexp(0) - key @ query * keys.shape[1] ** -0.5
-        for query in queries
-    ]
-    return torch.stack(masses).mean()
-
-
 class RetrievalByHand:
     """What a retrieval cache should give, from queries, keys and values of the whole text: brute
     force, head by head.
@@ -134,15 +112,11 @@ class RetrievalByHand:
     A text is [(q, k, v)] by layer, none of them rotated, from position 0 on.
     """
 
-    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary, summary_shares: int = 1):
+    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary):
         self.shape, self.policy, self.rotary = shape, policy, rotary
-        self.summary_shares = summary_shares
         self.base = 0  # every token from here on is kept
-        self._choices = 0
-        # summaries of whole stretches
-        self._made: dict[tuple[int, int], dict[int, tuple[Tensor, Tensor]]] = {}
         self._kept: dict[tuple[int, int], Kept] = {}  # by layer and KV head
-        self._sums: dict[tuple[int, int], Tensor] = {}
+        self._worths: dict[tuple[int, int], Tensor] = {}
 
     def choose(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int, boundary: int) -> None:
         """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary`
@@ -154,12 +128,10 @@ class RetrievalByHand:
             q, k = self.rotary(q, 0, layer)[seen], self.rotary(k, 0, layer)
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
-                queries = q[:, head * groups : (head + 1) * groups].flatten(0, 1)
-                kept = self._keep(
-                    layer, head, queries, k[:boundary, head], v[:boundary, head], len(k)
-                )
-                self._kept[layer, head] = kept
-        self._choices += 1
+                queries = q[:, head * groups : (head + 1) * groups]
+                recent = [k[boundary : row + 1, head] for row in seen]
+                prefix = k[:boundary, head], v[:boundary, head]
+                self._kept[layer, head] = self._keep((layer, head), queries, prefix, recent, len(k))
 
     def attend(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
         """Attention of the last `rows` tokens: (L, T, Hq, D)."""
@@ -168,50 +140,27 @@ class RetrievalByHand:
             q, k, heads = self.rotary(q, 0, layer)[-rows:], self.rotary(k, 0, layer), []
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
-                keys, values, bias = self._kept[layer, head]
                 keys, values = (
-                    torch.cat((a, b[self.base :, head])) for a, b in ((keys, k), (values, v))
+                    torch.cat((kept, new[self.base :, head]))
+                    for kept, new in zip(self._kept[layer, head], (k, v), strict=True)
                 )
-                bias = torch.cat((bias, torch.zeros(len(keys) - len(bias))))
                 mine = q[:, head * groups : (head + 1) * groups]
-                heads.append(
-                    reference_attention(mine, keys[:, None], values[:, None], True, bias[None])[0]
-                )
+                heads.append(reference_attention(mine, keys[:, None], values[:, None], True)[0])
             layers.append(torch.cat(heads, dim=1))
         return torch.stack(layers)
 
     def _keep(
-        self, layer: int, head: int, queries: Tensor, keys: Tensor, values: Tensor, tokens: int
+        self, place: tuple[int, int], queries: Tensor, prefix: Kept, recent: list[Tensor], end: int
     ) -> Kept:
-        if tokens <= self.shape.budget or not len(keys):
-            return keys, values, torch.zeros(len(keys))
-        chunk, size = self.shape.chunk, self.shape.summary
-        worths = worths_by_hand(self.policy, queries, keys, chunk)
-        if self.policy == "accumulated":
-            before = self._sums.get((layer, head), torch.zeros(0))
-            worths = torch.cat((worths[: len(before)] + before, worths[len(before) :]))
-            self._sums[layer, head] = worths
-        summaries = math.ceil(len(keys) / size) if size else 0
-        count = max(1, (self.shape.budget - summaries - (tokens - len(keys))) // chunk)
+        keys, values = prefix
+        if end <= self.shape.budget or not len(keys):
+            return prefix
+        chunk = self.shape.chunk
+        worths = worths_by_hand(self.policy, queries, keys, recent, chunk)
+        if self.policy == "attention":
+            before = self._worths.get(place, torch.zeros(0))
+            worths[: len(before)] += KEPT_OF_ATTENTION * before
+            self._worths[place] = worths
+        count = max(1, (self.shape.budget - (end - len(keys))) // chunk)
         chosen = chosen_by_hand(worths, chunk, count)
-        kept = [(keys[token], values[token], torch.zeros(())) for token in chosen]
-        old, new = self._made.get((layer, head), {}), {}
-        share = [
-            len(old) * (self._choices % self.summary_shares + more) // self.summary_shares
-            for more in (0, 1)
-        ]
-        for index in range(summaries):
-            stretch = range(index * size, min((index + 1) * size, len(keys)))
-            rest = [token for token in stretch if token not in chosen]
-            if index in old and not share[0] <= index < share[1]:
-                key, value = old[index]
-            elif rest:
-                key, value = tangent_by_hand(queries, keys[rest], values[rest])
-            else:
-                key, value = keys[stretch].mean(0), values[stretch].mean(0)
-            if rest:
-                kept.append((key, value, bias_by_hand(queries, keys[rest], key)))
-            if len(stretch) == size:
-                new[index] = key, value
-        self._made[layer, head] = new
-        return tuple(torch.stack(parts) for parts in zip(*kept, strict=True))
+        return keys[chosen], values[chosen]

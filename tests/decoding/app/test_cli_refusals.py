@@ -49,7 +49,7 @@ OPTIONS = {
     "--draft-length 0": "at least 1",
     "--draft-length 600": "at most 512",
     "--inner-length 600": "at most 512",
-    "--policy x": "mass",
+    "--policy x": "attention",
     "--refresh 0": "at least 1",
     "--summary-size -1": "0 (no summaries)",
     "--lookup -1": "0 (off)",

@@ -60,7 +60,7 @@ def test_ten_options_come_first() -> None:
         ({"lookup": -1}, r"`lookup` must be 0 \(off\) or more, found -1"),
         ({"resident_layers": -1}, "`resident_layers` must be 0 or more"),
         ({"draft_length": 513}, "`draft_length` must be at most 512"),
-        ({"policy": "best"}, "`policy` best is not known: use static, window"),
+        ({"policy": "best"}, "`policy` best is not known: use attention, static"),
         ({"mode": 3}, "`mode` must be a text"),
         ({"graphs": 1}, "`graphs` must be true or false"),
         ({"budget": 4}, "`chunk_size` 8 is larger than `budget` 4"),

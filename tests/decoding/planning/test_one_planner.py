@@ -34,7 +34,7 @@ from decoding.speculation.draft_length import Adaptive, RoundStats
 from offload.errors import FitError
 from offload.link import ViewLink
 from offload.memory_plan import MemoryPlan, device_tiers
-from offload.policies import POLICY_TRAITS
+from offload.policies import POLICY_NAMES, POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from offload.store import HostArena
 from offload.tiered_shape import TieredShape
@@ -86,8 +86,7 @@ def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
         dtype=draw.choice(("bfloat16", "float32")),
         budget=draw.choice((None, None, max(chunk, context // draw.randint(2, 20)))),
         chunk_size=chunk,
-        policy=draw.choice(("mass", "static", "accumulated", "mean-key")),
-        summary_size=draw.choice((None, 0)),
+        policy=draw.choice(POLICY_NAMES),
         refresh=draw.choice((None, None, 4)),
         draft_length=draw.choice((None, None, draw.randint(1, 20))),
         inner_length=draw.choice((None, 3)),
@@ -365,13 +364,12 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
             assert counted == 0
             return ahead.plan
         layout, shape = session.target.layout, following.shape
-        policy = session.runtime.settings.policy
-        rows = POLICY_TRAITS[policy].rows * case.target.heads // case.target.kv_heads
-        counted -= shape.scratch_bytes(layout, rows)
-        state = held(following.policy)
-        assert held(following, rotary, following.policy) + state <= counted
-        if policy != "accumulated":  # which has room for the longest text
-            assert held(following, rotary) == counted
+        traits = POLICY_TRAITS[session.runtime.settings.policy]
+        rows = traits.rows * case.target.heads // case.target.kv_heads
+        remembered = traits.state_bytes(layout, shape.context, shape.chunk)
+        assert held(following.policy) <= remembered  # there is room for that of the longest text
+        counted -= shape.scratch_bytes(layout, rows) + remembered
+        assert held(following, rotary, following.policy) == counted
         return ahead.plan
 
 
