@@ -19,7 +19,7 @@ from parallel.config import ModelConfig, token_ids
 from parallel.errors import ConfigError
 from parallel.graphs import graphs_work
 from parallel.group import Group
-from parallel.loading import load_model, resolve
+from parallel.loading import Lender, load_model, resolve
 from parallel.model import Llama
 from parallel.named import is_gguf
 
@@ -55,7 +55,8 @@ def load(
         tokenizer = load_tokenizer(folder)
         small = None
         if draft_folder is not None:
-            small = _load_draft(draft_folder, target, tokenizer, settings.shard_draft)
+            lender = Lender(target, folder)
+            small = _load_draft(draft_folder, lender, tokenizer, settings.shard_draft)
         stop_tokens = load_stop_tokens(folder) or target.config.stop_tokens
         return Runtime.make(target, small, mode, settings), tokenizer, stop_tokens
 
@@ -135,11 +136,13 @@ def _refuse_missing_layers(resident: int | None, layers: int) -> None:
         raise TierForceError(f"`resident_layers` {resident}: the model has {layers} layers.")
 
 
-def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None) -> Llama | None:
+def _load_draft(folder: Path, lender: Lender, tokenizer: Any, shard: bool | None) -> Llama | None:
     """Load the draft split over the ranks, or whole on rank 0 and None on the others."""
-    config, group = ModelConfig.from_pretrained(folder), target.group
-    vocab = min(config.vocab, target.config.vocab)
-    refuse_other_tokens(folder, tokenizer, load_tokenizer(folder), vocab)
+    target, config = lender.model, ModelConfig.from_pretrained(folder)
+    group = target.group
+    if not config.borrows:  # one that does has the target's tokens, and no tokenizer
+        vocab = min(config.vocab, target.config.vocab)
+        refuse_other_tokens(folder, tokenizer, load_tokenizer(folder), vocab)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:
@@ -150,4 +153,5 @@ def _load_draft(folder: Path, target: Llama, tokenizer: Any, shard: bool | None)
     if group.rank and not shard:
         return None
     dtype = str(target.embed.weight.dtype).removeprefix("torch.")
-    return load_model(folder, group if shard else Group(device=group.device), dtype, config)
+    own = group if shard else Group(device=group.device)
+    return load_model(folder, own, dtype, config, lender)

@@ -82,9 +82,8 @@ class Runtime:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights on this rank."""
-        models = [model for model in (self.target, self.draft) if model is not None]
-        return sum(parameter_bytes(model) for model in models)
+        """Return the bytes of all weights on this rank; what a draft shares counts once."""
+        return parameter_bytes(*(model for model in (self.target, self.draft) if model is not None))
 
     def memory(self) -> Memory:
         """Return the memory that the next text may use on this rank, as it is now.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
 from offload.layout import KVLayout
+from parallel.borrowing import read_borrows
 from parallel.errors import ConfigError
 from parallel.families import (
     FAMILIES,
@@ -97,6 +98,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what attention and MLP add
     query_multiplier: float = 1.0  # on top of head_dim ** -0.5
     logits_scaling: float = 1.0  # logits are divided by it
+    borrows: frozenset[str] = frozenset()  # parts of a draft that its target lends
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -195,6 +197,7 @@ class ModelConfig:
         attention_bias = biases.get("attention_bias", False)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
+        tied = bool(given.get("tie_word_embeddings", family.tied))
         return cls(
             family=given["model_type"],
             layers=given["num_hidden_layers"],
@@ -206,7 +209,7 @@ class ModelConfig:
             vocab=given["vocab_size"],
             norm_eps=given.get("rms_norm_eps", family.norm_eps),
             max_positions=given.get("max_position_embeddings", family.max_positions),
-            tied=bool(given.get("tie_word_embeddings", family.tied)),
+            tied=tied,
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias,
             mlp_bias=biases.get("mlp_bias", False),
@@ -219,6 +222,7 @@ class ModelConfig:
             norms_behind=family.norms_behind,
             fused=family.fused,
             experts=None if family.experts is None else read_experts(given, family.experts),
+            borrows=read_borrows(given, tied),
             **(_multipliers(given, head_dim) if family.multiplies else {}),
         )
 

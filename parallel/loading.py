@@ -5,19 +5,21 @@ The folder or file is found, the model built on the meta device, and filled with
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from torch.nn import Parameter
+from torch.nn import ModuleList, Parameter
 
 from offload.errors import TierForceError
+from parallel.borrowing import NORM, refuse_borrower, refuse_unlike
 from parallel.checkpoint import Checkpoint, SafetensorsCheckpoint
 from parallel.config import ModelConfig
 from parallel.errors import CheckpointError
 from parallel.group import Group
 from parallel.hub import NotThere, fetch_model
-from parallel.model import Llama
+from parallel.model import OUTER_NAMES, Llama
 from parallel.named import find_local, is_gguf
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -90,8 +92,37 @@ def choose_dtype(
     return dtype
 
 
+@dataclass(frozen=True)
+class Lender:
+    """A target in memory that a draft may borrow parts of, and the files it was read from."""
+
+    model: Llama
+    path: Path  # a folder, or a GGUF file
+
+    def lend(self, model: Llama) -> list[str]:
+        """Give a model the tensors in memory that it borrows, where it holds the same slices.
+
+        Returns the parts that it has to read whole: it is on this rank alone, and of them this rank
+        has a slice. A norm is whole on every rank.
+        """
+        own, same = self.model.outer_parts(), model.group.size == self.model.group.size
+        unlent = []
+        for part, module in model.outer_parts().items():
+            if part not in model.config.borrows:
+                continue
+            if same or part == NORM:
+                module.weight = own[part].weight
+            else:
+                unlent.append(part)
+        return unlent
+
+
 def load_model(
-    folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None
+    folder: Path,
+    group: Group,
+    dtype: str = "auto",
+    config: ModelConfig | None = None,
+    lender: Lender | None = None,
 ) -> Llama:
     """Load this rank's share of a model onto this rank's device.
 
@@ -100,24 +131,37 @@ def load_model(
         group: the ranks that share the model.
         dtype: auto, or a name in DTYPES.
         config: the model's, where the caller has read it.
+        lender: whom a draft borrows of, in the same dtype.
 
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
+    if lender is None:
+        refuse_borrower(config, str(folder))
+    else:
+        refuse_unlike(config, lender.model.config, str(folder))
     # refuses more ranks than heads, before anything is read
     config.kv_layout(group.size, torch.float32)
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.decode_to(chosen)
-    model = _empty_model(config, group, chosen)
+    model = _meta_model(config, group)
+    unlent = [] if lender is None else lender.lend(model)
+    _allocate(model, chosen)
     with torch.inference_mode():
         model.load(checkpoint)
+        if lender is not None and unlent:
+            lent = open_checkpoint(lender.path)
+            lent.decode_to(chosen)
+            for part in unlent:
+                model.outer_parts()[part].load(lent, OUTER_NAMES[part])
     return model.eval()
 
 
 def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
     """Return a model of these dimensions with random weights: it costs what a real one does."""
-    model = _empty_model(config, group, dtype)
+    model = _meta_model(config, group)
+    _allocate(model, dtype)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -126,22 +170,24 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
     return model.eval()
 
 
-def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
-    """Build a model whose parameters hold nothing yet, in `dtype` on the group's device.
-
-    It is built on the meta device; then each parameter is replaced once, so that what is tied stays
-    tied.
-    """
+def _meta_model(config: ModelConfig, group: Group) -> Llama:
+    """Build a model whose parameters have shapes and no memory."""
     with init_empty_weights():
-        model = Llama(config, group)
+        return Llama(config, group)
+
+
+def _allocate(model: Llama, dtype: torch.dtype) -> None:
+    """Give a model's parameters memory in `dtype` on the group's device, less those lent to it.
+
+    Each one is replaced once, so that what is tied stays tied.
+    """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
-                empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
+                empty = torch.empty(parameter.shape, dtype=dtype, device=model.group.device)
                 setattr(module, name, Parameter(empty, requires_grad=False))
-    return model
 
 
-def parameter_bytes(model: Llama) -> int:
-    """Return the bytes of a model's weights on this rank."""
-    return sum(parameter.nbytes for parameter in model.parameters())
+def parameter_bytes(*models: Llama) -> int:
+    """Return the bytes of models' weights on this rank; what they share counts once."""
+    return sum(parameter.nbytes for parameter in ModuleList(models).parameters())

@@ -14,6 +14,7 @@ from torch.nn import Module, ModuleList
 
 from offload.layout import ceil_div
 from offload.prefill import LAST_ROWS
+from parallel.borrowing import EMBEDDING, HEAD, NORM
 from parallel.branches import Branch, Mlp
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
@@ -31,6 +32,8 @@ from parallel.prefill import Chunk, pipelined
 from parallel.sizes import head_rows
 
 Progress = Callable[[int, int], None]  # units done, units in all
+# of the parts around the layers, as checkpoints call them
+OUTER_NAMES = {EMBEDDING: "model.embed_tokens", NORM: "model.norm", HEAD: "lm_head"}
 
 
 class Attending(Protocol):
@@ -220,15 +223,27 @@ class Llama(Module):
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill every parameter from the checkpoint, reading this rank's slices only.
 
-        Raises CheckpointError.
+        Those that are borrowed are left as they are. Raises CheckpointError.
         """
-        self.embed.load(checkpoint, "model.embed_tokens")
         for index, layer in enumerate(self.layers):
             cast(Layer, layer).load(checkpoint, f"model.layers.{index}")
-        self.norm.load(checkpoint, "model.norm")
-        if not self.config.tied:
-            self.head.load(checkpoint, "lm_head")
+        for part, module in self.outer_parts().items():
+            if part not in self.config.borrows:
+                module.load(checkpoint, OUTER_NAMES[part])
         checkpoint.refuse_leftovers()
+
+    def outer_parts(self) -> dict[str, RMSNorm | VocabParallelEmbedding]:
+        """Return what is around the layers, by its name in `parallel.borrowing`.
+
+        Where the embeddings are tied, the head is the embedding and is not named.
+        """
+        parts: dict[str, RMSNorm | VocabParallelEmbedding] = {
+            EMBEDDING: self.embed,
+            NORM: self.norm,
+        }
+        if not self.config.tied:
+            parts[HEAD] = self.head
+        return parts
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (T, hidden) that tokens (T,) begin with."""

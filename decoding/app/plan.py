@@ -26,6 +26,7 @@ from decoding.planning.outlook import Outlook, look_ahead, plain
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
+from parallel.borrowing import refuse_borrower, refuse_unlike
 from parallel.config import ModelConfig
 
 PREDICTED = "what is predicted to pay"
@@ -127,7 +128,10 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
     Raises TierForceError for models or settings that do not go together.
     """
     target = ModelConfig.find(model).stretched(settings.rope)
+    refuse_borrower(target, model)
     small = ModelConfig.find(draft) if draft is not None else None
+    if draft is not None and small is not None:
+        refuse_unlike(small, target, draft)
     kind = counted_dtype(settings.dtype)
     target.kv_layout(ranks, kind)  # which refuses heads that cannot be split
     if settings.resident_layers is not None and settings.resident_layers > target.layers:

@@ -36,7 +36,12 @@ from offload.retrieval_shape import RetrievalShape
 from offload.streaming_shape import StreamingShape
 from offload.tiered_shape import TieredShape
 from parallel.config import ModelConfig
-from parallel.sizes import MAX_FIXED_TOKENS, MAX_GRAPH_TOKENS, parameter_count
+from parallel.sizes import (
+    MAX_FIXED_TOKENS,
+    MAX_GRAPH_TOKENS,
+    lent_parameters,
+    parameter_count,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -247,10 +252,12 @@ class TextNeeds:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights on one rank."""
+        """Return the bytes of all weights on one rank; what a draft shares counts once."""
         weights = weight_bytes(self.target, self.ranks, self.dtype)
         if self.draft is not None and self.has_draft:
             weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
+            lent = lent_parameters(self.draft, self.draft_ranks, self.ranks)
+            weights -= lent * self.dtype.itemsize
         return weights
 
     def memory(self, prompt: int, new: int) -> Needs:
