@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,10 +81,14 @@ def main(
     seed: Annotated[int, typer.Option(help="Of passages, what is drawn, and order.")] = 0,
 ) -> None:
     """Train a draft for a target and save it as a folder that borrows."""
-    chosen = tuple(int(layer) for layer in layers.split(","))
+    try:
+        chosen = tuple(int(layer) for layer in layers.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--layers {layers}: give numbers, such as 0,1,28,29") from None
     recipe = Recipe(chosen, files, steps, batch, rate, seed)
     known, unseen = read_texts(texts, held_out.split(",") if held_out else [])
     model, tokenizer = load_target(target)
+    draft = draft_of(model, chosen)
     work = output / "work"
 
     def writer(passages: list[str], first: int) -> Any:
@@ -92,7 +97,6 @@ def main(
     first = SEEDS * seed
     held = windows_of(work, f"held-{seed}", 1, writer(unseen or known, first + HELD_SEED))
     windows = windows_of(work, f"learn-{seed}", files, writer(known, first))
-    draft = draft_of(model, chosen)
     print(f"{sum(each.numel() for each in trained(draft)):,} parameters learn", flush=True)
     print(f"before: {told(acceptance(draft, held, PROMPT))}", flush=True)
     learn(draft, windows, recipe, work / "checkpoint.pt", every)
@@ -302,4 +306,7 @@ def save_draft(draft: Any, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except TierForceError as error:
+        sys.exit(str(error))
