@@ -68,9 +68,11 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
             resident,
         )
         assert tiers["draft cache"] == (session.draft.device_bytes if session.draft else 0)
-        if session.retrieval is not None:  # and what choosing takes for a while, for 4 rows
-            scratch = session.retrieval.shape.scratch_bytes(session.target.layout, 4)
-            assert tiers["retrieval cache"] == session.retrieval.device_bytes + scratch
+        if session.retrieval is not None:  # with what choosing takes for a while, and remembers
+            shape, traits = session.retrieval.shape, session.retrieval.policy.traits
+            choosing = shape.scratch_bytes(session.target.layout, traits.rows)
+            choosing += traits.state_bytes(session.target.layout, shape.context, shape.chunk)
+            assert tiers["retrieval cache"] == session.retrieval.device_bytes + choosing
         else:
             assert tiers["retrieval cache"] == 0
         assert sum(tiers.values()) - tiers["weights"] == session.plan.device_bytes

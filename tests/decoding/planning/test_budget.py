@@ -12,7 +12,7 @@ import pytest
 
 from decoding import Engine
 from decoding.planning.budget import BudgetChoice, BudgetChooser
-from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET
+from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
 from decoding.planning.fit import affordable as affordable_with
 from decoding.planning.observed import ObservedCosts
 from decoding.runtime import Runtime
@@ -218,7 +218,7 @@ def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair:
     assert (
         split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)
     )
-    assert split.rejection(8192) == pytest.approx(0.2 * 4**-0.45, rel=0.02)
+    assert split.rejection(8192) == pytest.approx(0.2 * 4**-REJECTION_EXPONENT, rel=0.02)
 
 
 def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) -> None:
