@@ -80,7 +80,7 @@ SETTINGS = [
     Setting(0.5, "auto", 0.5, draft=16),
     Setting(0.5, "auto", 0.25, resident=0.3, draft=24, budget=2048),
     Setting(0.5, "auto", 1.0, draft=8, inner=3),
-    Setting(1.0, "auto", 0.5, draft=32, budget=2048),
+    Setting(1.0, "auto", 0.5, draft=32, budget=4096),
     Setting(1.0, "auto", 1.0, resident=0.5, draft=12, budget=2048),
     Setting(0.5, "auto", draft=4),
     Setting(1.0, "auto", draft=6, budget=2048),

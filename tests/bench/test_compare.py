@@ -65,6 +65,7 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
         "transformers: offloaded cache",
         "DeepSpeed ZeRO-Inference with KV offloaded",
         "llama.cpp",
+        "llama.cpp: dequantised",
     ]
     main(
         str(DEMO / "target"),

@@ -131,7 +131,6 @@ COMMON = {
         "--device-memory",
         "--link",
         "--policy",
-        "--summary-size",
         "--refresh",
         "--lookup",
         "--shard-draft",

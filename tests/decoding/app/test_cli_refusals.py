@@ -51,7 +51,6 @@ OPTIONS = {
     "--inner-length 600": "at most 512",
     "--policy x": "attention",
     "--refresh 0": "at least 1",
-    "--summary-size -1": "0 (no summaries)",
     "--lookup -1": "0 (off)",
     "--device-memory 0": "above 0 GB",
     "--device-memory nan": "above 0 GB",

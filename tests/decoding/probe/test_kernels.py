@@ -124,5 +124,5 @@ def test_acceptance_is_found_back() -> None:
 
 def test_what_is_compared_differs_in_all_that_a_plan_depends_on() -> None:
     assert len(SETTINGS) >= 8
-    for field in ("context", "mode", "rate", "resident", "budget", "draft"):
+    for field in ("part", "mode", "rate", "resident", "budget", "draft"):
         assert len({getattr(setting, field) for setting in SETTINGS}) >= 3
