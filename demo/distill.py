@@ -13,6 +13,7 @@ Source: distillation of drafts, Zhou et al. 2023, DistillSpec (arXiv 2310.08461)
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
@@ -28,10 +29,19 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import ModuleList
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GgufConfig
 
 from decoding.loading import load_tokenizer
-from demo.windows import PROMPT, Windows, batches, likeliest, warp, windows_of, write_windows
+from demo.windows import (
+    PASSAGE,
+    PROMPT,
+    Windows,
+    batches,
+    likeliest,
+    warp,
+    windows_of,
+    write_windows,
+)
 from offload.errors import TierForceError
 from parallel.group import Group
 from parallel.loading import resolve
@@ -47,7 +57,7 @@ SERVED = {"T 1": (1.0, 1.0), "T 0.6, top-p 0.9": (0.6, 0.9)}  # temperature and 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the weights in the end depend on, beside target and texts."""
+    """All that the weights in the end depend on."""
 
     layers: tuple[int, ...]  # of the target
     files: int  # of windows to learn from
@@ -55,6 +65,7 @@ class Recipe:
     batch: int  # windows a step
     rate: float  # of learning, at its peak
     seed: int
+    source: str = ""  # a digest of the target's name, the texts and which are held out
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step: a linear rise, then a cosine."""
@@ -73,11 +84,13 @@ def main(
     held_out: Annotated[
         str, typer.Option(help="Names of files in that folder to evaluate on and not learn from.")
     ] = "",
-    files: Annotated[int, typer.Option(help="Files of 32 windows to write and learn from.")] = 64,
-    steps: Annotated[int, typer.Option(help="Updates.")] = 4000,
-    batch: Annotated[int, typer.Option(help="Windows an update.")] = 4,
+    files: Annotated[
+        int, typer.Option(min=1, help="Files of 32 windows to write and learn from.")
+    ] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Updates.")] = 4000,
+    batch: Annotated[int, typer.Option(min=1, help="Windows an update.")] = 4,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
-    every: Annotated[int, typer.Option(help="Steps from one checkpoint to the next.")] = 100,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 100,
     seed: Annotated[int, typer.Option(help="Of passages, what is drawn, and order.")] = 0,
 ) -> None:
     """Train a draft for a target and save it as a folder that borrows."""
@@ -85,11 +98,12 @@ def main(
         chosen = tuple(int(layer) for layer in layers.split(","))
     except ValueError:
         raise typer.BadParameter(f"--layers {layers}: give numbers, such as 0,1,28,29") from None
-    recipe = Recipe(chosen, files, steps, batch, rate, seed)
     known, unseen = read_texts(texts, held_out.split(",") if held_out else [])
+    source = digest_of(target, *known, "held out", *unseen)
+    recipe, work = Recipe(chosen, files, steps, batch, rate, seed, source), output / "work"
+    keep_to(recipe, work / "recipe.json")
     model, tokenizer = load_target(target)
     draft = draft_of(model, chosen)
-    work = output / "work"
 
     def writer(passages: list[str], first: int) -> Any:
         return lambda number: write_windows(model, tokenizer, passages, first + number)
@@ -109,11 +123,48 @@ def read_texts(folder: Path, held_out: list[str]) -> tuple[list[str], list[str]]
     paths = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".md"))
     if missing := set(held_out) - {path.name for path in paths}:
         raise typer.BadParameter(f"{folder} holds no {', '.join(sorted(missing))}")
-    kept = {path: path.read_text(encoding="utf-8") for path in paths}
+    kept = {path: read_text(path) for path in paths}
     known = [text for path, text in kept.items() if path.name not in held_out]
     if not known:
         raise typer.BadParameter(f"{folder} holds no .txt or .md file to learn from")
     return known, [text for path, text in kept.items() if path.name in held_out]
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text. Raises TierForceError for one of no use."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TierForceError(f"--texts: {path} cannot be read as UTF-8 ({error}).") from error
+    if len(text) < PASSAGE * PROMPT:
+        raise TierForceError(
+            f"--texts: {path} has {len(text)} characters, fewer than the {PASSAGE * PROMPT} that "
+            "passages are taken from: take it out of the folder."
+        )
+    return text
+
+
+def digest_of(*texts: str) -> str:
+    """Return a digest of texts, in order."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()
+
+
+def keep_to(recipe: Recipe, path: Path) -> None:
+    """Note the recipe of a folder, before anything is made there.
+
+    Raises TierForceError for a folder that was begun with another one.
+    """
+    noted = json.dumps(asdict(recipe))
+    if path.is_file() and path.read_text() != noted:
+        raise TierForceError(
+            f"{path} is of another recipe, {path.read_text()}: give the same options, target and "
+            "texts, or another --output."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(noted)
 
 
 def load_target(name: str) -> tuple[Any, Any]:
@@ -122,7 +173,9 @@ def load_target(name: str) -> tuple[Any, Any]:
     Raises TierForceError.
     """
     path = resolve(name, Group())
-    place = {"gguf_file": path.name} if is_gguf(path) else {}
+    place: dict[str, Any] = {}
+    if is_gguf(path):
+        place = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
     model: Any = AutoModelForCausalLM.from_pretrained(
         path.parent if is_gguf(path) else path, dtype=torch.float32, **place
     )
@@ -300,6 +353,8 @@ def save_draft(draft: Any, folder: Path) -> None:
         "dtype": "bfloat16",
         "architectures": [type(draft).__name__],
     }
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        fields.pop(name, None)  # of the target's files, which these are not
     fields["tierforce"] = {"borrows": ["embed_tokens", "lm_head"]}
     text = json.dumps(fields, indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")

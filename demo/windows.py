@@ -19,10 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Cache, DynamicLayer
 
+from offload.errors import TierForceError
+
 PROMPT, WRITTEN = 224, 160  # tokens of a window: a draft on a StreamingLLM cache sees some 500
 BATCH = 32  # windows that are written at once, and lie in one file
 LIKELIEST = 64  # tokens of a law that are kept
 LAWS = ((0.6, 0.9), (1.0, 1.0), (0.8, 0.95))  # temperature and top-p of what is written, in turn
+TRIES = 50  # for a passage of a text
 PASSAGE = 16  # characters a token of the prompt that are read at most
 ASKED = (
     "Summarize the text above.",
@@ -143,15 +146,26 @@ def write_windows(
 def one_prompt(
     tokenizer: Any, texts: Sequence[str], tokens: int, generator: torch.Generator
 ) -> list[int]:
-    """Return a prompt of so many tokens about a passage; of each four one is the passage alone."""
+    """Return a prompt of so many tokens about a passage; of each four one is the passage alone.
+
+    Raises TierForceError for a text that has no such passage.
+    """
 
     def choose(options: int) -> int:
         return int(torch.randint(options, (1,), generator=generator))
 
     text = texts[choose(len(texts))]
-    start = choose(max(1, len(text) - PASSAGE * tokens))
     alone, question = choose(4) == 0, ASKED[choose(len(ASKED))]
-    passage = encode(tokenizer, text[start : start + PASSAGE * tokens])
+    for _ in range(TRIES):  # a stretch of blanks or dashes is few tokens
+        start = choose(max(1, len(text) - PASSAGE * tokens))
+        passage = encode(tokenizer, text[start : start + PASSAGE * tokens])
+        if len(passage) >= tokens:
+            break
+    else:
+        raise TierForceError(
+            f"--texts: no passage of {tokens} tokens was found in a text that begins with "
+            f"{text[:40]!r}: take it out of the folder."
+        )
     before, after = list[int](), list[int]()
     if tokenizer.chat_template is not None and not alone:
         before, after = (encode(tokenizer, part) for part in chat(tokenizer, question))

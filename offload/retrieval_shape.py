@@ -49,7 +49,7 @@ class RetrievalShape:
         """Return sizes that suit a budget."""
         quarter = max(1, budget // 4)
         block = ceil_div(min(64, quarter), chunk) * chunk
-        window = min(32, budget // 8)
+        window = max(1, min(32, budget // 8))
         return cls(budget, chunk, window, block, context, rows, append_room)
 
     def selected(self, prefix: int, recent: int) -> int:

@@ -29,8 +29,10 @@ class ObservedRows:
         """Keep `count` of the rows, evenly spaced, with the last.
 
         q (T, Hq, D) holds rotated queries, newest last. Of the rotated keys, `keys` (Hkv, N, D) are
-        the prefix and `recent` (Hkv, M, D) stand behind it; the last T of them are the rows' own.
+        the prefix and `recent` (Hkv, M, D) stand behind it, at least one; the last T of all are the
+        rows' own. Rows of the prefix itself, of which a prompt may show some, have no say.
         """
+        q = q[-min(len(q), recent.shape[1]) :]
         rows, dim = len(q), q.shape[-1]
         count = min(count, rows)
         steps = torch.arange(1, count + 1, device=q.device)

@@ -109,7 +109,7 @@ def engine_for(setting: Setting, job: Job) -> Engine:
     needs = runtime.needs.memory(int(setting.part * job.context), job.new)
     phases = device_tiers(needs, layers, setting.late_layers)
     models = [each for each in (runtime.target, runtime.draft) if each is not None]
-    memory = sum(map(parameter_bytes, models)) + max(sum(phase.values()) for phase in phases)
+    memory = parameter_bytes(*models) + max(sum(phase.values()) for phase in phases)
     runtime = runtime.with_settings(replace(settings, device_memory=memory))
     return Engine(runtime, engine.tokenizer, engine.stop_tokens)
 

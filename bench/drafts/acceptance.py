@@ -211,6 +211,8 @@ def main(
     prepare(threads)
     if along not in ALONG:
         raise typer.BadParameter(f"{along}: use {' or '.join(ALONG)}", param_hint="--along")
+    if along == "book" and "counts" in parts.split(","):
+        raise typer.BadParameter("counts goes along the target alone", param_hint="--parts")
     if new_tokens < 64 or new_tokens % 64:
         raise typer.BadParameter(f"{new_tokens} is not a multiple of 64", param_hint="--new-tokens")
     settings = Settings(dtype="float32", mode="retrieval", rope=rope)

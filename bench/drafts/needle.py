@@ -41,6 +41,7 @@ from bench.harness.text import text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.prompt import Template
 from decoding.runtime import Runtime
+from offload.errors import TierForceError
 
 NEEDLES = [  # a question, how its answer begins, and the words that only the text can tell
     (
@@ -141,6 +142,11 @@ def planted(
     template = Template.summary(tokenizer, question)
     asked = [*template.after, *_plain(tokenizer, begun)]
     room = context - len(template.before) - len(needle) - len(asked)
+    if not 0 < room <= len(tokens):
+        raise TierForceError(
+            f"--context {context} leaves {room} tokens for the text, which has {len(tokens)}: use "
+            "another context, or a longer --text."
+        )
     start = number * max(0, len(tokens) - room) // len(NEEDLES)
     text = list(tokens[start : start + room])
     at = int(depth * room)

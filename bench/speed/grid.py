@@ -60,7 +60,7 @@ from offload.errors import TierForceError
 
 AUTO = "auto"
 LOADED = ("dtype", "rope", "shard_draft", "context")  # an engine is loaded by these, once
-_RETRIEVAL = {"budget", "chunk_size", "policy", "summary_size", "refresh"}
+_RETRIEVAL = {"budget", "chunk_size", "policy", "refresh"}
 UNUSED = {  # by mode, settings that make no difference to it
     "plain": {*_RETRIEVAL, "draft_length", "inner_length", "lookup", "sinks", "window"},
     "speculative": {*_RETRIEVAL, "inner_length"},

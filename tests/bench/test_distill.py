@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,25 @@ import demo.distill
 import demo.windows
 from bench.harness.text import long_text
 from decoding.loading import load_tokenizer
-from demo.distill import Recipe, acceptance, divergence, draft_of, learn, save_draft, trained
+from demo.distill import (
+    Recipe,
+    acceptance,
+    digest_of,
+    divergence,
+    draft_of,
+    keep_to,
+    learn,
+    load_target,
+    read_texts,
+    save_draft,
+    trained,
+)
 from demo.windows import Windows, batches, one_prompt, warp, windows_of, write_windows
 from offload.errors import TierForceError
 from parallel.group import Group
 from parallel.loading import Lender, load_model
 from support.engines import DEMO
+from support.gguf import Kind, convert
 from support.loading import all_logits
 from support.models import random_tokens
 
@@ -242,3 +256,38 @@ def test_the_command_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "before: acceptance at T 1 0." in done.output
     assert "behind 4 steps: acceptance at T 1 0." in done.output
     assert (tmp_path / "draft" / "model.safetensors").stat().st_size < 4_000_000
+
+
+def test_a_folder_is_gone_on_with_by_the_same_recipe_alone(tmp_path: Path) -> None:
+    place = tmp_path / "work" / "recipe.json"
+    keep_to(RECIPE, place)
+    keep_to(RECIPE, place)
+    with pytest.raises(TierForceError, match="is of another recipe"):
+        keep_to(replace(RECIPE, source=digest_of("another text")), place)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfe" * 9000, "cannot be read as UTF-8"), (b"short", "has 5 characters, fewer than")],
+)
+def test_texts_of_no_use_are_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "one.txt").write_bytes(content)
+    with pytest.raises(TierForceError, match=words):
+        read_texts(tmp_path, [])
+
+
+def test_a_text_of_too_few_words_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(TierForceError, match="no passage of 400 tokens"):
+        one_prompt(tokenizer, ["hardly a word"], 400, torch.Generator().manual_seed(0))
+
+
+def test_a_draft_of_a_gguf_target_is_one_that_loads(tmp_path: Path) -> None:
+    convert(DEMO / "target", tmp_path / "target.gguf", Kind.Q8_0)
+    target, _ = load_target(str(tmp_path / "target.gguf"))
+    save_draft(draft_of(target, (0, 5)), tmp_path / "draft")
+    group = Group()
+    lender = Lender(load_model(tmp_path / "target.gguf", group), tmp_path / "target.gguf")
+    loaded = load_model(tmp_path / "draft", group, "bfloat16", lender=lender)
+    assert len(loaded.layers) == 2
+    assert loaded.embed.weight is lender.model.embed.weight
+    assert str(tmp_path) not in (tmp_path / "draft" / "config.json").read_text()

@@ -61,7 +61,7 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
 def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
     shape = RetrievalShape.of(budget, chunk, context, rows=7, append_room=20)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
-    assert shape.window <= budget // 8
+    assert 1 <= shape.window <= max(1, budget // 8)
     for prefix, rows in product(range(0, min(context, 50 * shape.block), shape.block), (1, 7)):
         recent = shape.window + shape.block - 1 + rows  # the most there may be
         if prefix + recent <= context:
@@ -94,7 +94,7 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
     """With the slots that `decoding` sets aside: what may come between two choices, or the whole
     text.
     """
-    for (budget, chunk), every in product([(16, 1), (40, 8), (64, 4)], [1, 9]):
+    for (budget, chunk), every in product([(4, 1), (16, 1), (40, 8), (64, 4)], [1, 9]):
         rng = random.Random(budget + every)
         draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 250
         rows = draft + 2

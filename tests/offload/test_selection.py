@@ -87,6 +87,13 @@ def test_attention_is_that_of_the_softmax_over_all_a_row_sees(
                 )
 
 
+def test_rows_of_the_prefix_itself_have_no_say() -> None:
+    q, keys, recent = draw(9, 40, 0)
+    some = recent[:, 6:]  # the first six rows stand in the prefix
+    found, wanted = (ObservedRows(rows, keys, some, 8).attention for rows in (q, q[6:]))
+    assert torch.equal(found, wanted)
+
+
 @chunks
 @pytest.mark.parametrize("rows", [1, 6, 30])
 @every_policy

@@ -122,6 +122,7 @@ class RetrievalByHand:
         """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary`
         tokens.
         """
+        rows = min(rows, len(text[0][0]) - boundary)  # those of the prefix have no say
         self.base, count = boundary, min(POLICY_TRAITS[self.policy].rows, rows)
         seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(text):
