@@ -14,7 +14,7 @@ from torch import Tensor
 
 import decoding.speculation.verify
 from decoding import Sampling
-from offload.selection import POLICIES, Attention
+from offload.selection import POLICIES, Attention, ObservedRows
 from parallel.config import ModelConfig
 from support.engines import Pair
 from support.laws import BROKEN, LIKELY, p_value
@@ -146,7 +146,12 @@ def test_a_plain_redraw_is_found_out(
     mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding.speculation.verify, "residual", lambda p, q: p)
-    # the chunks that matter least, for a good selection drafts too well for it to matter much
-    worth = Attention.scores
-    monkeypatch.setattr(Attention, "scores", lambda *arguments: -worth(*arguments))
+    # the latest chunks, for a good selection drafts too well for it to matter much
+    monkeypatch.setattr(Attention, "scores", latest)
     assert likelihood(mode, SAMPLINGS["full"], folders, 1_500) < BROKEN
+
+
+def latest(policy: Attention, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+    """Rank chunks by where they stand, as `SelectionPolicy.scores` says."""
+    heads, tokens, _ = rows.keys.shape
+    return torch.arange(tokens // chunk).float().repeat(heads, 1)
