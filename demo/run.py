@@ -86,7 +86,9 @@ def main(
     console.print(table)
     ratio = took["plain"]["ms_per_token"] / took["retrieval"]["ms_per_token"]
     rates = ", ".join(
-        f"{level} {rate:.2f}" for level, rate in took["retrieval"]["acceptance"].items()
+        f"{level} {rate:.2f}"
+        for level, rate in took["retrieval"]["acceptance"].items()
+        if rate is not None  # a level that was asked for nothing has none
     )
     console.print(
         f"Drafting from the retrieval cache was {ratio:.1f} times as fast; acceptance rates: "
