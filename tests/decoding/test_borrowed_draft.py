@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,19 +17,11 @@ from offload.errors import TierForceError
 from parallel.group import Group
 from parallel.loading import Lender, load_model, parameter_bytes
 from support.commands import Finished, forked
-from support.engines import DEMO, Pair
+from support.engines import DEMO, EVERY_LEVEL, Pair
 from support.models import borrowing_draft, build_checkpoint
 from support.texts import prompt
 
 NEW = 48
-CHOICES: dict[str, Any] = {
-    "dtype": "float32",
-    "budget": 300,
-    "draft_length": 6,
-    "inner_length": 2,
-    "link": "emulated:50",
-    "resident_layers": 1,
-}
 NUMBERS = {
     "device_memory": 1e9,
     "host_memory": 1e9,
@@ -60,7 +51,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(mode: str, draft: Path, shard: bool | None, tokens: list[int]) -> list[int]:
     group = Group.from_environment("cpu")
-    settings = Settings(mode=mode, shard_draft=shard, **CHOICES)
+    settings = Settings(mode=mode, shard_draft=shard, **EVERY_LEVEL)
     engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)
     engine.stop_tokens = frozenset()
     runtime = engine.runtime

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +16,11 @@ from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
 from offload.errors import TierForceError
 from parallel.group import Group
-from support.engines import DEMO, Pair
+from support.engines import DEMO, EVERY_LEVEL, Pair
 from support.texts import prompt
 
 VOCAB, FEWER, MORE = 2048, 700, 2112
 NEW = 48
-CHOICES: dict[str, Any] = {
-    "dtype": "float32",
-    "budget": 300,
-    "draft_length": 6,
-    "inner_length": 2,
-    "link": "emulated:50",
-    "resident_layers": 1,
-}
 
 
 def draft_of(rows: int, folder: Path) -> Path:
@@ -91,7 +82,7 @@ def test_the_text_is_the_target_own(
 ) -> None:
     tokens = prompt("typing")
     assert max(tokens) >= FEWER  # the draft is to read what it lacks
-    settings = Settings(mode=mode, **CHOICES)
+    settings = Settings(mode=mode, **EVERY_LEVEL)
     engine = Engine.from_pretrained(DEMO / "target", drafts[kind], settings, group=Group())
     engine.stop_tokens = frozenset()
     assert list(engine.generate(tokens, NEW)) == plain
@@ -103,7 +94,7 @@ def test_the_text_is_the_target_own(
 def split(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
     """What a rank writes with each draft, split over the ranks."""
     group = Group.from_environment("cpu")
-    settings = Settings(mode="hierarchical", shard_draft=True, **CHOICES)
+    settings = Settings(mode="hierarchical", shard_draft=True, **EVERY_LEVEL)
     texts = []
     for draft in drafts:
         engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)

@@ -17,6 +17,15 @@ from parallel.group import Group
 from parallel.loading import load_model
 
 DEMO = Path(__file__).parents[2] / "demo"
+# settings that put every level to work behind a prompt of a few hundred tokens, over a link
+EVERY_LEVEL: dict[str, Any] = {
+    "dtype": "float32",
+    "budget": 300,
+    "draft_length": 6,
+    "inner_length": 2,
+    "link": "emulated:50",
+    "resident_layers": 1,
+}
 
 
 class Pair:
