@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -161,7 +162,8 @@ class Group:
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return whole numbers (N,) in the device's memory, without waiting for the device's work."""
-    on_host = torch.tensor(numbers, dtype=torch.int64)
+    # by way of numpy: torch reads a list number by number
+    on_host = torch.from_numpy(np.array(numbers, dtype=np.int64))
     if device.type == "cpu":
         return on_host
     return on_host.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait

@@ -27,16 +27,19 @@ def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[in
     them, after one wait for the device. Raises DocumentError when a law it needs is NaN.
     """
     n = len(draft.tokens)
-    p = target_probs[:n].gather(1, draft.tokens[:, None]).squeeze(1)  # (N,)
-    q = draft.probs.gather(1, draft.tokens[:, None]).squeeze(1)  # (N,)
-    stands = torch.rand(n, generator=generator, device=p.device) * q < p
-    accepted = stands.cumprod(0).sum(0, keepdim=True)  # (1,)
+    if n == 0:
+        law = target_probs[0]
+        (token,) = read(draw(law, generator), law)
+        return 0, token
+    tokens = draft.tokens[:, None]
+    p = target_probs[:n].gather(1, tokens)  # (N, 1)
+    q = draft.probs.gather(1, tokens)  # (N, 1)
+    stands = torch.rand(n, 1, generator=generator, device=p.device) * q < p
+    accepted = stands.cumprod(0).sum(0)  # (1,)
     law = target_probs.index_select(0, accepted)[0]  # (V,)
-    proposed = torch.zeros_like(law)  # nothing is taken off where all of the draft stands
-    if n:
-        proposed = torch.where(
-            accepted < n, draft.probs.index_select(0, accepted.clamp(max=n - 1))[0], proposed
-        )
+    proposed = draft.probs.index_select(0, accepted.clamp(max=n - 1))[0]
+    # nothing is taken off where all of the draft stands
+    proposed = torch.where(accepted < n, proposed, 0.0)
     following = draw(residual(law, proposed), generator)
     stood, token = read(torch.cat((accepted, following)), law, proposed)
     return stood, token
@@ -47,7 +50,8 @@ def read(numbers: Tensor, *laws: Tensor) -> list[int]:
 
     Raises DocumentError where one of these laws is not made of numbers, as the same wait tells.
     """
-    good = torch.stack([law.isfinite().all() for law in laws]).all(0, keepdim=True)
+    # a sum with a NaN in it is one
+    good = torch.stack([law.sum() for law in laws]).sum(0, keepdim=True).isfinite()
     *values, fine = torch.cat((numbers, good.to(numbers.dtype))).tolist()
     if not fine:
         raise DocumentError(

@@ -34,10 +34,9 @@ class HistoryCache(Cache):
         raise NotImplementedError("a toy model has no attention")
 
     def write(self, tokens: list[int]) -> list[int]:
-        """Keep the tokens of a pass; returns the text up to and with them."""
-        end = self.length + len(tokens)
-        self.history[self.length : end] = tokens
-        return self.history[:end]
+        """Keep the tokens of a pass behind the others; returns the text up to and with them."""
+        self.history[self.length :] = tokens
+        return self.history
 
 
 class Toy:
@@ -51,16 +50,20 @@ class Toy:
         self.table = (
             torch.randn(2, VOCAB, VOCAB, VOCAB, generator=Generator().manual_seed(seed)) * scale
         )
+        # a tensor for each history, made once: indexing would be most of a pass
+        self._rows = self.table.flatten(0, -2).unbind()
 
     def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
         assert isinstance(cache, HistoryCache)
         text = cache.write(tokens.tolist())
         return torch.stack(
-            [self.logits(text[:end]) for end in range(len(text) - rows + 1, len(text) + 1)]
+            [self.logits(text, end) for end in range(len(text) - rows + 1, len(text) + 1)]
         )
 
-    def logits(self, text: list[int]) -> Tensor:  # (V,)
-        return self.table[len(text) % 2, text[-2], text[-1]]
+    def logits(self, text: list[int], end: int | None = None) -> Tensor:
+        """Return the logits (V,) behind a text, or behind its first `end` tokens."""
+        end = len(text) if end is None else end
+        return self._rows[(end % 2 * VOCAB + text[end - 2]) * VOCAB + text[end - 1]]
 
     def text_law(self, sampling: Sampling, tokens: int) -> Tensor:
         """The probability of each continuation of PROMPT by `tokens` tokens, (V ** tokens,), in
