@@ -18,7 +18,7 @@ from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart
 
 NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0), Sampling(1.0, top_k=3)
 TOKENS = 4
-TEXTS = 2_500
+TEXTS = 1_000  # planted errors are found from 800 on
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -39,23 +39,21 @@ def family(below: str) -> list[Toy]:
 
 
 @torch.inference_mode()  # as engines do
-def text_counts(decoder: Decoder) -> Tensor:
-    """How often each continuation of the prompt comes out, (V ** TOKENS,)."""
+def text_counts(decoder: Decoder, tokens: int = TOKENS) -> Tensor:
+    """How often each continuation of the prompt comes out, (V ** tokens,)."""
     numbers = []
     for _ in range(TEXTS):
         restart(decoder)
-        numbers.append(number(go_on(decoder, TOKENS)))
-    return frequencies(numbers, VOCAB**TOKENS)
+        numbers.append(number(go_on(decoder, tokens)))
+    return frequencies(numbers, VOCAB**tokens)
 
 
 @pytest.mark.parametrize(
     ("outer", "inner", "below", "sampling"),
     [
-        (1, 1, "sharp draft", NUCLEUS),
-        (2, 1, "sharp draft", FULL),
+        (1, 1, "sharp draft", NUCLEUS),  # a middle level that never drafts
         (2, 2, "sharp middle", NUCLEUS),
         (4, 1, "sharp middle", FULL),
-        (4, 2, "sharp draft", NUCLEUS),
         (4, 3, "sharp draft", FULL),
         (4, 3, "skewed", TOP_K),
         (2, 3, "skewed", NUCLEUS),
@@ -72,7 +70,7 @@ def test_texts_of_three_levels_follow_the_target_law(
 @pytest.mark.parametrize(
     ("level", "below", "sampling"),
     [
-        (0, "sharp draft", FULL),
+        # not a sharp draft: the flat middle level is seldom wrong enough for its redraws to show
         (0, "sharp middle", NUCLEUS),
         (0, "skewed", FULL),
         # not a sharp middle: with one likely token, a plain redraw draws the same
@@ -101,7 +99,7 @@ def test_a_plain_redraw_at_one_level_is_found_out(
 @pytest.mark.parametrize("below", ["sharp draft", "sharp middle", "skewed"])
 def test_a_long_text_follows_the_target_law_after_every_history(below: str) -> None:
     models = family(below)
-    text = [*PROMPT, *go_on(nest(models, [4, 2], FULL, generator(5)), 5_000)]
+    text = [*PROMPT, *go_on(nest(models, [4, 2], FULL, generator(5)), 2_500)]
     counts = torch.zeros(2, VOCAB, VOCAB, VOCAB)
     for end in range(len(PROMPT), len(text)):
         counts[end % 2, text[end - 2], text[end - 1], text[end]] += 1
@@ -110,23 +108,26 @@ def test_a_long_text_follows_the_target_law_after_every_history(below: str) -> N
     assert min(p_values) > LIKELY / len(p_values)
 
 
-@pytest.mark.parametrize("lengths", [[2, 1, 2], [3, 2, 1], [4, 3, 2, 1]])
+@pytest.mark.parametrize("lengths", [[3, 2, 1], [4, 3, 2, 1]])
 def test_any_depth_of_nesting_follows_the_target_law(lengths: list[int]) -> None:
+    # each level leaves one token to the level above: with fewer the lowest would never be asked
+    tokens = len(lengths) + 1
     models = [Toy(seed, 1.5) for seed in range(len(lengths) + 1)]
-    counts = text_counts(nest(models, lengths, FULL, generator(6)))
-    assert p_value(counts, models[0].text_law(FULL, TOKENS)) > LIKELY
+    decoder = nest(models, lengths, FULL, generator(6))
+    counts = text_counts(decoder, tokens)
+    assert all(level.stats.passes for level in decoder.levels())
+    assert p_value(counts, models[0].text_law(FULL, tokens)) > LIKELY
 
 
-@pytest.mark.parametrize("sampling", [FULL, NUCLEUS])
 @pytest.mark.parametrize(
-    ("models", "lengths", "ngram"),
+    ("models", "lengths", "ngram", "sampling"),
     [
-        (2, [Moody(4)], 0),
-        (3, [Moody(4), Moody(3)], 0),
-        (1, [3], 1),  # the target, and prompt lookup below it
-        (2, [4, 2], 1),  # target, middle, prompt lookup
-        (3, [4, 2], 1),  # prompt lookup in front of the draft model
-        (3, [Moody(4), Moody(3)], 2),
+        (2, [Moody(4)], 0, FULL),
+        (3, [Moody(4), Moody(3)], 0, NUCLEUS),
+        (1, [3], 1, NUCLEUS),  # the target, and prompt lookup below it
+        (2, [4, 2], 1, FULL),  # target, middle, prompt lookup
+        (3, [4, 2], 1, NUCLEUS),  # prompt lookup in front of the draft model
+        (3, [Moody(4), Moody(3)], 2, FULL),
     ],
 )
 def test_lengths_that_follow_the_past_and_prompt_lookup_keep_the_law(
