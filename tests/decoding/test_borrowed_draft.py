@@ -21,7 +21,8 @@ from support.engines import DEMO, EVERY_LEVEL, Pair
 from support.models import borrowing_draft, build_checkpoint
 from support.texts import prompt
 
-NEW = 48
+NEW = 32
+READ = 600  # tokens of a prompt
 NUMBERS = {
     "device_memory": 1e9,
     "host_memory": 1e9,
@@ -39,7 +40,7 @@ MODES = ["hierarchical", "speculative"]
 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
-    return Pair(DEMO / "target", DEMO / "draft").text("plain", prompt("typing"), NEW)
+    return Pair(DEMO / "target", DEMO / "draft").text("plain", prompt("typing")[:READ], NEW)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return borrowing_draft(DEMO / "target", folder, (0, 5), ("embed_tokens", "lm_head"))
 
 
-def write(mode: str, draft: Path, shard: bool | None, tokens: list[int]) -> list[int]:
-    group = Group.from_environment("cpu")
+def write(group: Group, mode: str, draft: Path, shard: bool | None, tokens: list[int]) -> list[int]:
     settings = Settings(mode=mode, shard_draft=shard, **EVERY_LEVEL)
     engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)
     engine.stop_tokens = frozenset()
@@ -74,12 +74,25 @@ def write(mode: str, draft: Path, shard: bool | None, tokens: list[int]) -> list
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_text_is_the_targets_own(mode: str, draft: Path, plain: list[int]) -> None:
-    assert write(mode, draft, None, prompt("typing")) == plain
+    assert write(Group(), mode, draft, None, prompt("typing")[:READ]) == plain
+
+
+@pytest.fixture(scope="module")
+def texts(draft: Path) -> list[dict[bool | None, list[int]]]:
+    """What each of two ranks wrote with each split: they start once for all."""
+    return run_ranks(2, on_a_rank, draft, prompt("typing")[:READ])
+
+
+def on_a_rank(draft: Path, tokens: list[int]) -> dict[bool | None, list[int]]:
+    group = Group.from_environment("cpu")
+    return {shard: write(group, "hierarchical", draft, shard, tokens) for shard in SPLITS}
 
 
 @pytest.mark.parametrize("shard", SPLITS)
-def test_on_two_ranks_too(shard: bool | None, draft: Path, plain: list[int]) -> None:
-    assert run_ranks(2, write, "hierarchical", draft, shard, prompt("typing")) == [plain, []]
+def test_on_two_ranks_too(
+    shard: bool | None, texts: list[dict[bool | None, list[int]]], plain: list[int]
+) -> None:
+    assert [each[shard] for each in texts] == [plain, []]
 
 
 def plan(folder: Path, model: Path, draft: Path | None, *options: str) -> Finished:

@@ -109,7 +109,7 @@ def test_prompts_from_one_token_up(
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
 @pytest.mark.parametrize(
-    ("draft_length", "inner_length", "new"), [(20, 2, 100), (70, 1, 30), (3, 40, 60)]
+    ("draft_length", "inner_length", "new"), [(20, 2, 60), (70, 1, 30), (3, 40, 60)]
 )
 def test_a_window_shorter_than_a_draft(
     mode: str, draft_length: int, inner_length: int, new: int, pair: Pair, plain: list[int]
@@ -132,7 +132,7 @@ def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stop_token_ends_the_text_and_is_no_part_of_it(mode: str, pair: Pair) -> None:
     whole = pair.text(mode, PROMPT, 24, FULL, **SMALL)
-    for place in range(24):
+    for place in (*range(8), 15, 23):  # anywhere in a round, and far behind the prompt
         before = whole[:place]
         if whole[place] in before:
             continue
