@@ -1,0 +1,173 @@
+"""What the planner counts is what is allocated, tier by tier, before and behind prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.planning.needs import TextNeeds
+from decoding.planning.outlook import Outlook, look_ahead
+from decoding.runtime import Runtime
+from decoding.session import Session
+from decoding.settings import dtype_of
+from offload.memory_plan import MemoryPlan, device_tiers
+from offload.policies import POLICY_TRAITS
+from offload.retrieval_shape import RetrievalShape
+from offload.tiered_shape import TieredShape
+from parallel.group import Group
+from parallel.loading import random_model
+from support.planning import MODES, Case, case_of, needs_of
+
+
+def tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield all tensors that an object holds, whatever holds them for it."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors(each, seen)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for each in value:
+            yield from tensors(each, seen)
+    elif type(value).__module__.startswith("offload."):
+        yield from tensors(vars(value) if hasattr(value, "__dict__") else (), seen)
+
+
+def held(value: Any, *others: Any) -> int:
+    """Return the bytes of the memory behind an object's tensors, without that of others."""
+    without = {each.untyped_storage().data_ptr() for each in tensors(others, set())}
+    memory = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+        for each in tensors(value, set())
+    }
+    return sum(size for address, size in memory.items() if address not in without)
+
+
+@contextmanager
+def session_of(case: Case, link: str, room: int | None = None) -> Iterator[tuple[Session, Outlook]]:
+    """Yield a session on real models, and what `tierforce plan` says of it.
+
+    `room`: device bytes beside the weights, by default more than enough.
+    """
+    weights = needs_of(case).weight_bytes
+    settings = replace(case.settings, link=link)
+    rich = replace(case.hardware, device_memory=1e10, host_memory=1e10)
+    if room is not None:
+        # of which a plan uses 0.9
+        rich = replace(rich, device_memory=weights + room / 0.9 + 2)
+        settings = replace(settings, device_memory=weights + room)
+    dtype, group = dtype_of(settings.dtype), Group()
+    target, draft = random_model(case.target, group, dtype), None
+    if needs_of(case).has_draft:
+        draft = random_model(case.draft, group, dtype)
+    runtime = Runtime.make(target, draft, settings.mode, settings)
+    needs = replace(needs_of(replace(case, settings=settings)), copies=runtime.link.copies)
+    try:
+        session = Session(runtime, [1] * case.prompt, case.new)
+        yield (
+            session,
+            look_ahead(needs.with_budget(runtime.needs.budget), rich, case.prompt, case.new),
+        )
+    finally:
+        runtime.link.close()
+
+
+def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
+    """Compare each tier, before and behind prefill, with what is counted; return the plan."""
+    with session_of(case, link, room) as (session, ahead):
+        assert session.plan == ahead.plan
+        rotary, arena, following = session.target.rotary, session.runtime.arena, session.retrieval
+        others = (rotary, arena, following)
+        for tiers in (ahead.prefill_tiers, ahead.decode_tiers):
+            names = ("resident layers", "ring, in prefill one layer", "recent tokens")
+            assert held(session.target, *others) == sum(tiers[name] for name in names)
+            with torch.inference_mode():
+                if not session.target.length:
+                    session.prefill()
+        assert held(arena) == ahead.plan.host_bytes
+        assert held(rotary) - rotary_extra(rotary) == tiers["rotary tables"]
+        kept = held(session.draft, session.draft and session.draft.rotary)
+        assert kept == tiers["draft cache"]
+        counted = tiers["retrieval cache"]
+        if following is None:
+            assert counted == 0
+            return ahead.plan
+        layout, shape = session.target.layout, following.shape
+        traits = POLICY_TRAITS[session.runtime.settings.policy]
+        rows = traits.rows * case.target.heads // case.target.kv_heads
+        remembered = traits.state_bytes(layout, shape.context, shape.chunk)
+        assert held(following.policy) <= remembered  # there is room for that of the longest text
+        counted -= shape.scratch_bytes(layout, rows) + remembered
+        assert held(following, rotary, following.policy) == counted
+        return ahead.plan
+
+
+def rotary_extra(rotary: Any) -> int:
+    return sum(each.nbytes for each in tensors(rotary, set()) if each.shape[0] != rotary.length)
+
+
+def tiny(seed: int) -> Case:
+    """Return a case small enough to be made; its mode and layers follow from `seed`."""
+    case = case_of(1000 + seed, tiny=True)
+    return replace(
+        case,
+        settings=replace(
+            case.settings,
+            mode=MODES[seed % 4],
+            resident_layers=seed // 4 % (case.target.layers + 1),
+            budget=case.settings.budget or 128,
+        ),
+    )
+
+
+@pytest.mark.parametrize("link", ["view", "emulated:50"])
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_counted_is_what_is_allocated(seed: int, link: str) -> None:
+    check_bytes(tiny(seed), link)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_come_late_are_counted_too(mode: str) -> None:
+    """In memory that has room for two layers, but not in prefill."""
+    case = tiny(3)
+    settings = replace(case.settings, mode=mode, resident_layers=2)
+    case = replace(case, settings=settings, prompt=2000)
+    needs = needs_of(case).with_budget(settings.budget)
+    tiers = device_tiers(needs.memory(case.prompt, case.new), 2, 1)
+    room = max(sum(phase.values()) for phase in tiers)
+    plan = check_bytes(case, "emulated:50", room)
+    assert (plan.resident_layers, plan.late_layers) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (TieredShape, "device_tiers"),
+        (RetrievalShape, "device_bytes"),
+        (TextNeeds, "_draft_bytes"),
+    ],
+)
+def test_the_comparison_sees_a_wrong_count(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte more in any of them."""
+    counts = getattr(owner, name)
+
+    def wrong(*arguments: Any) -> Any:
+        counted = counts(*arguments)
+        if isinstance(counted, dict):
+            return {tier: nbytes + 1 for tier, nbytes in counted.items()}
+        return counted + 1
+
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError):
+        check_bytes(tiny(3), "emulated:50")  # which has all caches

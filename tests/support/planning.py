@@ -1,0 +1,101 @@
+"""Drawn cases of planning: models, a machine, a text and settings."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from transformers import LlamaConfig
+
+import decoding.planning.needs
+from decoding import Settings
+from decoding.planning.cost import Acceptance
+from decoding.planning.needs import TextNeeds, counted_dtype
+from decoding.planning.profile import HardwareProfile
+from offload.policies import POLICY_NAMES
+from parallel.config import ModelConfig
+
+MODES = ("plain", "retrieval", "speculative", "hierarchical")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Models, a machine, a text and settings."""
+
+    target: ModelConfig
+    draft: ModelConfig
+    hardware: HardwareProfile
+    settings: Settings
+    prompt: int
+    new: int
+    acceptance: Acceptance
+
+
+def dimensions(draw: random.Random, tiny: bool) -> ModelConfig:
+    kv_heads, group = draw.choice((1, 2, 4)), draw.choice((1, 2, 4))
+    head_dim = draw.choice((8, 16) if tiny else (32, 64, 128))
+    hidden = kv_heads * group * head_dim
+    return ModelConfig.from_hf(
+        LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=draw.randint(1, 4) * hidden,
+            num_attention_heads=kv_heads * group,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            num_hidden_layers=draw.randint(1, 5 if tiny else 24),
+            vocab_size=97,
+            max_position_embeddings=1 << 20,
+            tie_word_embeddings=draw.random() < 0.3,
+        )
+    )
+
+
+def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
+    chunk = draw.choice((1, 4, 8))
+    return Settings(
+        mode=draw.choice(MODES),
+        dtype=draw.choice(("bfloat16", "float32")),
+        budget=draw.choice((None, None, max(chunk, context // draw.randint(2, 20)))),
+        chunk_size=chunk,
+        policy=draw.choice(POLICY_NAMES),
+        refresh=draw.choice((None, None, 4)),
+        draft_length=draw.choice((None, None, draw.randint(1, 20))),
+        inner_length=draw.choice((None, 3)),
+        window=draw.randint(4, 64),
+        resident_layers=draw.choice((None, None, draw.randint(0, layers))),
+        prefill_chunk=draw.choice((None, 256)),
+    )
+
+
+def case_of(seed: int, tiny: bool = False) -> Case:
+    """Return a case in which layers have to be shared out between device and host, mostly."""
+    draw = random.Random(seed)
+    target, draft = dimensions(draw, tiny), replace(dimensions(draw, True), layers=2)
+    context = draw.randint(80, 500) if tiny else int(10 ** draw.uniform(2.5, 6))
+    new = draw.randint(1, context // 3)
+    settings = settings_of(draw, target.layers, context)
+    item = counted_dtype(settings.dtype)
+    kv = target.kv_layout(1, item).bytes(context)
+    weights = decoding.planning.needs.weight_bytes(target, 1, item)
+    hardware = HardwareProfile(
+        name=f"machine {seed}",
+        gpus=1,
+        device_memory=int(1.2 * weights + draw.uniform(0.3, 3) * kv + 3e7),
+        host_memory=int(draw.uniform(0.7, 3) * kv + 1e6),
+        link_in=10 ** draw.uniform(8, 11),
+        link_out=10 ** draw.uniform(8, 11),
+        memory_rate=10 ** draw.uniform(10, 12.3),
+        matmul=10 ** draw.uniform(11, 14.5),
+        all_reduce_s=0.0,
+        all_reduce_rate=1e15,
+        layer_s=draw.choice((0.0, 6e-5)),
+        runs_ahead=draw.random() < 0.7,
+    )
+    rates = Acceptance(draw.uniform(0.3, 0.99), draw.uniform(0.2, 0.9))
+    return Case(target, draft, hardware, settings, context - new, new, rates)
+
+
+def needs_of(case: Case) -> TextNeeds:
+    """Return the needs as `tierforce plan` has them: no models, and no torch."""
+    mode, item = case.settings.mode, counted_dtype(case.settings.dtype)
+    return TextNeeds(case.target, case.draft, mode, case.settings, item, 1, 1, True)
