@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from functools import wraps
+from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,7 @@ def _cpu() -> str:
     )
 
 
+@cache  # a search of all that is installed, for every row that is kept
 def _version(name: str) -> str | None:
     try:
         return version(name)

@@ -74,7 +74,7 @@ def test_every_part_runs_on_a_gpu_with_short_passes_recorded(
 def test_a_named_model_reads_real_text(tmp_path: Path) -> None:
     arguments = [
         *("--target", str(DEMO / "target"), "--context", "600", "--budget", "128", "--no-tests"),
-        *("--device", "cpu", "--device-memory", "1", "--link", "emulated:1"),
+        *("--device", "cpu", "--device-memory", "1", "--link", "emulated:8"),
         *("--resident-layers", "1", "--output", str(tmp_path / "gpu.json")),
     ]
     done = CliRunner().invoke(app, arguments)
