@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Partial, merge
+from offload.attention.folding import merge
 from offload.buffers import attend_to, put, span
 from offload.ring import TransferRing
 from offload.store import HostLayer
@@ -23,6 +23,10 @@ class Show(Protocol):
     def __call__(self, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None: ...
 
 
+def show_nobody(head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+    """Take the place of `Show` where a pass is not the target's own."""
+
+
 class TieredLayer(ABC):
     """The KV of one layer, wherever it lives. Keys and queries that come here are rotated.
 
@@ -32,6 +36,7 @@ class TieredLayer(ABC):
     """
 
     is_late = False  # whether `bring_in` is still to come
+    is_near = False  # whether the device holds something of all tokens, to `attend_near`
 
     def chunks(self, boundary: int) -> Sequence[Tensor]:
         """Return what a pass streams of this layer through the ring, in order."""
@@ -47,6 +52,10 @@ class TieredLayer(ABC):
 
         Calls `show` for each group of heads, with all its keys and values on the device.
         """
+
+    def attend_near(self, q: Tensor, end: int, boundary: int) -> Tensor:
+        """Return nearly what `attend` does, of layers `is_near`, from what the device holds."""
+        raise NotImplementedError
 
     def write_back(self, boundary: int, count: int) -> Any:
         """Start writing `count` tokens behind the boundary to where the prefix is.
@@ -89,6 +98,8 @@ class ResidentLayer(TieredLayer):
     prompt goes to host memory.
     """
 
+    is_near = True
+
     def __init__(
         self,
         shape: TieredShape,
@@ -123,6 +134,10 @@ class ResidentLayer(TieredLayer):
         prefix = span(self._kv, 0, boundary)
         recent = span(self._kv, boundary, end)
         show(0, q, prefix, recent)
+        return self.attend_near(q, end, boundary)
+
+    def attend_near(self, q: Tensor, end: int, boundary: int) -> Tensor:
+        assert self._kv is not None
         return attend_to(self._kv, q, end, self._traffic)[0]
 
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
@@ -176,30 +191,40 @@ class StreamedLayer(TieredLayer):
         put(self._tail, k, v, start - boundary)
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
+        return self._attend(q, end, boundary, self._come, show)
+
+    def _attend(
+        self, q: Tensor, end: int, boundary: int, prefix: Callable[[int, int], Tensor], show: Show
+    ) -> Tensor:
+        """Attend to the tail, and to what `prefix` returns of a group of heads.
+
+        prefix(head, boundary) (2, h, boundary, D), from `head` on, is good until the next call.
+        """
         count = end - boundary
         recent = span(self._tail, 0, count)
         parts = [attend_to(self._tail, q, count, self._traffic)]
         if boundary:
-            parts.append(self._attend_to_prefix(q, boundary, recent, show))
+            heads = recent.shape[1]
+            group = q.shape[1] // heads  # query heads per KV head
+            by_heads = []
+            for head in range(0, heads, self._slot_heads):
+                kv = prefix(head, boundary)
+                last = head + kv.shape[1]
+                rows = q[:, head * group : last * group]
+                by_heads.append(attend_to(kv, rows, boundary, self._traffic, causal=False))
+                show(head, rows, kv, recent[:, head:last])
+            outs, lses = zip(*by_heads, strict=True)
+            parts.append((torch.cat(outs, dim=1), torch.cat(lses, dim=1)))
         else:
             nothing = span(recent, 0, 0)
             show(0, q, nothing, recent)
         return merge(parts)[0]
 
-    def _attend_to_prefix(self, q: Tensor, boundary: int, recent: Tensor, show: Show) -> Partial:
-        """Attend to one group of heads after another, as they come over the link."""
-        heads = recent.shape[1]
-        group = q.shape[1] // heads  # query heads per KV head
-        parts = []
-        for head in range(0, heads, self._slot_heads):
-            chunk = self._ring.next()  # (2, h, boundary, D), on the device until the next call
-            end = head + chunk.shape[1]
-            rows = q[:, head * group : end * group]
-            self._traffic.link_in += chunk.nbytes
-            parts.append(attend_to(chunk, rows, boundary, self._traffic, causal=False))
-            show(head, rows, chunk, recent[:, head:end])
-        outs, lses = zip(*parts, strict=True)
-        return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+    def _come(self, head: int, boundary: int) -> Tensor:
+        """Return the prefix of the next heads, which has come over the link."""
+        chunk = self._ring.next()
+        self._traffic.link_in += chunk.nbytes
+        return chunk
 
     def write_back(self, boundary: int, count: int) -> Any:
         return self._host.write(span(self._tail, 0, count), boundary)
@@ -213,16 +238,19 @@ class StreamedLayer(TieredLayer):
         return None if self._host.link.copies else self._host.kv
 
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
-        tokens = kv.shape[2]
-        count = min(tokens, max(0, boundary - start))
-        prefix = span(kv, 0, count)
-        recent = span(kv, count, tokens)
-        if count < tokens:
-            at = start + count - boundary
-            span(self._tail, at, at + tokens - count).copy_(recent)
-        if not count:
+        prefix = self._keep_recent(kv, start, boundary)
+        if not prefix.shape[2]:
             return None
         if self.buffer is not None:  # the prefix was built where it belongs
             self._traffic.link_out += prefix.nbytes
             return None
         return self._host.write(prefix, start)
+
+    def _keep_recent(self, kv: Tensor, start: int, boundary: int) -> Tensor:
+        """Keep of a prompt's tokens those behind the boundary; return the others' KV."""
+        tokens = kv.shape[2]
+        count = min(tokens, max(0, boundary - start))
+        if count < tokens:
+            at = start + count - boundary
+            span(self._tail, at, at + tokens - count).copy_(span(kv, count, tokens))
+        return span(kv, 0, count)

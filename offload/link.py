@@ -29,8 +29,9 @@ Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one si
 
 
 def by_head(destination: Tensor, source: Tensor) -> list[Copy]:
-    """Return the copies, each of one contiguous block, that take source (2, H, T, D) there."""
-    heads = product(range(2), range(source.shape[1]))
+    """Return the copies, each of one contiguous block, that take source (parts, H, T, D) there."""
+    parts, count = source.shape[:2]
+    heads = product(range(parts), range(count))
     return [(destination[part, head], source[part, head]) for part, head in heads]
 
 

@@ -10,35 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.buffers import span
 from offload.link import Link, by_head
 
 
 class TransferRing:
     """A few device slots through which the chunks of a pass are streamed, in order.
 
-    A chunk is (2, heads, tokens, D): keys and values of a few heads in the host store. The slots
-    take turns: each is refilled as soon as its chunk has been read. Where the link copies nothing
-    there are no slots, and the chunks themselves are handed out. Between passes the slots' memory
-    may serve for something else (`lend`).
+    A chunk is (parts, heads, tokens, D): keys and values of a few heads in the host store, or
+    slices of them. The slots take turns: each is refilled as soon as its chunk has been read. Where
+    the link copies nothing there are no slots, and the chunks themselves are handed out. Between
+    passes the slots' memory may serve for something else (`lend`).
     """
 
-    def __init__(
-        self, link: Link, slots: int, slot_shape: Sequence[int], dtype: torch.dtype, numel: int = 0
-    ):
-        """Allocate `slots` buffers of slot_shape = (2, heads, capacity, D), and `numel` elements
-        in all at least.
-        """
+    def __init__(self, link: Link, slots: int, slot_numel: int, dtype: torch.dtype, numel: int = 0):
+        """Allocate `slots` slots of `slot_numel` elements, and `numel` elements in all at least."""
         if link.copies and slots < 2:
             raise ValueError(
                 f"a ring needs at least 2 slots to overlap copies with compute, found {slots}"
             )
         self.link = link
         count = slots if link.copies else 0
-        filled = count * prod(slot_shape)
-        room = max(filled, numel) if link.copies else 0
-        self._memory = torch.empty(room, dtype=dtype, device=link.device)
-        self._slots = list(self._memory[:filled].view(count, *slot_shape))
+        filled = count * slot_numel
+        self._memory = torch.empty(max(filled, numel), dtype=dtype, device=link.device)
+        self._slots = list(self._memory[:filled].view(count, slot_numel))
         self._waiting: deque[Tensor] = deque()  # chunks of the pass that no copy has begun for
         # slot, chunk in it, and the copy's ticket
         self._filled: deque[tuple[Tensor, Tensor, Any]] = deque()
@@ -83,7 +77,7 @@ class TransferRing:
         if not self._waiting:
             return
         source = self._waiting.popleft()
-        heads, tokens = source.shape[1:3]
-        chunk = span(slot[:, :heads], 0, tokens)
+        numel = source.nbytes // slot.itemsize
+        chunk = slot[:numel].view(source.dtype).view(source.shape)
         ticket = self.link.copy(by_head(chunk, source))
         self._filled.append((slot, chunk, ticket))

@@ -53,7 +53,10 @@ class HostArena:
 
 
 class HostLayer:
-    """One layer's KV in host memory, `kv` (2, Hkv, capacity, D): a head's prefix is one copy."""
+    """One layer's KV in host memory, `kv` (2, Hkv, capacity, D): a head's prefix is one copy.
+
+    It may be slices of it (planes, Hkv, capacity, D), of a byte each.
+    """
 
     def __init__(self, kv: Tensor, link: Link, traffic: Traffic):
         self.kv = kv

@@ -16,8 +16,9 @@ from offload.link import Link
 from offload.prefill import Prefill, bring_in_late
 from offload.ring import TransferRing
 from offload.rotary import Rotary
+from offload.sliced_layer import Coding, Outbox, SlicedLayer
 from offload.store import HostArena, HostLayer
-from offload.tiered_shape import TieredShape
+from offload.tiered_shape import NEAR, SLICED, TieredShape
 
 
 class TieredCache(Cache):
@@ -41,37 +42,62 @@ class TieredCache(Cache):
         self.rotary = rotary
         self.boundary = 0
         self.followers: list[Follower] = []
-        self.host = arena.take(shape.host_buffer)  # streamed layers, then late ones
+        self.host = arena.take((sum(shape.host_parts()),))  # far layers, then late ones
         dtype = shape.layout.dtype
         self._tails = torch.empty(shape.tails_buffer, dtype=dtype, device=link.device)
+        self._joined = torch.empty(shape.joined_buffer, dtype=dtype, device=link.device)
+        self._outbox = Outbox(shape, link)
         self._ring: TransferRing | None = None
-        if shape.streamed_layers:
-            self._ring = TransferRing(link, shape.slots, shape.slot_buffer, dtype, shape.ring_numel)
+        if shape.far_layers:
+            self._ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
         self.layers = self._make_layers()
 
     def _make_layers(self) -> list[TieredLayer]:
-        shape, traffic = self.shape, self.traffic
-        hosts = iter(HostLayer(kv, self.link, traffic) for kv in self.host)
-        streamed: list[TieredLayer] = []
-        for tail in self._tails:
-            assert self._ring is not None
-            layer = StreamedLayer(next(hosts), tail, self._ring, shape.slot_heads, traffic)
-            streamed.append(layer)
+        shape = self.shape
+        kinds = shape.kinds()
+        hosts = iter(self.host.split(shape.host_parts()))
+        tails = iter(self._tails)
+        far = []
+        for kind in kinds:
+            if kind != NEAR:
+                far.append(self._far_layer(kind, next(tails), next(hosts)))
         early = shape.resident_layers - shape.late_layers
-        resident: list[TieredLayer] = []
+        resident = []
         for index in range(shape.resident_layers):
-            late_host = next(hosts) if index >= early else None
-            resident.append(ResidentLayer(shape, self.link.device, traffic, late_host))
+            late = next(hosts) if index >= early else None
+            resident.append(self._resident_layer(late))
         layers = []
-        for near in shape.residency():
-            kind = resident if near else streamed
-            layers.append(kind.pop(0))
+        for kind in kinds:
+            group = resident if kind == NEAR else far
+            layers.append(group.pop(0))
         return layers
+
+    def _resident_layer(self, late: Tensor | None) -> TieredLayer:
+        """Return a layer on the device, or one that comes there from this part of the host."""
+        host = None
+        if late is not None:
+            host = HostLayer(late.view(self.shape.layer_buffer), self.link, self.traffic)
+        return ResidentLayer(self.shape, self.link.device, self.traffic, host)
+
+    def _far_layer(self, kind: str, tail: Tensor, part: Tensor) -> TieredLayer:
+        """Return a layer with a part of the host store, and maybe with codes on the device."""
+        shape, traffic = self.shape, self.traffic
+        assert self._ring is not None
+        planes = shape.host_planes(kind)
+        if not planes:
+            host = HostLayer(part.view(shape.layer_buffer), self.link, traffic)
+            return StreamedLayer(host, tail, self._ring, shape.slot_heads, traffic)
+        assert shape.format is not None
+        slices = part.view(torch.uint8).view(shape.planes_buffer(planes))
+        host = HostLayer(slices, self.link, traffic)
+        coding = Coding.of(shape, self.link.device, on_device=kind == SLICED)
+        return SlicedLayer(host, tail, self._ring, self._joined, traffic, coding, self._outbox)
 
     @property
     def device_bytes(self) -> int:
         ring = self._ring.nbytes if self._ring is not None else 0
-        return sum(layer.device_bytes for layer in self.layers) + ring
+        layers = sum(layer.device_bytes for layer in self.layers)
+        return layers + ring + self._joined.nbytes + self._outbox.nbytes
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -91,7 +117,7 @@ class TieredCache(Cache):
         for follower in self.followers:
             follower.follow(self.boundary, tokens, tokens)
         stage = None
-        if self._ring is not None and self.link.copies:
+        if self._ring is not None and self.shape.ring_numel:
             stage = self._ring.lend(self.layout.shape(1, tokens)[1:])
         yield Prefill(self, tokens, stage)
         self.link.drain()

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from offload.layout import KVLayout, ceil_div
+from offload.slice_format import (
+    OUTLIER_BYTES,
+    OUTLIER_SHARE,
+    SPLIT_BYTES,
+    SPLIT_TOKENS,
+    SliceFormat,
+    slice_format,
+)
 
 _MIN_COPY_BYTES = 2 << 20  # a copy at least this big runs at line rate
 _MAX_RING_BYTES = 1 << 30
+NEAR, SLICED, STREAMED = "resident", "sliced", "streamed"  # kinds of layers
 
 
 @dataclass(frozen=True)
 class TieredShape:
     """The layers of a cache, and how many tokens each tier of one rank holds.
 
-    Resident layers have one buffer on the device. All other layers are streamed: their prefix is in
-    host memory, their recent tokens are in a tail on the device. Late layers are resident ones that
-    prefill writes to the host, and that come to the device behind it.
+    Resident layers have one buffer on the device. All others are far: their recent tokens are in a
+    tail on the device, and their prefix is in host memory, but for sliced layers' codes, which are
+    on the device. Late layers are resident ones that prefill writes to the host, and that come to
+    the device behind it.
     """
 
     layout: KVLayout
     capacity: int  # tokens of the whole text
     resident_layers: int = 0
     late_layers: int = 0  # of the resident ones
+    sliced_layers: int = 0  # of the far ones, those with codes on the device
+    packed: bool = False  # whether the far ones without codes are slices on the host
     recent: int = 0  # tokens that stay behind the boundary, at least
     block: int = 256  # tokens by which the boundary moves
     rows: int = 256  # tokens of the largest pass when decoding
@@ -36,6 +48,12 @@ class TieredShape:
             raise ValueError(
                 f"{self.late_layers} of {self.resident_layers} layers come late: that takes far "
                 "layers, and a link"
+            )
+        if (self.sliced_layers or self.packed) and self.format is None:
+            raise ValueError(f"elements of {self.layout.dtype} are not cut into slices")
+        if not 0 <= self.sliced_layers <= self.far_layers:
+            raise ValueError(
+                f"{self.sliced_layers} sliced layers are more than the {self.far_layers} far ones"
             )
 
     @classmethod
@@ -61,34 +79,62 @@ class TieredShape:
             copies=copies,
         )
 
-    def placed(self, resident_layers: int, late_layers: int = 0) -> TieredShape:
+    def placed(
+        self, resident_layers: int, late_layers: int = 0, sliced_layers: int = 0
+    ) -> TieredShape:
         """Return the shape with other layers on the device."""
-        return replace(self, resident_layers=resident_layers, late_layers=late_layers)
+        return replace(
+            self,
+            resident_layers=resident_layers,
+            late_layers=late_layers,
+            sliced_layers=sliced_layers,
+        )
 
     # -- layers and tokens -------------------------------------------------------------------------
 
     @property
-    def streamed_layers(self) -> int:
+    def far_layers(self) -> int:
         return self.layout.layers - self.resident_layers
+
+    @property
+    def streamed_layers(self) -> int:
+        """Far layers of which nothing of the prefix is on the device."""
+        return self.far_layers - self.sliced_layers
+
+    @property
+    def coded_layers(self) -> int:
+        """Layers that are kept in slices, wherever these are."""
+        return self.far_layers if self.packed else self.sliced_layers
+
+    @property
+    def format(self) -> SliceFormat | None:
+        """How elements are cut into slices; None where they are not."""
+        return slice_format(self.layout.dtype)
 
     @property
     def streams(self) -> bool:
         """Whether anything is copied over the link to decode."""
-        return self.copies and self.streamed_layers > 0
+        return self.copies and self.far_layers > 0
 
     @property
     def tail(self) -> int:
         """Tokens in the tail: the recent ones, a block that is filling, and the rows of a pass."""
         return self.recent + self.block + self.rows
 
-    def residency(self) -> list[bool]:
-        """Return for each layer whether it is resident.
+    def kinds(self) -> list[str]:
+        """Return for each layer whether it is resident, sliced or streamed.
 
         Resident layers are spread evenly: the link is busy while they compute. The first layer is
-        one of them: the first copy hides behind it.
+        one of them: the first copy hides behind it. So are sliced ones over the rest.
         """
-        layers, resident = self.layout.layers, self.resident_layers
-        return [layer * resident % layers < resident for layer in range(layers)]
+        far = iter(_spread(self.far_layers, self.sliced_layers))
+        kinds = []
+        for near in _spread(self.layout.layers, self.resident_layers):
+            if near:
+                kinds.append(NEAR)
+            else:
+                kinds.append(SLICED if next(far) else STREAMED)
+        return kinds
 
     def boundary(self, length: int) -> int:
         """Return how many tokens of a text are its prefix: whole blocks, before the recent ones."""
@@ -103,25 +149,72 @@ class TieredShape:
 
     @property
     def tails_buffer(self) -> tuple[int, ...]:
-        """Shape of all tails (streamed layers, 2, Hkv, tail, D)."""
-        return self.layout.shape(self.streamed_layers, self.tail)
+        """Shape of all tails (far layers, 2, Hkv, tail, D)."""
+        return self.layout.shape(self.far_layers, self.tail)
 
     @property
-    def slot_buffer(self) -> tuple[int, ...]:
-        """Shape of one slot of the ring (2, slot_heads, capacity, D)."""
-        return 2, self.slot_heads, self.capacity, self.layout.head_dim
+    def joined_buffer(self) -> tuple[int, ...]:
+        """Shape of what slices are joined in (2, slot_heads, capacity, D)."""
+        heads = self.slot_heads if self.coded_layers else 0
+        return 2, heads, self.capacity, self.layout.head_dim
 
     @property
-    def host_buffer(self) -> tuple[int, ...]:
-        """Shape of the host store (streamed and late layers, 2, Hkv, capacity, D)."""
-        return self.layout.shape(self.streamed_layers + self.late_layers, self.capacity)
+    def outbox_buffer(self) -> tuple[int, ...]:
+        """Shape of what slices leave from (2, bytes)."""
+        if not self.coded_layers:
+            return 2, 0
+        assert self.format is not None
+        planes = self.format.planes if self.packed else self.format.low_planes
+        tokens = min(SPLIT_TOKENS, self.capacity)
+        return 2, planes * self.layout.heads * tokens * self.layout.head_dim
+
+    def planes_buffer(self, planes: int) -> tuple[int, ...]:
+        """Shape of slices of a layer (planes, Hkv, capacity, D), of a byte each."""
+        return planes, self.layout.heads, self.capacity, self.layout.head_dim
+
+    def host_planes(self, kind: str) -> int:
+        """Return how many planes of slices a far layer of a kind has on the host; 0: it has none.
+
+        That one has its elements there.
+        """
+        if kind == SLICED:
+            assert self.format is not None
+            return self.format.low_planes
+        if self.packed:
+            assert self.format is not None
+            return self.format.planes
+        return 0
+
+    def host_layer_bytes(self, kind: str) -> int:
+        """Return the bytes of host memory for the prefix of one far layer."""
+        if planes := self.host_planes(kind):
+            return prod(self.planes_buffer(planes))
+        return self._bytes(self.layer_buffer)
+
+    def host_parts(self) -> list[int]:
+        """Return the elements of the host store for each far layer, then for each late one."""
+        far = [self.host_layer_bytes(kind) for kind in self.kinds() if kind != NEAR]
+        late = [self._bytes(self.layer_buffer)] * self.late_layers
+        return [nbytes // self.layout.dtype.itemsize for nbytes in far + late]
+
+    @property
+    def slot_numel(self) -> int:
+        """Elements of one slot of the ring: `slot_heads` heads of the largest layer on the host."""
+        kinds = set(self.kinds()) - {NEAR}
+        largest = max((self.host_layer_bytes(kind) for kind in kinds), default=0)
+        return self.slot_heads * largest // self.layout.heads // self.layout.dtype.itemsize
 
     @property
     def ring_numel(self) -> int:
         """Elements of the ring: prefill builds one whole layer in its memory."""
-        if not self.streams:
-            return 0
-        return max(self.slots * prod(self.slot_buffer), prod(self.layer_buffer))
+        slots = self.slots * self.slot_numel if self.streams else 0
+        staged = self.streams or self.coded_layers > 0
+        return max(slots, prod(self.layer_buffer) if staged else 0)
+
+    @property
+    def outliers(self) -> int:
+        """Elements of one layer in slices that may be outliers."""
+        return ceil(OUTLIER_SHARE * prod(self.layer_buffer))
 
     # -- bytes -------------------------------------------------------------------------------------
 
@@ -132,6 +225,8 @@ class TieredShape:
             "resident layers": layers * self._bytes(self.layer_buffer),
             "ring, in prefill one layer": self.ring_numel * self.layout.dtype.itemsize,
             "recent tokens": self._bytes(self.tails_buffer),
+            "codes": self._codes_bytes(),
+            "joining slices": self._bytes(self.joined_buffer) + prod(self.outbox_buffer),
         }
 
     def device_bytes(self, prefill: bool = False) -> int:
@@ -140,7 +235,28 @@ class TieredShape:
 
     @property
     def host_bytes(self) -> int:
-        return self._bytes(self.host_buffer)
+        return sum(self.host_parts()) * self.layout.dtype.itemsize
+
+    def _codes_bytes(self) -> int:
+        """Return the bytes of codes on the device, and of all layers' outliers."""
+        if not self.coded_layers:
+            return 0
+        assert self.format is not None
+        codes = prod(self.planes_buffer(self.format.code_planes))
+        return self.sliced_layers * codes + self.coded_layers * self.outliers * OUTLIER_BYTES
+
+    @property
+    def splitting_bytes(self) -> int:
+        """Return the bytes that splitting elements into slices takes while it is done."""
+        if not self.coded_layers:
+            return 0
+        tokens = min(SPLIT_TOKENS, self.capacity)
+        return SPLIT_BYTES * 2 * self.layout.heads * tokens * self.layout.head_dim
 
     def _bytes(self, buffer: tuple[int, ...]) -> int:
         return prod(buffer) * self.layout.dtype.itemsize
+
+
+def _spread(count: int, chosen: int) -> list[bool]:
+    """Return `count` values of which `chosen` are true, evenly spread, the first among them."""
+    return [index * chosen % count < chosen for index in range(count)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ def memory(thing: Any, seen: dict[int, int]) -> dict[int, int]:
     if isinstance(thing, Tensor):
         storage = thing.untyped_storage()
         seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(thing, list | tuple):
+    elif isinstance(thing, list | tuple | deque):
         for each in thing:
             memory(each, seen)
     elif type(thing).__module__.startswith("offload."):
@@ -47,7 +49,7 @@ def allocated(cache: Cache) -> int:
 
 
 def random_layout(rng: random.Random) -> KVLayout:
-    dtype = rng.choice([torch.float32, torch.bfloat16])
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
     return KVLayout(rng.randint(1, 6), rng.randint(1, 5), rng.choice([2, 8, 16]), dtype)
 
 
@@ -56,7 +58,12 @@ def random_tiers(rng: random.Random, copies: bool) -> TieredShape:
     shape = TieredShape.with_ring(random_layout(rng), *sizes, copies=copies)
     resident = rng.randint(0, shape.layout.layers)
     shape = shape.placed(resident)
-    return shape.placed(resident, rng.randint(0, resident)) if shape.streams else shape
+    late = rng.randint(0, resident) if shape.streams else 0
+    sliced = 0
+    if shape.format is not None:
+        sliced = rng.randint(0, shape.far_layers)
+        shape = replace(shape, packed=rng.random() < 0.5)
+    return shape.placed(resident, late, sliced)
 
 
 @every_link

@@ -11,6 +11,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.link import Copy, Link
@@ -52,6 +53,11 @@ PASSES = [
 def boundary_at(length: int) -> int:
     """Whole blocks that leave RECENT tokens behind them."""
     return max(0, length - RECENT) // BLOCK * BLOCK
+
+
+def on_host(cache: TieredCache) -> Tensor:
+    """What the host holds of layers that are streamed, (L, 2, Hkv, capacity, D)."""
+    return cache.host.view(cache.layout.shape(cache.shape.far_layers, cache.shape.capacity))
 
 
 @every_link
@@ -184,7 +190,7 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
     tokens = text(prompt)
     prefill(cache, tokens, chunk=16)
     # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
-    stored = cache.host[:, :, :, :boundary].clone()
+    stored = on_host(cache)[:, :, :, :boundary].clone()
     tail = cache._tails[:, :, :, : prompt - boundary]
     forward(want, tokens)
     want.advance(prompt)
@@ -198,7 +204,7 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
 def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> None:
     for resident in range(layers + 1):
         shape = TieredShape(replace(LAYOUT, layers=layers), CAPACITY, resident)
-        near = [layer for layer, here in enumerate(shape.residency()) if here]
+        near = [layer for layer, kind in enumerate(shape.kinds()) if kind == "resident"]
         assert len(near) == resident
         assert not resident or near[0] == 0
         gaps = [after - before for before, after in pairwise([*near, layers])]
@@ -234,7 +240,7 @@ def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(
         link.drain()
         both = torch.cat(
             (
-                cache.host[:, :, :, : cache.boundary],
+                on_host(cache)[:, :, :, : cache.boundary],
                 cache._tails[:, :, :, : cache.length - cache.boundary],
             ),
             dim=3,

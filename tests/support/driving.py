@@ -77,9 +77,11 @@ def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
     return torch.stack(outs)
 
 
-def tiered(link: Link, resident: int, late: int = 0, **choices: Any) -> TieredCache:
+def tiered(
+    link: Link, resident: int, late: int = 0, sliced: int = 0, **choices: Any
+) -> TieredCache:
     """Return a cache whose sizes divide nothing evenly, unless `choices` of its shape say so."""
-    shape = replace(SHAPE, copies=link.copies, **choices).placed(resident, late)
+    shape = replace(SHAPE, copies=link.copies, **choices).placed(resident, late, sliced)
     rotary = random_rotary(shape.layout, shape.capacity)
     return TieredCache(shape, link, rotary, HostArena(link, shape.layout.dtype))
 

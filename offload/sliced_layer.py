@@ -1,0 +1,189 @@
+"""Layers whose prefix is kept in slices: codes near, and the bits that they lack on the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.buffers import span
+from offload.layers import Show, StreamedLayer, show_nobody
+from offload.link import Link
+from offload.outliers import Outliers
+from offload.ring import TransferRing
+from offload.slice_format import SPLIT_TOKENS
+from offload.slices import Offsets, SliceCodec
+from offload.store import HostLayer
+from offload.tiered_shape import TieredShape
+from offload.traffic import Traffic
+
+
+@dataclass
+class Coding:
+    """How a layer is cut, and what the device keeps of its prefix."""
+
+    codec: SliceCodec
+    outliers: Outliers
+    codes: Tensor | None  # (2, Hkv, capacity, D) uint8; None: they are on the host
+    offsets: Offsets | None = None  # by the text's first tokens
+
+    @classmethod
+    def of(cls, shape: TieredShape, device: torch.device, on_device: bool) -> Coding:
+        """Allocate for one layer of a cache of this shape."""
+        assert shape.format is not None
+        outliers = Outliers(shape.outliers, shape.layout.heads, device)
+        codes = None
+        if on_device:
+            buffer = shape.planes_buffer(shape.format.code_planes)
+            codes = torch.empty(buffer, dtype=torch.uint8, device=device)
+        return cls(SliceCodec(shape.format), outliers, codes)
+
+    @property
+    def nbytes(self) -> int:
+        codes = 0 if self.codes is None else self.codes.nbytes
+        return codes + self.outliers.nbytes
+
+    def split(self, kv: Tensor, at: int) -> Tensor:
+        """Keep of kv (2, Hkv, T, D), the tokens from `at` on, what the device keeps.
+
+        Returns the planes (P, Hkv, T, D) that the host is to keep.
+        """
+        if self.offsets is None:
+            self.offsets = self.codec.offsets(kv)
+        codes, lows, outliers = self.codec.split(kv, self.offsets)
+        self.outliers.put(kv, outliers, at)
+        if self.codes is None:
+            return torch.cat((codes, lows))
+        span(self.codes, at, at + kv.shape[2]).copy_(codes)
+        return lows
+
+    def exact(self, planes: Tensor, head: int, out: Tensor) -> None:
+        """Write the elements of heads from `head` on to the first tokens of out.
+
+        planes (P, h, N, D) are what the host keeps of them; out is (2, h, capacity, D).
+        """
+        heads, tokens = planes.shape[1:3]
+        codes, lows = planes[:2], planes[2:]
+        if self.codes is not None:
+            codes, lows = span(self.codes[:, head : head + heads], 0, tokens), planes
+        self.codec.join(codes, lows, self._offsets_of(head, heads), span(out, 0, tokens))
+        self.outliers.apply(out, head, heads)
+
+    def near(self, head: int, out: Tensor) -> None:
+        """Write to out (2, h, N, D) what the codes of the heads from `head` on stand for."""
+        assert self.codes is not None
+        heads, tokens = out.shape[1:3]
+        codes = span(self.codes[:, head : head + heads], 0, tokens)
+        self.codec.join(codes, None, self._offsets_of(head, heads), out)
+
+    def _offsets_of(self, head: int, heads: int) -> Offsets:
+        assert self.offsets is not None
+        return [each[head : head + heads] for each in self.offsets]
+
+
+class Outbox:
+    """Buffers on the device, in turns, from which the link takes slices to the host."""
+
+    def __init__(self, shape: TieredShape, link: Link):
+        self._link = link
+        buffers = torch.empty(shape.outbox_buffer, dtype=torch.uint8, device=link.device)
+        self._free: deque[tuple[Tensor, Any]] = deque((buffer, None) for buffer in buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer, _ in self._free)
+
+    def send(self, planes: Tensor, host: HostLayer, at: int) -> Any:
+        """Start writing planes (P, Hkv, T, D) to the host, from slot `at` on; return the ticket."""
+        buffer, ticket = self._free.popleft()
+        if ticket is not None:
+            self._link.wait(ticket)
+        copied = buffer[: planes.numel()].view(planes.shape)
+        copied.copy_(planes)
+        ticket = host.write(copied, at)
+        self._free.append((buffer, ticket))
+        return ticket
+
+
+class SlicedLayer(StreamedLayer):
+    """A far layer in slices, with its codes on the device or, packed, on the host too.
+
+    A pass joins codes with the low bits that come over the link: it attends to the very elements.
+    """
+
+    def __init__(
+        self,
+        host: HostLayer,
+        tail: Tensor,
+        ring: TransferRing,
+        joined: Tensor,
+        traffic: Traffic,
+        coding: Coding,
+        outbox: Outbox,
+    ):
+        """Keep in `host` what is not on the device.
+
+        Args:
+            host: planes (P, Hkv, capacity, D) of bytes: low bits and, packed, codes before them.
+            tail: as of any far layer.
+            ring: likewise.
+            joined: (2, slot_heads, capacity, D), which all layers in slices share.
+            traffic: of the cache.
+            coding: of this layer alone.
+            outbox: of all layers.
+        """
+        super().__init__(host, tail, ring, joined.shape[1], traffic)
+        self._joined = joined
+        self._coding = coding
+        self._outbox = outbox
+
+    @property
+    def is_near(self) -> bool:  # type: ignore[override]
+        return self._coding.codes is not None
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes + self._coding.nbytes
+
+    @property
+    def buffer(self) -> Tensor | None:
+        return None
+
+    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
+        return self._attend(q, end, boundary, self._exact, show)
+
+    def attend_near(self, q: Tensor, end: int, boundary: int) -> Tensor:
+        return self._attend(q, end, boundary, self._near, show_nobody)
+
+    def write_back(self, boundary: int, count: int) -> Any:
+        return self._write(span(self._tail, 0, count), boundary)
+
+    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
+        self._write(self._keep_recent(kv, start, boundary), start)
+        return None  # what is copied is not kv
+
+    def _exact(self, head: int, boundary: int) -> Tensor:
+        """Return the elements of the next heads, part of which has come over the link."""
+        planes = self._come(head, boundary)
+        out = self._joined[:, : planes.shape[1]]
+        self._coding.exact(planes, head, out)
+        return span(out, 0, boundary)
+
+    def _near(self, head: int, boundary: int) -> Tensor:
+        """Return what the codes of the next heads stand for."""
+        heads = min(self._slot_heads, self._tail.shape[1] - head)
+        out = span(self._joined[:, :heads], 0, boundary)
+        self._coding.near(head, out)
+        return out
+
+    def _write(self, kv: Tensor, at: int) -> Any:
+        """Start writing kv (2, Hkv, T, D), the tokens from `at` on; return the last ticket."""
+        ticket = None
+        for start in range(0, kv.shape[2], SPLIT_TOKENS):
+            part = span(kv, start, start + SPLIT_TOKENS)
+            planes = self._coding.split(part, at + start)
+            ticket = self._outbox.send(planes, self._host, at + start)
+        return ticket

@@ -1,0 +1,165 @@
+"""A layer in slices attends to the very elements that went in, for the fewest bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.layout import KVLayout
+from offload.link import Link
+from offload.tiered import TieredCache
+from support.driving import CAPACITY, LAYOUT, QKV, SHAPE, forward, prefill, text, tiered
+from support.reference import PlainCache
+
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# sliced layers of the three far ones, and whether the others are packed
+PLACES = [(0, True), (1, False), (2, True), (3, False)]
+# rows of a pass, how many of them stand, and where to crop afterwards
+PASSES = [(1, 1, None), (17, 12, None), (5, 0, None), (24, 24, None), (2, 2, 33), (9, 9, None)]
+
+
+def layout_of(dtype: torch.dtype) -> KVLayout:
+    return replace(LAYOUT, dtype=dtype)
+
+
+def sliced(link: Link, dtype: torch.dtype, layers: int, packed: bool, heads: int) -> TieredCache:
+    """One resident layer and three far ones, of which some are in slices."""
+    return tiered(
+        link,
+        resident=1,
+        sliced=layers,
+        layout=layout_of(dtype),
+        packed=packed,
+        slot_heads=heads,
+    )
+
+
+def with_outliers(tokens: list[QKV]) -> list[QKV]:
+    """Make some keys and values tiny, huge and zero, more of them than are planned for."""
+    for _, k, v in tokens:
+        for x in (k, v):
+            x[torch.rand(x.shape) < 0.02] *= 1e-6
+            x[torch.rand(x.shape) < 0.01] *= 60
+            x[torch.rand(x.shape) < 0.01] = 0
+    return tokens
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+@every_link
+@every_dtype
+@pytest.mark.parametrize(("layers", "packed"), PLACES)
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_outputs_are_bit_for_bit_those_without_slices(
+    link: Link, dtype: torch.dtype, layers: int, packed: bool, heads: int
+) -> None:
+    cache = sliced(link, dtype, layers, packed, heads)
+    want = sliced(link, dtype, 0, False, heads)
+    want.rotary = cache.rotary
+    prompt = with_outliers(text(70, layout_of(dtype)))
+    assert same(prefill(cache, prompt, chunk=16), prefill(want, prompt, chunk=16))
+    for rows, stand, crop in PASSES * 2:
+        tokens = with_outliers(text(rows, layout_of(dtype)))
+        assert same(forward(cache, tokens), forward(want, tokens))
+        for each in (cache, want):
+            each.advance(stand)
+            if crop is not None:
+                each.crop(crop)
+
+
+@every_link
+@every_dtype
+def test_elements_of_a_whole_text_come_back(link: Link, dtype: torch.dtype) -> None:
+    """Attention to one key alone is its value: so each of them is read out through a pass."""
+    cache = sliced(link, dtype, 3, False, 2)
+    tokens = with_outliers(text(CAPACITY - 1, layout_of(dtype)))
+    prefill(cache, tokens, chunk=50)
+    link.drain()
+    cache.begin(1)
+    seen: list[Tensor] = []
+
+    class Follower:
+        def follow(self, boundary: int, length: int, end: int) -> None: ...
+
+        def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+            if layer:
+                seen.append(prefix.clone())
+
+        def advanced(self, length: int) -> None: ...
+
+    cache.followers.append(Follower())
+    forward(cache, text(1, layout_of(dtype)))
+    found = torch.cat([torch.cat(seen[at : at + 2], dim=1) for at in range(0, 6, 2)])
+    for layer, (_, k, v) in enumerate(tokens[1:], 1):
+        keys = cache.rotary(k, 0, layer)[: cache.boundary].transpose(0, 1)
+        assert same(found[2 * layer - 2], keys)
+        assert same(found[2 * layer - 1], v[: cache.boundary].transpose(0, 1))
+
+
+@pytest.mark.parametrize("link", ["emulated"], indirect=True)
+@pytest.mark.parametrize(
+    ("dtype", "layers", "packed", "share"),
+    [
+        (torch.bfloat16, 3, False, 4 / 16),
+        (torch.bfloat16, 0, True, 12 / 16),
+        (torch.bfloat16, 1, True, (4 + 12 + 12) / 48),
+        (torch.bfloat16, 1, False, (4 + 16 + 16) / 48),
+        (torch.float16, 3, False, 8 / 16),
+    ],
+)
+def test_a_pass_streams_the_bits_that_the_device_lacks(
+    link: Link, dtype: torch.dtype, layers: int, packed: bool, share: float
+) -> None:
+    cache, layout = sliced(link, dtype, layers, packed, 2), layout_of(dtype)
+    prefill(cache, text(150, layout), chunk=64)
+    whole = layout.bytes(cache.boundary, 3)
+    assert cache.traffic.link_out == share * whole
+    forward(cache, text(3, layout))
+    assert cache.traffic.link_in == share * whole
+    assert cache.shape.host_bytes == share * layout.bytes(CAPACITY, 3)
+
+
+@every_link
+@every_dtype
+def test_codes_alone_attend_nearly_alike(link: Link, dtype: torch.dtype) -> None:
+    layout = layout_of(dtype)
+    cache = sliced(link, dtype, 3, False, 2)
+    want = PlainCache(layout, cache.rotary)
+    prompt, tokens = text(120, layout), text(5, layout)
+    prefill(cache, prompt, chunk=50)
+    forward(want, prompt)
+    want.advance(120)
+    exact = forward(want, tokens)
+    before = cache.traffic.link_in
+    near = []
+    for layer, (q, k, v) in enumerate(tokens):
+        place = cache.layers[layer]
+        assert place.is_near
+        rotated = cache.rotary(q, 120, layer)
+        place.put(cache.rotary(k, 120, layer), v, 120, cache.boundary)
+        near.append(place.attend_near(rotated, 125, cache.boundary))
+    error = (torch.stack(near).float() - exact.float()).abs()
+    assert error[0].max() < 0.02  # resident
+    assert 1e-3 < error[1:].max() < 0.2
+    assert cache.traffic.link_in == before
+
+
+@every_link
+def test_only_layers_with_something_of_each_token_are_near(link: Link) -> None:
+    cache = sliced(link, torch.bfloat16, 1, True, 2)
+    near = [layer.is_near for layer in cache.layers]
+    assert near == [kind != "streamed" for kind in cache.shape.kinds()]
+    assert sum(near) == 2
+
+
+def test_what_is_not_of_16_bits_is_not_cut() -> None:
+    with pytest.raises(ValueError, match="are not cut into slices"):
+        replace(SHAPE, packed=True)
+    with pytest.raises(ValueError, match="more than the 3 far ones"):
+        replace(SHAPE, layout=layout_of(torch.float16)).placed(1, 0, 4)
