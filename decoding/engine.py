@@ -204,8 +204,8 @@ class Engine:
         law = sampling.law(session.prefill(progress))[0]
         new = read(draw(law, generator), law)
         text = Text([*session.prompt.tolist(), *new])
-        outer, inner = self.lengths
-        lengths = (RecordingLength(outer, stats.rounds), inner)
+        outer, *inner = self.lengths
+        lengths = (RecordingLength(outer, stats.rounds), *inner)
         decoder = session.decoder(text, leader, sampling, generator, lengths)
         stats.watch(session, decoder)
         stats.first_token_s = time.perf_counter() - started

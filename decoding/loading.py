@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from decoding.gguf_tokenizer import gguf_tokenizer
 from decoding.planning.needs import draft_ranks
 from decoding.runtime import Runtime
-from decoding.settings import Settings
+from decoding.settings import LEVELS, Settings
 from offload.errors import TierForceError, one_line
 from parallel.config import ModelConfig, token_ids
 from parallel.errors import ConfigError
@@ -46,12 +46,12 @@ def load(
         mode = settings.resolved_mode(draft is not None)
     folder = resolve(str(model), group)
     draft_folder = None
-    if draft is not None and mode in ("hierarchical", "speculative"):
+    if draft is not None and "draft" in LEVELS[mode]:
         draft_folder = resolve(str(draft), group)
     with group.together():
         config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
+        settings.refuse_missing_layers(config.layers)
         target = load_model(folder, group, settings.dtype, config)
-        _refuse_missing_layers(settings.resident_layers, target.config.layers)
         tokenizer = load_tokenizer(folder)
         small = None
         if draft_folder is not None:
@@ -129,11 +129,6 @@ def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> No
                 f"{ours.get(token)!r} for the draft and {theirs.get(token)!r} for the target; a "
                 "draft must share the target's tokenizer."
             )
-
-
-def _refuse_missing_layers(resident: int | None, layers: int) -> None:
-    if resident is not None and resident > layers:
-        raise TierForceError(f"`resident_layers` {resident}: the model has {layers} layers.")
 
 
 def _load_draft(folder: Path, lender: Lender, tokenizer: Any, shard: bool | None) -> Llama | None:

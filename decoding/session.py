@@ -26,6 +26,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import readable, reading
 from offload.cache import Cache
+from offload.near import NearCache
 from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
 from offload.streaming import StreamingCache
@@ -51,9 +52,9 @@ class Level:
 class Session:
     """The caches of one text on this rank, and on rank 0 its decoders.
 
-    `levels` are those of the text's mode, outermost first: the target, the retrieval cache that
-    follows the target's, and the draft model where this rank runs one. An inner level may be
-    missing.
+    `levels` are those of the text's mode, outermost first: the target, what the device has of its
+    cache, the retrieval cache that follows it, and the draft model where this rank runs one. An
+    inner level may be missing.
     """
 
     def __init__(self, runtime: Runtime, prompt: list[int], new: int):
@@ -69,9 +70,10 @@ class Session:
         self.target = self._target_cache()
         self.forward = GraphRunner(bool(settings.graphs), group.recorder)
         self.levels = [Level("target", runtime.target, self.target)]
-        self.retrieval: RetrievalCache | None = None
+        self.retrieval = self._retrieval_cache()
         self.draft: StreamingCache | None = None
         make: dict[str, Callable[[], Level | None]] = {
+            "sliced": self._sliced_level,
             "retrieval": self._retrieval_level,
             "draft": self._draft_level,
         }
@@ -117,8 +119,8 @@ class Session:
         runtime = self.runtime
         lengths = lengths or draft_lengths(runtime.settings)
         first = FIRST_DRAFT_OVER_LINK if self.uses_link else FIRST_DRAFT_ON_DEVICE
-        for length, start in zip(lengths, (first, FIRST_INNER_DRAFT), strict=True):
-            length.begin(start)
+        for length in lengths:
+            length.begin(first if length is lengths[0] else FIRST_INNER_DRAFT)
         verifying = [level for level in self.levels if level.model is runtime.target]
         inner: Proposer | None = None
         for level in self.levels[len(verifying) :]:
@@ -144,21 +146,34 @@ class Session:
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new
         tiers = runtime.needs.tiers(prompt, new)
-        tiers = tiers.placed(self.plan.resident_layers, self.plan.late_layers)
+        plan = self.plan
+        tiers = tiers.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
         config, device = runtime.target.config, self.prompt.device
         rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
         return TieredCache(tiers, runtime.link, rotary, runtime.arena)
 
-    def _retrieval_level(self) -> Level:
-        """Return the target's weights on a retrieval cache, which follows the target's cache."""
+    def _retrieval_cache(self) -> RetrievalCache | None:
+        """Return a cache that follows the target's in some layers; None where there are none."""
         runtime, needs = self.runtime, self.runtime.needs
+        layers = needs.retrieval_layers(self.target.shape)
+        if not layers:
+            return None
         shape = needs.shape(len(self.prompt), self.new)
         policy = POLICIES[runtime.settings.policy]()
         interval = needs.selection_interval(self.plan)
         rotary, device, layout = self.target.rotary, self.prompt.device, self.target.layout
-        self.retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval)
-        self.target.followers.append(self.retrieval)
-        return Level("retrieval", runtime.target, self.retrieval)
+        retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, layers)
+        self.target.followers.append(retrieval)
+        return retrieval
+
+    def _sliced_level(self) -> Level:
+        """Return the target's weights on what the device has of the target's cache."""
+        return Level("sliced", self.runtime.target, NearCache(self.target, self.retrieval))
+
+    def _retrieval_level(self) -> Level:
+        """Return the target's weights on the retrieval cache."""
+        assert self.retrieval is not None
+        return Level("retrieval", self.runtime.target, self.retrieval)
 
     def _draft_level(self) -> Level | None:
         """Return the draft model on a cache of its own, where this rank runs one."""
@@ -190,7 +205,8 @@ class Session:
 
 def draft_lengths(settings: Settings) -> Lengths:
     """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
-    rows = ((settings.draft_length, MAX_DRAFT), (settings.inner_length, MAX_INNER_DRAFT))
+    inner = (settings.inner_length, MAX_INNER_DRAFT)
+    rows = ((settings.draft_length, MAX_DRAFT), inner, inner)
     return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)
 
 

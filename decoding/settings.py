@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 MAX_DRAFT_LENGTH = 512  # tokens: all caches have room for one draft of so many
 # the levels below the target that a mode has, outermost first; each proposes to the one before it
-LEVELS = {
+LEVELS: dict[str, tuple[str, ...]] = {
     "hierarchical": ("retrieval", "draft"),
     "retrieval": ("retrieval",),
     "speculative": ("draft",),
     "plain": (),
+    "sliced": ("sliced",),
+    "sliced-retrieval": ("sliced", "retrieval"),
+    "sliced-speculative": ("sliced", "draft"),
+    "sliced-hierarchical": ("sliced", "retrieval", "draft"),
 }
 MODES = ("auto", *LEVELS)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,8 +49,9 @@ class Settings:
 
     mode: str = option(
         "What drafts for the target: hierarchical is draft model, then retrieval cache; retrieval "
-        "has no draft model; speculative has no retrieval cache; plain drafts nothing. auto is "
-        "hierarchical with a draft model, and retrieval without.",
+        "has no draft model; speculative has no retrieval cache; plain drafts nothing. sliced, and "
+        "sliced-retrieval and so on, draft against 8 of 16 bits of the whole KV cache, which stay "
+        "on the device. auto is hierarchical with a draft model, and retrieval without.",
         value="auto",
         group=SPECULATION,
         choices=MODES,
@@ -150,6 +155,22 @@ class Settings:
         default="as many as fit",
         at_least=0,
     )
+    sliced_layers: int | None = option(
+        "Layers of the target with 8 of the 16 bits of their KV cache on the device, in the modes "
+        "that draft against them.",
+        value=None,
+        group=MEMORY,
+        unit="layers",
+        default="as many as fit, before any layer stays whole",
+        at_least=0,
+    )
+    packed: bool | None = option(
+        "Stream 12 of the 16 bits of bfloat16 of layers of which nothing is on the device, and "
+        "keep the rest in a short list.",
+        value=None,
+        group=MEMORY,
+        default="in sliced modes",
+    )
     device_memory: int | None = option(
         "Device memory to use for each rank, weights included.",
         value=None,
@@ -195,6 +216,13 @@ class Settings:
                 "would fit."
             )
 
+    def refuse_missing_layers(self, layers: int) -> None:
+        """Raise TierForceError where more layers are asked for than a model has."""
+        for name in ("resident_layers", "sliced_layers"):
+            count = getattr(self, name)
+            if count is not None and count > layers:
+                raise TierForceError(f"`{name}` {count}: the model has {layers} layers.")
+
     def resolved_mode(self, has_draft: bool) -> str:
         """Return the mode that `auto` stands for.
 
@@ -202,12 +230,14 @@ class Settings:
         """
         if self.mode == "auto":
             return "hierarchical" if has_draft else "retrieval"
-        if self.mode == "hierarchical" and not has_draft:
+        levels = LEVELS[self.mode]
+        if "draft" in levels and "retrieval" in levels and not has_draft:
+            other = self.mode.replace("hierarchical", "retrieval")
             raise TierForceError(
-                "`mode` hierarchical needs a draft model: give `draft`, or use `mode` retrieval."
+                f"`mode` {self.mode} needs a draft model: give `draft`, or use `mode` {other}."
             )
-        if self.mode == "speculative" and not has_draft and not self.lookup:
+        if "draft" in levels and not has_draft and not self.lookup:
             raise TierForceError(
-                "`mode` speculative needs a draft model or a lookup: give `draft` or `lookup` 3."
+                f"`mode` {self.mode} needs a draft model or a lookup: give `draft` or `lookup` 3."
             )
         return self.mode

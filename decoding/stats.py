@@ -112,6 +112,7 @@ class Stats:
             "retrieval_refreshes": self.refreshes,
             "resident_layers": self.plan.resident_layers if self.plan else None,
             "late_layers": self.plan.late_layers if self.plan else None,
+            "sliced_layers": self.plan.sliced_layers if self.plan else None,
             "peak_memory_bytes": dict(self.peaks),
             "fixed_shapes": self.fixed_shapes and dict(self.fixed_shapes),
             "budget": self.choice.budget if self.choice and self.retrieval else None,

@@ -53,8 +53,11 @@ class TieredLayer(ABC):
         Calls `show` for each group of heads, with all its keys and values on the device.
         """
 
-    def attend_near(self, q: Tensor, end: int, boundary: int) -> Tensor:
-        """Return nearly what `attend` does, of layers `is_near`, from what the device holds."""
+    def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
+        """Return nearly what `attend` does, of layers `is_near`, from what the device holds.
+
+        Bytes that are attended to count in `traffic`.
+        """
         raise NotImplementedError
 
     def write_back(self, boundary: int, count: int) -> Any:
@@ -134,11 +137,11 @@ class ResidentLayer(TieredLayer):
         prefix = span(self._kv, 0, boundary)
         recent = span(self._kv, boundary, end)
         show(0, q, prefix, recent)
-        return self.attend_near(q, end, boundary)
+        return self.attend_near(q, end, boundary, self._traffic)
 
-    def attend_near(self, q: Tensor, end: int, boundary: int) -> Tensor:
+    def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
         assert self._kv is not None
-        return attend_to(self._kv, q, end, self._traffic)[0]
+        return attend_to(self._kv, q, end, traffic)[0]
 
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
         if self._kv is not None:
@@ -191,10 +194,16 @@ class StreamedLayer(TieredLayer):
         put(self._tail, k, v, start - boundary)
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        return self._attend(q, end, boundary, self._come, show)
+        return self._attend(q, end, boundary, self._come, show, self._traffic)
 
     def _attend(
-        self, q: Tensor, end: int, boundary: int, prefix: Callable[[int, int], Tensor], show: Show
+        self,
+        q: Tensor,
+        end: int,
+        boundary: int,
+        prefix: Callable[[int, int], Tensor],
+        show: Show,
+        traffic: Traffic,
     ) -> Tensor:
         """Attend to the tail, and to what `prefix` returns of a group of heads.
 
@@ -202,7 +211,7 @@ class StreamedLayer(TieredLayer):
         """
         count = end - boundary
         recent = span(self._tail, 0, count)
-        parts = [attend_to(self._tail, q, count, self._traffic)]
+        parts = [attend_to(self._tail, q, count, traffic)]
         if boundary:
             heads = recent.shape[1]
             group = q.shape[1] // heads  # query heads per KV head
@@ -211,7 +220,7 @@ class StreamedLayer(TieredLayer):
                 kv = prefix(head, boundary)
                 last = head + kv.shape[1]
                 rows = q[:, head * group : last * group]
-                by_heads.append(attend_to(kv, rows, boundary, self._traffic, causal=False))
+                by_heads.append(attend_to(kv, rows, boundary, traffic, causal=False))
                 show(head, rows, kv, recent[:, head:last])
             outs, lses = zip(*by_heads, strict=True)
             parts.append((torch.cat(outs, dim=1), torch.cat(lses, dim=1)))

@@ -19,6 +19,10 @@ class Needs:
     tables: int  # rotary tables
     hidden: int  # the prompt's hidden states, live in prefill
     passes: int = 0  # a pass when decoding
+    slices: bool = False  # whether far layers have their codes on the device, where these fit
+    # where streamed layers alone have retrieval: for each of them, and what a selection takes
+    streamed_retrieval: int = 0
+    choosing: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,22 @@ class MemoryPlan:
     host_bytes: int
     # of the resident ones, those whose KV waits on the host until the hidden states have made room
     late_layers: int = 0
+    sliced_layers: int = 0  # of those on the host, the ones with codes on the device
 
 
 def device_tiers(
-    needs: Needs, resident: int, late: int = 0
+    needs: Needs, resident: int, late: int = 0, sliced: int = 0
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return device bytes by what they are for, in prefill and when decoding.
 
     Hidden states are live in the one, `late` of the `resident` layers in the other.
     """
-    shape = needs.target.placed(resident, late)
+    shape = needs.target.placed(resident, late, sliced)
+    retrieval = needs.retrieval
+    if shape.streamed_layers:
+        retrieval += needs.choosing + shape.streamed_layers * needs.streamed_retrieval
     fixed = {
-        "retrieval cache": needs.retrieval,
+        "retrieval cache": retrieval,
         "draft cache": needs.draft,
         "rotary tables": needs.tables,
     }
@@ -54,12 +62,18 @@ def device_tiers(
 
 
 def plan_memory(
-    needs: Needs, device: int, host: int, resident_layers: int | None = None
+    needs: Needs,
+    device: int,
+    host: int,
+    resident_layers: int | None = None,
+    sliced_layers: int | None = None,
 ) -> MemoryPlan:
     """Keep as many layers on the device as fit in `device` bytes, and the others in `host` bytes.
 
-    As few of the resident layers come late as can be. `resident_layers` overrides the count. Raises
-    FitError with what is needed and available.
+    Where there are slices, as many layers as can be have their codes on the device before any is
+    resident: a byte of codes saves more of the link than a byte of whole elements. As few of the
+    resident layers come late as can be. `resident_layers` and `sliced_layers` override the counts.
+    Raises FitError with what is needed and available.
     """
     layers = needs.target.layout.layers
     if resident_layers is None:
@@ -71,7 +85,7 @@ def plan_memory(
             f"`resident_layers` {resident_layers} is not between 0 and the model's {layers} layers."
         )
     smallest = 0
-    for shape in _placements(needs.target, counts):
+    for shape in _placements(needs, counts, sliced_layers):
         smallest = _device_bytes(needs, shape)
         if smallest <= device:
             _check_host(shape, host)
@@ -79,21 +93,33 @@ def plan_memory(
     raise _no_room(needs, smallest, device, fewer_layers=resident_layers is not None)
 
 
-def _placements(target: TieredShape, counts: Iterable[int]) -> Iterator[TieredShape]:
+def _placements(
+    needs: Needs, counts: Iterable[int], sliced_layers: int | None
+) -> Iterator[TieredShape]:
     """Yield the shapes with so many resident layers, the fewest late ones first.
 
-    Late layers go through the memory of the ring, which is there for streamed layers alone.
+    Late layers go through the memory of the ring, which is there for far layers alone.
     """
+    target = needs.target
+    fewest = 0
     for count in counts:
-        shape = target.placed(count)
+        fewest = count
+        far = target.layout.layers - count
+        sliced = min(far, sliced_layers) if sliced_layers is not None else far
+        if not needs.slices:
+            sliced = 0
+        shape = target.placed(count, 0, sliced)
         yield shape
         if shape.streams:
-            yield from (target.placed(count, late) for late in range(1, count + 1))
+            yield from (target.placed(count, late, sliced) for late in range(1, count + 1))
+    if needs.slices and sliced_layers is None:
+        far = target.layout.layers - fewest
+        yield from (target.placed(fewest, 0, sliced) for sliced in range(far - 1, -1, -1))
 
 
 def _device_bytes(needs: Needs, shape: TieredShape) -> int:
     """Return the device bytes in the larger phase."""
-    phases = device_tiers(needs, shape.resident_layers, shape.late_layers)
+    phases = device_tiers(needs, shape.resident_layers, shape.late_layers, shape.sliced_layers)
     return max(sum(tiers.values()) for tiers in phases)
 
 
@@ -105,6 +131,7 @@ def _plan(needs: Needs, shape: TieredShape) -> MemoryPlan:
         device_bytes=_device_bytes(needs, shape),
         host_bytes=shape.host_bytes,
         late_layers=shape.late_layers,
+        sliced_layers=shape.sliced_layers,
     )
 
 

@@ -7,6 +7,8 @@ verification brings all keys to the device anyway: here the selection follows th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import ClassVar
 
@@ -46,6 +48,7 @@ class RetrievalCache(SlotCache):
         rotary: Rotary,
         device: torch.device,
         min_interval: int = 1,
+        layers: Sequence[int] | None = None,
     ):
         """Allocate the buffers.
 
@@ -57,8 +60,13 @@ class RetrievalCache(SlotCache):
             device: where the cache lives.
             min_interval: tokens that one selection serves at least; 1 for a selection at every
                 verification.
+            layers: of the target, those that have a buffer; all by default.
         """
         super().__init__(layout)
+        if layers is None:
+            layers = range(layout.layers)
+        # where each layer's buffer is
+        self._index = {layer: index for index, layer in enumerate(layers)}
         self.shape = shape
         self.policy = policy
         self.rotary = rotary
@@ -69,7 +77,8 @@ class RetrievalCache(SlotCache):
         self._selected = 0  # slots in front of the window
         self._selected_at: int | None = None  # tokens of text at the last selection
         self._selecting = False  # whether the target's pass under way is one that selects
-        self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
+        buffers = shape.kv_buffer(replace(layout, layers=len(layers)))
+        self._kv = torch.zeros(buffers, dtype=layout.dtype, device=device)
 
     @property
     def device_bytes(self) -> int:
@@ -77,7 +86,7 @@ class RetrievalCache(SlotCache):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         slot = self._slot(start)
-        kv = self._kv[layer]
+        kv, _ = self.buffers(layer)
         put(kv, self.rotary(k, start, layer), v, slot)
         q = self.rotary(q, start, layer)
         end = slot + len(q)
@@ -88,7 +97,7 @@ class RetrievalCache(SlotCache):
         return self._slot(start), start
 
     def buffers(self, layer: int) -> tuple[Tensor, None]:
-        return self._kv[layer], None
+        return self._kv[self._index[layer]], None
 
     def crop(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -108,8 +117,11 @@ class RetrievalCache(SlotCache):
         self.selections += 1
 
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+        if layer not in self._index:
+            return
         heads = prefix.shape[1]
-        kv = self._kv[layer, :, head : head + heads]
+        whole, _ = self.buffers(layer)
+        kv = whole[:, head : head + heads]
         if not self._selecting:
             # the target's own KV takes the place of what this level computed from a partial context
             count = recent.shape[2]
@@ -153,8 +165,8 @@ class RetrievalCache(SlotCache):
         q (T, h * G, D), prefix (2, h, N, D), recent keys (h, M, D).
         """
         heads, tokens = prefix.shape[1:3]
-        kv = self._kv[layer, :, head : head + heads]
-        selected = span(kv, 0, self._selected)
+        whole, _ = self.buffers(layer)
+        selected = span(whole[:, head : head + heads], 0, self._selected)
         if self._selected == tokens:
             selected.copy_(prefix)
             return

@@ -42,7 +42,12 @@ _FORMATS = {
 }
 
 
-def slice_format(dtype: Any) -> SliceFormat | None:
-    """Return how elements of a dtype are cut; None where they are not. It may be a stand-in."""
+def dtype_name(dtype: Any) -> str:
+    """Return the name of one of torch's dtypes, or of a stand-in for it."""
     name = getattr(dtype, "name", str(dtype))
-    return _FORMATS.get(name.removeprefix("torch."))
+    return name.removeprefix("torch.")
+
+
+def slice_format(dtype: Any) -> SliceFormat | None:
+    """Return how elements of a dtype are cut; None where they are not."""
+    return _FORMATS.get(dtype_name(dtype))

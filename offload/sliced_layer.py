@@ -153,10 +153,10 @@ class SlicedLayer(StreamedLayer):
         return None
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        return self._attend(q, end, boundary, self._exact, show)
+        return self._attend(q, end, boundary, self._exact, show, self._traffic)
 
-    def attend_near(self, q: Tensor, end: int, boundary: int) -> Tensor:
-        return self._attend(q, end, boundary, self._near, show_nobody)
+    def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
+        return self._attend(q, end, boundary, self._near, show_nobody, traffic)
 
     def write_back(self, boundary: int, count: int) -> Any:
         return self._write(span(self._tail, 0, count), boundary)

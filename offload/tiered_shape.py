@@ -191,6 +191,13 @@ class TieredShape:
             return prod(self.planes_buffer(planes))
         return self._bytes(self.layer_buffer)
 
+    def streamed_bytes(self, tokens: int) -> int:
+        """Return the bytes of so many tokens that a pass streams, where the link copies."""
+        if not self.streams:
+            return 0
+        far = sum(self.host_layer_bytes(kind) for kind in self.kinds() if kind != NEAR)
+        return far * tokens // self.capacity
+
     def host_parts(self) -> list[int]:
         """Return the elements of the host store for each far layer, then for each late one."""
         far = [self.host_layer_bytes(kind) for kind in self.kinds() if kind != NEAR]

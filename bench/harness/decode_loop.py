@@ -51,8 +51,8 @@ class PrefilledText:
         for level, state in zip(session.levels, self._start, strict=True):
             level.cache.restore(state)
         before = session.target.traffic.link_in
-        outer, inner = lengths or draft_lengths(session.runtime.settings)
-        recorded = RecordingLength(outer, rounds), inner
+        outer, *inner = lengths or draft_lengths(session.runtime.settings)
+        recorded = (RecordingLength(outer, rounds), *inner)
         decoder, seconds = decode_loop(session, self.first, sampling, recorded, limit)
         return Run(
             seconds,

@@ -192,7 +192,7 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     )
     new = options["max_new_tokens"]
     ahead = look_ahead(needs, machine, options["context"] - new, new)
-    return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs)
+    return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
 
 
 @benchmark

@@ -57,10 +57,11 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     if place is None:
         return line
     layers = models.target.config.layers
-    return (
-        f"{line}; at {prompt:,} prompt tokens {layers - place.resident_layers} of {layers} layers "
-        "are on the host"
-    )
+    far = layers - place.resident_layers
+    line += f"; at {prompt:,} prompt tokens {far} of {layers} layers are on the host"
+    if place.sliced_layers:
+        line += f", {place.sliced_layers} of them with codes on the device"
+    return line
 
 
 def describe(stats: Stats) -> str:

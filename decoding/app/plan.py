@@ -54,6 +54,7 @@ def plan(
     mode: Annotated[str, described(Settings, "mode")] = "auto",
     budget: Annotated[int | None, described(Settings, "budget", default=PREDICTED)] = None,
     resident_layers: Annotated[int | None, described(Settings, "resident_layers")] = None,
+    sliced_layers: Annotated[int | None, described(Settings, "sliced_layers")] = None,
     draft_length: Annotated[
         int | None, described(Settings, "draft_length", default=PREDICTED)
     ] = None,
@@ -98,6 +99,7 @@ def plan(
         mode=mode,
         budget=budget,
         resident_layers=resident_layers,
+        sliced_layers=sliced_layers,
         draft_length=draft_length,
         context=context,
         rope=rope,
@@ -134,10 +136,7 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
         refuse_unlike(small, target, draft)
     kind = counted_dtype(settings.dtype)
     target.kv_layout(ranks, kind)  # which refuses heads that cannot be split
-    if settings.resident_layers is not None and settings.resident_layers > target.layers:
-        raise TierForceError(
-            f"--resident-layers {settings.resident_layers}: the model has {target.layers} layers."
-        )
+    settings.refuse_missing_layers(target.layers)
     return TextNeeds(
         target=target,
         draft=small,
@@ -180,7 +179,7 @@ def _document(job: dict[str, Any], ahead: Outlook) -> dict[str, Any]:
             "new": ahead.new,
             "budget": needs.budget,
             "budget_because": ahead.choice.why,
-            "acceptance": ahead.acceptance.of(needs),
+            "acceptance": ahead.acceptance.of(needs, ahead.plan),
             "inner_acceptance": ahead.acceptance.inner,
         },
         "memory": {

@@ -16,6 +16,9 @@ _TIERS = {
     "resident layers": "KV that stays here",
     "ring, in prefill one layer": "KV on its way",
     "recent tokens": "KV of recent tokens",
+    "codes": "codes of KV",
+    "joining slices": "joining codes and the rest",
+    "cutting slices": "cutting KV in slices",
     "retrieval cache": "retrieval cache",
     "draft cache": "KV of the draft model",
     "rotary tables": "tables of positions",
@@ -60,11 +63,14 @@ def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
             "tokens drafted and gained, a round",
             f"{seen.draft_length}, {seen.tokens_per_verification:.1f}",
         )
-    if ahead.needs.has_retrieval:
+    plan = ahead.plan
+    if ahead.needs.retrieval_layers(ahead.needs.placed(plan, ahead.prompt)):
         table.add_row("retrieval budget", f"{ahead.needs.budget:,} tokens")
+    if plan.sliced_layers:
+        table.add_row("of those on the host, with codes on the GPU", f"{plan.sliced_layers}")
     table.add_row(
         "layers with KV on the GPU, on the host",
-        f"{ahead.plan.resident_layers}, {ahead.layers_on_host}",
+        f"{plan.resident_layers}, {ahead.layers_on_host}",
     )
     return table
 

@@ -17,7 +17,11 @@ from decoding.planning.defaults import (
     DEFAULT_BUDGET,
     INNER_ACCEPTANCE,
     INNER_DRAFT,
+    JOINED_TRAFFIC,
+    MAX_INNER_DRAFT,
     REJECTION_EXPONENT,
+    SLICED_REJECTION,
+    UNCOVERED_EXPONENT,
 )
 from decoding.planning.needs import TextNeeds
 from decoding.planning.passes import Passes, selection_s, target_passes
@@ -72,8 +76,7 @@ class CostSource(Protocol):
 
 def link_bytes(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> int:
     """Return the bytes of KV that a verification brings over one rank's link."""
-    far = needs.target.layers - plan.resident_layers if needs.copies else 0
-    return needs.layout.bytes(prompt, far)
+    return needs.placed(plan, prompt).streamed_bytes(prompt)
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,20 @@ class Acceptance:
     inner: float = INNER_ACCEPTANCE
     budget: int = DEFAULT_BUDGET  # the retrieval budget that the target's rate is of
 
-    def of(self, needs: TextNeeds) -> float:
-        """Return the target's rate with the budget of these needs."""
-        if not needs.has_retrieval:
+    def of(self, needs: TextNeeds, plan: MemoryPlan) -> float:
+        """Return the target's rate with the budget of these needs, and the codes of this plan."""
+        retrieved = self.retrieved(needs)
+        if not needs.has_slices:
+            return retrieved
+        rejected = SLICED_REJECTION * (1 - self.target)
+        layers = needs.target.layers
+        uncovered = (layers - plan.resident_layers - plan.sliced_layers) / layers
+        more = max(0.0, 1 - retrieved - rejected)
+        return 1 - rejected - more * uncovered**UNCOVERED_EXPONENT
+
+    def retrieved(self, needs: TextNeeds) -> float:
+        """Return the rate of tokens that come from a retrieval cache of these needs' budget."""
+        if not needs.may_retrieve:
             return self.target
         return accepted_with(self.target, needs.budget / self.budget)
 
@@ -111,10 +125,11 @@ class PredictedCosts:
             link_s=link_bytes(needs, plan, prompt) / self.hardware.link_in,
             compute_s=lambda drafted: (
                 passes.seconds(drafted + 1, prompt)
+                + self._joining_s(needs, plan, prompt)
                 + self._selecting_s(needs, plan, prompt, drafted)
             ),
-            drafted_s=self._drafted_s(needs, prompt),
-            acceptance=self.acceptance.of(needs),
+            drafted_s=self._drafted_s(needs, plan, prompt),
+            acceptance=self.acceptance.of(needs, plan),
             uncovered_s=self._first_copy_s(needs, plan, prompt),
         )
 
@@ -138,15 +153,38 @@ class PredictedCosts:
         passes = Passes(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
         return passes.seconds(1, needs.window)
 
-    def _drafted_s(self, needs: TextNeeds, prompt: int) -> float:
+    def near_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rows: int) -> float:
+        """Return the seconds of a pass over what the device has of the target's cache."""
+        attended = round(needs.near_tokens(plan, prompt))
+        return target_passes(self.hardware, needs).seconds(rows, attended)
+
+    def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a token put before the target."""
         retrieval, draft = self.retrieval_s(needs, prompt), self.draft_s(needs)
-        if not needs.has_retrieval:
-            return draft
-        if not draft:
-            return retrieval
-        inner = self._inner_draft(needs)
-        return (retrieval + inner * draft) / expected_tokens(self.acceptance.inner, inner)
+        token_s = draft
+        if needs.has_retrieval:
+            token_s = retrieval
+            if draft:
+                inner = self._inner_draft(needs)
+                tokens = expected_tokens(self.acceptance.inner, inner)
+                token_s = (retrieval + inner * draft) / tokens
+        if not needs.has_slices:
+            return token_s
+        if not token_s:
+            return self.near_s(needs, plan, prompt, 1)
+        stands = self.acceptance.retrieved(needs) if needs.has_retrieval else self.acceptance.inner
+        _, drafted_s = best_length(
+            range(1, MAX_INNER_DRAFT + 1),
+            stands,
+            lambda n: self.near_s(needs, plan, prompt, n + 1) + n * token_s,
+        )
+        return drafted_s
+
+    def _joining_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+        """Return the seconds that a verification takes to join slices."""
+        shape = needs.placed(plan, prompt)
+        rate = self.hardware.join_rate or self.hardware.memory_rate / JOINED_TRAFFIC
+        return needs.layout.bytes(prompt, shape.coded_layers) / rate
 
     def _first_copy_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of the first slot's copy, where no layer computes before it.
@@ -155,16 +193,16 @@ class PredictedCosts:
         """
         if plan.resident_layers or not needs.copies:
             return 0.0
-        layout = needs.layout
-        slot = plan.slot_heads * layout.bytes(prompt, 1) / layout.heads
+        slot = needs.placed(plan, prompt).slot_numel * needs.dtype.itemsize
         return slot / self.hardware.link_in
 
     def _selecting_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, drafted: int) -> float:
         """Return the seconds that selections take, a verification."""
-        if not needs.has_retrieval or not POLICY_TRAITS[needs.settings.policy].reselects:
+        layers = len(needs.retrieval_layers(needs.placed(plan, prompt)))
+        if not layers or not POLICY_TRAITS[needs.settings.policy].reselects:
             return 0.0
-        kv = needs.layout.bytes(prompt)
-        tokens = expected_tokens(self.acceptance.of(needs), drafted)
+        kv = needs.layout.bytes(prompt, layers)
+        tokens = expected_tokens(self.acceptance.of(needs, plan), drafted)
         often = min(1.0, tokens / needs.selection_interval(plan))
         return often * selection_s(self.hardware, kv)
 

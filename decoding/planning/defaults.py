@@ -45,6 +45,11 @@ SELECTION_INTERVAL_ON_DEVICE = 16
 # Tokens of host layers that gather on the device before they are written back, without retrieval.
 BOUNDARY_BLOCK = 256
 
+# Tokens that stay in 16 bits on the device behind those with codes, at least, and how many get
+# codes at a time.
+SLICED_RECENT = 64
+SLICED_BLOCK = 64
+
 # -- prefill ---------------------------------------------------------------------------------------
 
 # Bytes that the activations of one chunk may take, and tokens of a chunk at most: few enough to
@@ -78,6 +83,16 @@ INNER_DRAFT = 2
 # Rejections fall with the budget to this power: SmolLM2 behind 7,424 tokens, from 768 to 2,048,
 # 0.3 to 0.9 (docs/log.md). To 4,096, half of that context, it was 1.0 to 1.4: this is cautious.
 REJECTION_EXPONENT = 0.7
+# Rejections of what is drafted against the codes of all layers, as a share of those with
+# DEFAULT_BUDGET: on SmolLM2, against a tenth of the KV, 0.15 behind 7,424 tokens and 0.18 behind
+# 15,872. Layers without codes add what retrieval rejects more, by their share of all layers to
+# this power: 0, 8, 15, 22 and 30 of 30 layers with codes gave 0.077, 0.056, 0.053, 0.041 and 0.013
+# (a prototype, docs/log.md).
+SLICED_REJECTION = 0.2
+UNCOVERED_EXPONENT = 0.6
+# Bytes of device memory that joining moves for a byte of elements: 12 bits in, 16 out, 16 in again
+# to attend.
+JOINED_TRAFFIC = 2.75
 
 # -- choosing a budget by past texts ---------------------------------------------------------------
 

@@ -42,7 +42,10 @@ def fit(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> MemoryPlan:
     Raises FitError, which says what is needed and what there is.
     """
     wanted = needs.memory(prompt, new)
-    return plan_memory(wanted, memory.device, memory.host, needs.settings.resident_layers)
+    settings = needs.settings
+    return plan_memory(
+        wanted, memory.device, memory.host, settings.resident_layers, settings.sliced_layers
+    )
 
 
 def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[int, MemoryPlan]:
@@ -57,9 +60,13 @@ def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[
     refusal: FitError | None = None
     for budget in needs.budgets(prompt + new):
         try:
-            plans[budget] = fit(needs.with_budget(budget), memory, prompt, new)
+            plan = fit(needs.with_budget(budget), memory, prompt, new)
         except FitError as error:
             refusal = refusal or error
+            continue
+        plans[budget] = plan
+        if not needs.retrieval_layers(needs.placed(plan, prompt)):
+            break  # all layers have codes: no budget makes a difference
     if not plans:
         raise refusal or FitError(
             f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."

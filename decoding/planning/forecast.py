@@ -22,6 +22,7 @@ class Forecast:
     verification_bound: str  # link or compute
     link_s: float  # of a verification
     compute_s: float  # of a verification, beside the link
+    sliced_s: float  # a pass over what the device has of the target's cache
     retrieval_s: float  # a pass over the retrieval cache
     draft_s: float  # a pass of the draft model
     drafting_s: float  # all of a round's draft
@@ -65,6 +66,7 @@ def forecast(
         verification_bound=cost.verification_bound(length),
         link_s=cost.link_s,
         compute_s=cost.compute_s(length),
+        sliced_s=costs.near_s(needs, plan, prompt, 1) if needs.has_slices else 0.0,
         retrieval_s=costs.retrieval_s(needs, prompt),
         draft_s=costs.draft_s(needs),
         drafting_s=length * cost.drafted_s,

@@ -24,6 +24,8 @@ from decoding.planning.defaults import (
     PREFILL_CHUNK_STEP,
     SELECTION_INTERVAL_ON_DEVICE,
     SELECTION_INTERVAL_OVER_LINK,
+    SLICED_BLOCK,
+    SLICED_RECENT,
     SPLIT_DRAFT_BYTES,
 )
 from decoding.settings import LEVELS, Settings
@@ -33,8 +35,9 @@ from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
+from offload.slice_format import dtype_name, slice_format
 from offload.streaming_shape import StreamingShape
-from offload.tiered_shape import TieredShape
+from offload.tiered_shape import STREAMED, TieredShape
 from parallel.config import ModelConfig
 from parallel.sizes import (
     MAX_FIXED_TOKENS,
@@ -82,6 +85,17 @@ class TextNeeds:
     copies: bool  # whether the link copies
     rank: int | None = None  # which one; None: the last, which holds no less than any other
 
+    def __post_init__(self) -> None:
+        """Raise TierForceError for slices of what is not cut into any."""
+        name = dtype_name(self.dtype)
+        if self.has_slices and slice_format(self.dtype) is None:
+            raise TierForceError(
+                f"`mode` {self.mode} needs elements of 16 bits, found {name}: use `dtype` bfloat16 "
+                "or float16, or another mode."
+            )
+        if self.settings.packed and name != "bfloat16":
+            raise TierForceError(f"`packed` saves nothing of {name}: use `dtype` bfloat16.")
+
     @property
     def layout(self) -> KVLayout:
         """Return the geometry of the target's KV on this rank.
@@ -94,8 +108,25 @@ class TextNeeds:
 
     @property
     def has_retrieval(self) -> bool:
-        """Return whether there is a retrieval cache."""
+        """Return whether there is a level that drafts on a retrieval cache."""
         return "retrieval" in LEVELS[self.mode]
+
+    @property
+    def has_slices(self) -> bool:
+        """Return whether there is a level that drafts against codes."""
+        return "sliced" in LEVELS[self.mode]
+
+    @property
+    def may_retrieve(self) -> bool:
+        """Return whether layers may have a retrieval cache: all, or those without codes."""
+        return self.has_retrieval or self.has_slices
+
+    def retrieval_layers(self, shape: TieredShape) -> list[int]:
+        """Return the layers that have a retrieval cache where these are placed so."""
+        kinds = enumerate(shape.kinds())
+        if self.has_retrieval:
+            return [layer for layer, _ in kinds]
+        return [layer for layer, kind in kinds if self.has_slices and kind == STREAMED]
 
     @property
     def has_draft(self) -> bool:
@@ -121,7 +152,7 @@ class TextNeeds:
     @property
     def chooses_budget(self) -> bool:
         """Return whether there is a budget, and none is set."""
-        return self.has_retrieval and self.settings.budget is None
+        return self.may_retrieve and self.settings.budget is None
 
     def budgets(self, context: int) -> list[int]:
         """Return the budgets worth a thought for a text of `context` tokens.
@@ -213,11 +244,15 @@ class TextNeeds:
             since = min(new, interval + 2 * self.max_pass_tokens)
         budget = max(settings.chunk_size, min(self.budget, context))
         rows = self.max_pass_tokens
-        return RetrievalShape.of(budget, settings.chunk_size, context, rows, since)
+        shape = RetrievalShape.of(budget, settings.chunk_size, context, rows, since)
+        if not self.has_slices:
+            return shape
+        block = ceil_div(SLICED_BLOCK, shape.chunk) * shape.chunk
+        return replace(shape, window=SLICED_RECENT, block=block)
 
     def recent(self, prompt: int, new: int) -> tuple[int, int]:
         """Return how many tokens stay behind the target's boundary, and by what blocks it moves."""
-        if not self.has_retrieval:
+        if not self.may_retrieve:
             return 0, BOUNDARY_BLOCK
         shape = self.shape(prompt, new)
         return shape.window, shape.block
@@ -229,12 +264,32 @@ class TextNeeds:
         """
         recent, block = self.recent(prompt, new)
         rows = self.max_pass_tokens
-        return TieredShape.with_ring(self.layout, prompt + new, recent, block, rows, self.copies)
+        if self.has_slices:  # those that stand, and behind them what is drafted meanwhile
+            rows *= 2
+        shape = TieredShape.with_ring(self.layout, prompt + new, recent, block, rows, self.copies)
+        packed = self.settings.packed
+        if packed is None:
+            packed = self.has_slices and self.copies
+        saves = shape.format is not None and shape.format.planes < 2 * self.dtype.itemsize
+        return replace(shape, packed=packed and saves)
 
     @property
     def draft_shape(self) -> StreamingShape:
         """Return how the draft's cache is laid out."""
         return StreamingShape(self.settings.sinks, self.window, DRAFT_SLACK)
+
+    def placed(self, plan: MemoryPlan, tokens: int) -> TieredShape:
+        """Return how the target's cache of so many tokens is laid out by a plan."""
+        shape = self.tiers(tokens, 0)
+        return shape.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
+
+    def near_tokens(self, plan: MemoryPlan, tokens: int) -> float:
+        """Return as how many tokens in 16 bits the device attends to what it has of so many."""
+        layers = self.target.layers
+        sliced = plan.sliced_layers
+        streamed = layers - plan.resident_layers - sliced
+        whole = plan.resident_layers + sliced / 2  # a code has half of an element's bytes
+        return (whole * tokens + streamed * min(self.budget, tokens)) / layers
 
     # -- what a plan decides -----------------------------------------------------------------------
 
@@ -269,28 +324,28 @@ class TextNeeds:
         chunk = min(prompt, self.prefill_chunk)
         hidden = prompt * target.hidden + ALLOCATOR_FACTOR * chunk * self.activations
         row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * target.vocab
+        layer, choosing = self._retrieval_bytes(prompt, new)
         return Needs(
             target=self.tiers(prompt, new),
-            retrieval=self._retrieval_bytes(prompt, new),
+            retrieval=self.target.layers * layer + choosing if self.has_retrieval else 0,
             draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.rotary_dim * item,
             hidden=hidden * item,
             passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new) + self.mixing_bytes,
+            slices=self.has_slices,
+            streamed_retrieval=0 if self.has_retrieval else layer,
+            choosing=0 if self.has_retrieval else choosing,
         )
 
-    def _retrieval_bytes(self, prompt: int, new: int) -> int:
-        """Return what the retrieval cache takes, with what choosing takes while it is done."""
-        if not self.has_retrieval:
-            return 0
-        layout = self.layout
+    def _retrieval_bytes(self, prompt: int, new: int) -> tuple[int, int]:
+        """Return what a layer's retrieval cache takes, and what choosing takes while it is done."""
+        if not self.may_retrieve:
+            return 0, 0
+        layout = replace(self.layout, layers=1)
         shape, policy = self.shape(prompt, new), POLICY_TRAITS[self.settings.policy]
         rows = policy.rows * self.target.heads // self.target.kv_heads
-        choosing = shape.scratch_bytes(layout, rows)
-        return (
-            shape.device_bytes(layout)
-            + choosing
-            + policy.state_bytes(layout, shape.context, shape.chunk)
-        )
+        remembered = policy.state_bytes(layout, shape.context, shape.chunk)
+        return shape.device_bytes(layout) + remembered, shape.scratch_bytes(layout, rows)
 
     def _masked_bytes(self, prompt: int, new: int) -> int:
         """Return what masked attention over the retrieval cache holds in a recorded pass."""

@@ -66,7 +66,7 @@ def look_ahead(
         needs = needs.with_budget(choice.budget)
     plan = plans[needs.budget]
     prefill, decode = device_tiers(
-        needs.memory(prompt, new), plan.resident_layers, plan.late_layers
+        needs.memory(prompt, new), plan.resident_layers, plan.late_layers, plan.sliced_layers
     )
     weights = {"weights": needs.weight_bytes}
     return Outlook(

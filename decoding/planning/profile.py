@@ -39,6 +39,7 @@ class HardwareProfile:
     prefill_attention: float | None = None  # operations of many rows; matmul
     # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
     score_rate: float | None = None
+    join_rate: float | None = None  # bytes of elements joined of slices; what memory_rate gives
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host

@@ -71,7 +71,7 @@ def reference_laws(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
 
 
 def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
-    pair = Pair(*folders)
+    pair = Pair(*folders, dtype="bfloat16" if "sliced" in mode else "float32")
     # those that adapt go by the clock, and give another text each time
     lengths = {"draft_length": 4, "inner_length": 2}
     small = {
@@ -104,6 +104,22 @@ def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choi
 )
 def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: FOLDERS) -> None:
     assert likelihood(mode, SAMPLINGS[sampling], folders, 600) > LIKELY
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "sliced"),
+    [
+        ("sliced", "full", 1),
+        ("sliced-hierarchical", "full", 1),
+        ("sliced-hierarchical", "nucleus", 0),
+    ],
+)
+def test_a_long_text_follows_the_target_law_with_slices(
+    mode: str, sampling: str, sliced: int, folders: FOLDERS
+) -> None:
+    """In 16 bits: what rounding changes of a law, so few tokens do not tell."""
+    chosen = {"sliced_layers": sliced, "link": "emulated:50", "lookup": 1}
+    assert likelihood(mode, SAMPLINGS[sampling], folders, 600, **chosen) > LIKELY
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
@@ -142,7 +158,7 @@ def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
     )
 
 
-@pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
+@pytest.mark.parametrize("mode", ["speculative", "hierarchical", "sliced-speculative"])
 def test_a_plain_redraw_is_found_out(
     mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch
 ) -> None:

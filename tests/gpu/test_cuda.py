@@ -44,7 +44,8 @@ class SharedGpu(Group):
 
 
 def opened(group: Group, mode: str, **choices: Any) -> Engine:
-    settings = Settings(mode=mode, dtype="float32", budget=128, **choices)
+    choices = {"dtype": "float32", "budget": 128, **choices}
+    settings = Settings(mode=mode, **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     return engine
@@ -159,6 +160,23 @@ def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
     else:
         assert sum(rounds) < len(gpu.waits) <= sum(rounds) + rounds[-1]
     assert [*tokens, *text] == wanted
+    engine.close()
+
+
+@pytest.mark.parametrize("sliced", [None, 2])
+def test_slices_are_cut_and_joined_on_a_gpu(sliced: int | None) -> None:
+    """What is drafted against codes stands nearly always; each byte comes once a verification."""
+    group = Group(device=torch.device("cuda", 0))
+    choices: dict[str, Any] = {"resident_layers": 1, "draft_length": 5, "inner_length": 2}
+    engine = opened(group, "sliced-hierarchical", dtype="bfloat16", sliced_layers=sliced, **choices)
+    assert len(list(engine.generate(PROMPT, NEW))) == NEW
+    stats = engine.stats
+    assert stats.acceptance["target"] is not None
+    assert stats.acceptance["target"] > 0.6
+    streamed = stats.traffic["target"].link_in - stats.prefill_link_in
+    bits = 5 * 4 if sliced is None else 2 * 4 + 3 * 12
+    layer = engine.runtime.needs.layout.bytes(len(PROMPT) + NEW, 1)
+    assert 0 < streamed <= stats.levels[0].stats.passes * layer * bits / 16
     engine.close()
 
 

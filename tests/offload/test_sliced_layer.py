@@ -11,6 +11,7 @@ from torch import Tensor
 from offload.layout import KVLayout
 from offload.link import Link
 from offload.tiered import TieredCache
+from offload.traffic import Traffic
 from support.driving import CAPACITY, LAYOUT, QKV, SHAPE, forward, prefill, text, tiered
 from support.reference import PlainCache
 
@@ -143,7 +144,7 @@ def test_codes_alone_attend_nearly_alike(link: Link, dtype: torch.dtype) -> None
         assert place.is_near
         rotated = cache.rotary(q, 120, layer)
         place.put(cache.rotary(k, 120, layer), v, 120, cache.boundary)
-        near.append(place.attend_near(rotated, 125, cache.boundary))
+        near.append(place.attend_near(rotated, 125, cache.boundary, Traffic()))
     error = (torch.stack(near).float() - exact.float()).abs()
     assert error[0].max() < 0.02  # resident
     assert 1e-3 < error[1:].max() < 0.2

@@ -29,24 +29,27 @@ EVERY_LEVEL: dict[str, Any] = {
 
 
 class Pair:
-    """A target and a draft on this rank, in float32; engines in any mode and with any settings
-    share their weights.
+    """A target and a draft on this rank; engines in any mode and with any settings share their
+    weights.
     """
 
-    def __init__(self, target: Path, draft: Path, group: Group | None = None):
+    def __init__(
+        self, target: Path, draft: Path, group: Group | None = None, dtype: str = "float32"
+    ):
         # as conftest does for a test; a fixture of a whole module comes before it
         torch.set_num_threads(1)
         self.group = group or Group()
-        self.target = load_model(target, self.group, "float32")
+        self.dtype = dtype
+        self.target = load_model(target, self.group, dtype)
         alone = Group(device=self.group.device)
-        self.draft = load_model(draft, alone, "float32") if self.group.rank == 0 else None
+        self.draft = load_model(draft, alone, dtype) if self.group.rank == 0 else None
 
     @contextmanager
     def engine(self, mode: str, stop: Sequence[int] = (), **choices: Any) -> Iterator[Engine]:
         """An engine for lists of token ids. `choices` are those of Settings; without `stop`, no
         token ends a text.
         """
-        settings = Settings(mode=mode, dtype="float32", **choices)
+        settings = Settings(mode=mode, dtype=self.dtype, **choices)
         runtime = Runtime.make(self.target, self.draft, mode, settings)
         try:
             yield Engine(runtime, None, frozenset(stop))

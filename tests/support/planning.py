@@ -12,10 +12,11 @@ from decoding import Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.needs import TextNeeds, counted_dtype
 from decoding.planning.profile import HardwareProfile
+from decoding.settings import LEVELS
 from offload.policies import POLICY_NAMES
 from parallel.config import ModelConfig
 
-MODES = ("plain", "retrieval", "speculative", "hierarchical")
+MODES = tuple(LEVELS)
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,14 @@ def dimensions(draw: random.Random, tiny: bool) -> ModelConfig:
 
 def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
     chunk = draw.choice((1, 4, 8))
+    mode = draw.choice(MODES)
+    sliced = "sliced" in LEVELS[mode]
+    dtype = draw.choice(("bfloat16", "float16" if sliced else "float32"))
     return Settings(
-        mode=draw.choice(MODES),
-        dtype=draw.choice(("bfloat16", "float32")),
+        mode=mode,
+        dtype=dtype,
+        sliced_layers=draw.choice((None, None, draw.randint(0, layers))),
+        packed=draw.choice((None, True)) if dtype == "bfloat16" else None,
         budget=draw.choice((None, None, max(chunk, context // draw.randint(2, 20)))),
         chunk_size=chunk,
         policy=draw.choice(POLICY_NAMES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from decoding.planning.needs import TextNeeds
 from decoding.planning.outlook import Outlook, look_ahead
 from decoding.runtime import Runtime
 from decoding.session import Session
-from decoding.settings import dtype_of
+from decoding.settings import Settings, dtype_of
 from offload.memory_plan import MemoryPlan, device_tiers
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
@@ -35,7 +36,7 @@ def tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from tensors(each, seen)
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         for each in value:
             yield from tensors(each, seen)
     elif type(value).__module__.startswith("offload."):
@@ -50,6 +51,15 @@ def held(value: Any, *others: Any) -> int:
         for each in tensors(value, set())
     }
     return sum(size for address, size in memory.items() if address not in without)
+
+
+OF_THE_TARGET = (
+    "resident layers",
+    "ring, in prefill one layer",
+    "recent tokens",
+    "codes",
+    "joining slices",
+)
 
 
 @contextmanager
@@ -88,8 +98,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         rotary, arena, following = session.target.rotary, session.runtime.arena, session.retrieval
         others = (rotary, arena, following)
         for tiers in (ahead.prefill_tiers, ahead.decode_tiers):
-            names = ("resident layers", "ring, in prefill one layer", "recent tokens")
-            assert held(session.target, *others) == sum(tiers[name] for name in names)
+            assert held(session.target, *others) == sum(tiers[name] for name in OF_THE_TARGET)
             with torch.inference_mode():
                 if not session.target.length:
                     session.prefill()
@@ -101,7 +110,9 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         if following is None:
             assert counted == 0
             return ahead.plan
-        layout, shape = session.target.layout, following.shape
+        kept_layers = len(session.runtime.needs.retrieval_layers(session.target.shape))
+        layout = replace(session.target.layout, layers=kept_layers)
+        shape = following.shape
         traits = POLICY_TRAITS[session.runtime.settings.policy]
         rows = traits.rows * case.target.heads // case.target.kv_heads
         remembered = traits.state_bytes(layout, shape.context, shape.chunk)
@@ -118,19 +129,22 @@ def rotary_extra(rotary: Any) -> int:
 def tiny(seed: int) -> Case:
     """Return a case small enough to be made; its mode and layers follow from `seed`."""
     case = case_of(1000 + seed, tiny=True)
-    return replace(
-        case,
-        settings=replace(
-            case.settings,
-            mode=MODES[seed % 4],
-            resident_layers=seed // 4 % (case.target.layers + 1),
-            budget=case.settings.budget or 128,
-        ),
+    settings = replace(
+        case.settings,
+        resident_layers=seed // len(MODES) % (case.target.layers + 1),
+        budget=case.settings.budget or 128,
     )
+    return replace(case, settings=in_mode(settings, MODES[seed % len(MODES)]))
+
+
+def in_mode(settings: Settings, mode: str) -> Settings:
+    """Return the settings in another mode, and in 16 bits where that needs it."""
+    dtype = "bfloat16" if "sliced" in mode else settings.dtype
+    return replace(settings, mode=mode, dtype=dtype)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated:50"])
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(32))
 def test_what_is_counted_is_what_is_allocated(seed: int, link: str) -> None:
     check_bytes(tiny(seed), link)
 
@@ -139,10 +153,11 @@ def test_what_is_counted_is_what_is_allocated(seed: int, link: str) -> None:
 def test_layers_that_come_late_are_counted_too(mode: str) -> None:
     """In memory that has room for two layers, but not in prefill."""
     case = tiny(3)
-    settings = replace(case.settings, mode=mode, resident_layers=2)
+    settings = replace(in_mode(case.settings, mode), resident_layers=2, sliced_layers=None)
     case = replace(case, settings=settings, prompt=2000)
     needs = needs_of(case).with_budget(settings.budget)
-    tiers = device_tiers(needs.memory(case.prompt, case.new), 2, 1)
+    sliced = case.target.layers - 2 if needs.has_slices else 0
+    tiers = device_tiers(needs.memory(case.prompt, case.new), 2, 1, sliced)
     room = max(sum(phase.values()) for phase in tiers)
     plan = check_bytes(case, "emulated:50", room)
     assert (plan.resident_layers, plan.late_layers) == (2, 1)
@@ -170,4 +185,4 @@ def test_the_comparison_sees_a_wrong_count(
 
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(AssertionError):
-        check_bytes(tiny(3), "emulated:50")  # which has all caches
+        check_bytes(tiny(0), "emulated:50")  # which has all caches

@@ -1,0 +1,128 @@
+"""Levels that draft against codes: the very logits of the target, for the fewest bytes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.harness.ranks import run_ranks
+from decoding import Engine, Settings
+from decoding.session import Session
+from offload.errors import TierForceError
+from offload.store import HostArena
+from offload.tiered import TieredCache
+from parallel.group import Group
+from support.engines import DEMO
+from support.texts import prompt
+
+MODES = ["sliced", "sliced-retrieval", "sliced-speculative", "sliced-hierarchical"]
+TEXT = prompt("argparse")[:700]
+NEW = 40
+
+
+def opened(mode: str, group: Group | None = None, **choices: Any) -> Engine:
+    """An engine of the demo pair with all levels at work behind a few hundred tokens."""
+    settings = Settings(
+        mode=mode,
+        **{
+            "dtype": "bfloat16",
+            "budget": 200,
+            "draft_length": 8,
+            "inner_length": 3,
+            "link": "emulated:50",
+            "resident_layers": 1,
+            **choices,
+        },
+    )
+    draft = DEMO / "draft" if "speculative" in mode or "hierarchical" in mode else None
+    engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)
+    engine.stop_tokens = frozenset()
+    return engine
+
+
+@pytest.mark.parametrize(("sliced", "packed"), [(5, False), (2, True)])
+def test_logits_are_bit_for_bit_those_without_slices(sliced: int, packed: bool) -> None:
+    """Over 2,000 tokens of passes of several widths, of which any number stands."""
+    rng = random.Random(0)
+    engine = opened("sliced", link="view")
+    runtime, tokens = engine.runtime, torch.tensor((3 * prompt("argparse"))[:2800])
+    session = Session(runtime, tokens[:600].tolist(), 2400)
+    shape = replace(runtime.needs.tiers(600, 2400), packed=False).placed(1)
+    caches = []
+    for each in (shape, replace(shape, packed=packed).placed(1, 0, sliced)):
+        arena = HostArena(runtime.link, runtime.dtype)
+        caches.append(TieredCache(each, runtime.link, session.target.rotary, arena))
+    with torch.inference_mode():
+        for cache in caches:
+            with cache.prefill(600) as reading:
+                runtime.target.prefill(tokens[:600], reading, 256)
+        while caches[0].length + 33 < 2700:
+            rows, start = rng.choice((1, 7, 33, 33, 33)), caches[0].length
+            part = tokens[start : start + rows]
+            without, found = (runtime.target(part, cache, rows) for cache in caches)
+            assert torch.equal(without, found)
+            stand = rng.randint(1, rows)
+            for cache in caches:
+                cache.advance(stand)
+    assert caches[1].host.nbytes < caches[0].host.nbytes
+    engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sliced", [None, 2])
+def test_what_codes_say_stands_nearly_always(mode: str, sliced: int | None) -> None:
+    engine = opened(mode, sliced_layers=sliced)
+    assert len(list(engine.generate(TEXT, NEW))) == NEW
+    stats = engine.stats
+    names = [level.name for level in stats.levels]
+    assert names[:2] == ["target", "sliced"]
+    assert ("retrieval" in names) == ("retrieval" in mode or "hierarchical" in mode)
+    assert ("draft" in names) == ("speculative" in mode or "hierarchical" in mode)
+    accepted = stats.acceptance["target"]
+    assert accepted is not None
+    assert accepted > (0.8 if sliced is None else 0.5)
+    assert stats.plan is not None
+    assert stats.plan.sliced_layers == (5 if sliced is None else 2)
+    # four of 16 bits of a layer with codes, twelve of the others
+    passes = stats.levels[0].stats.passes
+    layout = engine.runtime.needs.layout
+    streamed = stats.traffic["target"].link_in - stats.prefill_link_in
+    bits = 5 * 4 if sliced is None else 2 * 4 + 3 * 12
+    assert streamed <= passes * layout.bytes(len(TEXT) + NEW, 1) * bits / 16
+    assert streamed >= passes * layout.bytes(len(TEXT) - 128, 1) * bits / 16
+    engine.close()
+
+
+def on_two_ranks(mode: str, folder: Path) -> None:
+    group = Group.from_environment("cpu")
+    engine = opened(mode, group, sliced_layers=3)
+    if group.rank:
+        engine.follow()
+        return
+    tokens = list(engine.generate(TEXT, NEW))
+    stats = engine.stats
+    assert len(tokens) == NEW
+    accepted = stats.acceptance["target"]
+    assert accepted is not None
+    assert accepted > 0.6
+    engine.close()
+    (folder / mode).touch()
+
+
+def test_two_ranks_draft_against_codes_of_their_heads(tmp_path: Path) -> None:
+    run_ranks(2, on_two_ranks, "sliced-hierarchical", tmp_path)
+    assert (tmp_path / "sliced-hierarchical").exists()
+
+
+def test_slices_of_32_bits_are_refused() -> None:
+    with pytest.raises(TierForceError, match="needs elements of 16 bits, found float32"):
+        opened("sliced", dtype="float32").check(100, 10)
+    with pytest.raises(TierForceError, match="`packed` saves nothing of float32"):
+        opened("plain", dtype="float32", packed=True).check(100, 10)
+    with pytest.raises(TierForceError, match="`sliced_layers` 9: the model has 6 layers"):
+        opened("sliced", sliced_layers=9)
