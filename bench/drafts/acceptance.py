@@ -24,6 +24,7 @@ import torch
 import typer
 
 from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
+from bench.drafts.rounding import ROUNDINGS
 from bench.harness.options import (
     NATIVE,
     SMOLLM2,
@@ -44,7 +45,7 @@ from decoding import Engine, Sampling, Settings
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
 SHORT_INTERVALS = (16, 64)
 SEEDS = 2  # counted runs of one text
-PARTS = "policies,budgets,chunks,temperatures,counts"
+PARTS = "policies,budgets,chunks,temperatures,slices,counts"
 ALONG = ("target", "book")
 UNSHOWN = [f"{name}.{n}" for n in (8, 32) for name in ("rejected", "against_static")]
 Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
@@ -124,6 +125,19 @@ class Study:
             )
             rows.append(row)
         return rows
+
+    def slices(self, context: int) -> list[Row]:
+        """Return rows of fewer bits of all tokens, beside fewer tokens in all their bits.
+
+        The budgets are a tenth of the context, a quarter, and half: as many bytes as codes.
+        """
+        rounded = [replace(OURS, policy=name, budget=context) for name in ROUNDINGS]
+        selected = [
+            replace(each, budget=size)
+            for size in (context // 10, context // 4, context // 2)
+            for each in (STATIC, OURS)
+        ]
+        return self.rows(context, [*selected, *rounded])
 
     def chains(
         self,
@@ -231,6 +245,7 @@ def main(
         "temperatures": lambda: [
             row for each in degrees for row in study.rows(context, both, temperature=each)
         ],
+        "slices": partial(study.slices, context),
         "counts": partial(study.counts, integers(counted), degrees, draft_length),
     }
     if unknown := set(parts.split(",")) - set(tasks):

@@ -42,6 +42,7 @@ from decoding import Engine, Sampling, Settings
 from decoding.prompt import Template
 from decoding.runtime import Runtime
 from offload.errors import TierForceError
+from offload.retrieval import RetrievalCache
 
 NEEDLES = [  # a question, how its answer begins, and the words that only the text can tell
     (
@@ -113,6 +114,7 @@ def judge(
     # the prompt's last token is read once more, so that the first of the answer is judged too
     target.crop(len(prompt) - 1)
     for cache in trace.caches.values():
+        assert isinstance(cache, RetrievalCache)
         # each verification selects, though the first one ends where the prompt did
         cache.min_interval = 0
     laws: dict[str, list[Tensor]] = {FULL: []}

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
+from bench.drafts.rounding import ROUNDINGS, RoundedCache
 from decoding import Sampling
 from decoding.runtime import Runtime
 from decoding.session import Session
@@ -64,6 +65,8 @@ class Variant:
 
     @property
     def name(self) -> str:
+        if self.policy in ROUNDINGS:
+            return self.policy
         return f"{self.policy}, chunk {self.chunk}"
 
 
@@ -103,15 +106,17 @@ class PolicyTrace:
         self.target.followers.clear()  # the session's own, whose place these take
         self.session.retrieval = None
         del self.session.levels[1:]
-        self.caches: dict[Variant, RetrievalCache] = {}
+        self.caches: dict[Variant, RetrievalCache | RoundedCache] = {}
         for variant in variants:
             self.caches[variant] = self._cache(variant, new, rows)
             self.target.followers.append(self.caches[variant])
         self.first = self.session.prefill()  # (1, V)
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
-    def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache:
+    def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache | RoundedCache:
         target, prompt = self.target, self.session.prompt
+        if variant.policy in ROUNDINGS:
+            return RoundedCache(target, ROUNDINGS[variant.policy])
         shape = RetrievalShape.of(
             variant.budget,
             variant.chunk,
