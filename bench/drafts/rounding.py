@@ -23,7 +23,7 @@ _BFLOAT16_MANTISSA = 7
 
 
 def codes(kv: Tensor) -> Tensor:
-    """Return what the codes of sliced layers stand for."""
+    """Return what codes of these tokens stand for; a layer's have the offsets of its first ones."""
     cut = slice_format(torch.bfloat16)
     assert cut is not None
     codec, elements = SliceCodec(cut), kv.to(torch.bfloat16)
@@ -69,7 +69,7 @@ def _affine(x: Tensor, bits: int, group: int) -> Tensor:
 ROUNDINGS: dict[str, Rounding] = {
     "codes, 8 bits": codes,
     "codes, 8 of keys and 6 of values": partial(mantissas, keys=3, values=1),
-    "truncated to 7 bits": partial(mantissas, keys=2, values=2),
+    "rounded to 7 bits": partial(mantissas, keys=2, values=2),
     "affine int8, 8.5 bits": partial(affine, bits=8),
     "affine int4, 4.5 bits": partial(affine, bits=4),
 }
