@@ -51,6 +51,8 @@ def load(
     with group.together():
         config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
         settings.refuse_missing_layers(config.layers)
+        if settings.dtype != "auto":  # else it is known once weights are opened
+            settings.refuse_unsliced(mode, settings.dtype)
         target = load_model(folder, group, settings.dtype, config)
         tokenizer = load_tokenizer(folder)
         small = None

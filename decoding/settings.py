@@ -12,6 +12,7 @@ from decoding.option import MEMORY, PYTHON, RETRIEVAL, SPECULATION, check_option
 from decoding.planning.defaults import DEFAULT_BUDGET
 from offload.errors import TierForceError
 from offload.policies import POLICY_NAMES
+from offload.slice_format import SLICED_DTYPES
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,7 @@ class Settings:
         at_most=MAX_DRAFT_LENGTH,
     )
     inner_length: int | None = option(
-        "Tokens put before the retrieval level at once.",
+        "Tokens put at once before each level that verifies below the target.",
         value=None,
         group=SPECULATION,
         unit="tokens",
@@ -165,11 +166,11 @@ class Settings:
         at_least=0,
     )
     packed: bool | None = option(
-        "Stream 12 of the 16 bits of bfloat16 of layers of which nothing is on the device, and "
-        "keep the rest in a short list.",
+        "Stream bfloat16 of layers without codes in 12 of 16 bits. The few elements that need more "
+        "are on the device.",
         value=None,
         group=MEMORY,
-        default="in sliced modes",
+        default="in sliced modes, of bfloat16",
     )
     device_memory: int | None = option(
         "Device memory to use for each rank, weights included.",
@@ -215,13 +216,33 @@ class Settings:
                 f"`chunk_size` {self.chunk_size} is larger than `budget` {self.budget}: no chunk "
                 "would fit."
             )
+        if self.sliced_layers and "sliced" not in LEVELS.get(self.mode, ()):
+            raise TierForceError(
+                f"`sliced_layers` {self.sliced_layers} goes with a mode that drafts against codes: "
+                f"use `mode` sliced, or another with that name, in place of {self.mode}."
+            )
 
     def refuse_missing_layers(self, layers: int) -> None:
         """Raise TierForceError where more layers are asked for than a model has."""
-        for name in ("resident_layers", "sliced_layers"):
-            count = getattr(self, name)
-            if count is not None and count > layers:
+        resident, sliced = self.resident_layers or 0, self.sliced_layers or 0
+        for name, count in (("resident_layers", resident), ("sliced_layers", sliced)):
+            if count > layers:
                 raise TierForceError(f"`{name}` {count}: the model has {layers} layers.")
+        if resident + sliced > layers:
+            raise TierForceError(
+                f"`resident_layers` {resident} and `sliced_layers` {sliced}: the model has "
+                f"{layers} layers."
+            )
+
+    def refuse_unsliced(self, mode: str, dtype: str) -> None:
+        """Raise TierForceError where a mode, or `packed`, would cut what is not cut into slices."""
+        if "sliced" in LEVELS[mode] and dtype not in SLICED_DTYPES:
+            raise TierForceError(
+                f"`mode` {mode} needs elements of 16 bits, found {dtype}: use `dtype` "
+                f"{' or '.join(SLICED_DTYPES)}, or another mode."
+            )
+        if self.packed and dtype != "bfloat16":
+            raise TierForceError(f"`packed` saves nothing of {dtype}: use `dtype` bfloat16.")
 
     def resolved_mode(self, has_draft: bool) -> str:
         """Return the mode that `auto` stands for.

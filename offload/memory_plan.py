@@ -71,9 +71,9 @@ def plan_memory(
     """Keep as many layers on the device as fit in `device` bytes, and the others in `host` bytes.
 
     Where there are slices, as many layers as can be have their codes on the device before any is
-    resident: a byte of codes saves more of the link than a byte of whole elements. As few of the
-    resident layers come late as can be. `resident_layers` and `sliced_layers` override the counts.
-    Raises FitError with what is needed and available.
+    resident: a byte of codes saves more of the link than one of whole elements (of bfloat16). As
+    few of the resident layers come late as can be. `resident_layers` and `sliced_layers` override
+    the counts. Raises FitError with what is needed and available.
     """
     layers = needs.target.layout.layers
     if resident_layers is None:
@@ -84,13 +84,15 @@ def plan_memory(
         raise FitError(
             f"`resident_layers` {resident_layers} is not between 0 and the model's {layers} layers."
         )
-    smallest = 0
+    tried: list[tuple[int, TieredShape]] = []
     for shape in _placements(needs, counts, sliced_layers):
-        smallest = _device_bytes(needs, shape)
-        if smallest <= device:
+        nbytes = _device_bytes(needs, shape)
+        if nbytes <= device:
             _check_host(shape, host)
             return _plan(needs, shape)
-    raise _no_room(needs, smallest, device, fewer_layers=resident_layers is not None)
+        tried.append((nbytes, shape))
+    _, least = min(tried, key=lambda each: each[0])
+    raise _no_room(needs, least, device, resident_layers, sliced_layers)
 
 
 def _placements(
@@ -101,20 +103,27 @@ def _placements(
     Late layers go through the memory of the ring, which is there for far layers alone.
     """
     target = needs.target
-    fewest = 0
+    layers = target.layout.layers
+    count = 0
     for count in counts:
-        fewest = count
-        far = target.layout.layers - count
-        sliced = min(far, sliced_layers) if sliced_layers is not None else far
-        if not needs.slices:
-            sliced = 0
-        shape = target.placed(count, 0, sliced)
-        yield shape
-        if shape.streams:
-            yield from (target.placed(count, late, sliced) for late in range(1, count + 1))
+        sliced = 0
+        if needs.slices:
+            sliced = layers - count if sliced_layers is None else sliced_layers
+        yield from _by_late_layers(target, count, sliced)
     if needs.slices and sliced_layers is None:
-        far = target.layout.layers - fewest
-        yield from (target.placed(fewest, 0, sliced) for sliced in range(far - 1, -1, -1))
+        for sliced in range(layers - count - 1, -1, -1):
+            yield from _by_late_layers(target, count, sliced)
+
+
+def _by_late_layers(target: TieredShape, resident: int, sliced: int) -> Iterator[TieredShape]:
+    """Yield shapes with the fewest late layers first; none where there are too many sliced ones."""
+    if resident + sliced > target.layout.layers:
+        return
+    shape = target.placed(resident, 0, sliced)
+    yield shape
+    if shape.streams:
+        for late in range(1, resident + 1):
+            yield target.placed(resident, late, sliced)
 
 
 def _device_bytes(needs: Needs, shape: TieredShape) -> int:
@@ -145,12 +154,22 @@ def _check_host(shape: TieredShape, host: int) -> None:
         )
 
 
-def _no_room(needs: Needs, smallest: int, device: int, fewer_layers: bool) -> FitError:
+def _no_room(
+    needs: Needs,
+    least: TieredShape,
+    device: int,
+    resident_layers: int | None,
+    sliced_layers: int | None,
+) -> FitError:
+    """Return the error that says what the smallest of all placements would take."""
     hint = "a shorter `context`, a smaller `budget` or more GPUs"
-    if fewer_layers:
+    if sliced_layers:
+        hint = "fewer `sliced_layers`, " + hint
+    if resident_layers:
         hint = "fewer `resident_layers`, " + hint
+    _, tiers = device_tiers(needs, least.resident_layers, least.late_layers, least.sliced_layers)
     return FitError(
-        f"this job needs {smallest / 1e9:.3f} GB of device memory beside the weights "
-        f"({needs.retrieval / 1e9:.3f} GB of it for the retrieval cache) and "
+        f"this job needs {_device_bytes(needs, least) / 1e9:.3f} GB of device memory beside the "
+        f"weights ({tiers['retrieval cache'] / 1e9:.3f} GB of it for the retrieval cache) and "
         f"{max(0, device) / 1e9:.3f} GB are available. It would take {hint}."
     )

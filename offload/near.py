@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from offload.cache import Cache
@@ -39,6 +41,18 @@ class NearCache(Cache):
         place.put(k, v, start, target.boundary)
         end = start + len(q)
         return place.attend_near(q, end, target.boundary, self.traffic)
+
+    def snapshot(self) -> dict[str, Any]:
+        state = super().snapshot()
+        if self.retrieval is not None:
+            state["retrieval"] = self.retrieval.snapshot()
+        return state
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        rest = dict(snapshot)
+        if self.retrieval is not None:
+            self.retrieval.restore(rest.pop("retrieval"))
+        super().restore(rest)
 
     def crop(self, length: int) -> None:
         if length < self.target.boundary:

@@ -15,10 +15,10 @@ class Kept:
     places: Tensor  # (n,) int32: token * D + dimension
     patterns: Tensor  # (n,) int16
 
-    def before(self, end: int) -> Kept:
-        """Return those in places before `end`."""
-        early = self.places < end
-        return Kept(self.places[early], self.patterns[early])
+    def outside(self, start: int, end: int) -> Kept:
+        """Return those in places before `start` and from `end` on."""
+        stays = (self.places < start) | (self.places >= end)
+        return Kept(self.places[stays], self.patterns[stays])
 
 
 class Outliers:
@@ -43,15 +43,15 @@ class Outliers:
     def put(self, kv: Tensor, chosen: Tensor, start: int) -> None:
         """Keep what is `chosen` of kv (2, Hkv, T, D), the tokens from `start` on.
 
-        What was kept of these tokens and of later ones is forgotten. Raises torch.OutOfMemoryError
-        where the device cannot hold them.
+        What was kept of these tokens is forgotten. Raises torch.OutOfMemoryError where the device
+        cannot hold them.
         """
         tokens, dim = kv.shape[2:]
         first = start * dim
         kept = self._kept()
-        if start < self._tokens:
-            kept = [each.before(first) for each in kept]
-        self._tokens = start + tokens
+        if start < self._tokens:  # they are written again
+            kept = [each.outside(first, first + tokens * dim) for each in kept]
+        self._tokens = max(self._tokens, start + tokens)
         by_head = chosen.flatten(2)  # (2, Hkv, T * D)
         counts = by_head.sum(-1).flatten().tolist()
         places = by_head.nonzero()[:, 2]

@@ -194,4 +194,6 @@ class RetrievalCache(SlotCache):
 
     def _slot(self, position: int) -> int:
         """Return where the token at this position is, or goes, in the window."""
+        if position < self._base:
+            raise ValueError(f"the selection covers the first {self._base}, with {position}")
         return self._selected + position - self._base

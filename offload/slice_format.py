@@ -41,6 +41,8 @@ _FORMATS = {
     "float16": SliceFormat(low_bits=8, least=0x00, largest=0x7B),  # codes are e5m2
 }
 
+SLICED_DTYPES = tuple(_FORMATS)
+
 
 def dtype_name(dtype: Any) -> str:
     """Return the name of one of torch's dtypes, or of a stand-in for it."""

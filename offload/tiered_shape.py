@@ -62,8 +62,8 @@ class TieredShape:
     ) -> TieredShape:
         """Return the shape with no resident layer, and a ring that suits the text.
 
-        A slot takes as many heads as make a copy of keys or values 2 MB or more. There are three
-        slots, or two where three would take over 1 GB.
+        A slot takes as many heads as make a copy of whole keys or values 2 MB or more. There are
+        three slots, or two where three would take over 1 GB.
         """
         head = layout.bytes(capacity, 1) // layout.heads
         heads = min(layout.heads, max(1, ceil_div(2 * _MIN_COPY_BYTES, head)))
@@ -195,7 +195,8 @@ class TieredShape:
         """Return the bytes of so many tokens that a pass streams, where the link copies."""
         if not self.streams:
             return 0
-        far = sum(self.host_layer_bytes(kind) for kind in self.kinds() if kind != NEAR)
+        kinds = self._far_kinds()
+        far = sum(count * self.host_layer_bytes(kind) for kind, count in kinds.items())
         return far * tokens // self.capacity
 
     def host_parts(self) -> list[int]:
@@ -207,8 +208,7 @@ class TieredShape:
     @property
     def slot_numel(self) -> int:
         """Elements of one slot of the ring: `slot_heads` heads of the largest layer on the host."""
-        kinds = set(self.kinds()) - {NEAR}
-        largest = max((self.host_layer_bytes(kind) for kind in kinds), default=0)
+        largest = max((self.host_layer_bytes(kind) for kind in self._far_kinds()), default=0)
         return self.slot_heads * largest // self.layout.heads // self.layout.dtype.itemsize
 
     @property
@@ -243,6 +243,11 @@ class TieredShape:
     @property
     def host_bytes(self) -> int:
         return sum(self.host_parts()) * self.layout.dtype.itemsize
+
+    def _far_kinds(self) -> dict[str, int]:
+        """Return how many far layers there are of each kind that there is."""
+        counts = {SLICED: self.sliced_layers, STREAMED: self.streamed_layers}
+        return {kind: count for kind, count in counts.items() if count}
 
     def _codes_bytes(self) -> int:
         """Return the bytes of codes on the device, and of all layers' outliers."""

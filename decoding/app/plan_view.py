@@ -66,12 +66,12 @@ def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
     plan = ahead.plan
     if ahead.needs.retrieval_layers(ahead.needs.placed(plan, ahead.prompt)):
         table.add_row("retrieval budget", f"{ahead.needs.budget:,} tokens")
-    if plan.sliced_layers:
-        table.add_row("of those on the host, with codes on the GPU", f"{plan.sliced_layers}")
     table.add_row(
         "layers with KV on the GPU, on the host",
         f"{plan.resident_layers}, {ahead.layers_on_host}",
     )
+    if plan.sliced_layers:
+        table.add_row("  of these with codes on the GPU", f"{plan.sliced_layers}")
     return table
 
 

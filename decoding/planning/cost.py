@@ -92,8 +92,9 @@ class Acceptance:
         retrieved = self.retrieved(needs)
         if not needs.has_slices:
             return retrieved
-        rejected = SLICED_REJECTION * (1 - self.target)
         layers = needs.target.layers
+        with_default = 1 - accepted_with(self.target, DEFAULT_BUDGET / self.budget)
+        rejected = SLICED_REJECTION * with_default * plan.sliced_layers / layers
         uncovered = (layers - plan.resident_layers - plan.sliced_layers) / layers
         more = max(0.0, 1 - retrieved - rejected)
         return 1 - rejected - more * uncovered**UNCOVERED_EXPONENT
@@ -173,8 +174,10 @@ class PredictedCosts:
         if not token_s:
             return self.near_s(needs, plan, prompt, 1)
         stands = self.acceptance.retrieved(needs) if needs.has_retrieval else self.acceptance.inner
+        given = needs.settings.inner_length
+        lengths = range(given or 1, (given or MAX_INNER_DRAFT) + 1)
         _, drafted_s = best_length(
-            range(1, MAX_INNER_DRAFT + 1),
+            lengths,
             stands,
             lambda n: self.near_s(needs, plan, prompt, n + 1) + n * token_s,
         )

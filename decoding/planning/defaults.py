@@ -90,9 +90,8 @@ REJECTION_EXPONENT = 0.7
 # (a prototype, docs/log.md).
 SLICED_REJECTION = 0.2
 UNCOVERED_EXPONENT = 0.6
-# Bytes of device memory that joining moves for a byte of elements: 12 bits in, 16 out, 16 in again
-# to attend.
-JOINED_TRAFFIC = 2.75
+# Bytes of device memory that joining moves for a byte of elements: 12 of 16 bits in, 16 out.
+JOINED_TRAFFIC = 1.75
 
 # -- choosing a budget by past texts ---------------------------------------------------------------
 

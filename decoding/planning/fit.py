@@ -66,7 +66,8 @@ def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[
             continue
         plans[budget] = plan
         if not needs.retrieval_layers(needs.placed(plan, prompt)):
-            break  # all layers have codes: no budget makes a difference
+            # all layers have codes: no budget makes a difference
+            return dict.fromkeys(needs.budgets(prompt + new), plan)
     if not plans:
         raise refusal or FitError(
             f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."

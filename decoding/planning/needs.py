@@ -35,7 +35,7 @@ from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
-from offload.slice_format import dtype_name, slice_format
+from offload.slice_format import dtype_name
 from offload.streaming_shape import StreamingShape
 from offload.tiered_shape import STREAMED, TieredShape
 from parallel.config import ModelConfig
@@ -87,14 +87,7 @@ class TextNeeds:
 
     def __post_init__(self) -> None:
         """Raise TierForceError for slices of what is not cut into any."""
-        name = dtype_name(self.dtype)
-        if self.has_slices and slice_format(self.dtype) is None:
-            raise TierForceError(
-                f"`mode` {self.mode} needs elements of 16 bits, found {name}: use `dtype` bfloat16 "
-                "or float16, or another mode."
-            )
-        if self.settings.packed and name != "bfloat16":
-            raise TierForceError(f"`packed` saves nothing of {name}: use `dtype` bfloat16.")
+        self.settings.refuse_unsliced(self.mode, dtype_name(self.dtype))
 
     @property
     def layout(self) -> KVLayout:

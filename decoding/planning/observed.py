@@ -51,8 +51,11 @@ class ObservedCosts:
         """Take in a text that is over; return whether it said anything.
 
         One that its budget held whole says nothing of longer texts: its proposals are the target's
-        own.
+        own. Nor does one with slices, of which it cannot be told what codes and what the budget
+        did.
         """
+        if needs.has_slices:
+            return False
         budget = needs.budget
         drafted = [each for each in rounds if each.drafted]
         if len(drafted) < MIN_ROUNDS or prompt <= budget:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.decode_loop import PrefilledText
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Settings
+from decoding import Engine, Sampling, Settings
 from decoding.session import Session
 from offload.errors import TierForceError
 from offload.store import HostArena
@@ -121,8 +122,27 @@ def test_two_ranks_draft_against_codes_of_their_heads(tmp_path: Path) -> None:
 
 def test_slices_of_32_bits_are_refused() -> None:
     with pytest.raises(TierForceError, match="needs elements of 16 bits, found float32"):
-        opened("sliced", dtype="float32").check(100, 10)
+        opened("sliced", dtype="float32")
     with pytest.raises(TierForceError, match="`packed` saves nothing of float32"):
-        opened("plain", dtype="float32", packed=True).check(100, 10)
+        opened("plain", dtype="float32", packed=True)
+
+
+def test_layers_that_are_not_there_get_no_codes() -> None:
     with pytest.raises(TierForceError, match="`sliced_layers` 9: the model has 6 layers"):
         opened("sliced", sliced_layers=9)
+    with pytest.raises(TierForceError, match="`resident_layers` 4 and `sliced_layers` 3: the"):
+        opened("sliced", resident_layers=4, sliced_layers=3)
+    with pytest.raises(TierForceError, match="goes with a mode that drafts against codes"):
+        Settings(mode="hierarchical", sliced_layers=3)
+
+
+@pytest.mark.parametrize("sliced", [5, 2])
+def test_a_text_is_gone_through_twice_alike(sliced: int) -> None:
+    """Codes, outliers and the retrieval cache of layers without codes come back with the rest."""
+    engine = opened("sliced", sliced_layers=sliced, draft_length=5)
+    session = Session(engine.runtime, TEXT, 130)
+    text = PrefilledText(session)
+    first, again = (text.run(Sampling(1.0, seed=1)) for _ in range(2))
+    assert first.tokens == again.tokens > 100
+    assert first.tokens_per_verification == again.tokens_per_verification
+    engine.close()

@@ -203,6 +203,21 @@ def test_llama_7b_on_a_24_gb_card() -> None:
     assert isinstance(plan, MemoryPlan)
 
 
+def test_layers_come_late_where_no_codes_fit() -> None:
+    """All codes that fit come first; then none of them, and what is resident comes late."""
+    layout = replace(LAYOUT, heads=80, layers=8, dtype=torch.bfloat16)
+    shape = TieredShape.with_ring(layout, CONTEXT, *SIZES, copies=True)
+    hidden = 5 * layout.bytes(CONTEXT, 1)
+    needs = Needs(shape, retrieval=0, draft=0, tables=0, hidden=hidden, slices=True)
+    for late, sliced in ((0, 4), (4, 2), (4, 0)):
+        room = max(sum(tiers.values()) for tiers in device_tiers(needs, 4, late, sliced))
+        plan = plan_memory(needs, room, 10**9, 4)
+        assert (plan.resident_layers, plan.sliced_layers) == (4, sliced)
+        assert plan.late_layers <= late
+    with pytest.raises(FitError, match=r"fewer `resident_layers`, fewer `sliced_layers`, a"):
+        plan_memory(needs, room // 2, 10**9, 4, 4)
+
+
 @pytest.mark.parametrize("context", [1, 1000, 4096, 130_048, 2_000_000])
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_ring(context: int, heads: int) -> None:

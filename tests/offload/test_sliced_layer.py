@@ -77,7 +77,7 @@ def test_outputs_are_bit_for_bit_those_without_slices(
 @every_link
 @every_dtype
 def test_elements_of_a_whole_text_come_back(link: Link, dtype: torch.dtype) -> None:
-    """Attention to one key alone is its value: so each of them is read out through a pass."""
+    """They are shown to whoever follows a pass."""
     cache = sliced(link, dtype, 3, False, 2)
     tokens = with_outliers(text(CAPACITY - 1, layout_of(dtype)))
     prefill(cache, tokens, chunk=50)
@@ -149,6 +149,27 @@ def test_codes_alone_attend_nearly_alike(link: Link, dtype: torch.dtype) -> None
     assert error[0].max() < 0.02  # resident
     assert 1e-3 < error[1:].max() < 0.2
     assert cache.traffic.link_in == before
+
+
+@every_link
+def test_a_cache_comes_back_to_any_place_of_its_text(link: Link) -> None:
+    """Elements that were written again meanwhile were the same; so are their outliers."""
+    layout = layout_of(torch.bfloat16)
+    cache = sliced(link, torch.bfloat16, 2, True, 2)
+    prefill(cache, with_outliers(text(60, layout)), chunk=20)
+    early = cache.snapshot()
+    parts = [with_outliers(text(20, layout)) for _ in range(6)]
+    for part in parts[:5]:
+        forward(cache, part)
+        cache.advance(20)
+    late = cache.snapshot()
+    found = forward(cache, parts[5])
+    cache.restore(early)
+    for part in parts[:2]:
+        forward(cache, part)
+        cache.advance(20)
+    cache.restore(late)
+    assert same(forward(cache, parts[5]), found)
 
 
 @every_link

@@ -55,11 +55,12 @@ def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
     chunk = draw.choice((1, 4, 8))
     mode = draw.choice(MODES)
     sliced = "sliced" in LEVELS[mode]
+    resident = draw.randint(0, layers)
     dtype = draw.choice(("bfloat16", "float16" if sliced else "float32"))
     return Settings(
         mode=mode,
         dtype=dtype,
-        sliced_layers=draw.choice((None, None, draw.randint(0, layers))),
+        sliced_layers=draw.choice((None, draw.randint(0, layers - resident))) if sliced else None,
         packed=draw.choice((None, True)) if dtype == "bfloat16" else None,
         budget=draw.choice((None, None, max(chunk, context // draw.randint(2, 20)))),
         chunk_size=chunk,
@@ -68,7 +69,7 @@ def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
         draft_length=draw.choice((None, None, draw.randint(1, 20))),
         inner_length=draw.choice((None, 3)),
         window=draw.randint(4, 64),
-        resident_layers=draw.choice((None, None, draw.randint(0, layers))),
+        resident_layers=draw.choice((None, None, resident)),
         prefill_chunk=draw.choice((None, 256)),
     )
 

@@ -131,6 +131,7 @@ def tiny(seed: int) -> Case:
     case = case_of(1000 + seed, tiny=True)
     settings = replace(
         case.settings,
+        sliced_layers=None,
         resident_layers=seed // len(MODES) % (case.target.layers + 1),
         budget=case.settings.budget or 128,
     )
@@ -140,7 +141,7 @@ def tiny(seed: int) -> Case:
 def in_mode(settings: Settings, mode: str) -> Settings:
     """Return the settings in another mode, and in 16 bits where that needs it."""
     dtype = "bfloat16" if "sliced" in mode else settings.dtype
-    return replace(settings, mode=mode, dtype=dtype)
+    return replace(settings, mode=mode, dtype=dtype, sliced_layers=None)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated:50"])
@@ -153,7 +154,7 @@ def test_what_is_counted_is_what_is_allocated(seed: int, link: str) -> None:
 def test_layers_that_come_late_are_counted_too(mode: str) -> None:
     """In memory that has room for two layers, but not in prefill."""
     case = tiny(3)
-    settings = replace(in_mode(case.settings, mode), resident_layers=2, sliced_layers=None)
+    settings = replace(in_mode(case.settings, mode), resident_layers=2)
     case = replace(case, settings=settings, prompt=2000)
     needs = needs_of(case).with_budget(settings.budget)
     sliced = case.target.layers - 2 if needs.has_slices else 0
