@@ -78,6 +78,7 @@ class TransferRing:
             return
         source = self._waiting.popleft()
         numel = source.nbytes // slot.itemsize
-        chunk = slot[:numel].view(source.dtype).view(source.shape)
+        with torch.inference_mode(False):  # a link writes to it from outside
+            chunk = slot[:numel].view(source.dtype).view(source.shape)
         ticket = self.link.copy(by_head(chunk, source))
         self._filled.append((slot, chunk, ticket))
