@@ -145,9 +145,7 @@ class Session:
 
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new
-        tiers = runtime.needs.tiers(prompt, new)
-        plan = self.plan
-        tiers = tiers.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
+        tiers = runtime.needs.placed(self.plan, prompt, new)
         config, device = runtime.target.config, self.prompt.device
         rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
         return TieredCache(tiers, runtime.link, rotary, runtime.arena)

@@ -54,8 +54,8 @@ def device_tiers(
         "retrieval cache": retrieval,
         "draft cache": needs.draft,
         "rotary tables": needs.tables,
+        "cutting slices": shape.splitting_bytes,
     }
-    fixed["cutting slices"] = shape.splitting_bytes
     prefill = {**shape.device_tiers(True), **fixed, "hidden states": needs.hidden, "a pass": 0}
     decode = {**shape.device_tiers(False), **fixed, "hidden states": 0, "a pass": needs.passes}
     return prefill, decode

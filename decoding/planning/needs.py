@@ -271,9 +271,9 @@ class TextNeeds:
         """Return how the draft's cache is laid out."""
         return StreamingShape(self.settings.sinks, self.window, DRAFT_SLACK)
 
-    def placed(self, plan: MemoryPlan, tokens: int) -> TieredShape:
-        """Return how the target's cache of so many tokens is laid out by a plan."""
-        shape = self.tiers(tokens, 0)
+    def placed(self, plan: MemoryPlan, prompt: int, new: int = 0) -> TieredShape:
+        """Return how the target's cache is laid out by a plan."""
+        shape = self.tiers(prompt, new)
         return shape.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
 
     def near_tokens(self, plan: MemoryPlan, tokens: int) -> float:
