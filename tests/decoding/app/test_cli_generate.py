@@ -85,9 +85,7 @@ def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None
 
 def test_text_arrives_while_it_is_written_and_a_reader_may_leave(tmp_path: Path) -> None:
     slow = (
-        "--packed",
         "--resident-layers",
-        "--sliced-layers",
         "0",
         "--link",
         "emulated:0.01",
