@@ -2,7 +2,8 @@
 
 It tells how far into a text a model is good for, that `--rope yarn:FACTOR` does what it should, and
 that our passes say what transformers says at any length. A text is read once, in chunks; before
-each length the mean of -log p over some tokens is taken.
+each length the mean of -log p over some tokens is taken. What has been read so far is kept: an
+hour's run that is ended leaves the rows it had.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from bench.harness.options import (
     Threads,
     integers,
 )
-from bench.harness.record import benchmark, prepare, publish
-from bench.harness.tables import say
+from bench.harness.record import benchmark, prepare, save
+from bench.harness.tables import say, show
 from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
@@ -112,15 +113,21 @@ def main(
         engine = Engine.from_pretrained(target, settings=settings)
         tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
         ours = losses(our_logits(engine, tokens), tokens, f"rope {rope}")
-        theirs = None
-        if peer:
-            model, scratch = resolve(target, Group()), output.parent / "converted"
-            hf = load_transformers(model, dtype, scratch, settings.rope)
-            theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
-        for length in lengths:
-            part = slice(length - last - 1, length - 1)
-            mean = float(ours[part].mean())
-            other = None if theirs is None else float(theirs[part].mean())
-            rows.append(Row(length, rope, mean, math.exp(mean), other))
-    title = f"Loss of the last {last:,} tokens before each length, nats a token, {dtype}"
-    publish(output, title, rows)
+        rows += [row_of(length, rope, ours, last) for length in lengths]
+        save(output, {"rows": rows}, quiet=True)
+        if not peer:
+            continue
+        model, scratch = resolve(target, Group()), output.parent / "converted"
+        hf = load_transformers(model, dtype, scratch, settings.rope)
+        theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
+        rows[-len(lengths) :] = [row_of(length, rope, ours, last, theirs) for length in lengths]
+        save(output, {"rows": rows}, quiet=True)
+    show(f"Loss of the last {last:,} tokens before each length, nats a token, {dtype}", rows)
+
+
+def row_of(length: int, rope: str, ours: Tensor, last: int, theirs: Tensor | None = None) -> Row:
+    """Return the row of one length, of the losses of all tokens."""
+    part = slice(length - last - 1, length - 1)
+    mean = float(ours[part].mean())
+    other = None if theirs is None else float(theirs[part].mean())
+    return Row(length, rope, mean, math.exp(mean), other)
