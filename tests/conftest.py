@@ -4,6 +4,7 @@ stand-in for one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,20 @@ from offload.link import Link
 from standin import Machine, gpu_or_standin
 from support.links import make_test_link
 from support.models import build_checkpoint
+
+
+def pytest_configure() -> None:
+    """Keep a worker, and all that it starts, to a core of its own.
+
+    An engine takes as many threads as it has cores; those of two workers would wait for each other,
+    three times as long.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    number = int(worker.removeprefix("gw"))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ def test_a_row_runs_at_reduced_size_and_says_so(
     small = {
         "context": 600,
         "dtype": "float32",
-        "max_new_tokens": 12,
+        "max_new_tokens": 8,
         "device": "cpu",
         "gpus": 1,
         "budget": 128,

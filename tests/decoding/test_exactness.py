@@ -16,7 +16,7 @@ from parallel.group import Group
 from support.engines import DEMO, Pair
 from support.texts import prompt
 
-NEW = 48
+NEW = 32
 LINKED = {"link": "emulated:50", "resident_layers": 1}
 
 
@@ -83,7 +83,7 @@ SPLIT: list[tuple[Case, tuple[int, int]]] = [
 
 
 # two ranks take turns: behind less, and for more than two rounds
-SHORT, FEW = 600, 24
+SHORT, FEW = 400, 20
 
 
 @pytest.fixture(scope="module")

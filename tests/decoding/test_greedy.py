@@ -39,7 +39,7 @@ def plain(pair: Pair) -> dict[str, list[int]]:
             "retrieval",
             {"budget": 64, "chunk_size": 16, "link": "emulated:50", "resident_layers": 5},
         ),
-        ("documentation", "speculative", {"draft_length": 1}),
+        ("documentation", "speculative", {"draft_length": 1, "link": "emulated:50"}),
         (
             "argparse",
             "hierarchical",
@@ -64,11 +64,10 @@ def plain(pair: Pair) -> dict[str, list[int]]:
             },
         ),
         # a budget that holds all of the text
-        ("typing", "retrieval", {"budget": 4096, "draft_length": 40}),
         (
             "typing",
-            "speculative",
-            {"draft_length": 4, "prefill_chunk": 333, "link": "emulated:50", "resident_layers": 3},
+            "retrieval",
+            {"budget": 4096, "draft_length": 40, "prefill_chunk": 333, "resident_layers": 3},
         ),
     ],
 )

@@ -32,7 +32,7 @@ from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
 # far more than the retrieval budget, and enough for a few rounds
-PROMPT, NEW = prompt("argparse")[:400], 14
+PROMPT, NEW = prompt("argparse")[:300], 10
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
@@ -74,7 +74,7 @@ def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int
     assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
 def test_recorded_passes_write_the_same(
     mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +137,7 @@ def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> N
 
 
 @pytest.mark.parametrize(
-    ("mode", "resident"), [*((mode, 2) for mode in MODES), ("plain", 6), ("hierarchical", 6)]
+    ("mode", "resident"), [*((mode, 2) for mode in MODES), ("hierarchical", 6)]
 )
 def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
     mode: str, resident: int, wanted: list[int], gpu: Machine | None

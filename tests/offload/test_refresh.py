@@ -94,9 +94,9 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
     """With the slots that `decoding` sets aside: what may come between two choices, or the whole
     text.
     """
-    for (budget, chunk), every in product([(4, 1), (16, 1), (40, 8), (64, 4)], [1, 9]):
+    for (budget, chunk), every in product([(4, 1), (40, 8), (64, 4)], [1, 9]):
         rng = random.Random(budget + every)
-        draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 250
+        draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 200
         rows = draft + 2
         fresh = min(every + 2 * rows, new) if POLICIES[policy].traits.reselects else new
         shape = RetrievalShape.of(budget, chunk, prompt + new, rows, fresh)

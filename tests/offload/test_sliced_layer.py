@@ -17,8 +17,8 @@ from support.reference import PlainCache
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-# sliced layers of the three far ones, and whether the others are packed
-PLACES = [(0, True), (1, False), (2, True), (3, False)]
+# sliced layers of the three far ones, whether the others are packed, and heads of a chunk
+PLACES = [(0, True, 1), (1, False, 2), (2, True, 3), (3, False, 1), (3, False, 2)]
 # rows of a pass, how many of them stand, and where to crop afterwards
 PASSES = [(1, 1, None), (17, 12, None), (5, 0, None), (24, 24, None), (2, 2, 33), (9, 9, None)]
 
@@ -55,8 +55,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @every_link
 @every_dtype
-@pytest.mark.parametrize(("layers", "packed"), PLACES)
-@pytest.mark.parametrize("heads", [1, 2, 3])
+@pytest.mark.parametrize(("layers", "packed", "heads"), PLACES)
 def test_outputs_are_bit_for_bit_those_without_slices(
     link: Link, dtype: torch.dtype, layers: int, packed: bool, heads: int
 ) -> None:
