@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from importlib.machinery import ModuleSpec
+from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -34,8 +35,12 @@ from support.models import borrowing_draft, random_tokens
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers run in forks of a process that has imported torch and transformers."""
+    """Peers run in forks of a process that has imported torch and transformers.
+
+    It is started here: where peers are started interrupts are blocked, and would be in all forks.
+    """
     multiprocessing.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
     monkeypatch.setattr(bench.harness.process, "_START", "forkserver")
 
 
