@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from offload.policies import POLICY_TRAITS, PolicyTraits
+from offload.processor import multiplies_bfloat16
 
 # What an earlier selection's attention still counts at the next one.
 KEPT_OF_ATTENTION = 0.9
@@ -69,7 +70,7 @@ class ObservedRows:
         if keys.is_cpu and keys.dtype != torch.float32:
             # here a batch is slower than one head after another
             pairs = zip(rows, keys, strict=True)
-            scores = torch.stack([keys @ q.T for q, keys in pairs])
+            scores = torch.stack([_product(keys, q.T) for q, keys in pairs])
         else:
             scores = keys @ rows.transpose(1, 2)  # (Hkv, N, G * R): faster so, on a CPU
         scores = scores.transpose(1, 2).float()
@@ -138,6 +139,13 @@ class Attention(SelectionPolicy):
                 row[: len(before)] += KEPT_OF_ATTENTION * before
             self._worth[layer, index] = row
         return worth.clone()  # `select` writes into it
+
+
+def _product(keys: Tensor, q: Tensor) -> Tensor:
+    """Return keys (N, D) @ q (D, R), both of 16 bits, on a CPU."""
+    if multiplies_bfloat16():
+        return keys @ q
+    return keys.float() @ q.float()
 
 
 def _mean_keys(keys: Tensor, chunk: int) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from offload.processor import multiplies_bfloat16
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
 _MIN_ROWS = 4  # with fewer, reading the weights is all there is to do
@@ -15,9 +15,8 @@ _MIN_ROWS = 4  # with fewer, reading the weights is all there is to do
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, (T, Dout), of x (T, Din) and weight (Dout, Din).
 
-    A processor without instructions for bfloat16 takes ten to fifty times as long for such a
-    product as in float32. There the weight is widened part by part, which loses nothing: products
-    are summed in float32 either way, and rounded once.
+    On a processor without instructions for bfloat16 the weight is widened part by part, which loses
+    nothing: products are summed in float32 either way, and rounded once.
     """
     widens = x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _MIN_ROWS
     if not widens or multiplies_bfloat16():
@@ -30,9 +29,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own = None if bias is None else bias[part].float()
         out[:, part] = F.linear(wide, weight[part].float(), own)
     return out
-
-
-@cache
-def multiplies_bfloat16() -> bool:
-    """Return whether this processor has instructions for products in bfloat16."""
-    return torch.backends.cpu.get_cpu_capability() != "AVX2"

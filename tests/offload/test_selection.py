@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload import selection
 from offload.layout import KVLayout
 from offload.policies import POLICY_NAMES, POLICY_TRAITS
 from offload.selection import KEPT_OF_ATTENTION, POLICIES, ObservedRows
@@ -67,11 +68,14 @@ def test_rows_are_evenly_spaced_and_the_last_is_among_them(
     torch.testing.assert_close(found, by_head.permute(1, 2, 0, 3) * DIM**-0.5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "widened"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
 @pytest.mark.parametrize("before", [0, 5])
 def test_attention_is_that_of_the_softmax_over_all_a_row_sees(
-    before: int, dtype: torch.dtype
+    before: int, dtype: torch.dtype, widened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(selection, "multiplies_bfloat16", lambda: not widened)
     q, keys, recent = (x.to(dtype) for x in draw(5, 40, before))
     found = ObservedRows(q, keys, recent, 3).attention
     for head in range(HEADS):
