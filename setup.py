@@ -48,6 +48,8 @@ setup(
             "ruff>=0.12",
             "mypy>=1.14",
             "setuptools>=70.1",
+            # its interpreter runs the fused kernels where there is no GPU
+            "triton>=3.5; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ],
     },
     entry_points={"console_scripts": ["tierforce=decoding.app.main:main"]},

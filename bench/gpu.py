@@ -34,11 +34,13 @@ from bench.speed.passes import DRAFTED, passes
 from decoding import Engine, Sampling, Settings
 from decoding.planning.passes import prefill_flops
 from decoding.probe.rates import matmul_rate
+from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import Fixed
 from offload.bandwidth import Copies
 from offload.errors import FitError
+from offload.fused import fused_kernels
 from offload.host_memory import host_available
 from offload.link import Link
 from parallel.config import ModelConfig
@@ -49,6 +51,7 @@ from parallel.loading import random_model
 CONTEXT = 130_048
 # target and draft of drawn weights
 PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}
+SLICES = {"join_rate": "KV joined of slices", "near_rate": "KV attended to by its codes"}
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,16 @@ def measure_link(report: Report, link: Link) -> float:
         report.add("link", "pinned host to device", rate / 1e9, "GB/s")
         report.add("link", "device to pinned host", copies.rate(out=True) / 1e9, "GB/s")
     return rate
+
+
+def measure_slices(report: Report, runtime: Runtime) -> None:
+    """Measure what layers in slices are made of, as this device does it."""
+    device = runtime.target.group.device
+    kernels, why = fused_kernels(device.type)
+    report.add("slices", "fused kernels", "used" if kernels else f"not used: {why}")
+    rates = slice_rates(runtime.target.config, device, runtime.dtype)
+    for name, rate in rates.items():
+        report.add("slices", SLICES[name], rate / 1e9, "GB/s")
 
 
 def measure_prefill(report: Report, runtime: Runtime, prompt: list[int]) -> Session:
@@ -227,6 +240,7 @@ def main(
     with torch.inference_mode():
         runtime, tokenizer = models(target, draft, group, settings)
         rate = measure_link(report, runtime.link)
+        measure_slices(report, runtime)
         config = runtime.target.config
         tokens = min(context_that_fits(config, runtime.dtype, context), config.max_positions - 1024)
         session = measure_prefill(report, runtime, prompt_of(config, tokenizer, tokens))

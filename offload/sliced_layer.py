@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.buffers import span
+from offload.attention.folding import Partial, merge
+from offload.buffers import attend_to, span
+from offload.fused import fused_kernels
 from offload.layers import Show, StreamedLayer, show_nobody
 from offload.link import Link
 from offload.outliers import Outliers
@@ -28,7 +31,9 @@ class Coding:
     codec: SliceCodec
     outliers: Outliers
     codes: Tensor | None  # (2, Hkv, capacity, D) uint8; None: they are on the host
+    kernels: ModuleType | None = None  # `offload.slice_kernels`, where they can be used
     offsets: Offsets | None = None  # by the text's first tokens
+    table: Tensor | None = None  # these (2, Hkv) int32 on the device
 
     @classmethod
     def of(cls, shape: TieredShape, device: torch.device, on_device: bool) -> Coding:
@@ -39,7 +44,8 @@ class Coding:
         if on_device:
             buffer = shape.planes_buffer(shape.format.code_planes)
             codes = torch.empty(buffer, dtype=torch.uint8, device=device)
-        return cls(SliceCodec(shape.format), outliers, codes)
+        kernels, _ = fused_kernels(device.type)
+        return cls(SliceCodec(shape.format), outliers, codes, kernels)
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +59,8 @@ class Coding:
         """
         if self.offsets is None:
             self.offsets = self.codec.offsets(kv)
+            if self.kernels is not None:
+                self.table = torch.tensor(self.offsets, dtype=torch.int32, device=kv.device)
         codes, lows, outliers = self.codec.split(kv, self.offsets)
         self.outliers.put(kv, outliers, at)
         if self.codes is None:
@@ -69,7 +77,7 @@ class Coding:
         codes, lows = planes[:2], planes[2:]
         if self.codes is not None:
             codes, lows = span(self.codes[:, head : head + heads], 0, tokens), planes
-        self.codec.join(codes, lows, self._offsets_of(head, heads), span(out, 0, tokens))
+        self._join(codes, lows, head, span(out, 0, tokens))
         self.outliers.apply(out, head, heads)
 
     def near(self, head: int, out: Tensor) -> None:
@@ -78,6 +86,22 @@ class Coding:
         heads, tokens = out.shape[1:3]
         codes = span(self.codes[:, head : head + heads], 0, tokens)
         self.codec.join(codes, None, self._offsets_of(head, heads), out)
+
+    def attend(self, q: Tensor, tokens: int) -> Partial:
+        """Return the attention of q to what the codes of the first tokens stand for."""
+        assert self.kernels is not None
+        assert self.codes is not None
+        return self.kernels.attend(self.codec.format, q, span(self.codes, 0, tokens), self.table)
+
+    def _join(self, codes: Tensor, lows: Tensor, head: int, out: Tensor) -> None:
+        """Write to out (2, h, N, D) the elements of the heads from `head` on."""
+        heads = out.shape[1]
+        if self.kernels is None:
+            self.codec.join(codes, lows, self._offsets_of(head, heads), out)
+            return
+        assert self.table is not None
+        table = self.table[:, head : head + heads]
+        self.kernels.join(self.codec.format, codes, lows, table, out)
 
     def _offsets_of(self, head: int, heads: int) -> Offsets:
         assert self.offsets is not None
@@ -156,7 +180,13 @@ class SlicedLayer(StreamedLayer):
         return self._attend(q, end, boundary, self._exact, show, self._traffic)
 
     def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
-        return self._attend(q, end, boundary, self._near, show_nobody, traffic)
+        coding = self._coding
+        if coding.kernels is None or not boundary:
+            return self._attend(q, end, boundary, self._near, show_nobody, traffic)
+        recent = attend_to(self._tail, q, end - boundary, traffic)
+        assert coding.codes is not None
+        traffic.attended += span(coding.codes, 0, boundary).numel()
+        return merge([coding.attend(q, boundary), recent])[0]
 
     def write_back(self, boundary: int, count: int) -> Any:
         return self._write(span(self._tail, 0, count), boundary)

@@ -16,6 +16,9 @@ from standin import Machine, gpu_or_standin
 from support.links import make_test_link
 from support.models import build_checkpoint
 
+if not torch.cuda.is_available():  # triton looks when it is imported first
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_configure() -> None:
     """Keep a worker, and all that it starts, to a core of its own.

@@ -16,6 +16,8 @@ _ROWS = {
     "memory_rate": ("reading weights", "GB/s"),
     "kv_rate": ("reading KV in attention", "GB/s"),
     "score_rate": ("KV looked through to select from it", "GB/s"),
+    "join_rate": ("KV joined of slices", "GB/s"),
+    "near_rate": ("KV attended to by its codes", "GB/s"),
     "matmul_alone": ("one large matrix product", "TFLOP/s"),
     "matmul": ("products of a prefill", "TFLOP/s"),
     "prefill_attention": ("attention of a prefill", "TFLOP/s"),

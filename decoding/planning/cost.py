@@ -156,8 +156,11 @@ class PredictedCosts:
 
     def near_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rows: int) -> float:
         """Return the seconds of a pass over what the device has of the target's cache."""
-        attended = round(needs.near_tokens(plan, prompt))
-        return target_passes(self.hardware, needs).seconds(rows, attended)
+        hardware = self.hardware
+        kv_rate = hardware.kv_rate or hardware.memory_rate
+        code = kv_rate / (hardware.near_rate or 2 * kv_rate)
+        attended = round(needs.near_tokens(plan, prompt, code))
+        return target_passes(hardware, needs).seconds(rows, attended)
 
     def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a token put before the target."""

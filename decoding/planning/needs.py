@@ -276,12 +276,15 @@ class TextNeeds:
         shape = self.tiers(prompt, new)
         return shape.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
 
-    def near_tokens(self, plan: MemoryPlan, tokens: int) -> float:
-        """Return as how many tokens in 16 bits the device attends to what it has of so many."""
+    def near_tokens(self, plan: MemoryPlan, tokens: int, code: float) -> float:
+        """Return as how many tokens in 16 bits the device attends to what it has of so many.
+
+        A code takes so much of an element's time.
+        """
         layers = self.target.layers
         sliced = plan.sliced_layers
         streamed = layers - plan.resident_layers - sliced
-        whole = plan.resident_layers + sliced / 2  # a code has half of an element's bytes
+        whole = plan.resident_layers + sliced * code
         return (whole * tokens + streamed * min(self.budget, tokens)) / layers
 
     # -- what a plan decides -----------------------------------------------------------------------

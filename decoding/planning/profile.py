@@ -39,7 +39,10 @@ class HardwareProfile:
     prefill_attention: float | None = None  # operations of many rows; matmul
     # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
     score_rate: float | None = None
-    join_rate: float | None = None  # bytes of elements joined of slices; what memory_rate gives
+    # bytes a second of the elements that slices stand for: joined of them, and attended to by their
+    # codes in a pass of one row; what memory_rate gives, and twice kv_rate, for a code is half
+    join_rate: float | None = None
+    near_rate: float | None = None
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host

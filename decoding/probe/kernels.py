@@ -17,7 +17,8 @@ from transformers import LlamaConfig
 
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
-from decoding.probe.rates import run_seconds
+from decoding.probe.rates import run_seconds, typical
+from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.settings import Settings
@@ -42,7 +43,6 @@ _KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # far more than any processor c
 _PREFILL_S = 0.5  # of a prefill's run: a slow device reads a shorter prompt
 _PREFIX = 32_768  # tokens that a selection looks through, at most
 _SAMPLING = Sampling(0.6, top_p=0.9)
-_REPEATS = 9
 _SHORT_PASSES = 60  # repeats of a short pass, which take little
 _LARGE = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
@@ -68,7 +68,7 @@ def pass_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
     They are of layers of this model, on one rank that has them whole.
     """
-    return _Kernels(config, device, dtype).rates()
+    return _Kernels(config, device, dtype).rates() | slice_rates(config, device, dtype)
 
 
 class _Kernels:
@@ -214,23 +214,3 @@ class _Kernels:
 
     def _random(self, shape: Sequence[int]) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
-
-
-def typical(
-    work: Callable[[], Tensor],
-    repeats: int = _REPEATS,
-    before: Callable[[], Tensor] | None = None,
-    of: Callable[[list[float]], float] = statistics.median,
-) -> float:
-    """Return the seconds of one of a few runs, each until its result is there.
-
-    The first run does not count, nor what goes `before` each. `of` the times the median is taken,
-    or what else is given: the least for a prefill, which averages over seconds and is told from a
-    short run.
-    """
-    times = []
-    for _ in range(repeats + 1):
-        if before is not None:
-            before().item()
-        times.append(run_seconds(work))
-    return of(times[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from parallel.products import linear
 
 _LARGE_SUM_BYTES = 16 << 20
 _REPEATS = 5
+_RUNS = 9  # that a typical one is told from
 _LONG_ENOUGH = 0.1  # seconds of a run that tells a rate; a slow device is not given a larger one
 
 
@@ -44,6 +46,26 @@ def run_seconds(work: Callable[[], torch.Tensor]) -> float:
     started = time.perf_counter()
     work().flatten()[0].item()
     return time.perf_counter() - started
+
+
+def typical(
+    work: Callable[[], torch.Tensor],
+    repeats: int = _RUNS,
+    before: Callable[[], torch.Tensor] | None = None,
+    of: Callable[[list[float]], float] = statistics.median,
+) -> float:
+    """Return the seconds of one of a few runs, each until its result is there.
+
+    The first run does not count, nor what goes `before` each. `of` the times the median is taken,
+    or what else is given: the least for a prefill, which averages over seconds and is told from a
+    short run.
+    """
+    times = []
+    for _ in range(repeats + 1):
+        if before is not None:
+            before().item()
+        times.append(run_seconds(work))
+    return of(times[1:])
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:

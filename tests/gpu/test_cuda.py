@@ -23,6 +23,7 @@ from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
+from offload.fused import fused_kernels
 from parallel.graphs import GraphRunner, Recorder, graphs_work
 from parallel.group import Group
 from parallel.model import Attention
@@ -178,6 +179,12 @@ def test_slices_are_cut_and_joined_on_a_gpu(sliced: int | None) -> None:
     layer = engine.runtime.needs.layout.bytes(len(PROMPT) + NEW, 1)
     assert 0 < streamed <= stats.levels[0].stats.passes * layer * bits / 16
     engine.close()
+
+
+@pytest.mark.cuda(standin=False)
+def test_fused_kernels_are_right() -> None:
+    kernels, why = fused_kernels("cuda")
+    assert kernels is not None, why
 
 
 def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any]:

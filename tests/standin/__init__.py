@@ -27,6 +27,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from offload import fused
 from standin.clocks import Race, Timeline
 from standin.dispatch import OnGpu
 from standin.graphs import capture_type, graph_type
@@ -174,6 +175,10 @@ def _all_reduce(real: Any, machine: Machine) -> Callable[..., Any]:
     return all_reduce
 
 
+def _compiles_nothing(*_: Any) -> None:
+    raise RuntimeError("a stand-in compiles nothing")
+
+
 @contextmanager
 def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[Machine]:
     """Stand in for GPU `index` of this process, with so many bytes of memory.
@@ -189,6 +194,7 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         # torch.tensor makes its result on the host, and has it moved like any other
         torch._C._set_only_lift_cpu_tensors(True)
+        stack.enter_context(patch.object(fused, "_try", _compiles_nothing))
         stack.enter_context(OnGpu(machine))
         yield machine
     gc.collect()

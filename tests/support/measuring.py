@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from decoding.probe import kernels, rates
+from decoding.probe import kernels, rates, slices
 
 
 def measure_briefly() -> None:
     """Make a probe of this process take few and small runs. For processes that end with a test."""
-    typical = kernels.typical
+    typical = rates.typical
 
     def brief(
         work: Callable[[], Tensor],
@@ -25,7 +25,8 @@ def measure_briefly() -> None:
     sizes = {"_PREFILL_ROWS": 512, "_PREFIX": 8192, "_KV_BYTES": {"cpu": 16 << 20}}
     for module, name, value in (
         *((kernels, name, value) for name, value in sizes.items()),
-        *((kernels, "typical", brief), (kernels, "_PREFILL_S", 0.05), (rates, "_REPEATS", 1)),
+        *((module, "typical", brief) for module in (kernels, slices)),
+        *((kernels, "_PREFILL_S", 0.05), (rates, "_REPEATS", 1), (slices, "_TOKENS", 1024)),
     ):
         getattr(module, name)  # a name that is gone would be set, and change nothing
         setattr(module, name, value)

@@ -1,0 +1,55 @@
+"""The rates of layers in slices: joining them, and attention to codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoding.probe.rates import typical
+from offload.attention import partial_attention
+from offload.buffers import span
+from offload.fused import fused_kernels
+from offload.slice_format import SPLIT_TOKENS, slice_format
+from offload.slices import SliceCodec
+from parallel.config import ModelConfig
+
+_TOKENS = 16_384  # far more than a processor's cache holds
+
+
+def slice_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measure the numbers of a hardware profile that are of slices; none where none are cut.
+
+    They are bytes a second of the elements that slices stand for, as this device deals with them:
+    by fused kernels, or step by step.
+    """
+    cut = slice_format(dtype)
+    if cut is None:
+        return {}
+    codec, (kernels, _) = SliceCodec(cut), fused_kernels(device.type)
+    layout = config.kv_layout(1, dtype)
+    kv = torch.randn(*layout.shape(1, _TOKENS), device=device, dtype=dtype)[0]
+    q = torch.randn(1, config.heads, config.head_dim, device=device, dtype=dtype)
+    offsets = codec.offsets(kv)
+    table = torch.tensor(offsets, dtype=torch.int32, device=device)
+    parts = [
+        codec.split(span(kv, start, start + SPLIT_TOKENS), offsets)[:2]
+        for start in range(0, _TOKENS, SPLIT_TOKENS)
+    ]
+    codes, lows = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    out = torch.empty_like(kv)
+
+    def join() -> Tensor:
+        if kernels is None:
+            codec.join(codes, lows, offsets, out)
+        else:
+            kernels.join(cut, codes, lows, table, out)
+        return out
+
+    def attend() -> Tensor:
+        if kernels is not None:
+            return kernels.attend(cut, q, codes, table)[0]
+        codec.join(codes, None, offsets, out)
+        keys, values = (each.transpose(0, 1) for each in out)
+        return partial_attention(q, keys, values, causal=False)[0]
+
+    return {"join_rate": kv.nbytes / typical(join), "near_rate": kv.nbytes / typical(attend)}
