@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 
 from offload.attention import partial_attention
+from offload.errors import one_line
 from offload.slice_format import SLICED_DTYPES, slice_format
 from offload.slices import SliceCodec
 
@@ -27,7 +28,7 @@ def fused_kernels(device: str) -> tuple[ModuleType | None, str]:
             _try(slice_kernels, torch.device(device), getattr(torch, dtype))
     # whatever a compiler or driver makes of them, plain operations do the same
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, f"{type(error).__name__}: {one_line(error)}"
     return slice_kernels, "a trial showed that they are right"
 
 

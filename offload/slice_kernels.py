@@ -162,7 +162,8 @@ def _join(
         tl.store(place, patterns, mask=inside)
 
 
-@triton.jit
+# which differ from pass to pass: a kernel of its own for each kind of number would be compiled
+@triton.jit(do_not_specialize=["tokens", "share", "rows"])
 def _attend(
     q,
     codes,

@@ -11,6 +11,7 @@ from decoding.app.terminal import say, warn
 from decoding.engine import Engine
 from decoding.stats import Stats
 from offload.errors import FitError
+from offload.fused import fused_kernels
 from offload.memory_plan import MemoryPlan
 
 
@@ -31,6 +32,13 @@ def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> No
             "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
             "--device cpu."
         )
+    if engine.group.device.type == "cuda" and engine.runtime.needs.has_slices:
+        kernels, why = fused_kernels("cuda")
+        if kernels is None:
+            warn(
+                f"the kernels for slices cannot be used here ({why}): plain operations "
+                "do the same and take several times as long. Another --mode may be faster."
+            )
     if longest is not None:
         try:
             place = engine.check(longest.tokens, common.max_new_tokens)

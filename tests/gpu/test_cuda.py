@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from torch import Tensor
 import parallel.graphs
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
+from decoding.app.lines import say_what_fits
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
 from offload.fused import fused_kernels
@@ -179,6 +181,18 @@ def test_slices_are_cut_and_joined_on_a_gpu(sliced: int | None) -> None:
     layer = engine.runtime.needs.layout.bytes(len(PROMPT) + NEW, 1)
     assert 0 < streamed <= stats.levels[0].stats.passes * layer * bits / 16
     engine.close()
+
+
+def test_slices_without_kernels_are_warned_of(
+    capsys: pytest.CaptureFixture[str], gpu: Machine | None
+) -> None:
+    if gpu is None:
+        pytest.skip("only a stand-in lacks them")
+    engine = opened(Group(device=torch.device("cuda", 0)), "sliced", dtype="bfloat16")
+    say_what_fits(engine, None, SimpleNamespace(gpus=None, device="auto"))
+    engine.close()
+    said = capsys.readouterr().err
+    assert "cannot be used here (RuntimeError: a stand-in compiles nothing): plain" in said
 
 
 @pytest.mark.cuda(standin=False)

@@ -11,7 +11,7 @@ import torch
 
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
-from decoding.planning.cost import Acceptance
+from decoding.planning.cost import Acceptance, PredictedCosts
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.needs import TextNeeds
@@ -122,3 +122,26 @@ def test_arithmetic_of_a_prefill() -> None:
     weights = 5 * (4 * 256 * 256 + 3 * 256 * 768) + 2 * 256 * 256
     pairs = 5 * 4 * 64 * (1 + 2 + 3)
     assert prefill_flops(config, 3) == pytest.approx((2 * weights * 3, 4 * pairs))
+
+
+def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
+    """By default a code, half of an element, takes half of its time."""
+    machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9, kv_rate=5e11)
+    needs = needs_of(SEVEN, "sliced", int(machine.gpus))
+    plan = look_ahead(needs, machine, PROMPT, NEW).plan
+    kv = needs.layout.bytes(PROMPT, plan.sliced_layers)
+    assert kv > 0
+
+    def near_s(hardware: HardwareProfile) -> float:
+        return PredictedCosts(hardware, Acceptance()).near_s(needs, plan, PROMPT, 1)
+
+    assert near_s(replace(machine, near_rate=1e12)) == near_s(machine)
+    slower = near_s(replace(machine, near_rate=2.5e11)) - near_s(machine)
+    assert slower == pytest.approx(1.5 * kv / 5e11, rel=0.01)
+    joined = [
+        PredictedCosts(replace(machine, join_rate=rate), Acceptance())
+        .round_cost(needs, plan, PROMPT)
+        .compute_s(8)
+        for rate in (1e11, 5e10)
+    ]
+    assert joined[1] - joined[0] == pytest.approx(kv / 1e11, rel=0.01)
