@@ -31,8 +31,8 @@ from bench.harness.options import (
     Threads,
     integers,
 )
-from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import say, show
+from bench.harness.record import benchmark, prepare, publish, save
+from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
@@ -122,7 +122,8 @@ def main(
         theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
         rows[-len(lengths) :] = [row_of(length, rope, ours, last, theirs) for length in lengths]
         save(output, {"rows": rows}, quiet=True)
-    show(f"Loss of the last {last:,} tokens before each length, nats a token, {dtype}", rows)
+    title = f"Loss of the last {last:,} tokens before each length, nats a token, {dtype}"
+    publish(output, title, rows)
 
 
 def row_of(length: int, rope: str, ours: Tensor, last: int, theirs: Tensor | None = None) -> Row:
