@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from bench.drafts.low_rank import LOW_RANKS
 from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
 from bench.drafts.rounding import ROUNDINGS
 from bench.harness.options import (
@@ -44,6 +45,7 @@ from decoding import Engine, Sampling, Settings
 
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
 SHORT_INTERVALS = (16, 64)
+SLICES_INTERVALS = (16, 32, 64)
 SEEDS = 2  # counted runs of one text
 PARTS = "policies,budgets,chunks,temperatures,slices,counts"
 ALONG = ("target", "book")
@@ -63,6 +65,8 @@ class Row:
     against_static: dict[int, float]  # that share over the static policy's
     # of a verification of a draft as long as the interval; a book's words tell nothing of that
     expected_tokens: dict[int, float]
+    # of a draft as long as the interval, a token, where the device holds half of the KV
+    link_mb: dict[int, float]
     overlap_by_age: list[float]  # by tokens since the refresh, for the longest interval
 
 
@@ -109,6 +113,11 @@ class Study:
         for variant, by_interval in chains.items():
             static = rejected.get(replace(STATIC, budget=variant.budget), rejected[variant])
             longest = torch.stack([chain.overlap for chain in by_interval[max(by_interval)]])
+            expected = {
+                n: statistics.fmean(chain.tokens for chain in each)
+                for n, each in by_interval.items()
+                if self.along == "target"
+            }
             row = Row(
                 context,
                 variant.budget,
@@ -116,11 +125,8 @@ class Study:
                 variant.name,
                 rejected[variant],
                 {n: share / max(static[n], 1e-9) for n, share in rejected[variant].items()},
-                {
-                    n: statistics.fmean(chain.tokens for chain in each)
-                    for n, each in by_interval.items()
-                    if self.along == "target"
-                },
+                expected,
+                self.link_mb(variant, context, expected),
                 longest.mean(0).tolist(),
             )
             rows.append(row)
@@ -129,15 +135,29 @@ class Study:
     def slices(self, context: int) -> list[Row]:
         """Return rows of fewer bits of all tokens, beside fewer tokens in all their bits.
 
-        The budgets are a tenth of the context, a quarter, and half: as many bytes as codes.
+        The budgets are a tenth of the context, a quarter, and half: as many bytes as codes. Values
+        that are fetched for keys of low rank are a tenth or a quarter.
         """
+        low_rank = [
+            replace(OURS, policy=name, budget=size)
+            for size in (context // 10, context // 4)
+            for name in LOW_RANKS
+        ]
         rounded = [replace(OURS, policy=name, budget=context) for name in ROUNDINGS]
         selected = [
             replace(each, budget=size)
             for size in (context // 10, context // 4, context // 2)
             for each in (STATIC, OURS)
         ]
-        return self.rows(context, [*selected, *rounded])
+        return self.rows(context, [*selected, *low_rank, *rounded], SLICES_INTERVALS)
+
+    def link_mb(
+        self, variant: Variant, context: int, expected: dict[int, float]
+    ) -> dict[int, float]:
+        """Return MB over the link a token by draft length, of which so many tokens are expected."""
+        layout = self.engine.runtime.target.config.kv_layout(1, torch.bfloat16)
+        kv, footprint = layout.bytes(context), variant.footprint(context)
+        return {n: footprint.link(0.5, n, each) * kv / 1e6 for n, each in expected.items()}
 
     def chains(
         self,
@@ -256,4 +276,5 @@ def main(
     for part in parts.split(","):
         measured[part] = tasks[part]()
         show(f"{part}: budget 768 unless said, {title}", measured[part], UNSHOWN)
-    save(output, measured)
+        save(output, measured, quiet=True)
+    say(f"written to {output}")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
+from bench.drafts.low_rank import LOW_RANKS, OUTLYING, LowRankCache
 from bench.drafts.rounding import ROUNDINGS, RoundedCache
 from decoding import Sampling
 from decoding.runtime import Runtime
@@ -53,6 +54,25 @@ class Window(SelectionPolicy):
 
 
 MEASURED = POLICIES | {"window": Window}
+DraftCache = RetrievalCache | RoundedCache | LowRankCache
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What drafting and verifying take, as shares of a KV cache in 16 bits."""
+
+    device: float  # memory
+    verification: float  # over the link
+    drafted: float = 0.0  # over the link, a token
+
+    def link(self, memory: float, drafted: int, tokens: float) -> float:
+        """Return what crosses the link a token, as a share of the KV.
+
+        Whole layers fill what is left of `memory`, a share too; `tokens` of so many drafted ones
+        come of a verification.
+        """
+        resident = max(0.0, memory - self.device) / (1 - self.device)
+        return (1 - resident) * (self.verification + drafted * self.drafted) / tokens
 
 
 @dataclass(frozen=True)
@@ -65,9 +85,21 @@ class Variant:
 
     @property
     def name(self) -> str:
-        if self.policy in ROUNDINGS:
+        if self.policy in ROUNDINGS or self.policy in LOW_RANKS:
             return self.policy
         return f"{self.policy}, chunk {self.chunk}"
+
+    def footprint(self, context: int) -> Footprint:
+        """Return what it takes behind so many tokens."""
+        if self.policy in ROUNDINGS:
+            rounding = ROUNDINGS[self.policy]
+            return Footprint(rounding.device_bits / 16, rounding.link_bits / 16)
+        if self.policy in LOW_RANKS:
+            means, outlying = 1 / self.chunk, OUTLYING * self.chunk / context
+            keys = LOW_RANKS[self.policy] + means
+            # keys are half of the KV, values the other
+            return Footprint(keys / 2 + outlying, 1, self.budget / context / 2)
+        return Footprint(self.budget / context, 1)
 
 
 STATIC = Variant("static", 768)  # the published policy
@@ -106,17 +138,21 @@ class PolicyTrace:
         self.target.followers.clear()  # the session's own, whose place these take
         self.session.retrieval = None
         del self.session.levels[1:]
-        self.caches: dict[Variant, RetrievalCache | RoundedCache] = {}
+        self.caches: dict[Variant, DraftCache] = {}
         for variant in variants:
             self.caches[variant] = self._cache(variant, new, rows)
             self.target.followers.append(self.caches[variant])
         self.first = self.session.prefill()  # (1, V)
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
-    def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache | RoundedCache:
+    def _cache(self, variant: Variant, new: int, rows: int) -> DraftCache:
         target, prompt = self.target, self.session.prompt
         if variant.policy in ROUNDINGS:
             return RoundedCache(target, ROUNDINGS[variant.policy])
+        if variant.policy in LOW_RANKS:
+            dimensions = target.layout.heads * target.layout.head_dim
+            rank = round(LOW_RANKS[variant.policy] * dimensions)
+            return LowRankCache(target, variant.budget, variant.chunk, rank)
         shape = RetrievalShape.of(
             variant.budget,
             variant.chunk,

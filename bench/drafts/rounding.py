@@ -7,7 +7,9 @@ bits they would take is in their names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,16 @@ from offload.slice_format import slice_format
 from offload.slices import SliceCodec
 from offload.tiered import TieredCache
 
-Rounding = Callable[[Tensor], Tensor]  # of keys and values (2, H, N, D)
 _BFLOAT16_MANTISSA = 7
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """A way to keep an element in fewer bits, and what is then missing to its 16."""
+
+    round: Callable[[Tensor], Tensor]  # of keys and values (2, H, N, D)
+    device_bits: float  # an element
+    link_bits: float  # an element: what verification has to bring
 
 
 def codes(kv: Tensor) -> Tensor:
@@ -66,19 +76,20 @@ def _affine(x: Tensor, bits: int, group: int) -> Tensor:
     return torch.cat(rounded, dim=-1)
 
 
-ROUNDINGS: dict[str, Rounding] = {
-    "codes, 8 bits": codes,
-    "codes, 8 of keys and 6 of values": partial(mantissas, keys=3, values=1),
-    "rounded to 7 bits": partial(mantissas, keys=2, values=2),
-    "affine int8, 8.5 bits": partial(affine, bits=8),
-    "affine int4, 4.5 bits": partial(affine, bits=4),
+# what affine integers lack is not a slice of the element: all of it is brought
+ROUNDINGS = {
+    "codes, 8 bits": Rounding(codes, 8, 4),
+    "codes, 8 of keys and 6 of values": Rounding(partial(mantissas, keys=3, values=1), 7, 5),
+    "rounded to 7 bits": Rounding(partial(mantissas, keys=2, values=2), 7, 5),
+    "affine int8, 8.5 bits": Rounding(partial(affine, bits=8), 8.5, 16),
+    "affine int4, 4.5 bits": Rounding(partial(affine, bits=4), 4.5, 16),
 }
 
 
 class RoundedCache(Cache):
     """All of a target's KV, rounded; recent tokens are exact. It follows the target's cache."""
 
-    _state = ("length", "_rounded", "_kv")
+    _state = ("length", "_rounded")
 
     def __init__(self, target: TieredCache, rounding: Rounding):
         super().__init__(target.layout)
@@ -90,6 +101,17 @@ class RoundedCache(Cache):
     @property
     def device_bytes(self) -> int:
         return self._kv.nbytes
+
+    def snapshot(self) -> dict[str, Any]:
+        """Keep the recent tokens too: they may have been rounded when the cache comes back."""
+        recent = span(self._kv, int(self._rounded.min()), self.length)
+        return super().snapshot() | {"recent": recent.clone()}
+
+    @torch.inference_mode()
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        recent = snapshot["recent"]
+        super().restore({name: value for name, value in snapshot.items() if name in self._state})
+        span(self._kv, self.length - recent.shape[-2], self.length).copy_(recent)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         kv = self._kv[layer]
@@ -107,7 +129,7 @@ class RoundedCache(Cache):
             raise ValueError("a layer is seen whole, or it would be rounded in parts")
         kv, done, boundary = self._kv[layer], int(self._rounded[layer]), prefix.shape[2]
         if done < boundary:
-            span(kv, done, boundary).copy_(self.rounding(span(prefix, done, boundary)))
+            span(kv, done, boundary).copy_(self.rounding.round(span(prefix, done, boundary)))
             self._rounded[layer] = boundary
         span(kv, boundary, boundary + recent.shape[2]).copy_(recent)
 

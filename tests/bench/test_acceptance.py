@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from bench.drafts.low_rank import LOW_RANKS, OUTLYING
 from bench.drafts.needle import FULL, NEEDLES, needles, planted
-from bench.drafts.overlap import OURS, STATIC, Chain, PolicyTrace, Variant
+from bench.drafts.overlap import OURS, STATIC, Chain, Footprint, PolicyTrace, Variant
 from bench.harness.text import long_text, prompts
 from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
 from decoding.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
+from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.loading import load_model
 from support.engines import DEMO
@@ -60,6 +63,40 @@ def test_a_cache_of_everything_agrees_with_the_target(models: Runtime) -> None:
         torch.testing.assert_close(chain.overlap, torch.ones(16), atol=1e-3, rtol=0)
         assert chain.tokens == pytest.approx(17, abs=0.01)
     assert all(float(chain.overlap.mean()) < 0.99 for chain in chains[STATIC])
+
+
+@pytest.mark.parametrize("rope", [None, "yarn:4"])  # yarn scales what it turns
+def test_keys_of_full_rank_and_all_values_agree_with_the_target(
+    rope: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, rope=rope)
+    config = ModelConfig.from_pretrained(DEMO / "target").stretched(rope)
+    model = load_model(DEMO / "target", Group(), "float32", config)
+    models = Runtime.make(model, None, "retrieval", settings)
+    monkeypatch.setattr("bench.drafts.low_rank.OUTLYING", 2)
+    monkeypatch.setitem(LOW_RANKS, "whole", 1.0)
+    monkeypatch.setitem(LOW_RANKS, "a tenth", 0.1)
+    whole, few, cut = (
+        Variant(*each) for each in (("whole", 4096), ("whole", 64), ("a tenth", 4096))
+    )
+    trace = PolicyTrace(models, prompt("typing"), 48, [whole, few, cut], 16)
+    chains = trace.chains(trace.text(49, NUCLEUS), 16, NUCLEUS)
+    for chain in chains[whole]:
+        torch.testing.assert_close(chain.overlap, torch.ones(16), atol=1e-3, rtol=0)
+    for variant in (few, cut):
+        assert all(float(chain.overlap.mean()) < 0.997 for chain in chains[variant])
+
+
+def test_what_crosses_the_link_is_what_the_device_has_no_room_for() -> None:
+    # half of the layers on the device whole, of the others everything is brought for 10 tokens
+    assert Footprint(0, 1).link(0.5, 64, 10) == pytest.approx(0.05)
+    # a third of the memory drafts; what is left of half of it holds a quarter of the layers whole
+    assert Footprint(1 / 3, 1).link(0.5, 64, 1) == pytest.approx(0.75)
+    # what drafts takes all: of each element four bits of 16 are missing
+    assert Variant("codes, 8 bits", 1000).footprint(1000).link(0.5, 64, 10) == 0.025
+    fetched = Variant("low-rank keys, 3/4", 100).footprint(10_000)
+    assert fetched.device == pytest.approx(3 / 8 + 1 / 16 + OUTLYING * 8 / 10_000)
+    assert fetched.drafted == 0.005  # the values of a hundredth of the tokens
 
 
 def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
