@@ -1,0 +1,37 @@
+"""What crosses the link in a timed verification is what layers of that kind have on the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.speed.transfer import LAYERS, settings_of, verified
+from decoding import Engine, Settings
+from decoding.session import Session
+from support.engines import DEMO
+from support.texts import prompt
+
+SHARES = {"streamed": 1.0, "packed": 0.75, "sliced": 0.25}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_kind_of_layers_moves_its_share(layers: str) -> None:
+    base = Settings(mode="plain", dtype="bfloat16", link="view", resident_layers=0)
+    engine = Engine.from_pretrained(DEMO / "target", settings=base, device="cpu")
+    model, text = engine.runtime.target, prompt("typing")
+    settings = settings_of(layers, model.config.layers, base)
+    near, far = (
+        Session(engine.runtime.with_settings(replace(settings, link=link)), text, 18)
+        for link in ("view", "emulated:100")
+    )
+    for session in (near, far):
+        session.prefill()
+    row = verified(layers, 100, model, near, far, rows=17, repeats=1)
+    prefix = far.target.boundary
+    assert prefix > 0
+    whole = model.config.kv_layout(1, engine.runtime.dtype).bytes(prefix)
+    assert row.mb_per_verification == pytest.approx(SHARES[layers] * whole / 1e6)
+    assert row.link_ms == pytest.approx(row.mb_per_verification / 100)
+    for session in (near, far):
+        session.close()
