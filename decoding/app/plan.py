@@ -22,7 +22,7 @@ from decoding.planning.defaults import (
     INNER_DRAFT,
 )
 from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
-from decoding.planning.outlook import Outlook, look_ahead, plain
+from decoding.planning.outlook import Outlook, in_slices, look_ahead, plain
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
@@ -113,14 +113,15 @@ def plan(
         )
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
+    others = [each for each in (plain(ahead), in_slices(needs, ahead)) if each is not None]
     if plot is not None:
         plan_picture(plot, model, ahead)
     if as_json:
         job = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
-        typer.echo(json.dumps(_document(job, ahead), indent=2))
+        typer.echo(json.dumps(_document(job, ahead, others), indent=2))
         return
     console = Console()
-    console.print(times_table(ahead, plain(ahead)))
+    console.print(times_table(ahead, others))
     console.print(memory_table(ahead))
 
 
@@ -166,9 +167,9 @@ def _prompt_tokens(target: ModelConfig, context: int | None, new: int) -> int:
     return tokens - new
 
 
-def _document(job: dict[str, Any], ahead: Outlook) -> dict[str, Any]:
-    """Return all that was found, for machines."""
-    needs, without = ahead.needs, plain(ahead)
+def _document(job: dict[str, Any], ahead: Outlook, others: list[Outlook]) -> dict[str, Any]:
+    """Return all that was found, for machines; other modes by name."""
+    needs = ahead.needs
     return {
         "job": {
             **job,
@@ -189,5 +190,6 @@ def _document(job: dict[str, Any], ahead: Outlook) -> dict[str, Any]:
         },
         "plan": vars(ahead.plan),
         "forecast": ahead.forecast.as_dict(),
-        "plain": without.forecast.as_dict() if without is not None else None,
+        "plain": None,
+        **{each.needs.mode: each.forecast.as_dict() for each in others},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ _BOUNDS = {
 }
 
 
-def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
-    """Return how long the text takes, beside `plain` decoding in a plan of its own."""
+def times_table(ahead: Outlook, others: Sequence[Outlook]) -> Table:
+    """Return how long the text takes, beside other modes, each in a plan of its own."""
     seen, mode = ahead.forecast, ahead.needs.mode
     title = f"Fits {ahead.hardware.name}. Predicted, not measured:"
     table = Table(title=title, title_justify="left", box=None)
@@ -55,10 +56,9 @@ def times_table(ahead: Outlook, plain: Outlook | None) -> Table:
     )
     table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
     if mode != "plain":
-        said = "does not fit"
-        if plain is not None:
-            said = f"{1e3 * plain.forecast.token_s:,.0f} ms"
-        table.add_row("a token, plain", said)
+        times = {each.needs.mode: f"{1e3 * each.forecast.token_s:,.0f} ms" for each in others}
+        for other, time in {"plain": "does not fit", **times}.items():
+            table.add_row(f"a token, {other}", time)
         table.add_row(
             "tokens drafted and gained, a round",
             f"{seen.draft_length}, {seen.tokens_per_verification:.1f}",

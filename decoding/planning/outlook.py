@@ -10,8 +10,10 @@ from decoding.planning.fit import affordable, longest_prompt, memory_of
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.needs import TextNeeds
 from decoding.planning.profile import HardwareProfile
+from decoding.settings import LEVELS
 from offload.errors import FitError
 from offload.memory_plan import MemoryPlan, device_tiers
+from offload.slice_format import slice_format
 
 Tiers = dict[str, int]  # bytes of one rank's device memory, by what they are for
 
@@ -91,5 +93,26 @@ def plain(outlook: Outlook) -> Outlook | None:
     needs = replace(outlook.needs, mode="plain")
     try:
         return look_ahead(needs, outlook.hardware, outlook.prompt, outlook.new)
+    except FitError:
+        return None
+
+
+def in_slices(needs: TextNeeds, outlook: Outlook) -> Outlook | None:
+    """Return the text of these needs as a mode with slices would do it, in a plan of its own.
+
+    None where it has them, where it has no layer on the host to save, where its elements are not
+    cut, and where that does not fit.
+    """
+    mode = f"sliced-{needs.mode}"
+    if mode not in LEVELS or not outlook.layers_on_host or slice_format(needs.dtype) is None:
+        return None
+    try:
+        return look_ahead(
+            replace(needs, mode=mode),
+            outlook.hardware,
+            outlook.prompt,
+            outlook.new,
+            outlook.acceptance,
+        )
     except FitError:
         return None

@@ -30,6 +30,11 @@ def matmul_flops(config: ModelConfig) -> float:
     return 2.0 * (config.layers * attention + 3 * config.hidden * mlps)
 
 
+def head_flops(config: ModelConfig, ranks: int) -> float:
+    """Return the operations of one rank for a token's logits."""
+    return 2.0 * config.hidden * vocab_rows(config.vocab, ranks)
+
+
 def attention_flops(config: ModelConfig) -> float:
     """Return the operations of a row's attention a token that it sees, in all layers.
 
@@ -78,7 +83,7 @@ class Passes:
         attention = hardware.attention or hardware.matmul
         weights = read_bytes(config, ranks, self.dtype, rows) / hardware.memory_rate
         memory = weights + config.kv_layout(ranks, self.dtype).bytes(attended) / kv_rate
-        products = rows * matmul_flops(config) / ranks / hardware.matmul
+        products = self._products_s(rows)
         scores = rows * attention_flops(config) * attended / ranks / attention
         launches = config.layers * hardware.layer_s + hardware.pass_s
         drawn = rows * hardware.sample_s + hardware.draw_s
@@ -87,6 +92,24 @@ class Passes:
             return max(memory, products + scores, launches) + sums + drawn
         # kv_rate was measured with a row's arithmetic
         return memory + products + scores * (rows - 1) / rows + launches + sums + drawn
+
+    def _products_s(self, rows: int) -> float:
+        """Return the seconds of a short pass's products beside those of reading the weights.
+
+        Between passes that were measured, times are interpolated: a processor may take another
+        path from some number of rows on.
+        """
+        hardware, config, ranks = self.hardware, self.config, self.ranks
+        if not hardware.further_rows:
+            return rows * matmul_flops(config) / ranks / hardware.matmul
+        flops = matmul_flops(config) / ranks + head_flops(config, ranks)
+        before, seconds = 1, 0.0
+        for measured, rate in hardware.further_rows:
+            there = (measured - 1) * flops / rate
+            if rows <= measured:
+                return seconds + (there - seconds) * (rows - before) / (measured - before)
+            before, seconds = measured, there
+        return seconds + (rows - before) * flops / hardware.matmul
 
     def prefill(self, tokens: int, written: int) -> tuple[float, str]:
         """Return the seconds of a layer-major prefill, and what bounds it: the three overlap.

@@ -36,6 +36,10 @@ class HardwareProfile:
     # what a profile may lack, None for what stands behind it
     kv_rate: float | None = None  # reading KV in attention of one row; memory_rate
     attention: float | None = None  # operations of a further row of a short pass; matmul
+    # operations a second of the products of the further rows, in a pass of 3, 5 and 33; matmul
+    matmul_3: float | None = None
+    matmul_5: float | None = None
+    matmul_33: float | None = None
     prefill_attention: float | None = None  # operations of many rows; matmul
     # bytes of KV a second that a choice of chunks looks through; twice memory_rate, for its keys
     score_rate: float | None = None
@@ -48,6 +52,12 @@ class HardwareProfile:
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host
     # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
     runs_ahead: bool = True
+
+    @property
+    def further_rows(self) -> list[tuple[int, float]]:
+        """Return of how many rows short passes were measured, and these rates; maybe none."""
+        rates = {3: self.matmul_3, 5: self.matmul_5, 33: self.matmul_33}
+        return [(rows, rate) for rows, rate in rates.items() if rate is not None]
 
     def __post_init__(self) -> None:
         for field in fields(self):

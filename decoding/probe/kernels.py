@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from decoding.planning.defaults import DEFAULT_BUDGET
-from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
+from decoding.planning.passes import attention_flops, head_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import run_seconds, typical
 from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
@@ -43,7 +43,10 @@ _KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # far more than any processor c
 _PREFILL_S = 0.5  # of a prefill's run: a slow device reads a shorter prompt
 _PREFIX = 32_768  # tokens that a selection looks through, at most
 _SAMPLING = Sampling(0.6, top_p=0.9)
-_SHORT_PASSES = 60  # repeats of a short pass, which take little
+_SHORT_PASSES = 60  # repeats of a pass of one row, which takes little
+_RUNS = 9  # repeats of any
+_SHORT_LAYERS = 5  # of a model that is timed beside one of a single layer
+_SHORT_TEXT = 1024  # tokens: with few of them attention takes a way of its own
 _LARGE = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32}
 _SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8}
 
@@ -84,7 +87,9 @@ class _Kernels:
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
         rates["score_rate"] = self.layout.bytes(_PREFIX) / self._selection_s()
-        rates |= self.launch_seconds(rates["memory_rate"])
+        rates |= self.launch_seconds(rates["memory_rate"], rates["kv_rate"])
+        if self.device.type == "cpu":  # elsewhere further rows hide behind reading the weights
+            rates |= self.further_rows()
         return rates | self.sampling_seconds()
 
     def memory_rate(self) -> float:
@@ -94,33 +99,52 @@ class _Kernels:
         x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
         return weight.nbytes / typical(lambda: F.linear(x, weight))
 
-    def launch_seconds(self, memory_rate: float) -> dict[str, float]:
-        """Measure what a layer and a pass take on top of reading their weights."""
-        one = self._short_pass_s(1)
-        layer_s = (self._short_pass_s(5) - one) / 4
+    def launch_seconds(self, memory_rate: float, kv_rate: float) -> dict[str, float]:
+        """Measure what a layer and a pass take on top of reading their weights and KV."""
+        layer_s, head_s = self._short_pass_s(1, _SHORT_TEXT)
         weights = matmul_flops(self.layer) / 2 * self.dtype.itemsize
-        head = self.config.vocab * self.config.hidden * self.dtype.itemsize
+        head = head_flops(self.config, 1) / 2 * self.dtype.itemsize
+        kv = self.layout.bytes(_SHORT_TEXT)
         return {
-            "layer_s": max(0.0, layer_s - weights / memory_rate),
-            "pass_s": max(0.0, one - layer_s - head / memory_rate),
+            "layer_s": max(0.0, layer_s - weights / memory_rate - kv / kv_rate),
+            "pass_s": max(0.0, head_s - head / memory_rate),
         }
 
-    def _short_pass_s(self, layers: int) -> float:
-        """Measure a pass of one token with nothing before it: all but attention over a text."""
+    def further_rows(self) -> dict[str, float]:
+        """Measure the operations a second of the rows beyond the first, in passes of some rows."""
+        one, _ = self._short_pass_s(1)
+        rates = {}
+        for rows in (3, 5, _VERIFIED_ROWS):
+            layer_s, _ = self._short_pass_s(rows)
+            further = (rows - 1) * matmul_flops(self.layer)
+            if layer_s > one:
+                rates[f"matmul_{rows}"] = further / (layer_s - one)
+        return rates
+
+    def _short_pass_s(self, rows: int, behind: int = 1) -> tuple[float, float]:
+        """Measure a pass behind so many tokens: what each layer takes, and all else of it."""
+        few = self._model_s(1, rows, behind)
+        layer_s = (self._model_s(_SHORT_LAYERS, rows, behind) - few) / (_SHORT_LAYERS - 1)
+        return layer_s, few - layer_s
+
+    def _model_s(self, layers: int, rows: int, behind: int) -> float:
+        """Measure a pass of a model of so many layers."""
         config, device = replace(self.config, layers=layers), self.device
-        rotary = config.rotary(1, 2 * _VERIFIED_ROWS, self.dtype, device)
-        window = _VERIFIED_ROWS // 2
-        cache = StreamingCache(
-            config.kv_layout(1, self.dtype), StreamingShape(1, window, window), rotary, device
-        )
+        rotary = config.rotary(1, behind + 2 * _VERIFIED_ROWS, self.dtype, device)
+        shape = StreamingShape(1, behind, _VERIFIED_ROWS)
+        cache = StreamingCache(config.kv_layout(1, self.dtype), shape, rotary, device)
         group = Group(device=device)
         model = random_model(config, group, self.dtype)
-        token = torch.zeros(1, dtype=torch.int64, device=device)
+        for part in torch.zeros(behind, dtype=torch.int64, device=device).split(_VERIFIED_ROWS):
+            model(part, cache, 1)
+            cache.advance(len(part))
+        tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         run = GraphRunner(graphs_work(group), group.recorder)
-        run.warm(model, token, cache, 1)
+        run.warm(model, tokens, cache, rows)
         # read before each pass, so that weights come from memory, as they do behind a text
         others = torch.ones(_KV_BYTES[device.type] // 4, device=device)
-        return typical(lambda: run(model, token, cache, 1), _SHORT_PASSES, lambda: others.sum())
+        repeats = max(_RUNS, _SHORT_PASSES // rows)
+        return typical(lambda: run(model, tokens, cache, rows), repeats, lambda: others.sum())
 
     def attention_rates(self) -> dict[str, float]:
         """Measure attention: of one row, of further rows of a short pass, and of a prefill."""

@@ -118,6 +118,25 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
     assert found["forecast"]["token_s"] < found["plain"]["token_s"]
 
 
+def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Path) -> None:
+    """With what it would itself be planned to take, and not where there is nothing to gain."""
+    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    options = ["--draft", str(DEMO / "draft"), "--hardware", str(tmp_path / "mine.json")]
+    far, sliced = ["--context", "16384"], "sliced-hierarchical"
+    told = json.loads(plan(tmp_path, *options, *far, "--json").out)
+    itself = json.loads(plan(tmp_path, *options, *far, "--mode", sliced, "--json").out)
+    assert told["forecast"] != told[sliced] == itself["forecast"]
+    assert sliced not in itself
+    assert f"a token, {sliced}" in plan(tmp_path, *options, *far).out
+    near, uncut = ["--context", "2048"], ["--context", "3600", "--dtype", "float32"]
+    assert json.loads(plan(tmp_path, *options, *near, "--json").out)["plan"]["resident_layers"] == 6
+    assert json.loads(plan(tmp_path, *options, *uncut, "--json").out)["plan"]["resident_layers"] < 6
+    for other in (near, uncut, [*far, "--mode", "plain"]):
+        done = plan(tmp_path, *options, *other)
+        assert done.code == 0, done.err
+        assert "sliced" not in done.out
+
+
 def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
     """And no other would be predicted to be faster."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))

@@ -13,6 +13,7 @@ from bench.harness.ranks import run_ranks
 from decoding.planning.passes import (
     Passes,
     attention_flops,
+    head_flops,
     matmul_flops,
     read_bytes,
     selection_s,
@@ -92,6 +93,28 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
     kv = 1e9
     assert selection_s(SERIAL, kv) == pytest.approx(0.05)  # keys are half of it
     assert selection_s(replace(SERIAL, score_rate=5e8), kv) == pytest.approx(2)
+
+
+def test_further_rows_take_what_was_measured_of_so_many() -> None:
+    """A processor that takes another path from some number of rows on, and times between."""
+    flops = matmul_flops(TARGET) + head_flops(TARGET, 1)
+    machine = replace(SERIAL, matmul_3=1e10, matmul_5=1e9, matmul_33=4e9)
+    one = seconds(machine, 1, 0)
+    assert one == pytest.approx(seconds(SERIAL, 1, 0) - matmul_flops(TARGET) / 1e11)
+    further = {rows: (seconds(machine, rows, 0) - one) / flops for rows in (2, 3, 4, 5, 19, 33, 65)}
+    assert further == pytest.approx(
+        {
+            2: 1e-10,
+            3: 2e-10,
+            4: (2e-10 + 4e-9) / 2,
+            5: 4e-9,
+            19: (4e-9 + 8e-9) / 2,
+            33: 8e-9,
+            65: 8e-9 + 32e-11,
+        }
+    )
+    # what was not measured is not needed
+    assert seconds(replace(machine, matmul_3=None), 3, 0) - one == pytest.approx(2e-9 * flops)
 
 
 def test_a_device_that_the_host_runs_ahead_of_waits_for_the_slowest_alone() -> None:
