@@ -62,8 +62,8 @@ def two_rows_are_faster(dtype: torch.dtype) -> bool:
     One row takes a path of its own: half as fast as two on AMD's Zen 5, twice as fast on Sapphire
     Rapids.
     """
-    # a single head, for which one thread does all: threads of a busy machine wait for each other, by
-    # chance longer for two rows, and what is decided here holds as long as the process
+    # a single head, for which one thread does all: on a busy machine threads wait for each other,
+    # by chance longer for two rows, and what is decided here holds as long as the process
     kv = torch.ones(1, 1, 8 * _KEYS_PER_BLOCK, 64, dtype=dtype)
 
     def seconds(rows: int) -> float:
