@@ -32,6 +32,7 @@ from bench.harness.tables import cell, heading, say, show
 from bench.harness.text import prompt_tokens
 from bench.speed.passes import DRAFTED, passes
 from decoding import Engine, Sampling, Settings
+from decoding.app.probe_view import ROWS
 from decoding.planning.passes import prefill_flops
 from decoding.probe.rates import matmul_rate
 from decoding.probe.slices import slice_rates
@@ -51,7 +52,6 @@ from parallel.loading import random_model
 CONTEXT = 130_048
 # target and draft of drawn weights
 PAIRS = {"7b": (LLAMA_7B, LLAMA_68M), "tiny": (TINY, TINY | {"num_hidden_layers": 1})}
-SLICES = {"join_rate": "KV joined of slices", "near_rate": "KV attended to by its codes"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def measure_slices(report: Report, runtime: Runtime) -> None:
     report.add("slices", "fused kernels", "used" if kernels else f"not used: {why}")
     rates = slice_rates(runtime.target.config, device, runtime.dtype)
     for name, rate in rates.items():
-        report.add("slices", SLICES[name], rate / 1e9, "GB/s")
+        words, unit = ROWS[name]
+        report.add("slices", words, rate / 1e9, unit)
 
 
 def measure_prefill(report: Report, runtime: Runtime, prompt: list[int]) -> Session:

@@ -38,6 +38,7 @@ from bench.speed.passes import median_ms
 from decoding import Engine, Settings
 from decoding.probe.slices import slice_rates
 from decoding.session import Session
+from offload.slice_format import slice_format
 from parallel.model import Llama
 
 
@@ -57,6 +58,14 @@ class Row:
 LAYERS = ("streamed", "packed", "sliced")
 
 
+def saving(dtype: str) -> list[str]:
+    """Return the kinds of layers that differ in what they move of this dtype."""
+    cut = slice_format(dtype)
+    if cut is None:
+        return ["streamed"]
+    return [kind for kind in LAYERS if kind != "packed" or cut.planes < 4]
+
+
 def settings_of(layers: str, count: int, base: Settings) -> Settings:
     """Return the settings under which all layers, so many, are of this kind."""
     if layers == "sliced":
@@ -69,7 +78,10 @@ def main(
     target: Target = SMOLLM2,
     rope: Rope = None,
     text: Text = None,
-    layers: Annotated[str, typer.Option(help=f"Of {','.join(LAYERS)}.")] = ",".join(LAYERS),
+    layers: Annotated[
+        str | None,
+        typer.Option(help=f"Of {','.join(LAYERS)}; by default those that save bytes of the dtype."),
+    ] = None,
     context: Context = NATIVE,
     rates: Rates = "0.25,0.5,1,2,4",
     rows: Annotated[int, typer.Option(help="Tokens per verification pass.")] = 17,
@@ -80,7 +92,7 @@ def main(
 ) -> None:
     """Time verification passes over emulated links and report wall / max(link, compute)."""
     prepare(threads)
-    kinds = layers.split(",")
+    kinds = saving(dtype) if layers is None else layers.split(",")
     if unknown := set(kinds) - set(LAYERS):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {LAYERS}", param_hint="--layers")
     base = Settings(mode="plain", rope=rope, dtype=dtype, link="view", resident_layers=0)

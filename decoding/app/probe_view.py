@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 # by the field of a hardware file: what it is in words, and the unit it is shown in
-_ROWS = {
+ROWS = {
     "device_memory": ("free memory, each GPU", "GB"),
     "host_memory": ("free host memory", "GB"),
     "link_in": ("host to GPU, all at once", "GB/s"),
@@ -43,7 +43,7 @@ def table(measured: dict[str, Any], device: str) -> Table:
     shown.add_column("")
     shown.add_column("", justify="right")
     shown.add_column("")
-    for name, (words, unit) in _ROWS.items():
+    for name, (words, unit) in ROWS.items():
         alone = ranks == 1 and name.startswith("all_reduce")
         if name in measured and not alone:
             shown.add_row(words, f"{measured[name]['value'] * _SCALES[unit]:,.2f}", unit)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.passes import attention_flops, head_flops, matmul_flops, prefill_flops
-from decoding.probe.rates import run_seconds, typical
+from decoding.probe.rates import RUNS, run_seconds, typical
 from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
 from decoding.session import Session
@@ -44,7 +44,6 @@ _PREFILL_S = 0.5  # of a prefill's run: a slow device reads a shorter prompt
 _PREFIX = 32_768  # tokens that a selection looks through, at most
 _SAMPLING = Sampling(0.6, top_p=0.9)
 _SHORT_PASSES = 60  # repeats of a pass of one row, which takes little
-_RUNS = 9  # repeats of any
 _SHORT_LAYERS = 5  # of a model that is timed beside one of a single layer
 _SHORT_TEXT = 1024  # tokens: with few of them attention takes a way of its own
 _LARGE = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32}
@@ -143,7 +142,7 @@ class _Kernels:
         run.warm(model, tokens, cache, rows)
         # read before each pass, so that weights come from memory, as they do behind a text
         others = torch.ones(_KV_BYTES[device.type] // 4, device=device)
-        repeats = max(_RUNS, _SHORT_PASSES // rows)
+        repeats = max(RUNS, _SHORT_PASSES // rows)
         return typical(lambda: run(model, tokens, cache, rows), repeats, lambda: others.sum())
 
     def attention_rates(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from parallel.products import linear
 
 _LARGE_SUM_BYTES = 16 << 20
 _REPEATS = 5
-_RUNS = 9  # that a typical one is told from
+RUNS = 9  # that a typical one is told from
 _LONG_ENOUGH = 0.1  # seconds of a run that tells a rate; a slow device is not given a larger one
 
 
@@ -50,7 +50,7 @@ def run_seconds(work: Callable[[], torch.Tensor]) -> float:
 
 def typical(
     work: Callable[[], torch.Tensor],
-    repeats: int = _RUNS,
+    repeats: int = RUNS,
     before: Callable[[], torch.Tensor] | None = None,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> float:

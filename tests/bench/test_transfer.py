@@ -6,13 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from bench.speed.transfer import LAYERS, settings_of, verified
+from bench.speed.transfer import LAYERS, saving, settings_of, verified
 from decoding import Engine, Settings
 from decoding.session import Session
 from support.engines import DEMO
 from support.texts import prompt
 
 SHARES = {"streamed": 1.0, "packed": 0.75, "sliced": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds"),
+    [("bfloat16", list(LAYERS)), ("float16", ["streamed", "sliced"]), ("float32", ["streamed"])],
+)
+def test_what_saves_nothing_of_a_dtype_is_left_out(dtype: str, kinds: list[str]) -> None:
+    assert saving(dtype) == kinds
 
 
 @pytest.mark.parametrize("layers", LAYERS)
