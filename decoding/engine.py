@@ -15,7 +15,7 @@ from decoding.loading import load
 from decoding.pieces import pieces
 from decoding.prompt import Template
 from decoding.runtime import Runtime
-from decoding.session import Session, draft_lengths
+from decoding.session import Lengths, Session, draft_lengths
 from decoding.sessions import Sessions
 from decoding.settings import Settings
 from decoding.speculation.draft_length import RecordingLength
@@ -42,7 +42,7 @@ class Engine:
         self.runtime, self.tokenizer, self.stop_tokens = runtime, tokenizer, stop_tokens
         self.group: Group = runtime.target.group
         self.stats = Stats()
-        self.lengths = draft_lengths(runtime.settings)
+        self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
         self._busy = False  # a text is being generated, and the arena is its own
         limit, wanted = runtime.target.config.context_limit, runtime.settings.context
         if wanted is not None and wanted > limit:
@@ -179,7 +179,7 @@ class Engine:
                     prompt_tokens=len(prompt),
                     dropped_tokens=dropped,
                     plan=session.plan,
-                    mode=self.runtime.mode,
+                    mode=session.runtime.mode,
                     choice=choice,
                 )
                 with closing(
@@ -204,7 +204,8 @@ class Engine:
         law = sampling.law(session.prefill(progress))[0]
         new = read(draw(law, generator), law)
         text = Text([*session.prompt.tolist(), *new])
-        outer, *inner = self.lengths
+        mode, settings = session.runtime.mode, session.runtime.settings
+        outer, *inner = self.lengths.setdefault(mode, draft_lengths(settings))
         lengths = (RecordingLength(outer, stats.rounds), *inner)
         decoder = session.decoder(text, leader, sampling, generator, lengths)
         stats.watch(session, decoder)

@@ -10,6 +10,7 @@ import torch
 from decoding.planning.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
 from decoding.planning.fit import Memory, fit
 from decoding.planning.needs import TextNeeds
+from decoding.planning.way import Way
 from decoding.settings import Settings
 from offload.bandwidth import Copies
 from offload.host_memory import host_available
@@ -51,14 +52,12 @@ class Runtime:
         mode = settings.resolved_mode(self.draft is not None)
         return Runtime.make(self.target, self.draft, mode, settings)
 
-    def with_budget(self, budget: int | None) -> Runtime:
-        """Return this runtime with another retrieval budget, on the same link and arena.
-
-        None: as the settings have it.
-        """
-        if budget is None:
+    def with_way(self, way: Way) -> Runtime:
+        """Return this runtime with another mode or budget, on the same link and arena."""
+        if not self.needs.has_choice:
             return self
-        return replace(self, settings=replace(self.settings, budget=budget))
+        settings = replace(self.settings, mode=way.mode, budget=way.budget)
+        return replace(self, mode=way.mode, settings=settings)
 
     @property
     def dtype(self) -> torch.dtype:

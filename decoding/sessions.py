@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 
-from decoding.planning.budget import BudgetChoice, BudgetChooser
+from decoding.planning.choice import Choice, Chooser
 from decoding.planning.defaults import BUDGETS
 from decoding.planning.fit import affordable
 from decoding.planning.observed import ObservedCosts
+from decoding.planning.way import Way
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import RoundStats
@@ -24,8 +25,8 @@ class Sessions:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.group: Group = runtime.target.group
-        rate = runtime.link_rate() if runtime.needs.chooses_budget else None
-        self.chooser = BudgetChooser(ObservedCosts(rate))
+        rate = runtime.link_rate() if runtime.needs.has_choice else None
+        self.chooser = Chooser(ObservedCosts(rate))
 
     def check(self, prompt: int, new: int) -> MemoryPlan:
         """Plan a text of that many tokens as `open` would now; this rank's plan.
@@ -34,35 +35,38 @@ class Sessions:
         """
         with self.group.together():
             plans = self._affordable(prompt, new)
-        if self.runtime.needs.chooses_budget and not self._common(plans):
+        if self.runtime.needs.has_choice and not self._common(plans):
             raise FitError(
                 "no one retrieval budget fits all ranks: set `budget`, or free memory on the "
                 "fullest GPU."
             )
         choice = self.choose(prompt, new)
         with self.group.together():
-            return self.runtime.with_budget(choice.budget).plan(prompt, new)
+            return self.runtime.with_way(choice.way).plan(prompt, new)
 
-    def choose(self, prompt: int, new: int) -> BudgetChoice:
-        """Choose a text's retrieval budget, the same on all ranks.
+    def choose(self, prompt: int, new: int) -> Choice:
+        """Choose a text's mode and retrieval budget, the same on all ranks.
 
         What fits nowhere is left to `open` to refuse.
         """
-        settings = self.runtime.settings
-        if not self.runtime.needs.chooses_budget:
-            return BudgetChoice(settings.budget, "set")
+        needs = self.runtime.needs
+        if not needs.has_choice:
+            return Choice(needs.way, "set")
         try:
             plans = self._affordable(prompt, new)
         except FitError:
             plans = {}
         if not (common := self._common(plans)):
-            return BudgetChoice(max(BUDGETS[0], settings.chunk_size), "nothing fits")
-        return self.group.broadcast(self.chooser.choose(self.runtime.needs, common, prompt))
+            budget = needs.budget
+            if needs.chooses_budget:
+                budget = max(BUDGETS[0], needs.settings.chunk_size)
+            return Choice(Way(needs.mode, budget), "nothing fits")
+        return self.group.broadcast(self.chooser.choose(needs, common, prompt))
 
-    def open(self, prompt: Sequence[int], new: int, choice: BudgetChoice) -> Session:
+    def open(self, prompt: Sequence[int], new: int, choice: Choice) -> Session:
         """Allocate what a text takes. Raises FitError, on all ranks."""
         with self.group.together():
-            return Session(self.runtime.with_budget(choice.budget), list(prompt), new)
+            return Session(self.runtime.with_way(choice.way), list(prompt), new)
 
     def record(self, session: Session, rounds: list[RoundStats]) -> None:
         """Learn from a text that is done what the next one's budget may go by."""
@@ -88,10 +92,10 @@ class Sessions:
             follow_passes(session.announced, session.max_tokens, session.forward)
         return True
 
-    def _affordable(self, prompt: int, new: int) -> dict[int, MemoryPlan]:
+    def _affordable(self, prompt: int, new: int) -> dict[Way, MemoryPlan]:
         return affordable(self.runtime.needs, self.runtime.memory(), prompt, new)
 
-    def _common(self, plans: Mapping[int, MemoryPlan]) -> dict[int, MemoryPlan]:
-        """Return this rank's plans, by budget, of the budgets that fit all ranks; all call it."""
-        budgets = set.intersection(*self.group.gather(set(plans)))
-        return {budget: plans[budget] for budget in sorted(budgets)}
+    def _common(self, plans: Mapping[Way, MemoryPlan]) -> dict[Way, MemoryPlan]:
+        """Return this rank's plans of the ways that fit all ranks; all call it."""
+        common = set.intersection(*self.group.gather(set(plans)))
+        return {way: plan for way, plan in plans.items() if way in common}

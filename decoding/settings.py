@@ -52,7 +52,8 @@ class Settings:
         "What drafts for the target: hierarchical is draft model, then retrieval cache; retrieval "
         "has no draft model; speculative has no retrieval cache; plain drafts nothing. sliced, and "
         "sliced-retrieval and so on, draft against 8 of 16 bits of the whole KV cache, which stay "
-        "on the device. auto is hierarchical with a draft model, and retrieval without.",
+        "on the device. auto is hierarchical with a draft model and retrieval without, or the same "
+        "with codes for a text for which that is expected to pay.",
         value="auto",
         group=SPECULATION,
         choices=MODES,

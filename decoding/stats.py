@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoding.planning.budget import BudgetChoice
+from decoding.planning.choice import Choice
 from decoding.session import Session
 from decoding.speculation.decoders import Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
@@ -27,7 +27,7 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    choice: BudgetChoice | None = None  # of the retrieval budget
+    choice: Choice | None = None  # of mode and retrieval budget
     levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0
@@ -115,6 +115,6 @@ class Stats:
             "sliced_layers": self.plan.sliced_layers if self.plan else None,
             "peak_memory_bytes": dict(self.peaks),
             "fixed_shapes": self.fixed_shapes and dict(self.fixed_shapes),
-            "budget": self.choice.budget if self.choice and self.retrieval else None,
+            "budget": self.choice.way.budget if self.choice and self.retrieval else None,
             "budget_because": self.choice.why if self.choice and self.retrieval else None,
         }

@@ -95,7 +95,7 @@ class Group:
         runtime = self.sessions.runtime
         lengths = chain(*(point.lengths for point in self.points))
         adaptive = any(isinstance(length, Adaptive) for length in lengths)
-        return runtime.needs.chooses_budget or (adaptive and runtime.mode != "plain")
+        return runtime.needs.has_choice or (adaptive and runtime.mode != "plain")
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[
         mode = settings.resolved_mode(runtime.draft is not None)
         here = replace(links[settings.link], settings=settings, mode=mode)
         shared = settings
-        if not here.needs.chooses_budget:  # a chosen one depends on the lengths
+        if not here.needs.has_choice:  # a chosen one depends on the lengths
             # room for the longest draft; every run has lengths of its own
             shared = replace(settings, draft_length=max(MAX_DRAFT, *given), inner_length=None)
         if shared not in groups:

@@ -61,11 +61,12 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
         threads = torch.get_num_threads()
         where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
     dtype = str(models.dtype).removeprefix("torch.")
-    line = f"{where}; {dtype}, {models.mode}, context {engine.context:,}"
+    layers = models.target.config.layers
+    far = layers - place.resident_layers if place is not None else 0
+    modes = models.needs.modes if far else [models.mode]
+    line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
     if place is None:
         return line
-    layers = models.target.config.layers
-    far = layers - place.resident_layers
     line += f"; at {prompt:,} prompt tokens {far} of {layers} layers are on the host"
     if place.sliced_layers:
         line += f", {place.sliced_layers} of them with codes on the device"

@@ -22,7 +22,7 @@ from decoding.planning.defaults import (
     INNER_DRAFT,
 )
 from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
-from decoding.planning.outlook import Outlook, in_slices, look_ahead, plain
+from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
@@ -113,7 +113,7 @@ def plan(
         )
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
-    others = [each for each in (plain(ahead), in_slices(needs, ahead)) if each is not None]
+    others = [each for each in (plain(ahead), otherwise(needs, ahead)) if each is not None]
     if plot is not None:
         plan_picture(plot, model, ahead)
     if as_json:

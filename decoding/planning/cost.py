@@ -14,6 +14,7 @@ from typing import Protocol
 
 from decoding.planning.defaults import (
     ACCEPTANCE,
+    CODE_SHARE,
     DEFAULT_BUDGET,
     INNER_ACCEPTANCE,
     INNER_DRAFT,
@@ -89,29 +90,37 @@ class Acceptance:
 
     def of(self, needs: TextNeeds, plan: MemoryPlan) -> float:
         """Return the target's rate with the budget of these needs, and the codes of this plan."""
-        retrieved = self.retrieved(needs)
-        if not needs.has_slices:
-            return retrieved
-        layers = needs.target.layers
-        with_default = 1 - accepted_with(self.target, DEFAULT_BUDGET / self.budget)
-        rejected = SLICED_REJECTION * with_default * plan.sliced_layers / layers
-        uncovered = (layers - plan.resident_layers - plan.sliced_layers) / layers
-        more = max(0.0, 1 - retrieved - rejected)
-        return 1 - rejected - more * uncovered**UNCOVERED_EXPONENT
+        if not needs.may_retrieve:
+            return self.target
+        return 1 - min(1.0, self._rejected * rejections(needs, plan))
 
     def retrieved(self, needs: TextNeeds) -> float:
         """Return the rate of tokens that come from a retrieval cache of these needs' budget."""
-        if not needs.may_retrieve:
-            return self.target
-        return accepted_with(self.target, needs.budget / self.budget)
+        return 1 - min(1.0, self._rejected * retrieval_rejections(needs.budget))
+
+    @property
+    def _rejected(self) -> float:
+        """Return how often tokens are rejected with DEFAULT_BUDGET."""
+        return (1 - self.target) / retrieval_rejections(self.budget)
 
 
-def accepted_with(acceptance: float, times: float) -> float:
-    """Return an acceptance rate where the budget is so many times as large.
+def retrieval_rejections(budget: int) -> float:
+    """Return rejections with a retrieval budget, as a multiple of those with DEFAULT_BUDGET.
 
-    Rejections fall with a power of the budget (docs/memory.md).
+    They fall with a power of the budget (docs/memory.md).
     """
-    return 1 - min(1.0, (1 - acceptance) * times**-REJECTION_EXPONENT)
+    return (budget / DEFAULT_BUDGET) ** -REJECTION_EXPONENT
+
+
+def rejections(needs: TextNeeds, plan: MemoryPlan) -> float:
+    """Return rejections before the target, as a multiple of those with DEFAULT_BUDGET alone."""
+    retrieved = retrieval_rejections(needs.budget)
+    if not needs.has_slices:
+        return retrieved
+    layers = needs.target.layers
+    coded = SLICED_REJECTION * plan.sliced_layers / layers
+    uncovered = (layers - plan.resident_layers - plan.sliced_layers) / layers
+    return coded + max(0.0, retrieved - coded) * uncovered**UNCOVERED_EXPONENT
 
 
 class PredictedCosts:
@@ -158,7 +167,7 @@ class PredictedCosts:
         """Return the seconds of a pass over what the device has of the target's cache."""
         hardware = self.hardware
         kv_rate = hardware.kv_rate or hardware.memory_rate
-        code = kv_rate / (hardware.near_rate or 2 * kv_rate)
+        code = kv_rate / (hardware.near_rate or kv_rate / CODE_SHARE)
         attended = round(needs.near_tokens(plan, prompt, code))
         return target_passes(hardware, needs).seconds(rows, attended)
 

@@ -90,22 +90,25 @@ REJECTION_EXPONENT = 0.7
 # (a prototype, docs/log.md).
 SLICED_REJECTION = 0.2
 UNCOVERED_EXPONENT = 0.6
+# What a code takes of an element's bytes, and of the time that it takes to attend to.
+CODE_SHARE = 0.5
 # Bytes of device memory that joining moves for a byte of elements: 12 of 16 bits in, 16 out.
 JOINED_TRAFFIC = 1.75
 
-# -- choosing a budget by past texts ---------------------------------------------------------------
+# -- choosing by past texts ------------------------------------------------------------------------
 
 # Before anything was seen: tokens rejected with DEFAULT_BUDGET, as if seen on so many tokens.
 PRIOR_REJECTION = 0.07
 PRIOR_TOKENS = 24.0
-# Tokens seen with a budget from which its own rejections count for more than those of others.
+# Tokens seen in one way from which its own rejections count for more than those of others.
 OWN_TOKENS = 200.0
-# What a text still counts after the next one with the same budget.
+# What a text still counts after the next one with the same.
 KEPT_OF_TEXT = 0.5
-# A change of budget must promise this share of the time a token takes now, or less.
+# A change must promise this share of the time a token takes now, or less.
 WORTHWHILE_SHARE = 0.95
-# Rounds of a text, without which it says nothing.
-MIN_ROUNDS = 4
+# Drafted tokens of a text that were tested, and rounds, without which it says nothing.
+MIN_TESTED = 32
+MIN_ROUNDS = 2
 # A verification that takes so many times its link time is taken to wait for compute.
 COMPUTE_BOUND_RATIO = 1.2
 # Bytes of a copy, and seconds of copying, that tell the link's rate at start. The bytes are those

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from decoding.planning.defaults import BUDGETS, USABLE_SHARE
 from decoding.planning.needs import TextNeeds
 from decoding.planning.profile import HardwareProfile
+from decoding.planning.way import Way
 from offload.errors import FitError
 from offload.layout import ceil_div
 from offload.memory_plan import MemoryPlan, plan_memory
@@ -48,26 +50,24 @@ def fit(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> MemoryPlan:
     )
 
 
-def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[int, MemoryPlan]:
-    """Return where a text's KV would go, by retrieval budget, for the budgets that fit.
+def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[Way, MemoryPlan]:
+    """Return where a text's KV would go, by mode and retrieval budget, for those that fit.
 
-    Only budgets that differ for this text are tried; one that is set is the only one. Raises
-    FitError where none fits.
+    Only budgets that differ for this text are tried; one that is set is the only one. A mode with
+    slices is none where the other keeps nothing on the host. Raises FitError where nothing fits.
     """
-    if not needs.chooses_budget:
-        return {needs.budget: fit(needs, memory, prompt, new)}
-    plans: dict[int, MemoryPlan] = {}
+    if not needs.has_choice:
+        return {needs.way: fit(needs, memory, prompt, new)}
+    plans: dict[Way, MemoryPlan] = {}
     refusal: FitError | None = None
-    for budget in needs.budgets(prompt + new):
-        try:
-            plan = fit(needs.with_budget(budget), memory, prompt, new)
-        except FitError as error:
-            refusal = refusal or error
-            continue
-        plans[budget] = plan
-        if not needs.retrieval_layers(needs.placed(plan, prompt)):
-            # all layers have codes: no budget makes a difference
-            return dict.fromkeys(needs.budgets(prompt + new), plan)
+    for mode in needs.modes:
+        if any(not needs.uses_link(plan) for plan in plans.values()):
+            break
+        for way, found in _by_budget(needs, mode, memory, prompt, new):
+            if isinstance(found, FitError):
+                refusal = refusal or found
+            else:
+                plans[way] = found
     if not plans:
         raise refusal or FitError(
             f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."
@@ -75,10 +75,41 @@ def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[
     return plans
 
 
+def _by_budget(
+    needs: TextNeeds, mode: str, memory: Memory, prompt: int, new: int
+) -> Iterator[tuple[Way, MemoryPlan | FitError]]:
+    """Yield each way of a mode with its plan, or with what speaks against it."""
+    budgets = needs.budgets(prompt + new) if needs.chooses_budget else [needs.budget]
+    everywhere: MemoryPlan | None = None  # where no budget makes a difference: all have codes
+    for budget in budgets:
+        way = Way(mode, budget)
+        if everywhere is not None:
+            yield way, everywhere
+            continue
+        chosen = needs.with_way(way)
+        try:
+            plan = fit(chosen, memory, prompt, new)
+        except FitError as error:
+            yield way, error
+            continue
+        yield way, plan
+        if not chosen.retrieval_layers(chosen.placed(plan, prompt)):
+            everywhere = plan
+
+
 def longest_prompt(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> int:
-    """Return how many prompt tokens, at most `prompt`, would fit with any budget; 0 if none do."""
+    """Return how many prompt tokens, at most `prompt`, would fit in any way; 0 if none do."""
+    if not needs.has_choice:
+        return _longest(needs, memory, prompt, new)
+    budget = needs.budget
     if needs.chooses_budget:
-        needs = needs.with_budget(max(BUDGETS[0], needs.settings.chunk_size))
+        budget = max(BUDGETS[0], needs.settings.chunk_size)
+    ways = [Way(mode, budget) for mode in needs.modes]
+    return max(_longest(needs.with_way(way), memory, prompt, new) for way in ways)
+
+
+def _longest(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> int:
+    """Return how many prompt tokens, at most `prompt`, would fit; 0 if none do."""
     low, high = 0, prompt
     while low < high:
         middle = ceil_div(low + high, 2)

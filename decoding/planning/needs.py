@@ -28,6 +28,7 @@ from decoding.planning.defaults import (
     SLICED_RECENT,
     SPLIT_DRAFT_BYTES,
 )
+from decoding.planning.way import Way
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.draft_length import CATCH_UP
 from offload.errors import TierForceError
@@ -35,7 +36,7 @@ from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
-from offload.slice_format import dtype_name
+from offload.slice_format import dtype_name, slice_format
 from offload.streaming_shape import StreamingShape
 from offload.tiered_shape import STREAMED, TieredShape
 from parallel.config import ModelConfig
@@ -135,7 +136,24 @@ class TextNeeds:
             return self.settings.lookup
         return 0 if self.has_draft else LOOKUP_NGRAM
 
-    # -- the retrieval budget ----------------------------------------------------------------------
+    # -- mode and retrieval budget -----------------------------------------------------------------
+
+    @property
+    def way(self) -> Way:
+        """Return how texts are drafted for."""
+        return Way(self.mode, self.budget)
+
+    @property
+    def has_choice(self) -> bool:
+        """Return whether mode or budget are chosen text by text."""
+        return self.chooses_budget or len(self.modes) > 1
+
+    @property
+    def modes(self) -> list[str]:
+        """Return the modes worth a thought: where none is set, this one with slices, too."""
+        sliced = f"sliced-{self.mode}"
+        cut = self.copies and slice_format(self.dtype) is not None
+        return [self.mode, sliced] if cut and self.settings.mode == "auto" else [self.mode]
 
     @property
     def budget(self) -> int:
@@ -155,11 +173,14 @@ class TextNeeds:
         end = 2 * max(BUDGETS[0], self.settings.chunk_size, context)
         return [budget for budget in BUDGETS if self.settings.chunk_size <= budget < end]
 
-    def with_budget(self, budget: int | None) -> TextNeeds:
-        """Return these needs with another retrieval budget. None: as the settings have it."""
-        if budget is None:
-            return self
+    def with_budget(self, budget: int) -> TextNeeds:
+        """Return these needs with this retrieval budget."""
         return replace(self, settings=replace(self.settings, budget=budget))
+
+    def with_way(self, way: Way) -> TextNeeds:
+        """Return these needs with this mode and budget, and nothing left to choose."""
+        settings = replace(self.settings, mode=way.mode, budget=way.budget)
+        return replace(self, mode=way.mode, settings=settings)
 
     # -- passes ------------------------------------------------------------------------------------
 

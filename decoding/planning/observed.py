@@ -1,8 +1,8 @@
 """What past texts showed of the cost of a round.
 
 Link time follows from bytes and the link's rate. Rejections, and the seconds of drafting and of
-verifying, are those of past texts: a text's budget then depends on texts before it alone, and its
-output law is what it would be with any budget.
+verifying, are those of past texts: a text's mode and budget then depend on texts before it alone,
+and its output law is what it would be with any other.
 """
 
 from __future__ import annotations
@@ -10,29 +10,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from decoding.planning.cost import RoundCost, accepted_with, link_bytes
+from decoding.planning.cost import RoundCost, link_bytes, rejections, retrieval_rejections
 from decoding.planning.defaults import (
+    CODE_SHARE,
     COMPUTE_BOUND_RATIO,
-    DEFAULT_BUDGET,
     KEPT_OF_TEXT,
+    MAX_INNER_DRAFT,
     MIN_ROUNDS,
+    MIN_TESTED,
     OWN_TOKENS,
     PRIOR_REJECTION,
     PRIOR_TOKENS,
-    REJECTION_EXPONENT,
 )
 from decoding.planning.needs import TextNeeds, weight_bytes
-from decoding.speculation.draft_length import RoundStats
+from decoding.planning.way import Way
+from decoding.speculation.draft_length import RoundStats, best_length
 from offload.memory_plan import MemoryPlan
 
 
 @dataclass
-class BudgetHistory:
-    """What texts with one budget showed."""
+class History:
+    """What texts that were drafted for in one way showed."""
 
     tested: float = 0.0  # tokens
     rejected: float = 0.0
+    usual: float = 0.0  # tokens, as if tested with DEFAULT_BUDGET: so many as reject as often
     drafted_s: float = 0.0  # of a drafted token
+    read: float = 1.0  # bytes that a pass of the level below the target reads
 
 
 class ObservedCosts:
@@ -41,7 +45,7 @@ class ObservedCosts:
     def __init__(self, link_rate: float | None):
         """Begin without texts. `link_rate`: bytes a second; None where nothing is copied."""
         self.link_rate = link_rate
-        self._history: dict[int, BudgetHistory] = {}
+        self._history: dict[Way, History] = {}
         # of the last text's verifications: what they took, and the link's part of it
         self._verify_s = self._link_s = 0.0
 
@@ -51,21 +55,19 @@ class ObservedCosts:
         """Take in a text that is over; return whether it said anything.
 
         One that its budget held whole says nothing of longer texts: its proposals are the target's
-        own. Nor does one with slices, of which it cannot be told what codes and what the budget
-        did.
+        own.
         """
-        if needs.has_slices:
-            return False
-        budget = needs.budget
         drafted = [each for each in rounds if each.drafted]
-        if len(drafted) < MIN_ROUNDS or prompt <= budget:
-            return False
-        stood = sum(each.accepted for each in drafted)
         rejected = sum(each.accepted < each.drafted for each in drafted)
-        past = self._history.setdefault(budget, BudgetHistory())
-        past.tested = KEPT_OF_TEXT * past.tested + (stood + rejected)
+        tested = sum(each.accepted for each in drafted) + rejected
+        if len(drafted) < MIN_ROUNDS or tested < MIN_TESTED or prompt <= needs.budget:
+            return False
+        past = self._history.setdefault(needs.way, History())
+        past.tested = KEPT_OF_TEXT * past.tested + tested
         past.rejected = KEPT_OF_TEXT * past.rejected + rejected
+        past.usual = KEPT_OF_TEXT * past.usual + tested * rejections(needs, plan)
         past.drafted_s = _median(each.draft_s / each.drafted for each in drafted)
+        past.read = _read_below(needs, plan, prompt)
         self._verify_s = _median(each.verify_s for each in drafted)
         self._link_s = self._over_link_s(needs, plan, prompt)
         return True
@@ -79,44 +81,65 @@ class ObservedCosts:
         return RoundCost(
             link_s=self._over_link_s(needs, plan, prompt),
             compute_s=lambda drafted: compute,
-            drafted_s=self._drafted_s(needs),
-            acceptance=1 - self.rejection(needs.budget),
+            drafted_s=self._drafted_s(needs, plan, prompt),
+            acceptance=1 - self.rejection(needs, plan),
             other_s=max(0.0, self._verify_s - max(self._link_s, compute)),
         )
 
-    def rejection(self, budget: int) -> float:
+    def rejection(self, needs: TextNeeds, plan: MemoryPlan) -> float:
         """Return how often a drafted token is rejected when all before it stand.
 
-        All texts have a say, those with this budget more than others.
+        All texts have a say, those with this mode and budget more than others.
         """
-        rejected = sum(past.rejected for past in self._history.values())
-        # tokens, as if all had been tested with the default budget
-        tested = sum(
-            past.tested * (seen / DEFAULT_BUDGET) ** -REJECTION_EXPONENT
-            for seen, past in self._history.items()
-        )
-        usual = (PRIOR_REJECTION * PRIOR_TOKENS + rejected) / (PRIOR_TOKENS + tested)
-        expected = 1 - accepted_with(1 - usual, budget / DEFAULT_BUDGET)
-        own = self._history.get(budget, BudgetHistory())
+        expected = min(1.0, self._usual_rejection() * rejections(needs, plan))
+        own = self._history.get(needs.way, History())
         return (own.rejected + OWN_TOKENS * expected) / (own.tested + OWN_TOKENS)
 
-    def _drafted_s(self, needs: TextNeeds) -> float:
+    def _usual_rejection(self) -> float:
+        """Return how often tokens would be rejected with DEFAULT_BUDGET, by all texts."""
+        rejected = sum(past.rejected for past in self._history.values())
+        tested = sum(past.usual for past in self._history.values())
+        return (PRIOR_REJECTION * PRIOR_TOKENS + rejected) / (PRIOR_TOKENS + tested)
+
+    def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a drafted token.
 
-        Those of a budget not seen follow from the nearest that was, by what a retrieval pass reads.
+        Those of a way not seen follow from the nearest that was, by what a pass of the level below
+        the target reads.
         """
         budget = needs.budget
-        near = min(self._history, key=lambda seen: (max(seen, budget) / min(seen, budget), seen))
-        layout = needs.layout
-        weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
-        read, read_near = (weights + layout.bytes(each) for each in (budget, near))
-        return self._history[near].drafted_s * read / read_near
+        alike = [way for way in self._history if way.mode == needs.mode]
+        near = min(
+            alike or self._history,
+            key=lambda way: (max(way.budget, budget) / min(way.budget, budget), way.budget),
+        )
+        past = self._history[near]
+        pass_s = past.drafted_s * _read_below(needs, plan, prompt) / past.read
+        if not needs.has_slices or alike:
+            return pass_s
+        # what was drafted without codes is now put before them
+        usual = self._usual_rejection() * retrieval_rejections(near.budget)
+        _, drafted_s = best_length(
+            range(1, MAX_INNER_DRAFT + 1),
+            1 - min(1.0, usual),
+            lambda n: pass_s + n * past.drafted_s,
+        )
+        return drafted_s
 
     def _over_link_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds that the prompt's KV takes over the link."""
         if self.link_rate is None:
             return 0.0
         return link_bytes(needs, plan, prompt) / self.link_rate
+
+
+def _read_below(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+    """Return the bytes that a pass of the level below the target reads: weights and KV."""
+    tokens: float = needs.budget
+    if needs.has_slices:
+        tokens = needs.near_tokens(plan, prompt, CODE_SHARE)
+    weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
+    return weights + needs.layout.bytes(round(tokens))
 
 
 def _median(values: Iterable[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from decoding.planning.budget import BudgetChoice, BudgetChooser
+from decoding.planning.choice import Choice, Chooser
 from decoding.planning.cost import Acceptance, CostSource, PredictedCosts
 from decoding.planning.fit import affordable, longest_prompt, memory_of
 from decoding.planning.forecast import Forecast, forecast
@@ -22,11 +22,11 @@ Tiers = dict[str, int]  # bytes of one rank's device memory, by what they are fo
 class Outlook:
     """One text on one machine: where everything goes, and how long it takes."""
 
-    needs: TextNeeds  # with the budget that was chosen
+    needs: TextNeeds  # with the mode and the budget that were chosen
     hardware: HardwareProfile
     prompt: int
     new: int
-    choice: BudgetChoice
+    choice: Choice
     plan: MemoryPlan
     prefill_tiers: Tiers
     decode_tiers: Tiers
@@ -47,9 +47,9 @@ def look_ahead(
     acceptance: Acceptance | None = None,
     costs: CostSource | None = None,
 ) -> Outlook:
-    """Plan a text of `prompt` + `new` tokens, with the budget that is predicted to pay.
+    """Plan a text of `prompt` + `new` tokens, with the mode and budget that are predicted to pay.
 
-    `costs` are what budgets are weighed by; by default the machine's own. Raises FitError, which
+    `costs` are what these are weighed by; by default the machine's own. Raises FitError, which
     says how long a text would fit.
     """
     acceptance = acceptance or Acceptance()
@@ -62,11 +62,11 @@ def look_ahead(
         if fits:
             hint = f"{fits + new} tokens of context would fit."
         raise FitError(f"{error} {hint}") from error
-    chooser = BudgetChooser(costs or PredictedCosts(hardware, acceptance))
+    chooser = Chooser(costs or PredictedCosts(hardware, acceptance))
     choice = chooser.choose(needs, plans, prompt)
-    if needs.chooses_budget:
-        needs = needs.with_budget(choice.budget)
-    plan = plans[needs.budget]
+    if needs.has_choice:
+        needs = needs.with_way(choice.way)
+    plan = plans[choice.way]
     prefill, decode = device_tiers(
         needs.memory(prompt, new), plan.resident_layers, plan.late_layers, plan.sliced_layers
     )
@@ -97,18 +97,19 @@ def plain(outlook: Outlook) -> Outlook | None:
         return None
 
 
-def in_slices(needs: TextNeeds, outlook: Outlook) -> Outlook | None:
-    """Return the text of these needs as a mode with slices would do it, in a plan of its own.
+def otherwise(needs: TextNeeds, outlook: Outlook) -> Outlook | None:
+    """Return the text of these needs in the same mode with slices, or without where it has them.
 
-    None where it has them, where it has no layer on the host to save, where its elements are not
-    cut, and where that does not fit.
+    It has a plan of its own. None where a mode with slices was asked for, where there is no layer
+    on the host to save, where elements are not cut, and where that does not fit.
     """
-    mode = f"sliced-{needs.mode}"
-    if mode not in LEVELS or not outlook.layers_on_host or slice_format(needs.dtype) is None:
+    mode = needs.mode if outlook.needs.has_slices else f"sliced-{needs.mode}"
+    slicing = outlook.layers_on_host and slice_format(needs.dtype) is not None
+    if mode == outlook.needs.mode or mode not in LEVELS or not slicing:
         return None
     try:
         return look_ahead(
-            replace(needs, mode=mode),
+            replace(needs, mode=mode, settings=replace(needs.settings, mode=mode)),
             outlook.hardware,
             outlook.prompt,
             outlook.new,

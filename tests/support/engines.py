@@ -50,7 +50,8 @@ class Pair:
         token ends a text.
         """
         settings = Settings(mode=mode, dtype=self.dtype, **choices)
-        runtime = Runtime.make(self.target, self.draft, mode, settings)
+        resolved = settings.resolved_mode(has_draft=True)
+        runtime = Runtime.make(self.target, self.draft, resolved, settings)
         try:
             yield Engine(runtime, None, frozenset(stop))
         finally:

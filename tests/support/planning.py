@@ -104,5 +104,5 @@ def case_of(seed: int, tiny: bool = False) -> Case:
 
 def needs_of(case: Case) -> TextNeeds:
     """Return the needs as `tierforce plan` has them: no models, and no torch."""
-    mode, item = case.settings.mode, counted_dtype(case.settings.dtype)
+    mode, item = case.settings.resolved_mode(True), counted_dtype(case.settings.dtype)
     return TextNeeds(case.target, case.draft, mode, case.settings, item, 1, 1, True)

@@ -103,6 +103,8 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
         "512",
         "--hardware",
         str(hardware),
+        "--mode",
+        "hierarchical",
         "--json",
     ]
     done = plan(tmp_path, *options)
@@ -122,12 +124,19 @@ def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Pa
     """With what it would itself be planned to take, and not where there is nothing to gain."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
     options = ["--draft", str(DEMO / "draft"), "--hardware", str(tmp_path / "mine.json")]
-    far, sliced = ["--context", "16384"], "sliced-hierarchical"
-    told = json.loads(plan(tmp_path, *options, *far, "--json").out)
+    far, sliced = ["--context", "16384", "--budget", "512"], "sliced-hierarchical"
+    whole = ["--mode", "hierarchical"]
+    told = json.loads(plan(tmp_path, *options, *far, *whole, "--json").out)
     itself = json.loads(plan(tmp_path, *options, *far, "--mode", sliced, "--json").out)
     assert told["forecast"] != told[sliced] == itself["forecast"]
     assert sliced not in itself
-    assert f"a token, {sliced}" in plan(tmp_path, *options, *far).out
+    assert f"a token, {sliced}" in plan(tmp_path, *options, *far, *whole).out
+    # what is not set is the faster one, and the other is told of
+    best = json.loads(plan(tmp_path, *options, *far, "--json").out)
+    assert best["job"]["mode"] == sliced
+    assert best["forecast"] == itself["forecast"]
+    assert best["hierarchical"] == told["forecast"]
+    assert best["forecast"]["token_s"] < told["forecast"]["token_s"]
     near, uncut = ["--context", "2048"], ["--context", "3600", "--dtype", "float32"]
     assert json.loads(plan(tmp_path, *options, *near, "--json").out)["plan"]["resident_layers"] == 6
     assert json.loads(plan(tmp_path, *options, *uncut, "--json").out)["plan"]["resident_layers"] < 6

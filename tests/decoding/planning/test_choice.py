@@ -1,4 +1,4 @@
-"""Budget against layers: what is chosen follows from past texts, says why, and never changes the
+"""Budget, codes or layers: what is chosen follows from past texts, says why, and never changes the
 law.
 """
 
@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from decoding import Engine
-from decoding.planning.budget import BudgetChoice, BudgetChooser
+from decoding.planning.choice import Choice, Chooser
 from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
 from decoding.planning.fit import affordable as affordable_with
 from decoding.planning.observed import ObservedCosts
+from decoding.planning.way import Way
 from decoding.runtime import Runtime
 from decoding.sessions import Sessions
 from decoding.speculation.draft_length import RoundStats
@@ -48,7 +49,9 @@ def models(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
 
 
 def affordable(runtime: Runtime, prompt: int, new: int) -> dict[int, MemoryPlan]:
-    return affordable_with(runtime.needs, runtime.memory(), prompt, new)
+    """By budget, in the runtime's own mode."""
+    plans = affordable_with(runtime.needs, runtime.memory(), prompt, new)
+    return {way.budget: plan for way, plan in plans.items() if way.mode == runtime.mode}
 
 
 class Past:
@@ -56,16 +59,19 @@ class Past:
 
     def __init__(self, rate: float = RATE):
         self.costs = ObservedCosts(rate)
-        self.chooser = BudgetChooser(self.costs)
-        self.rejection = self.costs.rejection
+        self.chooser = Chooser(self.costs)
 
-    def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> BudgetChoice:
-        return self.chooser.choose(runtime.needs, plans, prompt)
+    def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> Choice:
+        ways = {Way(runtime.mode, budget): plan for budget, plan in plans.items()}
+        return self.chooser.choose(runtime.needs, ways, prompt)
 
     def record(
-        self, runtime: Runtime, plan: MemoryPlan, prompt: int, past: list[RoundStats]
+        self, runtime: Runtime, budget: int, plan: MemoryPlan, past: list[RoundStats]
     ) -> None:
-        self.chooser.record(runtime.needs, plan, prompt, past)
+        self.chooser.record(runtime.needs.with_budget(budget), plan, PROMPT, past)
+
+    def rejection(self, runtime: Runtime, budget: int, plan: MemoryPlan) -> float:
+        return self.costs.rejection(runtime.needs.with_budget(budget), plan)
 
 
 def rounds(
@@ -96,7 +102,7 @@ def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
         on = models(pair, megabytes)
         plans = affordable(on, PROMPT, NEW)
         choice = Past().choose(on, plans, PROMPT)
-        assert choice.budget == max(budget for budget in plans if budget <= DEFAULT_BUDGET)
+        assert choice.way.budget == max(budget for budget in plans if budget <= DEFAULT_BUDGET)
         assert "nothing is known" in choice.why
         assert ("does not fit" in choice.why) == (DEFAULT_BUDGET not in plans)
 
@@ -118,13 +124,13 @@ def test_what_past_texts_showed_decides(
         budget: replace(some[budget], resident_layers=layers)
         for budget, layers in ((1024, 2), (2048, 1), (4096, 0))
     }
-    spent = on.with_budget(2048)
     far = on.target.config.layers - plans[2048].resident_layers
     link_s = on.target.config.kv_layout(1, on.dtype).bytes(PROMPT, far) / RATE
     for _ in range(4):
-        split.record(spent, plans[2048], PROMPT, rounds(20, 24, accepted, draft_s, link_s))
+        split.record(on, 2048, plans[2048], rounds(20, 24, accepted, draft_s, link_s))
     choice = split.choose(on, plans, PROMPT)
-    assert choice.budget > 2048 if larger else choice.budget < 2048
+    chosen = choice.way.budget
+    assert chosen > 2048 if larger else chosen < 2048
     assert "ms/token predicted" in choice.why
     assert "layers" in choice.why
 
@@ -133,33 +139,33 @@ def test_layers_are_worth_nothing_where_compute_is_the_cost(pair: Pair) -> None:
     """The link could be ten times as slow: a larger budget is taken, though it takes the layers."""
     on, split = models(pair, 130), Past(1e13)
     plans = affordable(on, PROMPT, NEW)
-    split.record(on.with_budget(2048), plans[2048], PROMPT, rounds(20, 24, 8, 1e-6, 0.5))
-    assert split.choose(on, plans, PROMPT).budget > 2048
+    split.record(on, 2048, plans[2048], rounds(20, 24, 8, 1e-6, 0.5))
+    assert split.choose(on, plans, PROMPT).way.budget > 2048
 
 
 def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pair) -> None:
     on, split = models(pair, 130), Past()
     plans = affordable(on, PROMPT, NEW)
-    split.record(on.with_budget(1024), plans[1024], PROMPT, rounds(3, 24, 0, 1.0, 1.0))
+    split.record(on, 1024, plans[1024], rounds(3, 24, 0, 1.0, 1.0))
     assert "nothing is known" in split.choose(on, plans, PROMPT).why
     same = {
         budget: replace(place, resident_layers=2)
         for budget, place in plans.items()
         if budget in (1024, 2048)
     }
-    split.record(on.with_budget(1024), same[1024], PROMPT, rounds(20, 24, 24, 1e-4, 1e-2))
-    assert split.choose(on, same, PROMPT).budget == 1024
+    split.record(on, 1024, same[1024], rounds(20, 24, 24, 1e-4, 1e-2))
+    assert split.choose(on, same, PROMPT).way.budget == 1024
 
 
 def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
     on, split = models(pair, 130), Past()
     place = affordable(on, 1900, NEW)[2048]
-    split.record(on.with_budget(2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3))
+    split.chooser.record(on.needs.with_budget(2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3))
     choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT)
-    assert choice.budget == DEFAULT_BUDGET
+    assert choice.way.budget == DEFAULT_BUDGET
     assert "nothing is known" in choice.why
     short = split.choose(on, affordable(on, 900, NEW), 900)
-    assert (short.budget, "fit" in short.why) == (1024, False)
+    assert (short.way.budget, "fit" in short.why) == (1024, False)
 
 
 def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(
@@ -213,12 +219,11 @@ def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair:
     on, split = models(pair, 130), Past()
     place = affordable(on, PROMPT, NEW)[2048]
     # one in five
-    split.record(on.with_budget(2048), place, PROMPT, rounds(2000, 10, 4, 1e-3, 1e-3))
-    assert split.rejection(2048) == pytest.approx(0.2, rel=0.02)
-    assert (
-        split.rejection(512) > split.rejection(1024) > split.rejection(2048) > split.rejection(8192)
-    )
-    assert split.rejection(8192) == pytest.approx(0.2 * 4**-REJECTION_EXPONENT, rel=0.02)
+    split.record(on, 2048, place, rounds(2000, 10, 4, 1e-3, 1e-3))
+    seen = {budget: split.rejection(on, budget, place) for budget in (512, 1024, 2048, 8192)}
+    assert seen[2048] == pytest.approx(0.2, rel=0.02)
+    assert seen[512] > seen[1024] > seen[2048] > seen[8192]
+    assert seen[8192] == pytest.approx(0.2 * 4**-REJECTION_EXPONENT, rel=0.02)
 
 
 def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) -> None:

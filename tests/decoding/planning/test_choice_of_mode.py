@@ -1,0 +1,164 @@
+"""What `auto` stands for, text by text: codes on the device where that is found to pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.ranks import run_ranks
+from decoding.planning.choice import Chooser
+from decoding.planning.defaults import DEFAULT_BUDGET
+from decoding.planning.fit import Memory, affordable, longest_prompt
+from decoding.planning.needs import TextNeeds, counted_dtype
+from decoding.planning.observed import ObservedCosts
+from decoding.planning.way import Way
+from decoding.settings import Settings
+from decoding.speculation.draft_length import RoundStats
+from offload.errors import FitError
+from parallel.group import Group
+from support.engines import DEMO, Pair
+from support.planning import case_of
+from support.texts import prompt
+
+PROMPT, NEW = 20_000, 200
+OWN, SLICED = "retrieval", "sliced-retrieval"
+
+
+def needs_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any) -> TextNeeds:
+    settings = Settings(mode=mode, dtype=dtype, prefill_chunk=256, **choices)
+    model = replace(case_of(1).target, layers=24, kv_heads=4)
+    resolved = settings.resolved_mode(has_draft=False)
+    return TextNeeds(model, None, resolved, settings, counted_dtype(dtype), 1, 1, copies=True)
+
+
+def memory_of(needs: TextNeeds, device: float, host: float = 2.0) -> Memory:
+    """Memory for such shares of the KV, beside what there is only once."""
+    kv = needs.layout.bytes(PROMPT + NEW)
+    fixed = needs.memory(PROMPT, NEW)
+    return Memory(int(device * kv) + fixed.hidden + fixed.passes + fixed.tables, int(host * kv))
+
+
+def modes(needs: TextNeeds, memory: Memory, prompt: int = PROMPT) -> set[str]:
+    return {way.mode for way in affordable(needs, memory, prompt, NEW)}
+
+
+def seconds(needs: TextNeeds, rate: float) -> float:
+    """Of all KV over a link."""
+    return needs.layout.bytes(PROMPT) / rate
+
+
+def rounds(drafted: int, accepted: int, draft_s: float, verify_s: float) -> list[RoundStats]:
+    return [RoundStats(drafted, accepted, drafted + 1, draft_s * drafted, verify_s)] * 40
+
+
+def test_slices_are_an_option_where_nothing_is_set_and_layers_wait_on_the_host() -> None:
+    needs = needs_of()
+    assert modes(needs, memory_of(needs, 0.6)) == {OWN, SLICED}
+    assert modes(needs_of(OWN), memory_of(needs, 0.6)) == {OWN}
+    assert modes(needs_of(dtype="float32"), memory_of(needs, 3)) == {OWN}
+    # all KV fits the device
+    assert modes(needs, memory_of(needs, 4)) == {OWN}
+    assert modes(needs, memory_of(needs, 0.6), prompt=1000) == {OWN}
+
+
+def test_a_host_too_small_for_whole_elements_takes_slices() -> None:
+    needs = needs_of()
+    small = memory_of(needs, 0.45, host=0.6)
+    assert modes(needs, small) == {SLICED}
+    plans = affordable(needs, small, PROMPT, NEW)
+    choice = Chooser(ObservedCosts(1e9)).choose(needs, plans, PROMPT)
+    assert choice.way.mode == SLICED
+    assert f"{OWN} does not fit" in choice.why
+    with pytest.raises(FitError, match="host memory"):
+        affordable(needs_of(OWN), small, PROMPT, NEW)
+    # and a text as long is what is said to fit
+    fits = longest_prompt(needs, small, 2 * PROMPT, NEW)
+    assert fits > max(PROMPT, longest_prompt(needs_of(OWN), small, 2 * PROMPT, NEW))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "rate", "draft_s", "mode"),
+    [
+        (6, 1e8, 1e-4, SLICED),  # little stands behind a slow link
+        (6, 1e8, 1.0, OWN),  # drafting is the cost, and codes are read for it
+    ],
+)
+def test_the_first_text_goes_without_and_its_rounds_decide(
+    accepted: int, rate: float, draft_s: float, mode: str
+) -> None:
+    needs = needs_of()
+    chooser = Chooser(ObservedCosts(rate))
+    plans = affordable(needs, memory_of(needs, 0.6), PROMPT, NEW)
+    first = chooser.choose(needs, plans, PROMPT)
+    assert first.way == Way(OWN, DEFAULT_BUDGET)
+    assert "nothing is known" in first.why
+    plan = plans[first.way]
+    link_s = seconds(needs, rate) * (1 - plan.resident_layers / needs.target.layers)
+    past = rounds(24, accepted, draft_s, max(link_s, 0.01))
+    chooser.record(needs.with_way(first.way), plan, PROMPT, past)
+    second = chooser.choose(needs, plans, PROMPT)
+    assert second.way.mode == mode
+    assert f"with mode {OWN if mode == SLICED else SLICED}, budget" in second.why
+
+
+def test_slices_that_disappoint_are_given_up() -> None:
+    needs, rate = needs_of(), 1e8
+    chooser = Chooser(ObservedCosts(rate))
+    plans = affordable(needs, memory_of(needs, 0.6), PROMPT, NEW)
+    link_s = seconds(needs, rate)
+    usual = Way(OWN, DEFAULT_BUDGET)
+    chooser.record(needs.with_way(usual), plans[usual], PROMPT, rounds(24, 6, 1e-3, link_s))
+    tried = chooser.choose(needs, plans, PROMPT).way
+    assert tried.mode == SLICED
+    # as many stand as before, and drafting them takes longer than it was thought to
+    for _ in range(3):
+        chooser.record(needs.with_way(tried), plans[tried], PROMPT, rounds(24, 6, 0.5, link_s))
+    assert chooser.choose(needs, plans, PROMPT).way.mode == OWN
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(DEMO / "target", DEMO / "draft", dtype="bfloat16")
+
+
+# settings with which the link is the cost: what crosses it decides
+SLOW: dict[str, Any] = {
+    "link": "emulated:0.03",
+    "resident_layers": 1,
+    "budget": 512,
+    "draft_length": 5,
+}
+DOCUMENT = (3 * prompt("argparse"))[:1200]
+
+
+def test_an_engine_goes_over_to_slices(pair: Pair) -> None:
+    seen = []
+    with pair.engine("auto", **SLOW) as engine:
+        for _ in range(2):
+            assert len(list(engine.generate(DOCUMENT, 48))) == 48
+            seen.append(engine.stats.as_dict())
+    assert [each["mode"] for each in seen] == ["hierarchical", "sliced-hierarchical"]
+    assert [each["sliced_layers"] for each in seen] == [0, 5]
+    assert "with mode hierarchical, budget 512" in seen[1]["budget_because"]
+    assert 4 * seen[1]["traffic"]["target"]["link_in"] < seen[0]["traffic"]["target"]["link_in"]
+
+
+def auto_on_two_ranks(folder: Path) -> None:
+    pair = Pair(DEMO / "target", DEMO / "draft", Group.from_environment("cpu"), "bfloat16")
+    with pair.engine("auto", **SLOW) as engine:
+        if pair.group.rank:
+            engine.follow()
+            return
+        for mode in ("hierarchical", "sliced-hierarchical"):
+            assert len(list(engine.generate(DOCUMENT, 48))) == 48
+            assert engine.stats.mode == mode
+        engine.close()
+    (folder / "done").touch()
+
+
+def test_two_ranks_go_over_together(tmp_path: Path) -> None:
+    run_ranks(2, auto_on_two_ranks, tmp_path)
+    assert (tmp_path / "done").exists()
