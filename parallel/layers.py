@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from parallel.checkpoint import Checkpoint
 from parallel.group import Group, Pending
-from parallel.products import linear
+from parallel.products import linear, unrounded_linear
 from parallel.sizes import vocab_rows
 
 
@@ -207,7 +207,7 @@ class VocabParallelEmbedding(Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (T, V) float32 of hidden states x (T, hidden)."""
-        return self.group.all_gather(linear(x, self.weight))[:, : self.vocab].float()
+        return self.group.all_gather(unrounded_linear(x, self.weight))[:, : self.vocab]
 
 
 def empty_parameter(*shape: int) -> Parameter:

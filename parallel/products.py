@@ -21,7 +21,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     widens = x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _MIN_ROWS
     if not widens or multiplies_bfloat16():
         return F.linear(x, weight, bias)
-    out = x.new_empty(len(x), len(weight))
+    return _widened(x, weight, bias, x.dtype)
+
+
+def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T, (T, Dout) float32, as it was summed: not rounded to the inputs' dtype.
+
+    It is for logits. Rounded to bfloat16 they come in steps of an eighth, and passes of other
+    widths fall on other steps: that alone rejects 2.5% of what SmolLM2 proposes to itself
+    (docs/log.md). MiniMax-M1 needed the same for training by what inference said (arXiv
+    2506.13585).
+    """
+    if x.dtype == torch.float32:
+        return F.linear(x, weight)
+    if x.is_cpu:
+        return _widened(x, weight, None, torch.float32)
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x W^T + b in this dtype, with inputs of 16 bits widened part by part."""
+    out = x.new_empty(len(x), len(weight), dtype=dtype)
     wide = x.float()
     step = max(1, _WIDENED_VALUES // weight.shape[1])
     for start in range(0, len(weight), step):

@@ -12,6 +12,7 @@ the book's own words in place of the target's. Parts are run one at a time with 
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 
 from bench.drafts.low_rank import LOW_RANKS
 from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
@@ -171,15 +173,20 @@ class Study:
         more = self.new + 1
         for number, both in enumerate(prompts(self.tokens, context + more, self.texts, 0)):
             say(f"{context} tokens, T {sampling.temperature}, text {number + 1} of {self.texts}")
-            prompt = both[:context]
-            trace = PolicyTrace(self.engine.runtime, prompt, self.new, variants, max(intervals))
-            text = torch.tensor(both[context:])
-            if self.along == "target":
-                text = trace.text(more, replace(sampling, seed=number))
-            for interval in intervals:
-                for variant, each in trace.chains(text, interval, sampling).items():
-                    chains[variant][interval] += each
+            law = replace(sampling, seed=number)
+            self._lead(both[:context], torch.tensor(both[context:]), chains, law)
+            gc.collect()  # caches and the one that they follow know each other
         return chains
+
+    def _lead(self, prompt: list[int], text: Tensor, chains: Chains, sampling: Sampling) -> None:
+        """Lead all variants along one text, and add to `chains`; their caches go with the call."""
+        intervals = list(next(iter(chains.values())))
+        trace = PolicyTrace(self.engine.runtime, prompt, self.new, list(chains), max(intervals))
+        if self.along == "target":
+            text = trace.text(len(text), sampling)
+        for interval in intervals:
+            for variant, each in trace.chains(text, interval, sampling).items():
+                chains[variant][interval] += each
 
     def counts(
         self, contexts: Sequence[int], temperatures: Sequence[float], draft: int

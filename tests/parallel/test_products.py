@@ -32,3 +32,12 @@ def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
     x, weight = x.bfloat16(), weight.bfloat16()
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_are_not_rounded_to_16_bits(rows: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, 300).to(dtype), torch.randn(2500, 300).to(dtype)
+    out = products.unrounded_linear(x, weight)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)

@@ -88,18 +88,19 @@ def efficient(
     return out, padded if lse else sums[:, :, :0], seed, seed
 
 
-def wide_bmm(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     _require(
         x.dtype == y.dtype and x.dtype in SIXTEEN and dtype in (x.dtype, torch.float32),
         "out_dtype of 16-bit inputs only",
     )
-    return torch.bmm(x.to(dtype), y.to(dtype))
+    return x.to(dtype) @ y.to(dtype)
 
 
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_efficient_attention.default: efficient,
-    aten.bmm.dtype: wide_bmm,
+    aten.bmm.dtype: wide_product,
+    aten.mm.dtype: wide_product,
 }
 CPU_ONLY = {aten._scaled_dot_product_flash_attention_for_cpu.default}
 # these wait for the device, to give the host a number or a shape
