@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 
-from decoding.planning.choice import Choice, Chooser
+from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.defaults import BUDGETS
 from decoding.planning.fit import affordable
 from decoding.planning.observed import ObservedCosts
@@ -26,7 +26,7 @@ class Sessions:
         self.runtime = runtime
         self.group: Group = runtime.target.group
         rate = runtime.link_rate() if runtime.needs.has_choice else None
-        self.chooser = Chooser(ObservedCosts(rate))
+        self.chooser = WayChooser(ObservedCosts(rate))
 
     def check(self, prompt: int, new: int) -> MemoryPlan:
         """Plan a text of that many tokens as `open` would now; this rank's plan.
@@ -44,14 +44,14 @@ class Sessions:
         with self.group.together():
             return self.runtime.with_way(choice.way).plan(prompt, new)
 
-    def choose(self, prompt: int, new: int) -> Choice:
+    def choose(self, prompt: int, new: int) -> WayChoice:
         """Choose a text's mode and retrieval budget, the same on all ranks.
 
         What fits nowhere is left to `open` to refuse.
         """
         needs = self.runtime.needs
         if not needs.has_choice:
-            return Choice(needs.way, "set")
+            return WayChoice(needs.way, "set")
         try:
             plans = self._affordable(prompt, new)
         except FitError:
@@ -60,10 +60,10 @@ class Sessions:
             budget = needs.budget
             if needs.chooses_budget:
                 budget = max(BUDGETS[0], needs.settings.chunk_size)
-            return Choice(Way(needs.mode, budget), "nothing fits")
+            return WayChoice(Way(needs.mode, budget), "nothing fits")
         return self.group.broadcast(self.chooser.choose(needs, common, prompt))
 
-    def open(self, prompt: Sequence[int], new: int, choice: Choice) -> Session:
+    def open(self, prompt: Sequence[int], new: int, choice: WayChoice) -> Session:
         """Allocate what a text takes. Raises FitError, on all ranks."""
         with self.group.together():
             return Session(self.runtime.with_way(choice.way), list(prompt), new)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoding.planning.choice import Choice
+from decoding.planning.choice import WayChoice
 from decoding.session import Session
 from decoding.speculation.decoders import Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
@@ -27,7 +27,7 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    choice: Choice | None = None  # of mode and retrieval budget
+    choice: WayChoice | None = None  # of mode and retrieval budget
     levels: list[Proposer] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0

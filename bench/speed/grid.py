@@ -55,6 +55,7 @@ from decoding.planning.needs import MAX_DRAFT
 from decoding.runtime import Runtime
 from decoding.session import Lengths, draft_lengths
 from decoding.sessions import Sessions
+from decoding.settings import LEVELS
 from decoding.speculation.draft_length import Adaptive, RoundStats
 from offload.errors import TierForceError
 
@@ -150,12 +151,13 @@ def in_words(values: Sequence[object]) -> str:
 
 def law_of(settings: Settings) -> Settings:
     """Return settings without those that how often proposals stand does not depend on."""
+    has_codes = "sliced" in LEVELS.get(settings.mode, ())  # in so many layers
     return replace(
         settings,
         draft_length=None,
         inner_length=None,
         link="auto",
-        resident_layers=None,
+        resident_layers=settings.resident_layers if has_codes else None,
         device_memory=None,
     )
 
@@ -269,12 +271,14 @@ def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, lim
         text = PrefilledText(session)
         for point in turned(group.points, sampling.seed):
             run = text.run(sampling, point.lengths, limit)
-            needs, layers = session.runtime.needs, session.plan.resident_layers
-            interval = needs.selection_interval(
-                session.plan
-            )  # which decides how old proposals' KV is
-            settings = replace(needs.settings, refresh=interval)
-            point.runs.append((settings, layers, run))
+            needs, plan = session.runtime.needs, session.plan
+            settings = replace(
+                needs.settings,
+                refresh=needs.selection_interval(plan),  # which decides how old proposals' KV is
+                resident_layers=plan.resident_layers,
+                sliced_layers=plan.sliced_layers,
+            )
+            point.runs.append((settings, plan.resident_layers, run))
             sessions.record(session, run.rounds)
             named = ", ".join(f"{name} {value}" for name, value in point.varied.items())
             say(f"text {sampling.seed}: {named}: {run.ms_per_token:.1f} ms/token")

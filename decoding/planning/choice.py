@@ -21,14 +21,14 @@ Plans = Mapping[Way, MemoryPlan]
 
 
 @dataclass(frozen=True)
-class Choice:
+class WayChoice:
     """The way one text is drafted for, and why it is that."""
 
     way: Way
     why: str
 
 
-class Chooser:
+class WayChooser:
     """Chooses a mode and a budget for each text; layers take the rest of the memory."""
 
     def __init__(self, costs: CostSource):
@@ -36,11 +36,11 @@ class Chooser:
         # of the last text that said something: a change must promise a little
         self.in_use: Way | None = None
 
-    def choose(self, needs: TextNeeds, plans: Plans, prompt: int) -> Choice:
+    def choose(self, needs: TextNeeds, plans: Plans, prompt: int) -> WayChoice:
         """Choose one of the ways that a text of `prompt` tokens was planned with."""
         if len(plans) == 1:
             (way,) = plans
-            return Choice(way, "the only one that fits or differs")
+            return WayChoice(way, "the only one that fits or differs")
         times = self._token_seconds(needs, plans, prompt)
         if not times:
             return self._first(needs, plans, prompt)
@@ -54,7 +54,7 @@ class Chooser:
         why += f", {1e3 * times[other]:.4g} with"
         if other.mode != best.mode:
             why += f" mode {other.mode},"
-        return Choice(best, f"{why} budget {other.budget} and {_kept(plans[other])}")
+        return WayChoice(best, f"{why} budget {other.budget} and {_kept(plans[other])}")
 
     def record(
         self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
@@ -63,7 +63,7 @@ class Chooser:
         if self.costs.record(needs, plan, prompt, rounds):
             self.in_use = needs.way
 
-    def _first(self, needs: TextNeeds, plans: Plans, prompt: int) -> Choice:
+    def _first(self, needs: TextNeeds, plans: Plans, prompt: int) -> WayChoice:
         """Choose where nothing is known: no slices where it fits without.
 
         The budget is the default, or the largest below it that fits.
@@ -77,7 +77,7 @@ class Chooser:
         assert way is not None
         budgets = needs.budgets(prompt) if needs.chooses_budget else []
         refused = [each for each in budgets if way.budget < each <= DEFAULT_BUDGET]
-        return Choice(way, f"{why}; budget {refused[0]} does not fit" if refused else why)
+        return WayChoice(way, f"{why}; budget {refused[0]} does not fit" if refused else why)
 
     def _token_seconds(self, needs: TextNeeds, plans: Plans, prompt: int) -> dict[Way, float]:
         """Return the seconds a token by way, each with the draft length that suits it."""

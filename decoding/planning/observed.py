@@ -29,7 +29,7 @@ from offload.memory_plan import MemoryPlan
 
 
 @dataclass
-class History:
+class WayHistory:
     """What texts that were drafted for in one way showed."""
 
     tested: float = 0.0  # tokens
@@ -45,7 +45,7 @@ class ObservedCosts:
     def __init__(self, link_rate: float | None):
         """Begin without texts. `link_rate`: bytes a second; None where nothing is copied."""
         self.link_rate = link_rate
-        self._history: dict[Way, History] = {}
+        self._history: dict[Way, WayHistory] = {}
         # of the last text's verifications: what they took, and the link's part of it
         self._verify_s = self._link_s = 0.0
 
@@ -62,7 +62,7 @@ class ObservedCosts:
         tested = sum(each.accepted for each in drafted) + rejected
         if len(drafted) < MIN_ROUNDS or tested < MIN_TESTED or prompt <= needs.budget:
             return False
-        past = self._history.setdefault(needs.way, History())
+        past = self._history.setdefault(needs.way, WayHistory())
         past.tested = KEPT_OF_TEXT * past.tested + tested
         past.rejected = KEPT_OF_TEXT * past.rejected + rejected
         past.usual = KEPT_OF_TEXT * past.usual + tested * rejections(needs, plan)
@@ -92,7 +92,7 @@ class ObservedCosts:
         All texts have a say, those with this mode and budget more than others.
         """
         expected = min(1.0, self._usual_rejection() * rejections(needs, plan))
-        own = self._history.get(needs.way, History())
+        own = self._history.get(needs.way, WayHistory())
         return (own.rejected + OWN_TOKENS * expected) / (own.tested + OWN_TOKENS)
 
     def _usual_rejection(self) -> float:

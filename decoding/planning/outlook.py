@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from decoding.planning.choice import Choice, Chooser
+from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.cost import Acceptance, CostSource, PredictedCosts
 from decoding.planning.fit import affordable, longest_prompt, memory_of
 from decoding.planning.forecast import Forecast, forecast
@@ -26,7 +26,7 @@ class Outlook:
     hardware: HardwareProfile
     prompt: int
     new: int
-    choice: Choice
+    choice: WayChoice
     plan: MemoryPlan
     prefill_tiers: Tiers
     decode_tiers: Tiers
@@ -62,7 +62,7 @@ def look_ahead(
         if fits:
             hint = f"{fits + new} tokens of context would fit."
         raise FitError(f"{error} {hint}") from error
-    chooser = Chooser(costs or PredictedCosts(hardware, acceptance))
+    chooser = WayChooser(costs or PredictedCosts(hardware, acceptance))
     choice = chooser.choose(needs, plans, prompt)
     if needs.has_choice:
         needs = needs.with_way(choice.way)

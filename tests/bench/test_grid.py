@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from bench.speed.grid import AUTO, grid, grouped, parse, possible, settings_of, turned
+from bench.speed.grid import AUTO, grid, grouped, law_of, parse, possible, settings_of, turned
 from decoding import Settings
 from decoding.planning.defaults import MAX_DRAFT
 from decoding.runtime import Runtime
@@ -90,3 +92,13 @@ def test_what_is_no_value_is_refused(name: str, word: str) -> None:
 
 def test_each_text_begins_with_another_point() -> None:
     assert [turned([1, 2, 3], turn)[0] for turn in range(4)] == [1, 2, 3, 1]
+
+
+def test_codes_are_part_of_the_law_and_whole_layers_are_not() -> None:
+    """How many layers have codes decides how often proposals stand."""
+    whole = Settings(mode="retrieval", resident_layers=2, sliced_layers=0)
+    assert law_of(whole) == law_of(replace(whole, resident_layers=4, link="view"))
+    coded = Settings(mode="sliced-retrieval", resident_layers=2, sliced_layers=3)
+    assert law_of(coded) == law_of(replace(coded, link="view"))
+    assert law_of(coded) != law_of(replace(coded, sliced_layers=4))
+    assert law_of(coded) != law_of(replace(coded, resident_layers=3))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from decoding import Engine
-from decoding.planning.choice import Choice, Chooser
+from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
 from decoding.planning.fit import affordable as affordable_with
 from decoding.planning.observed import ObservedCosts
@@ -59,9 +59,9 @@ class Past:
 
     def __init__(self, rate: float = RATE):
         self.costs = ObservedCosts(rate)
-        self.chooser = Chooser(self.costs)
+        self.chooser = WayChooser(self.costs)
 
-    def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> Choice:
+    def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> WayChoice:
         ways = {Way(runtime.mode, budget): plan for budget, plan in plans.items()}
         return self.chooser.choose(runtime.needs, ways, prompt)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.harness.ranks import run_ranks
-from decoding.planning.choice import Chooser
+from decoding.planning.choice import WayChooser
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.fit import Memory, affordable, longest_prompt
 from decoding.planning.needs import TextNeeds, counted_dtype
@@ -69,7 +69,7 @@ def test_a_host_too_small_for_whole_elements_takes_slices() -> None:
     small = memory_of(needs, 0.45, host=0.6)
     assert modes(needs, small) == {SLICED}
     plans = affordable(needs, small, PROMPT, NEW)
-    choice = Chooser(ObservedCosts(1e9)).choose(needs, plans, PROMPT)
+    choice = WayChooser(ObservedCosts(1e9)).choose(needs, plans, PROMPT)
     assert choice.way.mode == SLICED
     assert f"{OWN} does not fit" in choice.why
     with pytest.raises(FitError, match="host memory"):
@@ -90,7 +90,7 @@ def test_the_first_text_goes_without_and_its_rounds_decide(
     accepted: int, rate: float, draft_s: float, mode: str
 ) -> None:
     needs = needs_of()
-    chooser = Chooser(ObservedCosts(rate))
+    chooser = WayChooser(ObservedCosts(rate))
     plans = affordable(needs, memory_of(needs, 0.6), PROMPT, NEW)
     first = chooser.choose(needs, plans, PROMPT)
     assert first.way == Way(OWN, DEFAULT_BUDGET)
@@ -106,7 +106,7 @@ def test_the_first_text_goes_without_and_its_rounds_decide(
 
 def test_slices_that_disappoint_are_given_up() -> None:
     needs, rate = needs_of(), 1e8
-    chooser = Chooser(ObservedCosts(rate))
+    chooser = WayChooser(ObservedCosts(rate))
     plans = affordable(needs, memory_of(needs, 0.6), PROMPT, NEW)
     link_s = seconds(needs, rate)
     usual = Way(OWN, DEFAULT_BUDGET)

@@ -15,7 +15,7 @@ import torch
 import decoding.planning.needs
 import decoding.runtime
 from decoding import Engine
-from decoding.planning.choice import Chooser
+from decoding.planning.choice import WayChooser
 from decoding.planning.cost import CostSource, PredictedCosts
 from decoding.planning.fit import fit, memory_of
 from decoding.planning.needs import TextNeeds
@@ -72,7 +72,7 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     arena = HostArena(link, dtype)
     models: Any = (target, draft if needs.has_draft else None)
     engine = Engine(Runtime(*models, needs.mode, case.settings, link, arena), None, frozenset())
-    engine.sessions.chooser = Chooser(costs)
+    engine.sessions.chooser = WayChooser(costs)
     return engine
 
 
