@@ -37,8 +37,8 @@ class Sessions:
             plans = self._affordable(prompt, new)
         if self.runtime.needs.has_choice and not self._common(plans):
             raise FitError(
-                "no one retrieval budget fits all ranks: set `budget`, or free memory on the "
-                "fullest GPU."
+                "no one mode and retrieval budget fit all ranks: set `mode` and `budget`, or free "
+                "memory on the fullest GPU."
             )
         choice = self.choose(prompt, new)
         with self.group.together():
@@ -69,7 +69,7 @@ class Sessions:
             return Session(self.runtime.with_way(choice.way), list(prompt), new)
 
     def record(self, session: Session, rounds: list[RoundStats]) -> None:
-        """Learn from a text that is done what the next one's budget may go by."""
+        """Learn from a text that is done what the next one's mode and budget may go by."""
         self.chooser.record(session.runtime.needs, session.plan, len(session.prompt), rounds)
 
     def follow(self) -> bool:

@@ -95,7 +95,7 @@ def engine_for(setting: Setting, job: Job) -> Engine:
     """Load the models; where layers are to be late, with no more memory than that takes."""
     layers = int(setting.resident * ModelConfig.find(job.target).layers)
     settings = Settings(
-        mode=setting.mode,
+        mode=Settings(mode=setting.mode).resolved_mode(job.draft is not None),
         rope=job.rope,
         dtype=setting.dtype,
         link=setting.link,

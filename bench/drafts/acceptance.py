@@ -208,6 +208,7 @@ class Study:
                     law = replace(self.sampling, temperature=degree, seed=SEEDS * number + seed)
                     run = trace.count(variant, self.new, draft, law)
                     counted.setdefault((context, degree, variant), []).append(run)
+                del trace  # before there is memory for the next one
         rows = []
         for (context, degree, variant), runs in counted.items():
             tokens, passes = (sum(each) for each in zip(*runs, strict=True))

@@ -75,12 +75,15 @@ class Point:
     """One setting of the grid, and what was measured of it."""
 
     varied: Varied
-    lengths: Lengths  # adaptive ones go on from text to text, as in the engine
-    runs: list[tuple[Settings, int, Run]] = field(default_factory=list)  # with resident layers
+    settings: Settings
+    # by mode; adaptive ones go on from text to text, as in the engine
+    lengths: dict[str, Lengths] = field(default_factory=dict)
+    # with all that was chosen
+    runs: list[tuple[Settings, Run]] = field(default_factory=list)
 
     @property
     def rounds(self) -> list[RoundStats]:
-        return list(chain(*(run.rounds for _, _, run in self.runs)))
+        return list(chain(*(run.rounds for _, run in self.runs)))
 
 
 @dataclass
@@ -94,7 +97,7 @@ class Group:
     def learns(self) -> bool:
         """Whether any of it goes by past texts: a budget, or the lengths of drafts."""
         runtime = self.sessions.runtime
-        lengths = chain(*(point.lengths for point in self.points))
+        lengths = chain(*(draft_lengths(point.settings) for point in self.points))
         adaptive = any(isinstance(length, Adaptive) for length in lengths)
         return runtime.needs.has_choice or (adaptive and runtime.mode != "plain")
 
@@ -112,19 +115,21 @@ class Row:
     acceptance: float | None  # of what was put before the target
     mean_draft: float | None
     link_mb_per_token: float
+    modes: str
     budgets: str
     resident_layers: str
+    sliced_layers: str
 
     @classmethod
     def of(cls, point: Point, yields: dict[Settings, list[float]]) -> Row:
         """Sum up a point, given what drafts yield under each law of acceptance."""
-        runs = [run for _, _, run in point.runs]
+        runs = [run for _, run in point.runs]
         seconds = sum(run.seconds for run in runs)
         tokens = sum(run.tokens for run in runs)
         rounds = point.rounds
         expected = sum(
             yields[law_of(settings)][each.drafted]
-            for settings, _, run in point.runs
+            for settings, run in point.runs
             for each in run.rounds
         )
         rates = [run.acceptance for run in runs if run.acceptance is not None]
@@ -139,8 +144,10 @@ class Row:
             statistics.fmean(rates) if rates else None,
             statistics.fmean(each.drafted for each in rounds) if rounds else None,
             sum(run.link_bytes for run in runs) / tokens / 1e6,
-            in_words([settings.budget for settings, _, _ in point.runs]) if has_budget else "",
-            in_words([layers for _, layers, _ in point.runs]),
+            in_words([settings.mode for settings, _ in point.runs]),
+            in_words([settings.budget for settings, _ in point.runs]) if has_budget else "",
+            in_words([settings.resident_layers for settings, _ in point.runs]),
+            in_words([settings.sliced_layers for settings, _ in point.runs]),
         )
 
 
@@ -259,7 +266,7 @@ def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[
             shared = replace(settings, draft_length=max(MAX_DRAFT, *given), inner_length=None)
         if shared not in groups:
             groups[shared] = Group(Sessions(replace(here, settings=shared)))
-        groups[shared].points.append(Point(point, draft_lengths(settings)))
+        groups[shared].points.append(Point(point, settings))
     return list(groups.values())
 
 
@@ -270,15 +277,16 @@ def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, lim
     with closing(session):
         text = PrefilledText(session)
         for point in turned(group.points, sampling.seed):
-            run = text.run(sampling, point.lengths, limit)
             needs, plan = session.runtime.needs, session.plan
+            lengths = point.lengths.setdefault(needs.mode, draft_lengths(point.settings))
+            run = text.run(sampling, lengths, limit)
             settings = replace(
                 needs.settings,
                 refresh=needs.selection_interval(plan),  # which decides how old proposals' KV is
                 resident_layers=plan.resident_layers,
                 sliced_layers=plan.sliced_layers,
             )
-            point.runs.append((settings, plan.resident_layers, run))
+            point.runs.append((settings, run))
             sessions.record(session, run.rounds)
             named = ", ".join(f"{name} {value}" for name, value in point.varied.items())
             say(f"text {sampling.seed}: {named}: {run.ms_per_token:.1f} ms/token")
@@ -334,7 +342,7 @@ def main(
     rounds: dict[Settings, list[RoundStats]] = {}
     every = [point for group in groups for point in group.points]
     for point in every:
-        for settings, _, run in point.runs:
+        for settings, run in point.runs:
             rounds.setdefault(law_of(settings), []).extend(run.rounds)
     yields = {law: expected_yields(each) for law, each in rounds.items()}
     every.sort(key=lambda point: combinations.index(point.varied))

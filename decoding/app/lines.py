@@ -9,6 +9,7 @@ import torch
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal import say, warn
 from decoding.engine import Engine
+from decoding.settings import LEVELS
 from decoding.stats import Stats
 from offload.errors import FitError
 from offload.fused import fused_kernels
@@ -32,7 +33,8 @@ def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> No
             "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
             "--device cpu."
         )
-    if engine.group.device.type == "cuda" and engine.runtime.needs.has_slices:
+    may_slice = any("sliced" in LEVELS[mode] for mode in engine.runtime.needs.modes)
+    if engine.group.device.type == "cuda" and may_slice:
         kernels, why = fused_kernels("cuda")
         if kernels is None:
             warn(

@@ -19,7 +19,6 @@ from decoding.planning.defaults import (
     INNER_ACCEPTANCE,
     INNER_DRAFT,
     JOINED_TRAFFIC,
-    MAX_INNER_DRAFT,
     REJECTION_EXPONENT,
     SLICED_REJECTION,
     UNCOVERED_EXPONENT,
@@ -67,7 +66,7 @@ class CostSource(Protocol):
     """Whoever can tell what a round of a text would cost."""
 
     def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost | None:
-        """Return the cost with the budget of `needs`; None where nothing is known of it."""
+        """Return the cost with mode and budget of `needs`; None where nothing is known of it."""
 
     def record(
         self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
@@ -186,10 +185,8 @@ class PredictedCosts:
         if not token_s:
             return self.near_s(needs, plan, prompt, 1)
         stands = self.acceptance.retrieved(needs) if needs.has_retrieval else self.acceptance.inner
-        given = needs.settings.inner_length
-        lengths = range(given or 1, (given or MAX_INNER_DRAFT) + 1)
         _, drafted_s = best_length(
-            lengths,
+            needs.inner_lengths,
             stands,
             lambda n: self.near_s(needs, plan, prompt, n + 1) + n * token_s,
         )

@@ -173,10 +173,6 @@ class TextNeeds:
         end = 2 * max(BUDGETS[0], self.settings.chunk_size, context)
         return [budget for budget in BUDGETS if self.settings.chunk_size <= budget < end]
 
-    def with_budget(self, budget: int) -> TextNeeds:
-        """Return these needs with this retrieval budget."""
-        return replace(self, settings=replace(self.settings, budget=budget))
-
     def with_way(self, way: Way) -> TextNeeds:
         """Return these needs with this mode and budget, and nothing left to choose."""
         settings = replace(self.settings, mode=way.mode, budget=way.budget)
@@ -189,6 +185,12 @@ class TextNeeds:
         """Return the lengths of a draft that may be put before the target."""
         length = self.settings.draft_length
         return range(1, MAX_DRAFT + 1) if length is None else range(length, length + 1)
+
+    @property
+    def inner_lengths(self) -> range:
+        """Return the lengths of a draft that may be put before a level below the target."""
+        length = self.settings.inner_length
+        return range(1, MAX_INNER_DRAFT + 1) if length is None else range(length, length + 1)
 
     @property
     def max_pass_tokens(self) -> int:

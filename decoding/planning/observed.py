@@ -15,7 +15,6 @@ from decoding.planning.defaults import (
     CODE_SHARE,
     COMPUTE_BOUND_RATIO,
     KEPT_OF_TEXT,
-    MAX_INNER_DRAFT,
     MIN_ROUNDS,
     MIN_TESTED,
     OWN_TOKENS,
@@ -39,6 +38,14 @@ class WayHistory:
     read: float = 1.0  # bytes that a pass of the level below the target reads
 
 
+@dataclass(frozen=True)
+class Verification:
+    """What the verifications of a text took, in seconds."""
+
+    whole_s: float
+    link_s: float  # the link's part of it
+
+
 class ObservedCosts:
     """The costs of rounds by what past texts showed, and by the rate of the link."""
 
@@ -46,8 +53,7 @@ class ObservedCosts:
         """Begin without texts. `link_rate`: bytes a second; None where nothing is copied."""
         self.link_rate = link_rate
         self._history: dict[Way, WayHistory] = {}
-        # of the last text's verifications: what they took, and the link's part of it
-        self._verify_s = self._link_s = 0.0
+        self._verifications: dict[str, Verification] = {}  # of each mode's last text, oldest first
 
     def record(
         self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
@@ -68,22 +74,26 @@ class ObservedCosts:
         past.usual = KEPT_OF_TEXT * past.usual + tested * rejections(needs, plan)
         past.drafted_s = _median(each.draft_s / each.drafted for each in drafted)
         past.read = _read_below(needs, plan, prompt)
-        self._verify_s = _median(each.verify_s for each in drafted)
-        self._link_s = self._over_link_s(needs, plan, prompt)
+        self._verifications.pop(needs.mode, None)
+        self._verifications[needs.mode] = Verification(
+            _median(each.verify_s for each in drafted), self._over_link_s(needs, plan, prompt)
+        )
         return True
 
     def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost | None:
         if not self._history:
             return None
         # compute is hidden behind the link, as far as is known, unless it is plainly the cost
-        bound_by_compute = self._verify_s > COMPUTE_BOUND_RATIO * self._link_s
-        compute = self._verify_s if bound_by_compute else 0.0
+        last = list(self._verifications.values())[-1]
+        seen = self._verifications.get(needs.mode, last)
+        bound_by_compute = seen.whole_s > COMPUTE_BOUND_RATIO * seen.link_s
+        compute = seen.whole_s if bound_by_compute else 0.0
         return RoundCost(
             link_s=self._over_link_s(needs, plan, prompt),
             compute_s=lambda drafted: compute,
             drafted_s=self._drafted_s(needs, plan, prompt),
             acceptance=1 - self.rejection(needs, plan),
-            other_s=max(0.0, self._verify_s - max(self._link_s, compute)),
+            other_s=max(0.0, seen.whole_s - max(seen.link_s, compute)),
         )
 
     def rejection(self, needs: TextNeeds, plan: MemoryPlan) -> float:
@@ -120,7 +130,7 @@ class ObservedCosts:
         # what was drafted without codes is now put before them
         usual = self._usual_rejection() * retrieval_rejections(near.budget)
         _, drafted_s = best_length(
-            range(1, MAX_INNER_DRAFT + 1),
+            needs.inner_lengths,
             1 - min(1.0, usual),
             lambda n: pass_s + n * past.drafted_s,
         )

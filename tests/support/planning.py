@@ -12,6 +12,7 @@ from decoding import Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.needs import TextNeeds, counted_dtype
 from decoding.planning.profile import HardwareProfile
+from decoding.planning.way import Way
 from decoding.settings import LEVELS
 from offload.policies import POLICY_NAMES
 from parallel.config import ModelConfig
@@ -100,6 +101,11 @@ def case_of(seed: int, tiny: bool = False) -> Case:
     )
     rates = Acceptance(draw.uniform(0.3, 0.99), draw.uniform(0.2, 0.9))
     return Case(target, draft, hardware, settings, context - new, new, rates)
+
+
+def with_budget(needs: TextNeeds, budget: int | None) -> TextNeeds:
+    """Return the same needs with this retrieval budget; None: as the settings have it."""
+    return needs if budget is None else needs.with_way(Way(needs.mode, budget))
 
 
 def needs_of(case: Case) -> TextNeeds:

@@ -24,6 +24,7 @@ from offload.memory_plan import MemoryPlan
 from parallel.loading import parameter_bytes
 from support.engines import DEMO, Pair
 from support.models import random_tokens
+from support.planning import with_budget
 
 PROMPT, NEW = 6000, 100
 RATE = 1e8  # bytes a second
@@ -68,10 +69,10 @@ class Past:
     def record(
         self, runtime: Runtime, budget: int, plan: MemoryPlan, past: list[RoundStats]
     ) -> None:
-        self.chooser.record(runtime.needs.with_budget(budget), plan, PROMPT, past)
+        self.chooser.record(with_budget(runtime.needs, budget), plan, PROMPT, past)
 
     def rejection(self, runtime: Runtime, budget: int, plan: MemoryPlan) -> float:
-        return self.costs.rejection(runtime.needs.with_budget(budget), plan)
+        return self.costs.rejection(with_budget(runtime.needs, budget), plan)
 
 
 def rounds(
@@ -160,7 +161,7 @@ def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pai
 def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
     on, split = models(pair, 130), Past()
     place = affordable(on, 1900, NEW)[2048]
-    split.chooser.record(on.needs.with_budget(2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3))
+    split.chooser.record(with_budget(on.needs, 2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3))
     choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT)
     assert choice.way.budget == DEFAULT_BUDGET
     assert "nothing is known" in choice.why

@@ -104,7 +104,12 @@ def test_the_first_text_goes_without_and_its_rounds_decide(
     assert f"with mode {OWN if mode == SLICED else SLICED}, budget" in second.why
 
 
-def test_slices_that_disappoint_are_given_up() -> None:
+@pytest.mark.parametrize(
+    ("draft_s", "times_link"),
+    [(0.5, 1.0), (1e-3, 6.0)],
+    ids=["drafting", "verifying"],
+)
+def test_slices_that_disappoint_are_given_up(draft_s: float, times_link: float) -> None:
     needs, rate = needs_of(), 1e8
     chooser = WayChooser(ObservedCosts(rate))
     plans = affordable(needs, memory_of(needs, 0.6), PROMPT, NEW)
@@ -113,10 +118,26 @@ def test_slices_that_disappoint_are_given_up() -> None:
     chooser.record(needs.with_way(usual), plans[usual], PROMPT, rounds(24, 6, 1e-3, link_s))
     tried = chooser.choose(needs, plans, PROMPT).way
     assert tried.mode == SLICED
-    # as many stand as before, and drafting them takes longer than it was thought to
+    # as many stand as before, and they take longer than it was thought
     for _ in range(3):
-        chooser.record(needs.with_way(tried), plans[tried], PROMPT, rounds(24, 6, 0.5, link_s))
+        past = rounds(24, 6, draft_s, times_link * link_s)
+        chooser.record(needs.with_way(tried), plans[tried], PROMPT, past)
     assert chooser.choose(needs, plans, PROMPT).way.mode == OWN
+
+
+def test_a_length_below_that_is_set_is_reckoned_with() -> None:
+    """A draft of 64 before every pass over codes costs more than the best one."""
+    costs = []
+    for inner in (None, 64):
+        needs = needs_of(inner_length=inner)
+        plans = affordable(needs, memory_of(needs, 0.6), PROMPT, NEW)
+        observed, way = ObservedCosts(1e8), Way(OWN, DEFAULT_BUDGET)
+        observed.record(needs.with_way(way), plans[way], PROMPT, rounds(24, 6, 1e-2, 1.0))
+        sliced = Way(SLICED, DEFAULT_BUDGET)
+        cost = observed.round_cost(needs.with_way(sliced), plans[sliced], PROMPT)
+        assert cost is not None
+        costs.append(cost.drafted_s)
+    assert costs[1] > 2 * costs[0]
 
 
 @pytest.fixture(scope="module")

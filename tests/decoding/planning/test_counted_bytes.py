@@ -23,7 +23,7 @@ from offload.retrieval_shape import RetrievalShape
 from offload.tiered_shape import TieredShape
 from parallel.group import Group
 from parallel.loading import random_model
-from support.planning import MODES, Case, case_of, needs_of
+from support.planning import MODES, Case, case_of, needs_of, with_budget
 
 
 def tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -85,7 +85,7 @@ def session_of(case: Case, link: str, room: int | None = None) -> Iterator[tuple
         session = Session(runtime, [1] * case.prompt, case.new)
         yield (
             session,
-            look_ahead(needs.with_budget(runtime.needs.budget), rich, case.prompt, case.new),
+            look_ahead(with_budget(needs, runtime.needs.budget), rich, case.prompt, case.new),
         )
     finally:
         runtime.link.close()
@@ -156,7 +156,7 @@ def test_layers_that_come_late_are_counted_too(mode: str) -> None:
     case = tiny(3)
     settings = replace(in_mode(case.settings, mode), resident_layers=2)
     case = replace(case, settings=settings, prompt=2000)
-    needs = needs_of(case).with_budget(settings.budget)
+    needs = with_budget(needs_of(case), settings.budget)
     sliced = case.target.layers - 2 if needs.has_slices else 0
     tiers = device_tiers(needs.memory(case.prompt, case.new), 2, 1, sliced)
     room = max(sum(phase.values()) for phase in tiers)
