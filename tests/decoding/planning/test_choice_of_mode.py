@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.harness.ranks import run_ranks
+from decoding.app.lines import opening
 from decoding.planning.choice import WayChooser
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.fit import Memory, affordable, longest_prompt
@@ -158,6 +159,8 @@ DOCUMENT = (3 * prompt("argparse"))[:1200]
 def test_an_engine_goes_over_to_slices(pair: Pair) -> None:
     seen = []
     with pair.engine("auto", **SLOW) as engine:
+        place = engine.check(len(DOCUMENT), 48)
+        assert ", hierarchical or sliced-hierarchical, " in opening(engine, len(DOCUMENT), place)
         for _ in range(2):
             assert len(list(engine.generate(DOCUMENT, 48))) == 48
             seen.append(engine.stats.as_dict())
