@@ -54,10 +54,11 @@ class Runtime:
 
     def with_way(self, way: Way) -> Runtime:
         """Return this runtime with another mode or budget, on the same link and arena."""
-        if not self.needs.has_choice:
+        needs = self.needs
+        if not needs.has_choice:
             return self
-        settings = replace(self.settings, mode=way.mode, budget=way.budget)
-        return replace(self, mode=way.mode, settings=settings)
+        chosen = needs.with_way(way)
+        return replace(self, mode=chosen.mode, settings=chosen.settings)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 
 from decoding.planning.choice import WayChoice, WayChooser
-from decoding.planning.defaults import BUDGETS
-from decoding.planning.fit import affordable
+from decoding.planning.fit import affordable, least_budget
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.way import Way
 from decoding.runtime import Runtime
@@ -57,10 +56,7 @@ class Sessions:
         except FitError:
             plans = {}
         if not (common := self._common(plans)):
-            budget = needs.budget
-            if needs.chooses_budget:
-                budget = max(BUDGETS[0], needs.settings.chunk_size)
-            return WayChoice(Way(needs.mode, budget), "nothing fits")
+            return WayChoice(Way(needs.mode, least_budget(needs)), "nothing fits")
         return self.group.broadcast(self.chooser.choose(needs, common, prompt))
 
     def open(self, prompt: Sequence[int], new: int, choice: WayChoice) -> Session:

@@ -9,7 +9,6 @@ import torch
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal import say, warn
 from decoding.engine import Engine
-from decoding.settings import LEVELS
 from decoding.stats import Stats
 from offload.errors import FitError
 from offload.fused import fused_kernels
@@ -33,14 +32,6 @@ def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> No
             "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
             "--device cpu."
         )
-    may_slice = any("sliced" in LEVELS[mode] for mode in engine.runtime.needs.modes)
-    if engine.group.device.type == "cuda" and may_slice:
-        kernels, why = fused_kernels("cuda")
-        if kernels is None:
-            warn(
-                f"the kernels for slices cannot be used here ({why}): plain operations "
-                "do the same and take several times as long. Another --mode may be faster."
-            )
     if longest is not None:
         try:
             place = engine.check(longest.tokens, common.max_new_tokens)
@@ -48,6 +39,18 @@ def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> No
             warn(
                 f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
                 f" {as_flags(str(error))}"
+            )
+    needs = engine.runtime.needs
+    # a trial of kernels takes seconds: none where all layers stay on the device
+    may_slice = needs.has_slices or (
+        len(needs.modes) > 1 and place is not None and needs.uses_link(place)
+    )
+    if engine.group.device.type == "cuda" and may_slice:
+        kernels, why = fused_kernels("cuda")
+        if kernels is None:
+            warn(
+                f"the kernels for slices cannot be used here ({why}): plain operations "
+                "do the same and take several times as long. Another --mode may be faster."
             )
     say(opening(engine, longest.tokens if longest else 0, place))
 

@@ -97,14 +97,18 @@ def _by_budget(
             everywhere = plan
 
 
+def least_budget(needs: TextNeeds) -> int:
+    """Return the smallest retrieval budget that a text may get."""
+    if not needs.chooses_budget:
+        return needs.budget
+    return max(BUDGETS[0], needs.settings.chunk_size)
+
+
 def longest_prompt(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> int:
     """Return how many prompt tokens, at most `prompt`, would fit in any way; 0 if none do."""
     if not needs.has_choice:
         return _longest(needs, memory, prompt, new)
-    budget = needs.budget
-    if needs.chooses_budget:
-        budget = max(BUDGETS[0], needs.settings.chunk_size)
-    ways = [Way(mode, budget) for mode in needs.modes]
+    ways = [Way(mode, least_budget(needs)) for mode in needs.modes]
     return max(_longest(needs.with_way(way), memory, prompt, new) for way in ways)
 
 
