@@ -170,7 +170,7 @@ def measure_rounds(report: Report, session: Session) -> None:
     report.add("rounds", "tokens drafted in it", stats.proposed_per_pass or 0.0)
     what = "tokens per verification (drawn weights say nothing)"
     report.add("rounds", what, stats.tokens_per_pass or 0.0)
-    for name, value in session.forward.counts.items():
+    for name, value in session.runner.counts.items():
         report.add("rounds", f"kinds of short passes: {name}", "none" if value is None else value)
     report.add("rounds", "peak memory", gigabytes(session.runtime.link.peak()), "GB")
 

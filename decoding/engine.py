@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from decoding.batch import Batch, Written
 from decoding.loading import load
 from decoding.pieces import pieces
 from decoding.prompt import Template
 from decoding.runtime import Runtime
-from decoding.session import Lengths, Session, draft_lengths
+from decoding.session import Lengths
 from decoding.sessions import Sessions
 from decoding.settings import Settings
-from decoding.speculation.draft_length import RecordingLength
-from decoding.speculation.sampling import Sampling, draw
-from decoding.speculation.text import Text
-from decoding.speculation.verify import read
+from decoding.speculation.passes import drive
+from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
-from offload.errors import DocumentError, FitError, TierForceError, is_out_of_memory, one_line
+from decoding.writing import Progress, Request, Writing
+from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
-from parallel.lockstep import PassLeader
-
-Progress = Callable[[int, int], None]  # prefill: units done, units in all
+from parallel.passes import Pass
 
 
 class Engine:
@@ -114,7 +112,8 @@ class Engine:
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
-        tokens = self._generate(prompt, max_new_tokens, sampling, progress, dropped)
+        request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress)
+        tokens = self._generate(request)
         with closing(tokens):
             yield from pieces(self.tokenizer, tokens)
 
@@ -146,7 +145,26 @@ class Engine:
         if isinstance(prompt, str):
             # never cut: what is too long for the context is refused
             prompt, _ = Template.plain(self.tokenizer).fill(self.tokenizer, prompt, sys.maxsize)
-        yield from self._generate(list(prompt), max_new_tokens, sampling, progress)
+        sampling = sampling or Sampling()
+        request = Request(list(prompt), max_new_tokens, sampling, progress=progress)
+        yield from self._generate(request)
+
+    def write(self, requests: Iterable[Request], at_once: int) -> Iterator[Written]:
+        """Yield what comes of each text, as it is done; up to `at_once` are written together.
+
+        A request is taken when there is room for it. One that cannot be processed is yielded with
+        its error, and the others go on. On ranks other than 0 it takes part until rank 0 closes the
+        engine, and yields nothing.
+        """
+        if self.group.rank:
+            self.follow()
+            return
+        self._refuse_another()
+        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, at_once)
+        with self._one_text():
+            for written in batch.write(requests):
+                self.stats = written.stats
+                yield written
 
     def follow(self) -> None:
         """Take part in all texts until rank 0 closes the engine; on the other ranks."""
@@ -159,69 +177,30 @@ class Engine:
             self.group.broadcast(None)
         self.runtime.link.close()
 
-    def _generate(
-        self,
-        prompt: list[int],
-        new: int,
-        sampling: Sampling | None,
-        progress: Progress | None,
-        dropped: int = 0,
-    ) -> Generator[int, None, None]:
+    def _generate(self, request: Request) -> Generator[int, None, None]:
         """Open a session on all ranks, write its text, and close it."""
         started = time.perf_counter()
-        self._refuse(prompt, new)
+        self._refuse_another()
+        # before other ranks hear of it
+        request.refuse_senseless(self.context, self.runtime.target.config.vocab)
         with self._one_text():
             self.stats = Stats()  # the caches of the text before go before memory is planned
-            self.group.broadcast((prompt, new))
-            choice = self.sessions.choose(len(prompt), new)
-            with closing(self.sessions.open(prompt, new, choice)) as session:
-                self.stats = Stats(
-                    prompt_tokens=len(prompt),
-                    dropped_tokens=dropped,
-                    plan=session.plan,
-                    mode=session.runtime.mode,
-                    choice=choice,
-                )
-                with closing(
-                    PassLeader(session.announced, session.max_tokens, session.forward)
-                ) as leader:
-                    yield from self._loop(
-                        session, leader, sampling or Sampling(), progress, started
-                    )
-                    self.sessions.record(session, self.stats.rounds)
+            session = self.sessions.open(request.prompt, request.new)
+            try:
+                writing = Writing(request, session, self.stats, started)
+                written = writing.begin(self.lengths)
+                yield from writing.write(written, self.stop_tokens)
+                while not writing.is_done:
+                    written = drive(writing.round(), self._make)
+                    yield from writing.write(written, self.stop_tokens)
+                self.sessions.record(session, self.stats.rounds)
+            finally:
+                self.sessions.close(session)
 
-    def _loop(
-        self,
-        session: Session,
-        leader: PassLeader,
-        sampling: Sampling,
-        progress: Progress | None,
-        started: float,
-    ) -> Iterator[int]:
-        """Read the prompt, then yield the tokens of round after round."""
-        stats = self.stats
-        generator = torch.Generator(self.group.device).manual_seed(sampling.seed)
-        law = sampling.law(session.prefill(progress))[0]
-        new = read(draw(law, generator), law)
-        text = Text([*session.prompt.tolist(), *new])
-        mode, settings = session.runtime.mode, session.runtime.settings
-        outer, *inner = self.lengths.setdefault(mode, draft_lengths(settings))
-        lengths = (RecordingLength(outer, stats.rounds), *inner)
-        decoder = session.decoder(text, leader, sampling, generator, lengths)
-        stats.watch(session, decoder)
-        stats.first_token_s = time.perf_counter() - started
-        while True:
-            for token in new:
-                if token in self.stop_tokens:
-                    stats.finish_reason = "stop"
-                    return
-                stats.new_tokens += 1
-                stats.decode_s = time.perf_counter() - started - stats.first_token_s
-                yield token
-            if stats.new_tokens >= session.new:
-                stats.finish_reason = "length"
-                return
-            new = decoder.round(session.new - stats.new_tokens)
+    def _make(self, asked: Pass) -> Tensor:
+        """Make a pass of one text alone, on all ranks of its model."""
+        (logits,) = self.sessions.lockstep([asked])
+        return logits
 
     @contextmanager
     def _one_text(self) -> Iterator[None]:
@@ -237,24 +216,9 @@ class Engine:
         finally:
             self._busy = False
 
-    def _refuse(self, tokens: list[int], new: int) -> None:
-        """Raise an error for a text that makes no sense, before other ranks hear of it."""
+    def _refuse_another(self) -> None:
+        """Raise TierForceError while a text is being generated."""
         if self._busy:
             raise TierForceError(
                 "one text at a time: exhaust or close the generator of the text before."
             )
-        if not tokens:
-            raise DocumentError("the prompt is empty: there is nothing to read.")
-        if new < 1:
-            raise DocumentError(f"no room left to generate: {new} new tokens asked for.")
-        if len(tokens) + new > self.context:
-            raise DocumentError(
-                f"{len(tokens)} prompt tokens and {new} new ones are more than the context of "
-                f"{self.context}."
-            )
-        vocab = self.runtime.target.config.vocab
-        for token in (min(tokens), max(tokens)):
-            if not 0 <= token < vocab:
-                raise DocumentError(
-                    f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
-                )

@@ -103,12 +103,12 @@ class Runtime:
             host = max(0, host - max(0, device))
         return Memory(device, host)
 
-    def plan(self, prompt: int, new: int) -> MemoryPlan:
+    def plan(self, prompt: int, new: int, memory: Memory | None = None) -> MemoryPlan:
         """Plan where the KV of a text of `prompt` + `new` tokens goes on this rank.
 
-        Raises FitError.
+        `memory` None: all there is. Raises FitError.
         """
-        return fit(self.needs, self.memory(), prompt, new)
+        return fit(self.needs, memory or self.memory(), prompt, new)
 
     def link_rate(self) -> float | None:
         """Measure the link: bytes a second of the slowest rank while all copy at once.

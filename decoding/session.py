@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Generator, Tensor
 
+from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
     DRAFT_SLACK,
     FIRST_DRAFT_ON_DEVICE,
@@ -17,14 +16,15 @@ from decoding.planning.defaults import (
     MAX_DRAFT,
     MAX_INNER_DRAFT,
 )
+from decoding.planning.fit import Memory
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
-from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
+from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
-from decoding.speculation.vocabulary import readable, reading
+from decoding.speculation.vocabulary import DraftModel, readable
 from offload.cache import Cache
 from offload.near import NearCache
 from offload.retrieval import RetrievalCache
@@ -32,21 +32,12 @@ from offload.selection import POLICIES
 from offload.streaming import StreamingCache
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
-from parallel.lockstep import Announced, PassLeader
+from parallel.lockstep import Level
 from parallel.model import Llama
+from parallel.passes import Pass
 
 # of each level that verifies, outermost first: how much is put before it
 Lengths = tuple[DraftLength, ...]
-
-
-@dataclass(frozen=True)
-class Level:
-    """One level of a text's hierarchy on this rank: a model, and the cache it runs on."""
-
-    name: str
-    model: Llama
-    cache: Cache
-    announced: bool = True  # all ranks make its passes together
 
 
 class Session:
@@ -57,18 +48,33 @@ class Session:
     inner level may be missing.
     """
 
-    def __init__(self, runtime: Runtime, prompt: list[int], new: int):
-        """Allocate everything the text needs. Raises FitError."""
-        self.runtime, self.new = runtime, new
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompt: list[int],
+        new: int,
+        choice: WayChoice | None = None,
+        memory: Memory | None = None,
+    ):
+        """Allocate everything the text needs. Raises FitError.
+
+        Args:
+            runtime: what it is decoded with.
+            prompt: token ids.
+            new: new tokens, at most.
+            choice: how the runtime came by its way.
+            memory: what the text may use on this rank; by default all there is.
+        """
+        self.runtime, self.new, self.choice = runtime, new, choice
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
-        self.plan = runtime.plan(len(prompt), new)
+        self.plan = runtime.plan(len(prompt), new, memory)
         settings, group, needs = runtime.settings, runtime.target.group, runtime.needs
         self.prompt = torch.tensor(prompt, device=group.device)
         self.max_tokens = needs.max_pass_tokens
         self.uses_link = needs.uses_link(self.plan)
         self.target = self._target_cache()
-        self.forward = GraphRunner(bool(settings.graphs), group.recorder)
+        self.runner = GraphRunner(bool(settings.graphs), group.recorder)
         self.levels = [Level("target", runtime.target, self.target)]
         self.retrieval = self._retrieval_cache()
         self.draft: StreamingCache | None = None
@@ -80,11 +86,6 @@ class Session:
         for name in LEVELS[runtime.mode]:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
-
-    @property
-    def announced(self) -> list[Announced]:
-        """Return the models whose passes all ranks make together, each with a cache."""
-        return [(level.model, level.cache) for level in self.levels if level.announced]
 
     def prefill(self, progress=None) -> Tensor:
         """Read the prompt on all ranks; return the logits (1, V) of the first new token.
@@ -103,10 +104,14 @@ class Session:
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
+    def make(self, asked: Pass) -> Tensor:
+        """Make a pass on one of the text's caches on this rank; return its logits (rows, V)."""
+        assert isinstance(asked.model, Llama)
+        return self.runner(asked.model, asked.tokens, asked.cache, asked.rows)
+
     def decoder(
         self,
         text: Text,
-        leader: PassLeader,
         sampling: Sampling,
         generator: Generator,
         lengths: Lengths | None = None,
@@ -124,15 +129,15 @@ class Session:
         verifying = [level for level in self.levels if level.model is runtime.target]
         inner: Proposer | None = None
         for level in self.levels[len(verifying) :]:
-            inner = self._draft_decoder(level, text, leader, sampling, generator)
+            inner = self._draft_decoder(level, text, sampling, generator)
         if ngram := runtime.needs.ngram:
             inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
         for level, length in reversed(list(zip(verifying, lengths, strict=False))):
-            name, cache = level.name, level.cache
+            name, model, cache = level.name, level.model, level.cache
             if inner is None:
-                inner = Autoregressive(name, leader, cache, text, sampling, generator)
+                inner = Autoregressive(name, model, cache, text, sampling, generator)
             else:
-                inner = Speculative(name, leader, cache, inner, length, sampling, generator)
+                inner = Speculative(name, model, cache, inner, length, sampling, generator)
         assert isinstance(inner, Decoder)
         inner.sync([])
         return inner
@@ -141,7 +146,7 @@ class Session:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         self.runtime.link.drain()
         self.peaks["decoding"] = self.runtime.link.peak()
-        self.forward.forget()
+        self.runner.forget()
 
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new
@@ -189,16 +194,14 @@ class Session:
         self,
         level: Level,
         text: Text,
-        leader: PassLeader,
         sampling: Sampling,
         generator: Generator,
     ) -> Decoder:
         """Return the draft model's own decoder, whose laws are over the target's vocabulary."""
-        forward: Forward = leader if level.announced else partial(self.forward, level.model)
         rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
         law = sampling if rows == vocab else sampling.over(vocab)
-        forward = reading(forward, rows, vocab)
-        return Autoregressive(level.name, forward, level.cache, text, law, generator)
+        own = (level.name, level.model, level.cache, text, law, generator)
+        return Autoregressive(*own) if rows == vocab else DraftModel(rows, vocab, *own)
 
 
 def draft_lengths(settings: Settings) -> Lengths:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
+from dataclasses import replace
 
 from decoding.planning.choice import WayChoice, WayChooser
-from decoding.planning.fit import affordable, least_budget
+from decoding.planning.fit import Memory, affordable, fit, least_budget
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.way import Way
 from decoding.runtime import Runtime
@@ -14,82 +15,132 @@ from decoding.session import Session
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError, TierForceError
 from offload.memory_plan import MemoryPlan
+from offload.store import HostArena
 from parallel.group import Group
-from parallel.lockstep import follow_passes
+from parallel.lockstep import Lockstep
 
 
 class Sessions:
-    """One session after another on the same models, on all ranks or on none."""
+    """The sessions of texts on the same models, each on all ranks or on none."""
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.group: Group = runtime.target.group
         rate = runtime.link_rate() if runtime.needs.has_choice else None
         self.chooser = WayChooser(ObservedCosts(rate))
+        self.lockstep = Lockstep(self.group)
+        self._arenas = [runtime.arena]  # one for each text that was open at once
+        self._free = Memory(0, 0)  # what there was when no text was open
 
-    def check(self, prompt: int, new: int) -> MemoryPlan:
+    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
         """Plan a text of that many tokens as `open` would now; this rank's plan.
 
         All ranks call it. Raises FitError, on all ranks, when the text would not fit.
         """
+        memory = self._memory().shared(at_once)
         with self.group.together():
-            plans = self._affordable(prompt, new)
+            plans = affordable(self.runtime.needs, memory, prompt, new)
         if self.runtime.needs.has_choice and not self._common(plans):
             raise FitError(
                 "no one mode and retrieval budget fit all ranks: set `mode` and `budget`, or free "
                 "memory on the fullest GPU."
             )
-        choice = self.choose(prompt, new)
+        choice = self.choose(prompt, new, memory)
         with self.group.together():
-            return self.runtime.with_way(choice.way).plan(prompt, new)
+            return fit(self.runtime.with_way(choice.way).needs, memory, prompt, new)
 
-    def choose(self, prompt: int, new: int) -> WayChoice:
+    def choose(self, prompt: int, new: int, memory: Memory | None = None) -> WayChoice:
         """Choose a text's mode and retrieval budget, the same on all ranks.
 
-        What fits nowhere is left to `open` to refuse.
+        `memory` is this rank's, by default what there is. What fits nowhere is left to `open` to
+        refuse.
         """
         needs = self.runtime.needs
         if not needs.has_choice:
             return WayChoice(needs.way, "set")
         try:
-            plans = self._affordable(prompt, new)
+            plans = affordable(needs, memory or self._memory(), prompt, new)
         except FitError:
             plans = {}
         if not (common := self._common(plans)):
             return WayChoice(Way(needs.mode, least_budget(needs)), "nothing fits")
         return self.group.broadcast(self.chooser.choose(needs, common, prompt))
 
-    def open(self, prompt: Sequence[int], new: int, choice: WayChoice) -> Session:
-        """Allocate what a text takes. Raises FitError, on all ranks."""
-        with self.group.together():
-            return Session(self.runtime.with_way(choice.way), list(prompt), new)
+    def open(self, prompt: Sequence[int], new: int, at_once: int = 1) -> Session:
+        """Begin a text on all ranks: allocate what it takes in the way that is chosen; for rank 0.
+
+        It gets an equal share of the memory that there is for `at_once` texts. Prefill is to
+        follow, and `close` to end it. Raises FitError, on all ranks.
+        """
+        self.lockstep.announce_another()
+        return self._open(self.group.broadcast((list(prompt), new, at_once)))
+
+    def close(self, session: Session) -> None:
+        """End a text on all ranks; for rank 0."""
+        try:
+            self.lockstep.announce_end(session)
+        finally:
+            self.lockstep.close(session)
 
     def record(self, session: Session, rounds: list[RoundStats]) -> None:
         """Learn from a text that is done what the next one's mode and budget may go by."""
         self.chooser.record(session.runtime.needs, session.plan, len(session.prompt), rounds)
 
     def follow(self) -> bool:
-        """Take part in one text that rank 0 begins; on the other ranks.
+        """Take part in the text that rank 0 begins, and in those it begins before that is over.
 
-        Returns whether there was one: rank 0 may have closed the engine instead.
+        For the other ranks. Returns whether there was one: rank 0 may have closed the engine.
         """
+        if not self._follow_one():
+            return False
+        try:
+            while self.lockstep.texts:
+                over = self.lockstep.follow()
+                if over is None:
+                    self._follow_one()
+                else:
+                    self.lockstep.close(over)
+        finally:
+            for text in list(self.lockstep.texts):
+                self.lockstep.close(text)
+        return True
+
+    def _follow_one(self) -> bool:
+        """Open what rank 0 opens, and read its prompt; return whether there is anything."""
         request = self.group.broadcast(None)
         if request is None:
             return False
-        prompt, new = request
-        try:
-            session = self.open(prompt, new, self.choose(len(prompt), new))
-        except TierForceError:
-            return True  # raised on rank 0 too, which tells
-        with closing(session):
-            # raised on rank 0 too, which ends the passes before there is one
-            with suppress(TierForceError):
-                session.prefill()
-            follow_passes(session.announced, session.max_tokens, session.forward)
+        # raised on rank 0 too, which tells
+        with suppress(TierForceError):
+            self._open(request).prefill()
         return True
 
-    def _affordable(self, prompt: int, new: int) -> dict[Way, MemoryPlan]:
-        return affordable(self.runtime.needs, self.runtime.memory(), prompt, new)
+    def _open(self, request: tuple[list[int], int, int]) -> Session:
+        prompt, new, at_once = request
+        if not self.lockstep.texts:
+            self._free = self._memory()
+        memory = self._free.shared(at_once)
+        choice = self.choose(len(prompt), new, memory)
+        runtime = replace(self.runtime.with_way(choice.way), arena=self._free_arena())
+        with self.group.together():
+            session = Session(runtime, prompt, new, choice, memory)
+        self.lockstep.add(session)
+        return session
+
+    def _free_arena(self) -> HostArena:
+        """Return an arena that no open text uses; there is one more where all are taken."""
+        taken = [text.runtime.arena for text in self.lockstep.texts if isinstance(text, Session)]
+        for arena in self._arenas:
+            if all(arena is not each for each in taken):
+                return arena
+        self._arenas.append(HostArena(self.runtime.link, self.runtime.dtype))
+        return self._arenas[-1]
+
+    def _memory(self) -> Memory:
+        """Return what the next text may use on this rank, where no other text is open."""
+        memory = self.runtime.memory()
+        others = sum(arena.nbytes for arena in self._arenas if arena is not self.runtime.arena)
+        return replace(memory, host=memory.host + others)
 
     def _common(self, plans: Mapping[Way, MemoryPlan]) -> dict[Way, MemoryPlan]:
         """Return this rank's plans of the ways that fit all ranks; all call it."""

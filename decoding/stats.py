@@ -45,7 +45,7 @@ class Stats:
             level.name: level.cache.traffic for level in self.levels if isinstance(level, Decoder)
         }
         self.retrieval, self.peaks = session.retrieval, session.peaks
-        self.fixed_shapes = session.forward.report
+        self.fixed_shapes = session.runner.report
         self.prefill_link_in = session.target.traffic.link_in
         self.prefill_link_out = session.target.traffic.link_out
 

@@ -1,88 +1,146 @@
-"""Passes of a sharded model on all ranks: rank 0 decides and announces, the others follow.
+"""Passes on all ranks: rank 0 decides and announces, the others follow.
 
 All that depends on randomness, drafts included, happens on rank 0 alone. Before each pass it sends
-one small message: which model and cache, at what length the cache stands (the verdict of the round
-before), and the tokens of the pass. So ranks cannot drift apart, and rank 0 may give up a text
-between any two passes.
+one small message: which models and caches, at what length each cache stands (the verdict of the
+round before), and the tokens of the pass. So ranks cannot drift apart, and rank 0 may give up a
+text between any two passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from offload.cache import Cache
 from parallel.group import Group, on_device
 from parallel.model import Llama
+from parallel.passes import Pass, make_together
 
-Announced = tuple[Llama, Cache]  # a model split over the ranks, and one of the caches it runs on
-# makes logits (rows, V) of model, tokens, cache and rows: the model itself, or a GraphRunner
-PassRunner = Callable[[Llama, Tensor, Cache, int], Tensor]
-_END = -1  # in place of the index of a model and cache
-_HEADER = 4  # numbers before the tokens: index, length of the cache, rows, tokens
+# in place of how many texts share a pass
+_OPEN = 0  # another text is opened
+_CLOSE = -1  # one is over: its index follows
+_HEADER = 5  # numbers of each text in a pass: text, level, length of the cache, rows, tokens
 
 
-class PassLeader:
-    """Rank 0's side: it tells the other ranks of each pass, and then makes it as they do."""
+@dataclass(frozen=True)
+class Level:
+    """One level of a text's hierarchy on this rank: a model, and the cache it runs on."""
 
-    def __init__(
-        self,
-        announced: Sequence[Announced],
-        max_tokens: int,
-        run_pass: PassRunner = Llama.__call__,
-    ):
-        """Lead the other ranks, which are in `follow_passes` with the same arguments.
+    name: str
+    model: Llama
+    cache: Cache
+    announced: bool = True  # all ranks make its passes together
 
-        Args:
-            announced: the models and caches, in one order on all ranks.
-            max_tokens: tokens of the longest pass.
-            run_pass: how a pass is made.
-        """
-        self.announced = list(announced)
-        self.max_tokens = max_tokens
-        self.run_pass = run_pass
-        self.group: Group = announced[0][0].group
 
-    def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
-        """Return logits (rows, V) of the last `rows` of tokens (T,), behind the cache's content.
+class OpenText(Protocol):
+    """A text whose caches are there."""
 
-        T is at most `max_tokens`.
-        """
-        index = self._index_of(cache)
-        model, _ = self.announced[index]
-        if self.group.size > 1:
-            self._announce([index, cache.length, rows, len(tokens), *tokens.tolist()])
-        return self.run_pass(model, tokens, cache, rows)
+    levels: list[Level]  # those that are announced come first, in one order on all ranks
+    max_tokens: int  # of its longest pass
+
+    def make(self, asked: Pass) -> Tensor:
+        """Make a pass on one of its caches, which no other text shares."""
+        ...
 
     def close(self) -> None:
-        """End the text: the other ranks leave `follow_passes`."""
-        self._announce([_END])
+        """Let go of what the text holds on this rank."""
+        ...
 
-    def _index_of(self, cache: Cache) -> int:
-        return next(index for index, (_, each) in enumerate(self.announced) if each is cache)
+
+class Lockstep:
+    """The texts that are open, in one order on all ranks, and the passes on their caches."""
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.texts: list[OpenText] = []
+
+    def add(self, text: OpenText) -> None:
+        """Let passes on the text's caches be announced from now on; on all ranks."""
+        self.texts.append(text)
+
+    def close(self, text: OpenText) -> None:
+        """Forget a text, and end it on this rank; on all ranks."""
+        self.texts.remove(text)
+        text.close()
+
+    # -- rank 0 ------------------------------------------------------------------------------------
+
+    def __call__(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Make passes of one model as one, on all its ranks.
+
+        Each is on another text's cache. Returns the logits (rows, V) of each.
+        """
+        places = [self._place(asked.cache) for asked in passes]
+        text, level = places[0]
+        if self.group.size > 1 and self.texts[text].levels[level].announced:
+            headers, tokens = list[int](), list[int]()
+            for asked, place in zip(passes, places, strict=True):
+                headers += [*place, asked.cache.length, asked.rows, len(asked.tokens)]
+                tokens += asked.tokens.tolist()
+            self._announce([len(passes), *headers, *tokens])
+        return self._make(passes, places)
+
+    def announce_another(self) -> None:
+        """Tell ranks that are in the middle of other texts that one more is opened."""
+        if self.texts:
+            self._announce([_OPEN])
+
+    def announce_end(self, text: OpenText) -> None:
+        """Tell the other ranks that a text is over."""
+        self._announce([_CLOSE, self.texts.index(text)])
+
+    # -- the other ranks ---------------------------------------------------------------------------
+
+    def follow(self) -> OpenText | None:
+        """Make every pass that rank 0 announces, until a text is over or another is opened.
+
+        Returns the text that is over, or None.
+        """
+        while True:
+            count, *numbers = self.group.broadcast_numbers([], self._size())
+            if count == _OPEN:
+                return None
+            if count == _CLOSE:
+                return self.texts[numbers[0]]
+            self._follow(count, numbers)
+
+    def _follow(self, count: int, numbers: list[int]) -> None:
+        passes, places = list[Pass](), list[tuple[int, int]]()
+        at = count * _HEADER
+        for first in range(0, at, _HEADER):
+            text, index, length, rows, tokens = numbers[first : first + _HEADER]
+            level = self.texts[text].levels[index]
+            level.cache.settle(length)
+            read = on_device(numbers[at : at + tokens], self.group.device)
+            passes.append(Pass(level.model, level.cache, read, rows))
+            places.append((text, index))
+            at += tokens
+        self._make(passes, places)
+
+    # -- all ranks ---------------------------------------------------------------------------------
+
+    def _make(self, passes: Sequence[Pass], places: Sequence[tuple[int, int]]) -> list[Tensor]:
+        if len(passes) > 1:
+            return make_together(passes)
+        text, _ = places[0]
+        return [self.texts[text].make(passes[0])]
+
+    def _place(self, cache: Cache) -> tuple[int, int]:
+        """Return which text a cache is of, and of which level."""
+        return next(
+            (index, at)
+            for index, text in enumerate(self.texts)
+            for at, level in enumerate(text.levels)
+            if level.cache is cache
+        )
 
     def _announce(self, numbers: list[int]) -> None:
-        size = _HEADER + self.max_tokens
-        padding = [0] * (size - len(numbers))
-        self.group.broadcast_numbers(numbers + padding, size)
+        size = self._size()
+        self.group.broadcast_numbers(numbers + [0] * (size - len(numbers)), size)
 
-
-def follow_passes(
-    announced: Sequence[Announced],
-    max_tokens: int,
-    run_pass: PassRunner = Llama.__call__,
-) -> None:
-    """Make every pass that rank 0 announces, on the other ranks, until the text is done.
-
-    The arguments are those of `PassLeader`.
-    """
-    group: Group = announced[0][0].group
-    size = _HEADER + max_tokens
-    while True:
-        index, length, rows, count, *tokens = group.broadcast_numbers([], size)
-        if index == _END:
-            return
-        model, cache = announced[index]
-        cache.settle(length)
-        run_pass(model, on_device(tokens[:count], group.device), cache, rows)
+    def _size(self) -> int:
+        """Return the numbers of a message, with room for a pass of all texts."""
+        return 1 + sum(_HEADER + text.max_tokens for text in self.texts)

@@ -168,11 +168,23 @@ class Llama(Module):
         Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
         is written, but they count only once the caller advances the cache.
         """
+        return self.logits(self.read(tokens, cache)[-rows:])
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, cache: AttendingCache) -> Tensor:
+        """Read tokens (T,) as `forward` does; return the last layer's hidden states (T, hidden)."""
         cache.begin(len(tokens))
         x = self._embed(tokens)
         for layer in self.layers:
             x = layer(x, cache, cache.length)
-        return self._logits(x[-rows:])
+        return x
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (T, V) float32 of the last layer's hidden states x (T, hidden)."""
+        logits = self.head.logits(self.norm(x))
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1.0 else logits / scaling
 
     @torch.inference_mode()
     def prefill(
@@ -218,7 +230,7 @@ class Llama(Module):
         x = last(x[rest:], cache, rest)
         if progress:
             progress(units, units)
-        return self._logits(x[-1:])
+        return self.logits(x[-1:])
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill every parameter from the checkpoint, reading this rank's slices only.
@@ -250,9 +262,3 @@ class Llama(Module):
         x = self.embed(tokens)
         multiplier = self.config.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier
-
-    def _logits(self, x: Tensor) -> Tensor:
-        """Return logits (T, V) float32 of the last layer's hidden states x (T, hidden)."""
-        logits = self.head.logits(self.norm(x))
-        scaling = self.config.logits_scaling
-        return logits if scaling == 1.0 else logits / scaling

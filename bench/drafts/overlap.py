@@ -30,6 +30,7 @@ from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
+from decoding.speculation.passes import drive
 from decoding.speculation.sampling import draw
 from decoding.speculation.text import Text
 from offload.policies import PolicyTraits
@@ -222,6 +223,6 @@ class PolicyTrace:
             "target", self.model, self.target, inner, Fixed(draft), sampling, generator
         )
         while (missing := new - decoder.stats.produced) > 0:
-            decoder.round(missing)
+            drive(decoder.round(missing), self.session.make)
         self.rewind()
         return decoder.stats.produced, decoder.stats.passes

@@ -12,8 +12,8 @@ from decoding import Sampling
 from decoding.session import Lengths, Session, draft_lengths
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength, RoundStats
+from decoding.speculation.passes import drive
 from decoding.speculation.text import Text
-from parallel.lockstep import PassLeader
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,11 @@ def decode_loop(
     Returns what decoded, with its counts, and the seconds it took.
     """
     generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
-    leader = PassLeader(session.announced, session.max_tokens, session.forward)
     text = Text([*session.prompt.tolist(), first])
-    decoder = session.decoder(text, leader, sampling, generator, lengths)
+    decoder = session.decoder(text, sampling, generator, lengths)
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
-        decoder.round(missing)
+        drive(decoder.round(missing), session.make)
         if time.perf_counter() - started > limit:
             break
     return decoder, time.perf_counter() - started

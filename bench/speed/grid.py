@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
@@ -273,8 +273,9 @@ def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[
 def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, limit: float) -> None:
     """Read a prompt once, and continue it with every point of the group."""
     sessions = group.sessions
-    session = sessions.open(prompt, new + 1, sessions.choose(len(prompt), new + 1))
-    with closing(session):
+    session = sessions.open(prompt, new + 1)
+    with ExitStack() as opened:
+        opened.callback(sessions.close, session)
         text = PrefilledText(session)
         for point in turned(group.points, sampling.seed):
             needs, plan = session.runtime.needs, session.plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +37,10 @@ from decoding.session import Session
 from offload.cache import Cache
 from offload.fixed_shape import SlotCache
 from parallel.graphs import GraphRunner
-from parallel.lockstep import PassRunner
 from parallel.model import Llama
 
+# makes logits (rows, V) of model, tokens, cache and rows: the model itself, or a GraphRunner
+PassRunner = Callable[[Llama, torch.Tensor, Cache, int], torch.Tensor]
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
 
 
@@ -94,12 +96,12 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
         times["target_33_refresh"] = median_ms(model, target, tokens[:33], repeats)
         for rows in (1, 2):
             short = short_passes(
-                session.forward, model, session.retrieval, tokens[:rows], 5 * repeats
+                session.runner, model, session.retrieval, tokens[:rows], 5 * repeats
             )
             times |= {f"retrieval_{rows}{kind}": ms for kind, ms in short.items()}
     if session.draft is not None and session.runtime.draft is not None:
         short = short_passes(
-            session.forward, session.runtime.draft, session.draft, tokens[:1], 5 * repeats
+            session.runner, session.runtime.draft, session.draft, tokens[:1], 5 * repeats
         )
         times |= {f"draft_1{kind}": ms for kind, ms in short.items()}
     return times

@@ -21,6 +21,10 @@ class Memory:
     device: int
     host: int
 
+    def shared(self, texts: int) -> Memory:
+        """Return an equal share of it for each of so many texts."""
+        return Memory(self.device // texts, self.host // texts)
+
 
 def memory_of(hardware: HardwareProfile, needs: TextNeeds) -> Memory:
     """Return what the weights leave of a machine's memory to one rank.

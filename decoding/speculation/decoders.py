@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
 from decoding.speculation.draft_length import CATCH_UP, DraftLength, RoundStats
+from decoding.speculation.passes import Passes
 from decoding.speculation.sampling import Sampling, draw
 from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft, read, verify
 from offload.cache import Cache
 from parallel.group import on_device
-
-# tokens (T,), their cache, rows -> logits (rows, V) of the last rows
-Forward = Callable[[Tensor, Cache, int], Tensor]
+from parallel.passes import Pass, Reader
 
 
 @dataclass
@@ -61,8 +60,8 @@ class Proposer(ABC):
         self.stats = LevelStats()
 
     @abstractmethod
-    def propose(self, n: int) -> Draft:
-        """Append up to n >= 1 tokens to `ahead`; a model appends all n.
+    def propose(self, n: int) -> Passes[Draft]:
+        """Append up to n >= 1 tokens to `ahead`, by passes; a model appends all n.
 
         Row i of the draft's probs is the exact law token i was drawn from.
         """
@@ -82,7 +81,7 @@ class Decoder(Proposer):
     def __init__(
         self,
         name: str,
-        forward: Forward,
+        model: Reader,
         cache: Cache,
         text: Text,
         sampling: Sampling,
@@ -90,12 +89,12 @@ class Decoder(Proposer):
     ):
         """Start where `cache` stands, which has read `text` so far."""
         super().__init__(name, text, cache.length)
-        self.forward, self.cache = forward, cache
+        self.model, self.cache = model, cache
         self.sampling, self.generator = sampling, generator
 
     @abstractmethod
-    def round(self, limit: int) -> list[int]:
-        """Append 1 to `limit` tokens of this level's law to the text, and return them.
+    def round(self, limit: int) -> Passes[list[int]]:
+        """Append 1 to `limit` tokens of this level's law to the text, by passes; return them.
 
         For the outermost level: one pass of its model decides what stands.
         """
@@ -113,6 +112,10 @@ class Decoder(Proposer):
         tokens = [*self.text.since(start), *self.ahead[max(0, start - len(self.text)) :]]
         return on_device(tokens, self.generator.device)
 
+    def _read(self, tokens: Tensor, rows: int) -> Pass:
+        """Return the pass that reads tokens (T,) behind what the cache holds."""
+        return Pass(self.model, self.cache, tokens, rows)
+
     def _stand(self, tokens: list[int]) -> list[int]:
         self.text.append(tokens)
         self.position = len(self.text)
@@ -122,20 +125,21 @@ class Decoder(Proposer):
 class Autoregressive(Decoder):
     """A level that makes one token a pass, each drawn from the model's law after all before it."""
 
-    def propose(self, n: int) -> Draft:
-        draft = self._drawn(n)
+    def propose(self, n: int) -> Passes[Draft]:
+        draft = yield from self._drawn(n)
         self.ahead += draft.tokens.tolist()
         return draft
 
-    def round(self, limit: int) -> list[int]:
-        draft = self._drawn(1)
+    def round(self, limit: int) -> Passes[list[int]]:
+        draft = yield from self._drawn(1)
         return self._stand(read(draft.tokens, draft.probs))
 
-    def _drawn(self, n: int) -> Draft:
+    def _drawn(self, n: int) -> Passes[Draft]:
         tokens, laws = [], []
-        rows = self._caught_up()
+        rows = yield from self._caught_up()
         for _ in range(n):
-            law = self.sampling.law(self.forward(rows, self.cache, 1))  # (1, V)
+            logits = yield self._read(rows, 1)
+            law = self.sampling.law(logits)  # (1, V)
             self.cache.advance(len(rows))
             # (1,), on the device: no waiting until the draft is done
             rows = draw(law[0], self.generator)
@@ -145,14 +149,14 @@ class Autoregressive(Decoder):
         self.stats.produced += n
         return Draft(torch.cat(tokens), torch.cat(laws))
 
-    def _caught_up(self) -> Tensor:
+    def _caught_up(self) -> Passes[Tensor]:
         """Read pending tokens until the rest fit one pass, and return these.
 
         A level that was not asked for long has many.
         """
         rows = self._pending()
         while len(rows) > CATCH_UP:
-            self.forward(rows[:CATCH_UP], self.cache, 1)
+            yield self._read(rows[:CATCH_UP], 1)
             self.cache.advance(CATCH_UP)
             rows = rows[CATCH_UP:]
         return rows
@@ -167,7 +171,7 @@ class Speculative(Decoder):
     def __init__(
         self,
         name: str,
-        forward: Forward,
+        model: Reader,
         cache: Cache,
         inner: Proposer,
         length: DraftLength,
@@ -175,36 +179,36 @@ class Speculative(Decoder):
         generator: Generator,
     ):
         """Start on the text of `inner`, where `cache` stands in it."""
-        super().__init__(name, forward, cache, inner.text, sampling, generator)
+        super().__init__(name, model, cache, inner.text, sampling, generator)
         self.inner, self.length = inner, length
 
-    def propose(self, n: int) -> Draft:
+    def propose(self, n: int) -> Passes[Draft]:
         start, laws = len(self.ahead), []
         while (missing := n - (len(self.ahead) - start)) > 0:
-            tokens, law = self._verified(missing)
+            tokens, law = yield from self._verified(missing)
             self.ahead += tokens
             laws.append(law)
         return Draft(on_device(self.ahead[start:], self.generator.device), torch.cat(laws))
 
-    def round(self, limit: int) -> list[int]:
-        tokens, _ = self._verified(limit)
+    def round(self, limit: int) -> Passes[list[int]]:
+        tokens, _ = yield from self._verified(limit)
         return self._stand(tokens)
 
     def levels(self) -> list[Proposer]:
         return [self, *self.inner.levels()]
 
-    def _verified(self, limit: int) -> tuple[list[int], Tensor]:
+    def _verified(self, limit: int) -> Passes[tuple[list[int], Tensor]]:
         """Make one round: draft, verify, and return the 1 to `limit` tokens that stand.
 
         With them come the laws (A + 1, V) they are draws of.
         """
         started, known = time.perf_counter(), len(self.ahead)
-        draft = self._draft(min(self.length.next(), limit - 1))
+        draft = yield from self._draft(min(self.length.next(), limit - 1))
         # every draft ends on the host, so no compute of it is still under way
         drafted = time.perf_counter()
         pending = self._pending()  # (P,)
         rows = torch.cat((pending, draft.tokens))
-        logits = self.forward(rows, self.cache, len(draft.tokens) + 1)
+        logits = yield self._read(rows, len(draft.tokens) + 1)
         laws = self.sampling.law(logits)  # (N + 1, V)
         accepted, following = verify(draft, laws, self.generator)
         self.length.record(
@@ -224,12 +228,12 @@ class Speculative(Decoder):
         stood = self.inner.ahead[known : known + accepted]
         return [*stood, following], laws[: accepted + 1]
 
-    def _draft(self, n: int) -> Draft:
+    def _draft(self, n: int) -> Passes[Draft]:
         if n == 0:
             nothing = torch.empty(0, dtype=torch.int64, device=self.generator.device)
             return Draft(nothing, torch.empty(0, 0, device=self.generator.device))
         self.inner.sync(self.ahead)
-        return self.inner.propose(n)
+        return (yield from self.inner.propose(n))
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

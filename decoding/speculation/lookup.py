@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from decoding.speculation.decoders import Proposer
+from decoding.speculation.passes import Passes
 from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
 from parallel.group import on_device
@@ -36,11 +37,11 @@ class Lookup(Proposer):
             raise ValueError(f"a lookup needs an n-gram of at least 1 token, found {ngram}")
         self.ngram, self.vocab, self.device, self.inner = ngram, vocab, device, inner
 
-    def propose(self, n: int) -> Draft:
+    def propose(self, n: int) -> Passes[Draft]:
         continuation = self._find(n)
         if not continuation and self.inner is not None:
             self.inner.sync(self.ahead)
-            draft = self.inner.propose(n)
+            draft = yield from self.inner.propose(n)
             self.ahead += self.inner.ahead[len(self.ahead) :]
             return draft
         self.ahead += continuation

@@ -8,10 +8,12 @@ nothing else, for verification is exact whatever is proposed.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from decoding.speculation.decoders import Forward
-from offload.cache import Cache
+from decoding.speculation.decoders import Autoregressive
+from parallel.passes import Pass
 
 
 def readable(tokens: Tensor, rows: int, vocab: int) -> Tensor:
@@ -19,12 +21,13 @@ def readable(tokens: Tensor, rows: int, vocab: int) -> Tensor:
     return tokens if rows >= vocab else tokens.masked_fill(tokens >= rows, 0)
 
 
-def reading(forward: Forward, rows: int, vocab: int) -> Forward:
-    """Return passes of a draft of so many `rows`, to be called with any token of `vocab`."""
-    if rows >= vocab:
-        return forward
+class DraftModel(Autoregressive):
+    """A draft model of so many `rows`, for a target of `vocab` tokens."""
 
-    def read(tokens: Tensor, cache: Cache, last: int) -> Tensor:
-        return forward(readable(tokens, rows, vocab), cache, last)
+    def __init__(self, rows: int, vocab: int, *arguments: Any):
+        """`arguments`: those of an `Autoregressive`."""
+        super().__init__(*arguments)
+        self.rows, self.vocab = rows, vocab
 
-    return read
+    def _read(self, tokens: Tensor, rows: int) -> Pass:
+        return super()._read(readable(tokens, self.rows, self.vocab), rows)

@@ -8,12 +8,15 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.speculation.decoders import Autoregressive, Decoder, Forward, Proposer, Speculative
+from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
 from decoding.speculation.lookup import Lookup
+from decoding.speculation.passes import drive
 from decoding.speculation.text import Text
+from decoding.speculation.verify import Draft
 from offload.cache import Cache
 from offload.layout import KVLayout
+from parallel.passes import Pass, Reader
 
 VOCAB = 4
 PROMPT = [1, 3, 0]
@@ -156,11 +159,20 @@ def known(level: Proposer) -> list[int]:
     return [*level.text.since(0)[: level.position], *level.ahead]
 
 
+def answer(asked: Pass) -> Tensor:
+    """Make a pass of a toy."""
+    return asked.model(asked.tokens, asked.cache, asked.rows)
+
+
+def propose(level: Proposer, n: int) -> Draft:
+    return drive(level.propose(n), answer)
+
+
 def go_on(decoder: Decoder, tokens: int) -> list[int]:
     """The next `tokens` tokens, round by round as the engine asks for them."""
     new: list[int] = []
     while len(new) < tokens:
-        new += decoder.round(tokens - len(new))
+        new += drive(decoder.round(tokens - len(new)), answer)
     return new
 
 
@@ -168,16 +180,16 @@ def trace(decoder: Decoder) -> list[Proposer]:
     """A list that gets a level every time its model is called."""
     calls: list[Proposer] = []
 
-    def traced(level: Decoder) -> Forward:
-        forward = level.forward
+    def traced(level: Decoder) -> Reader:
+        model = level.model
 
         def call(tokens: Tensor, cache: Cache, rows: int) -> Tensor:
             calls.append(level)
-            return forward(tokens, cache, rows)
+            return model(tokens, cache, rows)
 
         return call
 
     for level in decoder.levels():
         if isinstance(level, Decoder):
-            level.forward = traced(level)
+            level.model = traced(level)
     return calls

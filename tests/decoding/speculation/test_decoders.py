@@ -12,10 +12,22 @@ import torch
 from decoding import Sampling
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
+from decoding.speculation.passes import Passes, drive
 from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
 from offload.cache import Cache
-from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest, restart
+from support.toys import (
+    PROMPT,
+    VOCAB,
+    HistoryCache,
+    Toy,
+    answer,
+    go_on,
+    known,
+    nest,
+    propose,
+    restart,
+)
 
 FULL = Sampling(1.0)
 LENGTHS = [[1], [4], [1, 1], [4, 1], [2, 3], [4, 2], [3, 2, 2]]
@@ -45,7 +57,7 @@ def test_caches_hold_the_text_of_their_level(lengths: list[int]) -> None:
     decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
     text = list(PROMPT)
     for step in range(300):
-        text += decoder.round(1 + step % 7)
+        text += drive(decoder.round(1 + step % 7), answer)
         assert known(decoder) == decoder.text.since(0) == text
         assert decoder.cache.length == len(text) - 1
         assert all(consistent(level) for level in decoder.levels())
@@ -62,11 +74,11 @@ def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None
     def checked(above: Speculative) -> None:
         propose = above.inner.propose
 
-        def call(n: int) -> Draft:
+        def call(n: int) -> Passes[Draft]:
             nonlocal drafts
             drafts += 1
             assert known(above.inner) == known(above)
-            draft = propose(n)
+            draft = yield from propose(n)
             assert known(above.inner) == [*known(above), *draft.tokens.tolist()]
             assert len(draft.tokens) == n
             return draft
@@ -89,7 +101,7 @@ def test_the_law_reported_for_a_token_is_the_model_law_there(
     decoder = nest(models, lengths, sampling, generator())
     for n in [1, 2, 5, 1, 8, 3] * 5:
         text = known(decoder)
-        draft = decoder.propose(n)
+        draft = propose(decoder, n)
         assert known(decoder) == [*text, *draft.tokens.tolist()]
         before = [known(decoder)[: len(text) + i] for i in range(n)]
         assert torch.equal(
@@ -120,7 +132,7 @@ def test_greedy_text_is_the_target_own(lengths: list[int]) -> None:
 @pytest.mark.parametrize(("lengths", "limit"), list(product([[], [1], [4], [4, 2]], [1, 2, 3, 9])))
 def test_a_round_writes_one_token_to_its_limit(lengths: list[int], limit: int) -> None:
     decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
-    sizes = {len(decoder.round(limit)) for _ in range(200)}
+    sizes = {len(drive(decoder.round(limit), answer)) for _ in range(200)}
     most = min(limit, lengths[0] + 1) if lengths else 1
     assert sizes == set(range(1, most + 1))
 
@@ -158,7 +170,7 @@ def test_a_level_not_asked_for_long_catches_up_in_passes_it_can_make() -> None:
     cache, text = HistoryCache(), [*PROMPT, *([1, 2, 3] * 40)]
     leaf = Autoregressive("leaf", forward, cache, Text(text), FULL, generator())
     leaf.sync([])
-    draft = leaf.propose(3)
+    draft = propose(leaf, 3)
     assert sizes == [32, 32, 32, 27, 1, 1]
     want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]
     assert torch.equal(draft.probs, FULL.law(torch.stack(want)))

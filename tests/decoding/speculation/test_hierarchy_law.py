@@ -12,6 +12,7 @@ import decoding.speculation.verify
 from decoding import Sampling
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
+from decoding.speculation.passes import Passes
 from decoding.speculation.verify import Draft
 from support.laws import BROKEN, LIKELY, frequencies, p_value
 from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart, trace
@@ -143,11 +144,11 @@ def test_a_length_that_follows_the_token_under_test_is_found_out() -> None:
     assert isinstance(decoder, Speculative)
     propose = decoder.inner.propose
 
-    def choosy(n: int) -> Draft:
-        draft = propose(n)
+    def choosy(n: int) -> Passes[Draft]:
+        draft = yield from propose(n)
         if int(draft.tokens[0]) == 0:
             decoder.inner.sync(decoder.ahead)
-            draft = propose(n)
+            draft = yield from propose(n)
         return draft
 
     decoder.inner.propose = choosy  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from decoding import Sampling
 from decoding.speculation.decoders import Autoregressive
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.text import Text
-from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest
+from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest, propose
 
 CPU = torch.device("cpu")
 
@@ -46,7 +46,7 @@ def test_the_longest_agreement_is_continued(ngram: int, vocab: int) -> None:
     for _ in range(300):
         text = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
         n = rng.randint(1, 6)
-        draft = Lookup(Text(text), ngram, vocab, CPU).propose(n)
+        draft = propose(Lookup(Text(text), ngram, vocab, CPU), n)
         assert draft.tokens.tolist() == by_hand(text, ngram, n)
 
 
@@ -64,7 +64,7 @@ def test_it_follows_proposals_that_are_taken_back() -> None:
         lookup.sync(ahead)
         assert known(lookup) == [*stands, *ahead]
         n = rng.randint(1, 4)
-        draft = lookup.propose(n).tokens.tolist()
+        draft = propose(lookup, n).tokens.tolist()
         assert draft == by_hand([*stands, *ahead], 2, n)
         assert known(lookup) == [*stands, *ahead, *draft]
         ahead = [*ahead, *draft[: rng.randint(0, len(draft))]]
@@ -73,14 +73,14 @@ def test_it_follows_proposals_that_are_taken_back() -> None:
 
 
 def test_its_law_is_one_hot() -> None:
-    draft = Lookup(Text([1, 2, 3, 0, 1, 2]), 2, 7, CPU).propose(3)
+    draft = propose(Lookup(Text([1, 2, 3, 0, 1, 2]), 2, 7, CPU), 3)
     assert draft.tokens.tolist() == [3, 0, 1]
     assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, 7).float())
 
 
 def test_nothing_found_is_nothing_proposed() -> None:
     for text in ([1], [1, 2], [1, 2, 3, 4]):
-        draft = Lookup(Text(text), 2, 7, CPU).propose(5)
+        draft = propose(Lookup(Text(text), 2, 7, CPU), 5)
         assert draft.tokens.shape == (0,)
         assert draft.probs.shape == (0, 7)
 
@@ -94,7 +94,7 @@ def test_what_is_new_is_left_to_the_level_below() -> None:
     for _ in range(200):
         stands = text.since(0)
         continuation, before = by_hand(stands, 3, 3), leaf.stats.produced
-        draft = lookup.propose(3)
+        draft = propose(lookup, 3)
         tokens = draft.tokens.tolist()
         if continuation:
             assert tokens == continuation

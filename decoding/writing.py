@@ -1,0 +1,108 @@
+"""One text in the making on rank 0: its session, its decoders, and what it took so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decoding.session import Lengths, Session, draft_lengths
+from decoding.speculation.decoders import Decoder
+from decoding.speculation.draft_length import RecordingLength
+from decoding.speculation.passes import Passes
+from decoding.speculation.sampling import Sampling, draw
+from decoding.speculation.text import Text
+from decoding.speculation.verify import read
+from decoding.stats import Stats
+from offload.errors import DocumentError
+
+Progress = Callable[[int, int], None]  # prefill: units done, units in all
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to be continued: token ids, and by how many at most."""
+
+    prompt: Sequence[int]
+    new: int
+    sampling: Sampling
+    dropped: int = 0  # tokens left out of the prompt, for the record
+    progress: Progress | None = None
+
+    def refuse_senseless(self, context: int, vocab: int) -> None:
+        """Raise DocumentError for a text that makes no sense to a model of this context."""
+        prompt, new = self.prompt, self.new
+        if not prompt:
+            raise DocumentError("the prompt is empty: there is nothing to read.")
+        if new < 1:
+            raise DocumentError(f"no room left to generate: {new} new tokens asked for.")
+        if len(prompt) + new > context:
+            raise DocumentError(
+                f"{len(prompt)} prompt tokens and {new} new ones are more than the context of "
+                f"{context}."
+            )
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocab:
+                raise DocumentError(
+                    f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
+                )
+
+
+class Writing:
+    """A text whose session is open: the prompt is read first, then round after round is made."""
+
+    decoder: Decoder  # once the prompt has been read
+
+    def __init__(self, request: Request, session: Session, stats: Stats, started: float):
+        """`started`: when the text was asked for, by `time.perf_counter`."""
+        self.request, self.session, self.stats = request, session, stats
+        self._started = started
+        stats.prompt_tokens, stats.dropped_tokens = len(request.prompt), request.dropped
+        stats.plan, stats.mode = session.plan, session.runtime.mode
+        stats.choice = session.choice
+
+    @property
+    def is_done(self) -> bool:
+        return self.stats.finish_reason is not None
+
+    def begin(self, lengths: dict[str, Lengths]) -> list[int]:
+        """Read the prompt on all ranks; return the first new token.
+
+        `lengths` are those of texts before, by mode. Raises FitError, and DocumentError where a law
+        is not made of numbers.
+        """
+        session, stats, request = self.session, self.stats, self.request
+        sampling, device = request.sampling, session.prompt.device
+        generator = torch.Generator(device).manual_seed(sampling.seed)
+        law = sampling.law(session.prefill(request.progress))[0]
+        new = read(draw(law, generator), law)
+        text = Text([*session.prompt.tolist(), *new])
+        runtime = session.runtime
+        outer, *inner = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
+        recorded = (RecordingLength(outer, stats.rounds), *inner)
+        self.decoder = session.decoder(text, sampling, generator, recorded)
+        stats.watch(session, self.decoder)
+        stats.first_token_s = time.perf_counter() - self._started
+        return new
+
+    def round(self) -> Passes[list[int]]:
+        """Make one more round, by passes; return its tokens."""
+        return self.decoder.round(self.request.new - self.stats.new_tokens)
+
+    def write(self, new: Sequence[int], stop_tokens: frozenset[int]) -> Iterator[int]:
+        """Yield a round's tokens up to and without a stop token, and count them.
+
+        Behind the last of a text that is as long as it may be, or that stops, it `is_done`.
+        """
+        stats = self.stats
+        for token in new:
+            if token in stop_tokens:
+                stats.finish_reason = "stop"
+                return
+            stats.new_tokens += 1
+            stats.decode_s = time.perf_counter() - self._started - stats.first_token_s
+            yield token
+        if stats.new_tokens >= self.request.new:
+            stats.finish_reason = "length"
