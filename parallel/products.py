@@ -9,7 +9,8 @@ from torch import Tensor
 from offload.processor import multiplies_bfloat16
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
-_MIN_ROWS = 4  # with fewer, reading the weights is all there is to do
+_WIDENED_ROWS = 7  # with fewer, reading the weights is most of what there is to do
+_FEW_ROWS = 128  # up to so many, x W^T takes up to twice as long on a CPU as W x^T, the same
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -18,10 +19,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On a processor without instructions for bfloat16 the weight is widened part by part, which loses
     nothing: products are summed in float32 either way, and rounded once.
     """
-    widens = x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _MIN_ROWS
-    if not widens or multiplies_bfloat16():
-        return F.linear(x, weight, bias)
-    return _widened(x, weight, bias, x.dtype)
+    if x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _WIDENED_ROWS:
+        return F.linear(x, weight, bias) if multiplies_bfloat16() else _widened(x, weight, bias)
+    if x.is_cpu and x.dtype == torch.float32 and 1 < len(x) <= _FEW_ROWS:
+        out = torch.mm(weight, x.t()).t().contiguous()
+        return out if bias is None else out.add_(bias)
+    return F.linear(x, weight, bias)
 
 
 def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,19 +36,23 @@ def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:
     2506.13585).
     """
     if x.dtype == torch.float32:
-        return F.linear(x, weight)
+        return linear(x, weight)
     if x.is_cpu:
         return _widened(x, weight, None, torch.float32)
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def _widened(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x W^T + b in this dtype, with inputs of 16 bits widened part by part."""
+def _widened(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return x W^T + b in this dtype, by default that of x, with inputs of 16 bits widened."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     wide = x.float()
     step = max(1, _WIDENED_VALUES // weight.shape[1])
     for start in range(0, len(weight), step):
         part = slice(start, start + step)
-        own = None if bias is None else bias[part].float()
-        out[:, part] = F.linear(wide, weight[part].float(), own)
+        wider = weight[part].float()
+        is_narrow = len(x) <= _FEW_ROWS
+        product = torch.mm(wider, wide.t()).t() if is_narrow else F.linear(wide, wider)
+        out[:, part] = product if bias is None else product + bias[part].float()
     return out

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from parallel import products
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 40])
+@pytest.mark.parametrize("rows", [1, 3, 7, 40, 200])
 @pytest.mark.parametrize("shape", [(7, 5), (1500, 600), (3, 1 << 20)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_widening_rounds_once(
@@ -25,8 +25,21 @@ def test_widening_rounds_once(
     torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-3 * shape[1] ** 0.5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 128, 129])
+@pytest.mark.parametrize("shape", [(7, 5), (1500, 600)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_the_other_way_round_are_the_product(
+    rows: int, shape: tuple[int, int], has_bias: bool
+) -> None:
+    x, weight = torch.randn(rows, shape[1]), torch.randn(shape)
+    bias = torch.randn(shape[0]) if has_bias else None
+    out = products.linear(x, weight, bias)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
 def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(40, 64), torch.randn(50, 64)
+    x, weight = torch.randn(40, 64).half(), torch.randn(50, 64).half()
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
