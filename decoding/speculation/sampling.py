@@ -10,6 +10,8 @@ from torch import Generator, Tensor
 
 from decoding.speculation.sampling_options import SamplingOptions
 
+_LIKELIEST = 1024  # tokens of a vocabulary that hold the mass of nearly every law
+
 
 class Sampling(SamplingOptions):
     """The law that every level draws from: logits, warped by the options."""
@@ -32,13 +34,31 @@ class Sampling(SamplingOptions):
             least = logits.topk(self.top_k, dim=1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
         probs = logits.softmax(1)
-        if self.top_p == 1:
-            return probs
-        ordered, order = probs.sort(dim=1, descending=True)
-        # the token that crosses the threshold is in
-        outside = ordered.cumsum(1) - ordered >= self.top_p
-        kept = probs.masked_fill(torch.zeros_like(outside).scatter_(1, order, outside), 0)
-        return kept / kept.sum(1, keepdim=True)
+        return probs if self.top_p == 1 else nucleus(probs, self.top_p)
+
+
+def nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Return laws (T, V) cut to the fewest likeliest tokens whose mass reaches top_p.
+
+    Where waiting for the device costs nothing, the likeliest tokens are looked at first: to sort a
+    whole vocabulary takes a CPU longer than all else that drawing needs.
+    """
+    if not probs.is_cpu or probs.shape[1] <= _LIKELIEST:
+        return _cut(probs, *probs.sort(dim=1, descending=True), top_p)
+    ordered, order = probs.topk(_LIKELIEST, dim=1)
+    law = _cut(probs, ordered, order, top_p)
+    # row by row, so that a law does not depend on those beside it; a NaN is no mass
+    if len(flat := (~(ordered.cumsum(1)[:, -1] >= top_p)).nonzero().flatten()):
+        law[flat] = _cut(probs[flat], *probs[flat].sort(dim=1, descending=True), top_p)
+    return law
+
+
+def _cut(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
+    """Return laws (T, V) of the likeliest tokens alone, given these and where they stand."""
+    # the token that crosses the threshold is in
+    outside = ordered.cumsum(1) - ordered >= top_p
+    kept = torch.zeros_like(probs).scatter_(1, order, ordered.masked_fill(outside, 0))
+    return kept / kept.sum(1, keepdim=True)
 
 
 @dataclass(frozen=True)

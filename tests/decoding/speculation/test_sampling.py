@@ -62,6 +62,25 @@ def test_top_k_keeps_ties() -> None:
     assert (Sampling(temperature=1, top_k=2).law(tied) > 0).tolist() == [[True, True, True, False]]
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.999])
+def test_a_large_vocabulary_is_cut_row_by_row_as_if_it_were_sorted(top_p: float) -> None:
+    sharp, flat = torch.randn(3, 5000, generator=generator()), torch.zeros(2, 5000)
+    flat += 0.01 * torch.rand(2, 5000, generator=generator())
+    broken = torch.full((1, 5000), torch.nan)
+    rows = torch.cat((flat[:1], 4 * sharp, broken, flat[1:], 0.5 * sharp))
+    found = Sampling(1.0, top_p=top_p).law(rows)
+    for row, law in zip(rows, found, strict=True):
+        alone = Sampling(1.0, top_p=top_p).law(row[None])[0]
+        assert torch.equal(law, alone) or row.isnan().all()
+        kept = TopPLogitsWarper(top_p)(None, row[None]).softmax(1)[0]
+        torch.testing.assert_close(law, kept, equal_nan=True)
+        # to the last token: that one sums from the other end
+        probs = row.softmax(0)
+        ordered, order = probs.sort(descending=True)
+        outside = order[ordered.cumsum(0) - ordered >= top_p]
+        assert torch.equal(law == 0, probs.index_fill(0, outside, 0) == 0)
+
+
 def test_top_k_comes_before_top_p() -> None:
     masses = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
     law = Sampling(temperature=1, top_k=2, top_p=0.5).law(masses.log())
