@@ -13,6 +13,8 @@ from offload.layout import ceil_div
 
 # torch's operator works through so many rows and keys at a time
 _ROWS_PER_BLOCK, _KEYS_PER_BLOCK = 32, 512
+# a merge takes as long as attention to so many keys
+_MERGED_KEYS = 4096
 # up to so many scores a head, one masked call beats a prefix, a square and their merge
 _SMALL_MASK = 1 << 16
 
@@ -92,7 +94,7 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor) -> Partial:
     blocks = ceil_div(rows, _ROWS_PER_BLOCK)
     parts = threads // math.gcd(threads, heads)  # by heads alone: the last block may be a small one
     busy = heads * blocks >= 4 * threads
-    too_few = keys < parts * _KEYS_PER_BLOCK
+    too_few = keys < (_MERGED_KEYS if heads >= threads else parts * _KEYS_PER_BLOCK)
     if busy or too_few:
         parts = 1
     rest = keys % parts  # what is left over when all parts have one size

@@ -113,6 +113,7 @@ def test_keys_are_split_over_threads_that_have_no_head(
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cpu, "_KEYS_PER_BLOCK", 30)
+    monkeypatch.setattr(cpu, "_MERGED_KEYS", 300)
     monkeypatch.setattr(cpu, "merge", noting)
     q, k, v = draw(rows, 301, heads, dtype)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
@@ -128,6 +129,18 @@ def test_enough_rows_need_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     q, k, v = draw(400, 2000, (1, 1), torch.float32)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
+
+
+@pytest.mark.parametrize(("heads", "parts"), [((3, 3), 1), ((1, 1), 2)])
+def test_few_keys_are_split_where_a_thread_would_have_no_head_at_all(
+    heads: tuple[int, int], parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "merge", lambda each: found.append(len(each)) or merge(each))
+    q, k, v = draw(1, 2000, heads, torch.float32)
+    agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
+    assert found == [parts]
 
 
 @dtypes
