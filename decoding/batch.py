@@ -100,6 +100,7 @@ class Batch:
         except Exception as error:
             written.error = self._own(error)
             return written
+        written.stats.texts_at_once = self.at_once
         running = _Running(written, Writing(request, session, written.stats, started))
         try:
             is_going_on = self._next_round(running, running.writing.begin(self.lengths))

@@ -76,12 +76,21 @@ class Engine:
         group = group or Group.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
 
-    def check(self, prompt: int, new: int) -> MemoryPlan:
-        """Plan a text of `prompt` + `new` tokens as `generate` would now; this rank's plan.
+    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
+        """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
 
-        All ranks call it. Raises FitError, on all ranks, when the text would not fit.
+        It is one of `at_once`, which share the memory. All ranks call it. Raises FitError, on all
+        ranks, when the text would not fit.
         """
-        return self.sessions.check(prompt, new)
+        return self.sessions.check(prompt, new, at_once)
+
+    def texts_that_fit(self, prompt: int, new: int, most: int) -> int:
+        """Return how many such texts, at most `most`, go together at no cost to each.
+
+        Each keeps as much of its KV on the device as it would alone. All ranks call it. Raises
+        FitError, on all ranks, when one alone would not fit.
+        """
+        return self.sessions.that_fit(prompt, new, most)
 
     def stream(
         self,

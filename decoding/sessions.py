@@ -49,6 +49,21 @@ class Sessions:
         with self.group.together():
             return fit(self.runtime.with_way(choice.way).needs, memory, prompt, new)
 
+    def that_fit(self, prompt: int, new: int, most: int) -> int:
+        """Return how many such texts, at most `most`, are each planned as they would be alone.
+
+        All ranks call it. Raises FitError, on all ranks, when one alone would not fit.
+        """
+        alone = self.check(prompt, new)
+        for count in range(2, most + 1):
+            try:
+                shared = self.check(prompt, new, count)
+            except FitError:
+                return count - 1
+            if any(self.group.gather(shared != alone)):
+                return count - 1
+        return max(1, most)
+
     def choose(self, prompt: int, new: int, memory: Memory | None = None) -> WayChoice:
         """Choose a text's mode and retrieval budget, the same on all ranks.
 

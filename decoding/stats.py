@@ -20,6 +20,7 @@ class Stats:
 
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
+    texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
     new_tokens: int = 0
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
@@ -97,6 +98,7 @@ class Stats:
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
+            "texts_at_once": self.texts_at_once,
             "finish_reason": self.finish_reason,
             "time_to_first_token_s": round(self.first_token_s, 4),
             "decode_s": round(self.decode_s, 4),

@@ -30,6 +30,7 @@ class Request:
     sampling: Sampling
     dropped: int = 0  # tokens left out of the prompt, for the record
     progress: Progress | None = None
+    watch: Callable[[Stats], None] | None = None  # told of the counts after every round
 
     def refuse_senseless(self, context: int, vocab: int) -> None:
         """Raise DocumentError for a text that makes no sense to a model of this context."""
@@ -104,5 +105,7 @@ class Writing:
             stats.new_tokens += 1
             stats.decode_s = time.perf_counter() - self._started - stats.first_token_s
             yield token
+        if self.request.watch:
+            self.request.watch(stats)
         if stats.new_tokens >= self.request.new:
             stats.finish_reason = "length"

@@ -16,6 +16,7 @@ from decoding.app.interrupts import Interrupts, culprit
 from decoding.app.options import EXIT_CODES, Common, JobOptions, described, with_common
 from decoding.app.plan import plan
 from decoding.app.terminal import say, warn
+from decoding.option import MEMORY
 from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
 from parallel.environment import ignored_variables, under_launcher
@@ -82,6 +83,16 @@ def summarize(
     instruction: Annotated[
         str, typer.Option(help="What is asked about each document.")
     ] = INSTRUCTION,
+    texts_at_once: Annotated[
+        int | None,
+        typer.Option(
+            help="Documents that share the memory, and the passes of the models. By default as "
+            "many as fit without a layer more on the host, at most 8.",
+            metavar="TEXTS",
+            min=1,
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
 ) -> None:
     """Summarise every document.
 
@@ -93,7 +104,7 @@ def summarize(
     )
     from decoding.app.summarize import run
 
-    run(common, input, output, instruction, interrupts)
+    run(common, input, output, instruction, texts_at_once, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")

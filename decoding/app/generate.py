@@ -21,6 +21,8 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from parallel.group import Group
 
+PROMPT = "prompt"  # what the one text is called
+
 
 @dataclass(frozen=True)
 class Request:
@@ -73,7 +75,7 @@ def stream(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display:
 
     def progress(done: int, total: int) -> None:
         nonlocal warned
-        display.prefill(done, total)
+        display.prefill(PROMPT, done, total)
         if engine.stats.dropped_tokens and not warned:
             warned = True
             display.warn(
@@ -81,11 +83,11 @@ def stream(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display:
                 f"{engine.stats.dropped_tokens} tokens were dropped"
             )
 
-    display.begin("prompt")
+    display.begin(PROMPT)
     for piece in pieces(progress):
         display.stop()  # the text takes over the terminal
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
     sys.stdout.flush()
-    display.end(describe(engine.stats))
+    display.end(PROMPT, describe(engine.stats))

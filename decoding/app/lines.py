@@ -23,8 +23,13 @@ class Longest:
     tokens: int  # of its prompt, cut to the context
 
 
-def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> None:
-    """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
+def say_what_fits(
+    engine: Engine, longest: Longest | None, common: Common, at_once: int = 1
+) -> None:
+    """Say what runs where, and warn of what the user may not have meant; all ranks call it.
+
+    `at_once` texts share the memory.
+    """
     place = None
     if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
         warn(
@@ -34,7 +39,7 @@ def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> No
         )
     if longest is not None:
         try:
-            place = engine.check(longest.tokens, common.max_new_tokens)
+            place = engine.check(longest.tokens, common.max_new_tokens, at_once)
         except FitError as error:  # of one document: the others may fit
             warn(
                 f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
@@ -52,7 +57,8 @@ def say_what_fits(engine: Engine, longest: Longest | None, common: Common) -> No
                 f"the kernels for slices cannot be used here ({why}): plain operations "
                 "do the same and take several times as long. Another --mode may be faster."
             )
-    say(opening(engine, longest.tokens if longest else 0, place))
+    line = opening(engine, longest.tokens if longest else 0, place)
+    say(f"{line}; {at_once} texts at once" if at_once > 1 else line)
 
 
 def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:

@@ -12,7 +12,7 @@ from decoding.stats import Stats
 
 
 class Display:
-    """One bar for the batch and one for the document at hand: prefill percent, then tokens and
+    """One bar for the batch and one for each document at hand: prefill percent, then tokens and
     acceptance.
 
     Names of documents are shown as they are, without their control characters, and never read as
@@ -32,7 +32,7 @@ class Display:
             disable=not console.is_terminal,
         )
         self._batch = self._progress.add_task("documents", total=documents, detail="")
-        self._current: TaskID | None = None
+        self._current: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -42,26 +42,27 @@ class Display:
         self._progress.stop()
 
     def begin(self, name: str) -> None:
-        self._current = self._progress.add_task(printable(name), total=1, detail="reading")
+        task = self._progress.add_task(printable(name), total=1, detail="reading")
+        self._current[name] = task
 
-    def prefill(self, done: int, total: int) -> None:
-        self._update(done, total, f"prefill {100 * done // total}%")
+    def prefill(self, name: str, done: int, total: int) -> None:
+        self._update(name, done, total, f"prefill {100 * done // total}%")
 
-    def decode(self, stats: Stats, most: int) -> None:
+    def decode(self, name: str, most: int, stats: Stats) -> None:
         rates = " ".join(
             f"{name} {rate:.2f}" for name, rate in stats.acceptance.items() if rate is not None
         )
         self._update(
+            name,
             stats.new_tokens,
             most,
             f"{stats.new_tokens} tokens" + (f", acceptance {rates}" if rates else ""),
         )
 
-    def end(self, line: str) -> None:
+    def end(self, name: str, line: str) -> None:
         """The document is done: its line stays on the screen."""
-        if self._current is not None:
-            self._progress.remove_task(self._current)
-            self._current = None
+        if name in self._current:
+            self._progress.remove_task(self._current.pop(name))
         self._progress.advance(self._batch)
         self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
@@ -77,6 +78,6 @@ class Display:
     def stop(self) -> None:
         self._progress.stop()
 
-    def _update(self, done: int, total: int, detail: str) -> None:
-        if self._current is not None:
-            self._progress.update(self._current, completed=done, total=total, detail=detail)
+    def _update(self, name: str, done: int, total: int, detail: str) -> None:
+        if name in self._current:
+            self._progress.update(self._current[name], completed=done, total=total, detail=detail)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,30 @@ from decoding.app.options import Common, as_flags
 from decoding.app.progress import Display
 from decoding.app.records import Records
 from decoding.app.terminal import say, silence_transformers, warn
+from decoding.batch import Written
 from decoding.engine import Engine
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
-from offload.errors import DocumentError, TierForceError
-from parallel.environment import RankLost
+from decoding.writing import Request
+from offload.errors import DocumentError, FitError, TierForceError
 from parallel.group import Group
 from parallel.loading import resolve
 
+MAX_TEXTS = 8  # at once where nothing is said: what more of them share is little
+
 
 def run(
-    common: Common, source: Path, output: Path, instruction: str, interrupts: Interrupts
+    common: Common,
+    source: Path,
+    output: Path,
+    instruction: str,
+    at_once: int | None,
+    interrupts: Interrupts,
 ) -> None:
     """Summarise the documents of `source` into `output`; every rank calls it.
 
-    Raises TierForceError for what keeps the job from starting, and at its end where documents
-    failed.
+    `at_once` documents share the memory; None for as many as do so at no cost to each. Raises
+    TierForceError for what keeps the job from starting, and at its end where documents failed.
     """
     silence_transformers()
     group = Group.from_environment(common.device)
@@ -61,13 +70,19 @@ def run(
         with group.together():
             template = Template.summary(engine.tokenizer, instruction)
         longest = longest_prompt(engine, due, template, common.max_new_tokens)
-        say_what_fits(engine, group.broadcast(longest), common)
+        longest, count = group.broadcast((longest, len(due)))
+        at_once = min(count, at_once or texts_at_once(engine, longest, common.max_new_tokens))
+        say_what_fits(engine, longest, common, at_once)
         if records is None:
             engine.follow()
             return
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = _last_words(records, display)
-            failed = summarize(engine, documents, due, records, template, job, display)
+            batch = Batch(engine, records, template, job, display, at_once)
+            for document in documents:
+                if document not in due:
+                    display.end(document.id, f"{document.id}: finished before, skipped")
+            failed = batch.summarize(due)
         engine.close()
     _say_what_is_done(documents, records, failed, engine.context)
 
@@ -159,74 +174,104 @@ def due_documents(documents: Sequence[Document], records: Records, job: Job) -> 
     return due
 
 
-def summarize(
-    engine: Engine,
-    documents: Sequence[Document],
-    due: Sequence[Document],
-    records: Records,
-    template: Template,
-    job: Job,
-    display: Display,
-) -> int:
-    """Summarise, of all the documents, those that are due; on rank 0. Returns how many failed.
+def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
+    """Return how many documents share the memory at no cost to each; all ranks call it."""
+    if longest is None:
+        return 1
+    try:
+        return engine.texts_that_fit(longest.tokens, new, MAX_TEXTS)
+    except FitError:
+        return 1
+
+
+class Batch:
+    """Summaries of one job, each with a record as soon as it is done; on rank 0.
 
     A document that cannot be processed gets a record with `error` in place of `summary`, and the
     batch goes on.
     """
-    failed, wanted = 0, {document.id for document in due}
-    for document in documents:
-        if document.id not in wanted:
-            display.end(f"{document.id}: finished before, skipped")
-            continue
-        display.begin(document.id)
-        try:
-            record = _summary(engine, document, template, job, display)
-            line = describe(engine.stats)
-        except RankLost:
-            raise
-        except TierForceError as error:
-            record = {
-                "id": document.id,
-                "error": as_flags(str(error)),
-                "kind": type(error).__name__,
-                "date": _now(),
-                "versions": versions(),
-            }
-            line = f"failed: {as_flags(str(error))}"
-            failed += 1
-        records.append(record)
-        display.end(f"{document.id}: {line}")
-    return failed
 
+    def __init__(
+        self,
+        engine: Engine,
+        records: Records,
+        template: Template,
+        job: Job,
+        display: Display,
+        at_once: int,
+    ):
+        self.engine, self.records, self.template, self.job = engine, records, template, job
+        self.display, self.at_once = display, at_once
+        self.failed = 0
+        self._documents: dict[int, tuple[Document, str]] = {}  # with its text, by request
 
-def _summary(
-    engine: Engine, document: Document, template: Template, job: Job, display: Display
-) -> dict[str, Any]:
-    text, new = document.read(), job.max_new_tokens
-    prompt, dropped = template.fill(engine.tokenizer, text, engine.context - new)
-    if dropped:
-        display.warn(
-            f"{document.id}: longer than the context of {engine.context} tokens; the last {dropped}"
-            " tokens were dropped"
-        )
-    tokens = []
-    for token in engine.generate(prompt, new, job.sampling, display.prefill):
-        tokens.append(token)
-        display.decode(engine.stats, new)
-    device = engine.group.device
-    return {
-        "id": document.id,
-        "summary": engine.tokenizer.decode(tokens, skip_special_tokens=True).strip(),
-        **engine.stats.as_dict(),
-        "dropped_tokens": dropped,
-        **job.as_dict(),
-        "dtype": str(engine.runtime.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "ranks": engine.group.size,
-        "date": _now(),
-        "digest": job.digest(text),
-        "versions": versions(),
-    }
+    def summarize(self, due: Sequence[Document]) -> int:
+        """Summarise these documents; return how many failed. Raises RankLost."""
+        for written in self.engine.write(self._requests(due), self.at_once):
+            document, text = self._documents.pop(id(written.request))
+            if written.error is not None:
+                self._fail(document, written.error)
+                continue
+            self.records.append(self._record(document, text, written))
+            self.display.end(document.id, f"{document.id}: {describe(written.stats)}")
+        return self.failed
+
+    def _requests(self, due: Sequence[Document]) -> Iterator[Request]:
+        """Yield what is asked of each document, read when there is room for it."""
+        new = self.job.max_new_tokens
+        for document in due:
+            self.display.begin(document.id)
+            try:
+                text = document.read()
+                room = self.engine.context - new
+                prompt, dropped = self.template.fill(self.engine.tokenizer, text, room)
+            except TierForceError as error:
+                self._fail(document, error)
+                continue
+            if dropped:
+                self.display.warn(
+                    f"{document.id}: longer than the context of {self.engine.context} tokens; the "
+                    f"last {dropped} tokens were dropped"
+                )
+            request = Request(
+                prompt,
+                new,
+                self.job.sampling,
+                dropped,
+                partial(self.display.prefill, document.id),
+                partial(self.display.decode, document.id, new),
+            )
+            self._documents[id(request)] = document, text
+            yield request
+
+    def _fail(self, document: Document, error: TierForceError) -> None:
+        record = {
+            "id": document.id,
+            "error": as_flags(str(error)),
+            "kind": type(error).__name__,
+            "date": _now(),
+            "versions": versions(),
+        }
+        self.failed += 1
+        self.records.append(record)
+        self.display.end(document.id, f"{document.id}: failed: {as_flags(str(error))}")
+
+    def _record(self, document: Document, text: str, written: Written) -> dict[str, Any]:
+        engine = self.engine
+        device = engine.group.device
+        return {
+            "id": document.id,
+            "summary": engine.tokenizer.decode(written.tokens, skip_special_tokens=True).strip(),
+            **written.stats.as_dict(),
+            "dropped_tokens": written.request.dropped,
+            **self.job.as_dict(),
+            "dtype": str(engine.runtime.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "ranks": engine.group.size,
+            "date": _now(),
+            "digest": self.job.digest(text),
+            "versions": versions(),
+        }
 
 
 def _now() -> str:

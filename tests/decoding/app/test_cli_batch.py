@@ -123,7 +123,7 @@ def test_the_start_says_what_runs_where_and_the_end_how_many_were_cut(tmp_path: 
     assert (
         lines[0]
         == "1 x CPU with 1 thread; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6"
-        " layers are on the host"
+        " layers are on the host; 3 texts at once"
     )
     assert lines[-1].startswith(
         f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them cut"
@@ -195,8 +195,10 @@ def _no_host_memory_for_long_texts() -> None:
 def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, large=GOOD * 60, z=GOOD)
     result, found = summarize(tmp_path, source, before=_no_host_memory_for_long_texts)
-    assert [record.get("kind") for record in found] == [None, "FitError", None]
-    assert "out of memory: [enforce fail" in found[1]["error"]
+    kinds = {record["id"]: record.get("kind") for record in found}
+    assert kinds == {"a.txt": None, "large.txt": "FitError", "z.txt": None}
+    (error,) = (record["error"] for record in found if "error" in record)
+    assert "out of memory: [enforce fail" in error
     assert result.code == 1
     assert "2 of 3 documents summarised" in result.err
 

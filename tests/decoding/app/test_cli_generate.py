@@ -144,7 +144,7 @@ COMMON = {
 @pytest.mark.parametrize(
     ("command", "own"),
     [
-        ("summarize", {"--input", "--output", "--instruction"}),
+        ("summarize", {"--input", "--output", "--instruction", "--texts-at-once"}),
         ("generate", {"--prompt", "--prompt-file", "--chat", "--stats"}),
     ],
 )

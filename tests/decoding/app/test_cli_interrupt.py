@@ -42,6 +42,10 @@ def write(folder: Path, documents: int) -> tuple[str, ...]:
     return "summarize", *MODELS, *OFFLOADED, "--input", str(folder / "in")
 
 
+def at_once(count: int) -> tuple[str, str]:
+    return "--texts-at-once", str(count)
+
+
 def uninterrupted(folder: Path, *command: str) -> dict[str, Any]:
     """Return the summaries by id, which are the same over any link."""
     output = folder / "reference.jsonl"
@@ -63,12 +67,15 @@ def kill_rank(number: int, job: Running) -> None:
     rank.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "texts"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)]
+)
 def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, texts: int, tmp_path: Path
 ) -> None:
     command = (
         *write(tmp_path, documents=3),
+        *at_once(texts),
         "--seed",
         "3",
         "--draft-length",
@@ -98,7 +105,7 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
 
 
 def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> None:
-    command = (*write(tmp_path, documents=6), *STEADY)
+    command = (*write(tmp_path, documents=6), *STEADY, *at_once(1))
     output = tmp_path / "out.jsonl"
     interrupts = [
         (137, "rank 1 was killed by SIGKILL", TIERFORCE, TWO, lambda job: kill_rank(1, job)),
