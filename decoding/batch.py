@@ -8,14 +8,15 @@ each with its own caches, generator and counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from decoding.session import Lengths
 from decoding.sessions import Sessions
-from decoding.speculation.passes import Passes
+from decoding.speculation.passes import Clock, Passes
 from decoding.stats import Stats
 from decoding.writing import Request, Writing
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
@@ -34,9 +35,9 @@ class Written:
 
 
 class _Running:
-    """A text whose round is under way: it waits for the pass it has asked for."""
+    """A text whose session is open: it waits for its prompt to be read, then pass after pass."""
 
-    passes: Passes[list[int]]
+    passes: Passes[list[int]]  # of the round that is under way
     asked: Pass
 
     def __init__(self, written: Written, writing: Writing):
@@ -46,7 +47,7 @@ class _Running:
     def depth(self) -> int:
         """Return how far inside its hierarchy the text waits; at the target it is 0."""
         levels = self.writing.session.levels
-        return next(at for at, level in enumerate(levels) if level.cache is self.asked.cache)
+        return [level.cache for level in levels].index(self.asked.cache)
 
 
 class Batch:
@@ -66,55 +67,64 @@ class Batch:
         """
         self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
         self.lengths, self.at_once = lengths, at_once
+        self.clock = Clock()
         self._running: list[_Running] = []
+        self._alone: list[Request] = []  # what memory did not do for beside others
 
-    def write(self, requests: Iterable[Request]) -> Iterator[Written]:
+    def write(self, requests: Iterable[Request]) -> Generator[Written, None, None]:
         """Yield each text as it is done, or has failed: one that fails leaves the others alone.
 
-        A request is taken when there is room for it. Raises RankLost.
+        A request is taken when there is room for it. One that does not fit its share of the memory
+        is written alone at the end. Raises RankLost.
         """
-        waiting = iter(requests)
-        more = True
         try:
-            while more or self._running:
-                while more and len(self._running) < self.at_once:
-                    request = next(waiting, None)
-                    more = request is not None
-                    if request is not None and (done := self._join(request)):
-                        yield done
-                if self._running:
-                    yield from self._step()
+            yield from self._write(iter(requests), self.at_once)
+            while self._alone:
+                yield from self._write(iter([self._alone.pop(0)]), 1)
         finally:
-            for running in self._running:
-                self.sessions.close(running.writing.session)
-            self._running = []
+            with ExitStack() as closing:  # all of them, whatever one raises
+                for running in self._running:
+                    closing.callback(self.sessions.close, running.writing.session)
+                self._running = []
 
-    def _join(self, request: Request) -> Written | None:
-        """Open a text and read its prompt; return it where there is no more to come."""
-        started = time.perf_counter()
-        written = Written(request)
-        vocab = self.sessions.runtime.target.config.vocab
+    def _write(self, waiting: Iterator[Request], at_once: int) -> Iterator[Written]:
+        more = True
+        while more or self._running:
+            while more and len(self._running) < at_once:
+                request = next(waiting, None)
+                more = request is not None
+                if request is not None:
+                    with self.clock.stopped():
+                        yield from self._join(Written(request), at_once)
+            if self._running:
+                yield from self._step()
+
+    def _join(self, written: Written, at_once: int) -> Iterator[Written]:
+        """Open a text and read its prompt; yield it where there is no more to come."""
+        request, started = written.request, time.perf_counter()
         try:
-            request.refuse_senseless(self.context, vocab)
-            session = self.sessions.open(request.prompt, request.new, self.at_once)
+            request.refuse_senseless(self.context, self.sessions.runtime.target.config.vocab)
+            session = self.sessions.open(request.prompt, request.new, at_once)
         except Exception as error:
-            written.error = self._own(error)
-            return written
-        written.stats.texts_at_once = self.at_once
+            yield from self._failed(written, error, is_alone=at_once == 1)
+            return
         running = _Running(written, Writing(request, session, written.stats, started))
-        try:
-            is_going_on = self._next_round(running, running.writing.begin(self.lengths))
-        except Exception as error:
-            is_going_on = False
-            written.error = self._own(error)
-        if not is_going_on:
-            self.sessions.close(session)
-            return written
         self._running.append(running)
-        return None
+        for each in self._running:
+            count = max(each.written.stats.texts_at_once, len(self._running))
+            each.written.stats.texts_at_once = count
+        try:
+            new = running.writing.begin(self.lengths, self.clock)
+            is_going_on = self._next_round(running, new)
+        except Exception as error:
+            self._end(running)
+            yield from self._failed(written, error, is_alone=at_once == 1)
+            return
+        if not is_going_on:
+            yield self._end(running)
 
-    def _step(self) -> list[Written]:
-        """Make the innermost passes that texts wait for, as one; return the texts that are done.
+    def _step(self) -> Iterator[Written]:
+        """Make the innermost passes that texts wait for, as one; yield the texts that are done.
 
         So texts that are ahead wait until all stand before a pass of the same level, and the outer
         ones, which cost most, are shared by all.
@@ -123,23 +133,28 @@ class Batch:
         waiting = [running for running in self._running if running.depth == depth]
         model = waiting[0].asked.model
         together = [running for running in waiting if running.asked.model is model]
-        done = []
-        for running, logits in zip(together, self._make(together), strict=True):
+        try:
+            answers = self.sessions.lockstep([running.asked for running in together])
+        except Exception as error:  # a pass that is left half made is not made again
+            is_alone = len(self._running) == 1
+            for running in together:
+                self._end(running)
+            for running in together:
+                yield from self._failed(running.written, error, is_alone)
+            return
+        for running, logits in zip(together, answers, strict=True):
             try:
                 is_going_on = self._answer(running, logits)
             except Exception as error:
-                is_going_on = False
-                running.written.error = self._own(error)
-            if not is_going_on:
-                self._running.remove(running)
-                self.sessions.close(running.writing.session)
-                done.append(running.written)
-        return done
+                is_alone = len(self._running) == 1
+                self._end(running)
+                yield from self._failed(running.written, error, is_alone)
+            else:
+                if not is_going_on:
+                    yield self._end(running)
 
-    def _answer(self, running: _Running, logits: Tensor | Exception) -> bool:
+    def _answer(self, running: _Running, logits: Tensor) -> bool:
         """Give a text the logits it waits for; return whether it goes on."""
-        if isinstance(logits, Exception):
-            raise logits
         try:
             running.asked = running.passes.send(logits)
         except StopIteration as over:
@@ -151,28 +166,35 @@ class Batch:
         writing = running.writing
         running.written.tokens += writing.write(new, self.stop_tokens)
         if writing.is_done:
-            self.sessions.record(writing.session, writing.stats.rounds)
+            # rounds that others shared say nothing of what this text would cost alone over a link
+            if writing.stats.texts_at_once == 1 or not writing.session.uses_link:
+                self.sessions.record(writing.session, writing.stats.rounds)
             return False
         running.passes = writing.round()
         running.asked = next(running.passes)
         return True
 
-    def _make(self, together: Sequence[_Running]) -> Sequence[Tensor | Exception]:
-        """Return the logits of these passes, made as one; or one by one where memory runs out."""
-        passes = [running.asked for running in together]
-        try:
-            return self.sessions.lockstep(passes)
-        except (RuntimeError, MemoryError) as error:
-            self._own(error)
-            if len(together) == 1:
-                return [error]
-        return [logits for running in together for logits in self._make([running])]
+    def _end(self, running: _Running) -> Written:
+        """Close a text and let go of its caches; return what has come of it."""
+        self._running.remove(running)
+        self.sessions.close(running.writing.session)
+        running.written.stats.let_go()
+        return running.written
 
-    def _own(self, error: Exception) -> TierForceError:
-        """Return what ends one text alone; raise what ends all."""
-        if isinstance(error, TierForceError) and not isinstance(error, RankLost):
-            return error
-        if self.sessions.group.size > 1 or not is_out_of_memory(error):
-            # other ranks are in the middle of the same pass: there is no going on together
+    def _failed(self, written: Written, error: Exception, is_alone: bool) -> Iterator[Written]:
+        """Yield a text with what ended it, or put it aside to be written alone.
+
+        Raises what ends all texts.
+        """
+        if not isinstance(error, TierForceError):
+            if self.sessions.group.size > 1 or not is_out_of_memory(error):
+                # other ranks are in the middle of the same pass: there is no going on together
+                raise error
+            error = FitError(f"out of memory: {one_line(error)}")
+        if isinstance(error, RankLost):
             raise error
-        return FitError(f"out of memory: {one_line(error)}")
+        if isinstance(error, FitError) and not is_alone:
+            self._alone.append(written.request)
+            return
+        written.error = error
+        yield written

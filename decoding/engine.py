@@ -170,8 +170,9 @@ class Engine:
             return
         self._refuse_another()
         batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, at_once)
-        with self._one_text():
-            for written in batch.write(requests):
+        with self._one_text(), closing(batch.write(requests)) as texts:
+            self.stats = Stats()  # the caches of the text before go before memory is planned
+            for written in texts:
                 self.stats = written.stats
                 yield written
 

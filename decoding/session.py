@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -115,11 +116,12 @@ class Session:
         sampling: Sampling,
         generator: Generator,
         lengths: Lengths | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> Decoder:
         """Return the nested decoders of this text's mode, to go on behind `text`.
 
         For rank 0, after prefill: `text` is the prompt and the first token. `lengths` None: the
-        settings'.
+        settings'. `clock` tells seconds.
         """
         runtime = self.runtime
         lengths = lengths or draft_lengths(runtime.settings)
@@ -137,7 +139,9 @@ class Session:
             if inner is None:
                 inner = Autoregressive(name, model, cache, text, sampling, generator)
             else:
-                inner = Speculative(name, model, cache, inner, length, sampling, generator)
+                above = Speculative(name, model, cache, inner, length, sampling, generator)
+                above.clock = clock
+                inner = above
         assert isinstance(inner, Decoder)
         inner.sync([])
         return inner
@@ -145,6 +149,7 @@ class Session:
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         self.runtime.link.drain()
+        self.target.followers.clear()  # they hold the target's cache, which would hold them
         self.peaks["decoding"] = self.runtime.link.peak()
         self.runner.forget()
 

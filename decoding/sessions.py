@@ -133,6 +133,9 @@ class Sessions:
     def _open(self, request: tuple[list[int], int, int]) -> Session:
         prompt, new, at_once = request
         if not self.lockstep.texts:
+            for arena in self._arenas[at_once:]:
+                arena.let_go()
+            del self._arenas[at_once:]
             self._free = self._memory()
         memory = self._free.shared(at_once)
         choice = self.choose(len(prompt), new, memory)

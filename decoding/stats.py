@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from decoding.planning.choice import WayChoice
 from decoding.session import Session
-from decoding.speculation.decoders import Decoder, Proposer, Speculative
+from decoding.speculation.decoders import Decoder, LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
 from offload.retrieval import RetrievalCache
 from offload.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What is kept of a level whose text is over: no caches."""
+
+    name: str
+    stats: LevelStats
+    verifies: bool
 
 
 @dataclass
@@ -29,11 +39,12 @@ class Stats:
     plan: MemoryPlan | None = None
     mode: str = ""
     choice: WayChoice | None = None  # of mode and retrieval budget
-    levels: list[Proposer] = field(default_factory=list, repr=False)
+    levels: Sequence[Proposer | Counted] = field(default_factory=list, repr=False)
     traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
+    last_refreshes: int | None = None  # what `refreshes` was when the text let go of its caches
     # rank 0's memory in use at most, bytes, by phase
     peaks: dict[str, int | None] = field(default_factory=dict)
     fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
@@ -41,9 +52,9 @@ class Stats:
 
     def watch(self, session: Session, decoder: Decoder) -> None:
         """Count from here on what the levels of a text do; its prompt was read."""
-        self.levels = decoder.levels()
+        self.levels = levels = decoder.levels()
         self.traffic = {
-            level.name: level.cache.traffic for level in self.levels if isinstance(level, Decoder)
+            level.name: level.cache.traffic for level in levels if isinstance(level, Decoder)
         }
         self.retrieval, self.peaks = session.retrieval, session.peaks
         self.fixed_shapes = session.runner.report
@@ -63,25 +74,17 @@ class Stats:
     @property
     def acceptance(self) -> dict[str, float | None]:
         """Return the acceptance rate at each level that verifies."""
-        return {
-            level.name: level.stats.acceptance_rate
-            for level in self.levels
-            if isinstance(level, Speculative)
-        }
+        return {level.name: level.stats.acceptance_rate for level in self._verifying()}
 
     @property
     def draft_lengths(self) -> dict[str, float | None]:
         """Return the tokens put before each level that verifies, on average over its passes."""
-        return {
-            level.name: level.stats.proposed_per_pass
-            for level in self.levels
-            if isinstance(level, Speculative)
-        }
+        return {level.name: level.stats.proposed_per_pass for level in self._verifying()}
 
     @property
     def refreshes(self) -> int | None:
         """Return how often the retrieval cache was chosen, the first time behind the prompt."""
-        return self.retrieval.selections if self.retrieval else None
+        return self.retrieval.selections if self.retrieval else self.last_refreshes
 
     @property
     def link_bytes_per_token(self) -> float | None:
@@ -93,8 +96,15 @@ class Stats:
             return None
         return (self.traffic["target"].link_in - self.prefill_link_in) / (self.new_tokens - 1)
 
+    def let_go(self) -> None:
+        """Keep the counts of a text that is over, and none of its caches: others need the room."""
+        self.levels = [Counted(level.name, level.stats, _verifies(level)) for level in self.levels]
+        self.last_refreshes = self.refreshes
+        self.retrieval = None
+
     def as_dict(self) -> dict[str, Any]:
         """Return what a record keeps of a text."""
+        choice = self.choice if self.refreshes is not None else None  # of a budget
         return {
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
@@ -115,8 +125,16 @@ class Stats:
             "resident_layers": self.plan.resident_layers if self.plan else None,
             "late_layers": self.plan.late_layers if self.plan else None,
             "sliced_layers": self.plan.sliced_layers if self.plan else None,
-            "peak_memory_bytes": dict(self.peaks),
+            # of a process, so of all texts together
+            "peak_memory_bytes": dict(self.peaks) if self.texts_at_once == 1 else None,
             "fixed_shapes": self.fixed_shapes and dict(self.fixed_shapes),
-            "budget": self.choice.way.budget if self.choice and self.retrieval else None,
-            "budget_because": self.choice.why if self.choice and self.retrieval else None,
+            "budget": choice.way.budget if choice else None,
+            "budget_because": choice.why if choice else None,
         }
+
+    def _verifying(self) -> list[Proposer | Counted]:
+        return [level for level in self.levels if _verifies(level)]
+
+
+def _verifies(level: Proposer | Counted) -> bool:
+    return level.verifies if isinstance(level, Counted) else isinstance(level, Speculative)

@@ -68,11 +68,13 @@ class Writing:
     def is_done(self) -> bool:
         return self.stats.finish_reason is not None
 
-    def begin(self, lengths: dict[str, Lengths]) -> list[int]:
+    def begin(
+        self, lengths: dict[str, Lengths], clock: Callable[[], float] = time.perf_counter
+    ) -> list[int]:
         """Read the prompt on all ranks; return the first new token.
 
-        `lengths` are those of texts before, by mode. Raises FitError, and DocumentError where a law
-        is not made of numbers.
+        `lengths` are those of texts before, by mode; `clock` tells seconds. Raises FitError, and
+        DocumentError where a law is not made of numbers.
         """
         session, stats, request = self.session, self.stats, self.request
         sampling, device = request.sampling, session.prompt.device
@@ -83,7 +85,7 @@ class Writing:
         runtime = session.runtime
         outer, *inner = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
         recorded = (RecordingLength(outer, stats.rounds), *inner)
-        self.decoder = session.decoder(text, sampling, generator, recorded)
+        self.decoder = session.decoder(text, sampling, generator, recorded, clock)
         stats.watch(session, self.decoder)
         stats.first_token_s = time.perf_counter() - self._started
         return new

@@ -31,9 +31,7 @@ class HostArena:
         Raises FitError when the host cannot give them.
         """
         if numel > self._buffer.numel():
-            self.link.release(self._buffer)
-            # the old arena goes before the new one comes
-            self._buffer = torch.empty(0, dtype=self.dtype)
+            self.let_go()  # the old arena goes before the new one comes
             self._buffer = self.link.host_empty(numel, self.dtype)
 
     def take(self, shape: tuple[int, ...]) -> Tensor:
@@ -46,6 +44,11 @@ class HostArena:
         numel = prod(shape)
         self.reserve(numel)
         return self._buffer[:numel].view(shape)
+
+    def let_go(self) -> None:
+        """Free the arena's memory; its contents are lost."""
+        self.link.release(self._buffer)
+        self._buffer = torch.empty(0, dtype=self.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -130,12 +130,11 @@ class Lockstep:
 
     def _place(self, cache: Cache) -> tuple[int, int]:
         """Return which text a cache is of, and of which level."""
-        return next(
-            (index, at)
-            for index, text in enumerate(self.texts)
-            for at, level in enumerate(text.levels)
-            if level.cache is cache
-        )
+        for index, text in enumerate(self.texts):
+            for at, level in enumerate(text.levels):
+                if level.cache is cache:
+                    return index, at
+        raise ValueError("a pass on a cache of no text that is open")
 
     def _announce(self, numbers: list[int]) -> None:
         size = self._size()

@@ -10,7 +10,9 @@ from offload.processor import multiplies_bfloat16
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
 _WIDENED_ROWS = 7  # with fewer, reading the weights is most of what there is to do
-_FEW_ROWS = 128  # up to so many, x W^T takes up to twice as long on a CPU as W x^T, the same
+# x W^T of few rows is shared out badly over a CPU's threads: with a large weight it takes up to
+# twice as long as W x^T, which is the same. One thread alone is faster with the first.
+_FEW_ROWS, _LARGE_WEIGHT = 128, 1 << 19
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -21,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _WIDENED_ROWS:
         return F.linear(x, weight, bias) if multiplies_bfloat16() else _widened(x, weight, bias)
-    if x.is_cpu and x.dtype == torch.float32 and 1 < len(x) <= _FEW_ROWS:
+    if x.is_cpu and x.dtype == torch.float32 and _is_shared_out_badly(x, weight):
         out = torch.mm(weight, x.t()).t().contiguous()
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
@@ -47,12 +49,16 @@ def _widened(
 ) -> Tensor:
     """Return x W^T + b in this dtype, by default that of x, with inputs of 16 bits widened."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
-    wide = x.float()
+    wide, turned = x.float(), _is_shared_out_badly(x, weight)
     step = max(1, _WIDENED_VALUES // weight.shape[1])
     for start in range(0, len(weight), step):
         part = slice(start, start + step)
         wider = weight[part].float()
-        is_narrow = len(x) <= _FEW_ROWS
-        product = torch.mm(wider, wide.t()).t() if is_narrow else F.linear(wide, wider)
+        product = torch.mm(wider, wide.t()).t() if turned else F.linear(wide, wider)
         out[:, part] = product if bias is None else product + bias[part].float()
     return out
+
+
+def _is_shared_out_badly(x: Tensor, weight: Tensor) -> bool:
+    many = torch.get_num_threads() > 1
+    return many and 1 < len(x) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT

@@ -191,7 +191,8 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
         copies=True,
     )
     new = options["max_new_tokens"]
-    ahead = look_ahead(needs, machine, options["context"] - new, new)
+    texts = options["texts_at_once"]
+    ahead = look_ahead(needs, machine, options["context"] - new, new, texts=texts)
     return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
 
 

@@ -13,10 +13,16 @@ from typing import Annotated
 import typer
 
 from decoding.app.interrupts import Interrupts, culprit
-from decoding.app.options import EXIT_CODES, Common, JobOptions, described, with_common
+from decoding.app.options import (
+    EXIT_CODES,
+    Common,
+    JobOptions,
+    TextsAtOnce,
+    described,
+    with_common,
+)
 from decoding.app.plan import plan
 from decoding.app.terminal import say, warn
-from decoding.option import MEMORY
 from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
 from parallel.environment import ignored_variables, under_launcher
@@ -83,16 +89,7 @@ def summarize(
     instruction: Annotated[
         str, typer.Option(help="What is asked about each document.")
     ] = INSTRUCTION,
-    texts_at_once: Annotated[
-        int | None,
-        typer.Option(
-            help="Documents that share the memory, and the passes of the models. By default as "
-            "many as fit without a layer more on the host, at most 8.",
-            metavar="TEXTS",
-            min=1,
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
+    texts_at_once: TextsAtOnce = None,
 ) -> None:
     """Summarise every document.
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from decoding.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
+from decoding.planning.defaults import MAX_TEXTS
 from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import TierForceError
@@ -25,6 +26,17 @@ EXIT_CODES = (
 )
 # the command line samples as people like to read; from Python nothing is warped
 DEFAULTS = {"temperature": 0.6, "top_p": 0.9}
+
+TextsAtOnce = Annotated[
+    int | None,
+    typer.Option(
+        help="Documents that share the memory, and the passes of the models. By default as many as "
+        f"fit without a layer more on the host, at most {MAX_TEXTS}.",
+        metavar="TEXTS",
+        min=1,
+        rich_help_panel=MEMORY,
+    ),
+]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from decoding.app.options import JobOptions, described
+from decoding.app.options import JobOptions, TextsAtOnce, described
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
 from decoding.planning.defaults import (
@@ -20,9 +20,10 @@ from decoding.planning.defaults import (
     DEFAULT_BUDGET,
     INNER_ACCEPTANCE,
     INNER_DRAFT,
+    MAX_TEXTS,
 )
 from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
-from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain
+from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain, together
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
@@ -76,6 +77,7 @@ def plan(
             )
         ),
     ] = INNER_ACCEPTANCE,
+    texts_at_once: TextsAtOnce = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Picture to draw: memory by tier, and one round of decoding."),
@@ -107,10 +109,13 @@ def plan(
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
     prompt = _prompt_tokens(needs.target, context, max_new_tokens)
+    rates = Acceptance(acceptance, inner_acceptance)
     try:
-        ahead = look_ahead(
-            needs, machine, prompt, max_new_tokens, Acceptance(acceptance, inner_acceptance)
-        )
+        ahead = look_ahead(needs, machine, prompt, max_new_tokens, rates)
+        if texts_at_once is None:
+            shared = together(needs, ahead, MAX_TEXTS)
+        else:
+            shared = look_ahead(needs, machine, prompt, max_new_tokens, rates, None, texts_at_once)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
     others = [each for each in (plain(ahead), otherwise(needs, ahead)) if each is not None]
@@ -118,10 +123,10 @@ def plan(
         plan_picture(plot, model, ahead)
     if as_json:
         job = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
-        typer.echo(json.dumps(_document(job, ahead, others), indent=2))
+        typer.echo(json.dumps(_document(job, ahead, others, shared), indent=2))
         return
     console = Console()
-    console.print(times_table(ahead, others))
+    console.print(times_table(ahead, others, shared))
     console.print(memory_table(ahead))
 
 
@@ -167,7 +172,9 @@ def _prompt_tokens(target: ModelConfig, context: int | None, new: int) -> int:
     return tokens - new
 
 
-def _document(job: dict[str, Any], ahead: Outlook, others: list[Outlook]) -> dict[str, Any]:
+def _document(
+    job: dict[str, Any], ahead: Outlook, others: list[Outlook], shared: Outlook
+) -> dict[str, Any]:
     """Return all that was found, for machines; other modes by name."""
     needs = ahead.needs
     return {
@@ -190,6 +197,7 @@ def _document(job: dict[str, Any], ahead: Outlook, others: list[Outlook]) -> dic
         },
         "plan": vars(ahead.plan),
         "forecast": ahead.forecast.as_dict(),
+        "at once": {"plan": vars(shared.plan), "forecast": shared.forecast.as_dict()},
         "plain": None,
         **{each.needs.mode: each.forecast.as_dict() for each in others},
     }

@@ -35,8 +35,11 @@ _BOUNDS = {
 }
 
 
-def times_table(ahead: Outlook, others: Sequence[Outlook]) -> Table:
-    """Return how long the text takes, beside other modes, each in a plan of its own."""
+def times_table(ahead: Outlook, others: Sequence[Outlook], shared: Outlook) -> Table:
+    """Return how long the text takes, beside other modes, each in a plan of its own.
+
+    `shared` is the same text as one of several.
+    """
     seen, mode = ahead.forecast, ahead.needs.mode
     title = f"Fits {ahead.hardware.name}. Predicted, not measured:"
     table = Table(title=title, title_justify="left", box=None)
@@ -54,6 +57,9 @@ def times_table(ahead: Outlook, others: Sequence[Outlook]) -> Table:
         duration(seen.decode_s),
         _BOUNDS[seen.verification_bound],
     )
+    texts = shared.forecast.texts_at_once
+    at_once = f", {texts} at once" if texts > 1 else ""
+    table.add_row(f"documents an hour{at_once}", f"{shared.forecast.documents_per_hour:.3g}")
     table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
     if mode != "plain":
         times = {each.needs.mode: f"{1e3 * each.forecast.token_s:,.0f} ms" for each in others}

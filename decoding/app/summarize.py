@@ -23,14 +23,13 @@ from decoding.app.records import Records
 from decoding.app.terminal import say, silence_transformers, warn
 from decoding.batch import Written
 from decoding.engine import Engine
+from decoding.planning.defaults import MAX_TEXTS
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
 from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.group import Group
 from parallel.loading import resolve
-
-MAX_TEXTS = 8  # at once where nothing is said: what more of them share is little
 
 
 def run(
@@ -79,8 +78,9 @@ def run(
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = _last_words(records, display)
             batch = Batch(engine, records, template, job, display, at_once)
+            wanted = {document.id for document in due}
             for document in documents:
-                if document not in due:
+                if document.id not in wanted:
                     display.end(document.id, f"{document.id}: finished before, skipped")
             failed = batch.summarize(due)
         engine.close()
@@ -176,7 +176,8 @@ def due_documents(documents: Sequence[Document], records: Records, job: Job) -> 
 
 def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
     """Return how many documents share the memory at no cost to each; all ranks call it."""
-    if longest is None:
+    # passes that texts share are not recorded yet: where short ones are, sharing is unmeasured
+    if longest is None or engine.runtime.settings.graphs:
         return 1
     try:
         return engine.texts_that_fit(longest.tokens, new, MAX_TEXTS)

@@ -123,19 +123,19 @@ def rejections(needs: TextNeeds, plan: MemoryPlan) -> float:
 
 
 class PredictedCosts:
-    """The costs of rounds by a machine's numbers."""
+    """The costs of rounds by a machine's numbers, of one text or of several that share passes."""
 
-    def __init__(self, hardware: HardwareProfile, acceptance: Acceptance):
-        self.hardware, self.acceptance = hardware, acceptance
+    def __init__(self, hardware: HardwareProfile, acceptance: Acceptance, texts: int = 1):
+        self.hardware, self.acceptance, self.texts = hardware, acceptance, texts
 
     def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost:
         passes = target_passes(self.hardware, needs)
         return RoundCost(
-            link_s=link_bytes(needs, plan, prompt) / self.hardware.link_in,
+            link_s=self.texts * link_bytes(needs, plan, prompt) / self.hardware.link_in,
             compute_s=lambda drafted: (
-                passes.seconds(drafted + 1, prompt)
-                + self._joining_s(needs, plan, prompt)
-                + self._selecting_s(needs, plan, prompt, drafted)
+                passes.seconds(drafted + 1, prompt, self.texts)
+                + self.texts * self._joining_s(needs, plan, prompt)
+                + self.texts * self._selecting_s(needs, plan, prompt, drafted)
             ),
             drafted_s=self._drafted_s(needs, plan, prompt),
             acceptance=self.acceptance.of(needs, plan),
@@ -153,14 +153,14 @@ class PredictedCosts:
             return 0.0
         drafted = self._inner_draft(needs) if self._drafts(needs) else 0
         budget = min(needs.budget, prompt)
-        return target_passes(self.hardware, needs).seconds(drafted + 1, budget)
+        return target_passes(self.hardware, needs).seconds(drafted + 1, budget, self.texts)
 
     def draft_s(self, needs: TextNeeds) -> float:
         """Return the seconds of a pass of the draft model."""
         if needs.draft is None or not needs.has_draft:
             return 0.0
         passes = Passes(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
-        return passes.seconds(1, needs.window)
+        return passes.seconds(1, needs.window, self.texts)
 
     def near_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rows: int) -> float:
         """Return the seconds of a pass over what the device has of the target's cache."""
@@ -168,7 +168,7 @@ class PredictedCosts:
         kv_rate = hardware.kv_rate or hardware.memory_rate
         code = kv_rate / (hardware.near_rate or kv_rate / CODE_SHARE)
         attended = round(needs.near_tokens(plan, prompt, code))
-        return target_passes(hardware, needs).seconds(rows, attended)
+        return target_passes(hardware, needs).seconds(rows, attended, self.texts)
 
     def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a token put before the target."""

@@ -29,6 +29,9 @@ DRAFT_SLACK = 64
 # the collectives of a split model.
 SPLIT_DRAFT_BYTES = 3 << 30
 
+# Texts at once where nothing is said, at most: what more of them would share is little.
+MAX_TEXTS = 8
+
 # -- the retrieval cache ---------------------------------------------------------------------------
 
 # Tokens a head of the retrieval budget, where nothing is known of the models yet.

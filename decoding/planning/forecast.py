@@ -31,11 +31,12 @@ class Forecast:
     token_s: float
     decode_s: float  # all new tokens
     document_s: float  # prefill and all new tokens
+    texts_at_once: int = 1  # that share passes: times are a text's own, less others' prefill
 
     @property
     def documents_per_hour(self) -> float:
         """Return how many documents like this one are done in an hour."""
-        return 3600 / self.document_s
+        return 3600 / (self.prefill_s + self.decode_s / self.texts_at_once)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "documents_per_hour": self.documents_per_hour}
@@ -48,9 +49,10 @@ def forecast(
     prompt: int,
     new: int,
     acceptance: Acceptance,
+    texts: int = 1,
 ) -> Forecast:
-    """Predict the times of a document of `prompt` + `new` tokens."""
-    costs = PredictedCosts(hardware, acceptance)
+    """Predict the times of a document of `prompt` + `new` tokens, one of `texts` at once."""
+    costs = PredictedCosts(hardware, acceptance, texts)
     cost = costs.round_cost(needs, plan, prompt)
     length, token_s = 0, cost.verification_s(0)
     if needs.mode != "plain":
@@ -75,4 +77,5 @@ def forecast(
         token_s=token_s,
         decode_s=new * token_s,
         document_s=prefill_s + new * token_s,
+        texts_at_once=texts,
     )

@@ -46,14 +46,15 @@ def look_ahead(
     new: int,
     acceptance: Acceptance | None = None,
     costs: CostSource | None = None,
+    texts: int = 1,
 ) -> Outlook:
     """Plan a text of `prompt` + `new` tokens, with the mode and budget that are predicted to pay.
 
-    `costs` are what these are weighed by; by default the machine's own. Raises FitError, which
-    says how long a text would fit.
+    It is one of `texts` at once. `costs` are what mode and budget are weighed by; by default the
+    machine's own. Raises FitError, which says how long a text would fit.
     """
     acceptance = acceptance or Acceptance()
-    memory = memory_of(hardware, needs)
+    memory = memory_of(hardware, needs).shared(texts)
     try:
         plans = affordable(needs, memory, prompt, new)
     except FitError as error:
@@ -62,7 +63,7 @@ def look_ahead(
         if fits:
             hint = f"{fits + new} tokens of context would fit."
         raise FitError(f"{error} {hint}") from error
-    chooser = WayChooser(costs or PredictedCosts(hardware, acceptance))
+    chooser = WayChooser(costs or PredictedCosts(hardware, acceptance, texts))
     choice = chooser.choose(needs, plans, prompt)
     if needs.has_choice:
         needs = needs.with_way(choice.way)
@@ -81,8 +82,33 @@ def look_ahead(
         prefill_tiers=weights | prefill,
         decode_tiers=weights | decode,
         acceptance=acceptance,
-        forecast=forecast(needs, plan, hardware, prompt, new, acceptance),
+        forecast=forecast(needs, plan, hardware, prompt, new, acceptance, texts),
     )
+
+
+def together(needs: TextNeeds, outlook: Outlook, most: int) -> Outlook:
+    """Return the text of these needs as one of several: as many as cost each other nothing.
+
+    These are `most` at most, and each keeps on the device what it keeps alone. Where that is one
+    text, it is the outlook given.
+    """
+    found = outlook
+    for texts in range(2, most + 1):
+        try:
+            shared = look_ahead(
+                needs,
+                outlook.hardware,
+                outlook.prompt,
+                outlook.new,
+                outlook.acceptance,
+                texts=texts,
+            )
+        except FitError:
+            break
+        if shared.plan != outlook.plan:
+            break
+        found = shared
+    return found
 
 
 def plain(outlook: Outlook) -> Outlook | None:

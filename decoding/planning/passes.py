@@ -73,16 +73,18 @@ class Passes:
     ):
         self.hardware, self.config, self.ranks, self.dtype = hardware, config, ranks, dtype
 
-    def seconds(self, rows: int, attended: int) -> float:
+    def seconds(self, rows: int, attended: int, texts: int = 1) -> float:
         """Return the seconds of a short pass, and of drawing from what it says.
 
-        Each of its `rows` tokens attends to `attended` tokens.
+        `texts` share it: each of a text's `rows` tokens attends to `attended` tokens of its own.
+        That each text's attention is a launch more is not counted.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
         kv_rate = hardware.kv_rate or hardware.memory_rate
         attention = hardware.attention or hardware.matmul
-        weights = read_bytes(config, ranks, self.dtype, rows) / hardware.memory_rate
-        memory = weights + config.kv_layout(ranks, self.dtype).bytes(attended) / kv_rate
+        kv = texts * config.kv_layout(ranks, self.dtype).bytes(attended)
+        own_rows, rows = rows, texts * rows
+        memory = read_bytes(config, ranks, self.dtype, rows) / hardware.memory_rate + kv / kv_rate
         products = self._products_s(rows)
         scores = rows * attention_flops(config) * attended / ranks / attention
         launches = config.layers * hardware.layer_s + hardware.pass_s
@@ -91,7 +93,7 @@ class Passes:
         if hardware.runs_ahead:
             return max(memory, products + scores, launches) + sums + drawn
         # kv_rate was measured with a row's arithmetic
-        return memory + products + scores * (rows - 1) / rows + launches + sums + drawn
+        return memory + products + scores * (own_rows - 1) / own_rows + launches + sums + drawn
 
     def _products_s(self, rows: int) -> float:
         """Return the seconds of a short pass's products beside those of reading the weights.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,6 +181,7 @@ class Speculative(Decoder):
         """Start on the text of `inner`, where `cache` stands in it."""
         super().__init__(name, model, cache, inner.text, sampling, generator)
         self.inner, self.length = inner, length
+        self.clock: Callable[[], float] = time.perf_counter  # of seconds, by which lengths go
 
     def propose(self, n: int) -> Passes[Draft]:
         start, laws = len(self.ahead), []
@@ -202,10 +203,10 @@ class Speculative(Decoder):
 
         With them come the laws (A + 1, V) they are draws of.
         """
-        started, known = time.perf_counter(), len(self.ahead)
+        started, known = self.clock(), len(self.ahead)
         draft = yield from self._draft(min(self.length.next(), limit - 1))
         # every draft ends on the host, so no compute of it is still under way
-        drafted = time.perf_counter()
+        drafted = self.clock()
         pending = self._pending()  # (P,)
         rows = torch.cat((pending, draft.tokens))
         logits = yield self._read(rows, len(draft.tokens) + 1)
@@ -217,7 +218,7 @@ class Speculative(Decoder):
                 accepted,
                 len(rows),
                 drafted - started,
-                time.perf_counter() - drafted,
+                self.clock() - drafted,
             )
         )
         self.cache.advance(len(pending) + accepted)

@@ -5,7 +5,9 @@ So one who runs several decoders may make their passes as one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import Tensor
@@ -18,9 +20,29 @@ Passes = Generator[Pass, Tensor, T]  # yields each pass, is sent its logits (row
 
 def drive(passes: Passes[T], make: Callable[[Pass], Tensor]) -> T:
     """Make the passes one after another, and return what comes of them all."""
-    try:
-        asked = next(passes)
-        while True:
-            asked = passes.send(make(asked))
-    except StopIteration as end:
-        return end.value
+    logits: Tensor | None = None
+    while True:
+        try:
+            asked = next(passes) if logits is None else passes.send(logits)
+        except StopIteration as end:
+            return end.value
+        logits = make(asked)
+
+
+class Clock:
+    """Seconds, less those in which texts waited for something that is no pass of theirs."""
+
+    def __init__(self) -> None:
+        self._away = 0.0
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._away
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Count no seconds meanwhile."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._away += time.perf_counter() - started

@@ -4,7 +4,9 @@ nothing else.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Sampling
 from decoding.batch import Written
+from decoding.session import Session
+from decoding.sessions import Sessions
 from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from offload.store import HostArena
@@ -244,13 +248,54 @@ def test_memory_that_runs_out_together_does_alone(
             return read(model, tokens, cache)
 
         monkeypatch.setattr(Llama, "read", short)
-        assert tokens(written(engine, asked, 4)) == want
-        assert refused
+        texts = written(engine, asked, 4)
+        assert tokens(texts) == want
+        assert len(refused) == 1  # what it left half made is not gone on with
+        assert sum(text.stats.texts_at_once == 1 for text in texts) >= 4
         monkeypatch.setattr(
             VocabParallelEmbedding, "logits", lambda self, x: (_ for _ in ()).throw(MemoryError())
         )
         texts = written(engine, asked[:2], 2)
         assert [type(text.error) for text in texts] == [FitError, FitError]
+        assert not engine.sessions.lockstep.texts
+
+
+def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(pair: Pair) -> None:
+    def broken(done: int, total: int) -> None:
+        raise OSError("no terminal")
+
+    asked = requests(FULL)
+    asked[2] = replace(asked[2], progress=broken)
+    with pair.engine("hierarchical", **SMALL) as engine:
+        with pytest.raises(OSError, match="no terminal"):
+            written(engine, asked, 3)
+        assert not engine.sessions.lockstep.texts
+        assert tokens(written(engine, asked[:2], 2)) == alone(engine, asked[:2])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_caches_of_a_text_are_gone_before_another_is_opened(
+    mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    opened = Sessions.open
+
+    def watched(sessions: Sessions, *arguments: Any) -> Session:
+        alive.append(sum(cache() is not None for cache in caches))
+        session = opened(sessions, *arguments)
+        caches.extend(weakref.ref(level.cache) for level in session.levels)
+        return session
+
+    monkeypatch.setattr(Sessions, "open", watched)
+    asked = requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])
+    with pair.engine(mode, **SMALL) as engine:
+        list(engine.generate(asked[0].prompt, 3))
+        for text in engine.write(asked, 2):
+            assert text.stats.as_dict()["passes"]
+        levels = len(engine.stats.levels)
+    # one text has been read when the second is opened, and goes on beside all others
+    assert alive == [0, 0, levels, levels, levels]
 
 
 def test_giving_up_ends_all_texts(pair: Pair) -> None:
@@ -285,6 +330,22 @@ def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., 
         arenas: list[HostArena] = engine.sessions._arenas
         assert len(arenas) == 3
         assert all(arena.nbytes for arena in arenas)
+
+
+def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..., Path]) -> None:
+    deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
+    pair, asked = Pair(deep, deep), requests(GREEDY, [(100, 30), (3000, 10), (120, 20), (90, 9)])
+    with pair.engine("plain", device_memory=10**9) as engine:
+        want = alone(engine, asked)
+        need, weights = engine.check(3000, 10).device_bytes, engine.runtime.weight_bytes
+    choices = {"device_memory": weights + need + 1000, "resident_layers": 8}
+    with pair.engine("plain", **choices) as engine:
+        texts = list(engine.write(asked, 3))
+        assert len(engine.sessions._arenas) == 1
+    assert [text.stats.texts_at_once for text in texts] == [3, 3, 3, 1]
+    assert texts[-1].request is asked[1]
+    order = {id(request): at for at, request in enumerate(asked)}
+    assert tokens(sorted(texts, key=lambda text: order[id(text.request)])) == want
 
 
 def on_a_rank(folders: tuple[Path, Path]) -> list[list[int]]:

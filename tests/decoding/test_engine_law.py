@@ -5,6 +5,7 @@ transformers computes for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import decoding.speculation.verify
 from decoding import Sampling
+from decoding.writing import Request
 from offload.selection import POLICIES, Attention, ObservedRows
 from parallel.config import ModelConfig
 from support.engines import Pair
@@ -28,6 +30,16 @@ SAMPLINGS = {
     "full": Sampling(1.0, seed=1),
     "nucleus": Sampling(0.6, top_p=0.9, seed=1),
     "top-k": Sampling(0.9, top_k=12, seed=1),
+}
+# lengths that adapt go by the clock, and give another text each time
+SMALL: dict[str, Any] = {
+    "budget": 16,
+    "chunk_size": 4,
+    "window": 12,
+    "sinks": 2,
+    "resident_layers": 1,
+    "draft_length": 4,
+    "inner_length": 2,
 }
 FOLDERS = tuple[Path, Path]
 
@@ -72,18 +84,7 @@ def reference_laws(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
 
 def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
     pair = Pair(*folders, dtype="bfloat16" if "sliced" in mode else "float32")
-    # those that adapt go by the clock, and give another text each time
-    lengths = {"draft_length": 4, "inner_length": 2}
-    small = {
-        "budget": 16,
-        "chunk_size": 4,
-        "window": 12,
-        "sinks": 2,
-        "resident_layers": 1,
-        **lengths,
-        **choices,
-    }
-    text = pair.text(mode, PROMPT, new, sampling, **small)
+    text = pair.text(mode, PROMPT, new, sampling, **{**SMALL, **choices})
     found = places(text, sampling, folders)
     if found.isnan().any():
         return 0.0
@@ -103,6 +104,24 @@ def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choi
 )
 def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: FOLDERS) -> None:
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500) > LIKELY
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [("plain", "full"), ("hierarchical", "full"), ("hierarchical", "nucleus")],
+)
+def test_three_texts_at_once_follow_the_target_law(
+    mode: str, sampling: str, folders: FOLDERS
+) -> None:
+    """Each has noise of its own: their places are independent, and uniform together."""
+    law = SAMPLINGS[sampling]
+    requests = [Request(PROMPT, 250, replace(law, seed=seed)) for seed in (1, 2, 3)]
+    with Pair(*folders).engine(mode, **SMALL) as engine:
+        texts = [text.tokens for text in engine.write(requests, 3)]
+    found = torch.cat([places(text, law, folders) for text in texts])
+    assert len(found) == 750
+    assert not found.isnan().any()
+    assert p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
 
 
 @pytest.mark.parametrize(

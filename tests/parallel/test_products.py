@@ -12,9 +12,15 @@ from parallel import products
 @pytest.mark.parametrize("rows", [1, 3, 7, 40, 200])
 @pytest.mark.parametrize("shape", [(7, 5), (1500, 600), (3, 1 << 20)])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_widening_rounds_once(
-    rows: int, shape: tuple[int, int], has_bias: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int,
+    shape: tuple[int, int],
+    has_bias: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
     x, weight = torch.randn(rows, shape[1]).bfloat16(), torch.randn(shape).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if has_bias else None
@@ -28,14 +34,23 @@ def test_widening_rounds_once(
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 128, 129])
 @pytest.mark.parametrize("shape", [(7, 5), (1500, 600)])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_few_rows_the_other_way_round_are_the_product(
-    rows: int, shape: tuple[int, int], has_bias: bool
+    rows: int,
+    shape: tuple[int, int],
+    has_bias: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     x, weight = torch.randn(rows, shape[1]), torch.randn(shape)
     bias = torch.randn(shape[0]) if has_bias else None
     out = products.linear(x, weight, bias)
     assert out.is_contiguous()
-    torch.testing.assert_close(out, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    same = F.linear(x, weight, bias)
+    torch.testing.assert_close(out, same, rtol=1e-5, atol=1e-4)
+    if threads == 1 or rows in (1, 129) or shape == (7, 5):
+        assert torch.equal(out, same)  # it is the ordinary one
 
 
 def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,23 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
     )
     assert found["plan"]["late_layers"] > 0
     assert found["forecast"]["token_s"] < found["plain"]["token_s"]
+    # over a link, texts at once would keep less on the device
+    assert found["at once"] == {"plan": found["plan"], "forecast": found["forecast"]}
+    assert "documents an hour  " in plan(tmp_path, *options[:-1]).out
+
+
+def test_short_texts_are_planned_at_once_or_as_many_as_asked(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    options = ["--hardware", str(tmp_path / "mine.json"), "--context", "1024", "--mode", "plain"]
+    found = json.loads(plan(tmp_path, *options, "--json").out)
+    count = found["at once"]["forecast"]["texts_at_once"]
+    assert count > 1
+    assert found["at once"]["plan"] == found["plan"]
+    assert f"documents an hour, {count} at once" in plan(tmp_path, *options).out
+    asked = json.loads(plan(tmp_path, *options, "--texts-at-once", "2", "--json").out)
+    assert asked["at once"]["forecast"]["texts_at_once"] == 2
+    assert asked["forecast"] == found["forecast"]
+    assert plan(tmp_path, *options, "--texts-at-once", "0").code == 2
 
 
 def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Path) -> None:
