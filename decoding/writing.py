@@ -60,6 +60,8 @@ class Writing:
         """`started`: when the text was asked for, by `time.perf_counter`."""
         self.request, self.session, self.stats = request, session, stats
         self._started = started
+        self._clock: Callable[[], float] = time.perf_counter
+        self._decoding_since = 0.0  # by that clock
         stats.prompt_tokens, stats.dropped_tokens = len(request.prompt), request.dropped
         stats.plan, stats.mode = session.plan, session.runtime.mode
         stats.choice = session.choice
@@ -88,6 +90,7 @@ class Writing:
         self.decoder = session.decoder(text, sampling, generator, recorded, clock)
         stats.watch(session, self.decoder)
         stats.first_token_s = time.perf_counter() - self._started
+        self._clock, self._decoding_since = clock, clock()
         return new
 
     def round(self) -> Passes[list[int]]:
@@ -105,7 +108,7 @@ class Writing:
                 stats.finish_reason = "stop"
                 return
             stats.new_tokens += 1
-            stats.decode_s = time.perf_counter() - self._started - stats.first_token_s
+            stats.decode_s = self._clock() - self._decoding_since
             yield token
         if self.request.watch:
             self.request.watch(stats)

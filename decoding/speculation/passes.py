@@ -34,15 +34,18 @@ class Clock:
 
     def __init__(self) -> None:
         self._away = 0.0
+        self._stopped: float | None = None  # when, while it stands
 
     def __call__(self) -> float:
-        return time.perf_counter() - self._away
+        now = time.perf_counter() if self._stopped is None else self._stopped
+        return now - self._away
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Count no seconds meanwhile."""
-        started = time.perf_counter()
+        self._stopped = time.perf_counter()
         try:
             yield
         finally:
-            self._away += time.perf_counter() - started
+            self._away += time.perf_counter() - self._stopped
+            self._stopped = None
