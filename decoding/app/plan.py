@@ -115,7 +115,7 @@ def plan(
         if texts_at_once is None:
             shared = together(needs, ahead, MAX_TEXTS)
         else:
-            shared = look_ahead(needs, machine, prompt, max_new_tokens, rates, None, texts_at_once)
+            shared = look_ahead(needs, machine, prompt, max_new_tokens, rates, texts=texts_at_once)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
     others = [each for each in (plain(ahead), otherwise(needs, ahead)) if each is not None]

@@ -77,12 +77,12 @@ def run(
             return
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = _last_words(records, display)
-            batch = Batch(engine, records, template, job, display, at_once)
+            summaries = Summaries(engine, records, template, job, display, at_once)
             wanted = {document.id for document in due}
             for document in documents:
                 if document.id not in wanted:
                     display.end(document.id, f"{document.id}: finished before, skipped")
-            failed = batch.summarize(due)
+            failed = summaries.write(due)
         engine.close()
     _say_what_is_done(documents, records, failed, engine.context)
 
@@ -185,7 +185,7 @@ def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
         return 1
 
 
-class Batch:
+class Summaries:
     """Summaries of one job, each with a record as soon as it is done; on rank 0.
 
     A document that cannot be processed gets a record with `error` in place of `summary`, and the
@@ -206,7 +206,7 @@ class Batch:
         self.failed = 0
         self._documents: dict[int, tuple[Document, str]] = {}  # with its text, by request
 
-    def summarize(self, due: Sequence[Document]) -> int:
+    def write(self, due: Sequence[Document]) -> int:
         """Summarise these documents; return how many failed. Raises RankLost."""
         for written in self.engine.write(self._requests(due), self.at_once):
             document, text = self._documents.pop(id(written.request))
