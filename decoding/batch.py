@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decoding.session import Lengths
+from decoding.pace import Pace
+from decoding.planning.fit import ALONE, Sharing
+from decoding.session import Lengths, Session
 from decoding.sessions import Sessions
 from decoding.speculation.passes import Clock, Passes
 from decoding.stats import Stats
@@ -49,6 +51,39 @@ class _Running:
         levels = self.writing.session.levels
         return [level.cache for level in levels].index(self.asked.cache)
 
+    @property
+    def coming(self) -> int:
+        """Return the bytes that come over the link in the pass that is asked for."""
+        target = self.writing.session.target
+        return target.coming_bytes if self.asked.cache is target else 0
+
+
+class _Queue:
+    """Requests that wait for their turn; the first of them may be looked at."""
+
+    def __init__(self, requests: Iterator[Request]):
+        self._requests = requests
+        self._first: Request | None = None
+
+    def first(self) -> Request | None:
+        """Return the first, which stays; None where there is none."""
+        if self._first is None:
+            self._first = next(self._requests, None)
+        return self._first
+
+    def take(self) -> Request | None:
+        """Return the first, which goes."""
+        request, self._first = self.first(), None
+        return request
+
+
+@dataclass
+class _Early:
+    """A text whose prompt is read in passes of the others."""
+
+    request: Request
+    session: Session
+
 
 class Batch:
     """Texts that are written together, on rank 0; the other ranks follow its passes."""
@@ -59,15 +94,18 @@ class Batch:
         context: int,
         stop_tokens: frozenset[int],
         lengths: dict[str, Lengths],
-        at_once: int,
+        sharing: Sharing,
     ):
-        """Write up to `at_once` texts together, each of at most `context` tokens.
+        """Write texts of at most `context` tokens, as many at once as share the memory.
 
         `lengths` are the draft lengths by mode: all texts share them and learn from all.
         """
         self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
-        self.lengths, self.at_once = lengths, at_once
+        self.lengths, self.sharing = lengths, sharing
         self.clock = Clock()
+        self.pace = Pace()
+        self._early: _Early | None = None
+        self._refused: Request | None = None  # for which there was no room to read it early
         self._running: list[_Running] = []
         self._alone: list[Request] = []  # what memory did not do for beside others
 
@@ -78,35 +116,62 @@ class Batch:
         is written alone at the end. Raises RankLost.
         """
         try:
-            yield from self._write(iter(requests), self.at_once)
+            queue = _Queue(iter(requests))
+            while self._running or queue.first() is not None:
+                while len(self._running) < self.sharing.texts:
+                    if (request := queue.take()) is None:
+                        break
+                    yield from self._join(Written(request), self.sharing)
+                if self._running:
+                    self._look_ahead(queue)
+                    yield from self._step()
             while self._alone:
-                yield from self._write(iter([self._alone.pop(0)]), 1)
+                yield from self._join(Written(self._alone.pop(0)), ALONE)
+                while self._running:
+                    yield from self._step()
         finally:
+            sessions = [running.writing.session for running in self._running]
+            if self._early is not None:
+                sessions.append(self._early.session)
+            self._running, self._early = [], None
             with ExitStack() as closing:  # all of them, whatever one raises
-                for running in self._running:
-                    closing.callback(self.sessions.close, running.writing.session)
-                self._running = []
+                for session in sessions:
+                    closing.callback(self.sessions.close, session)
 
-    def _write(self, waiting: Iterator[Request], at_once: int) -> Iterator[Written]:
-        more = True
-        while more or self._running:
-            while more and len(self._running) < at_once:
-                request = next(waiting, None)
-                more = request is not None
-                if request is not None:
-                    with self.clock.stopped():
-                        yield from self._join(Written(request), at_once)
-            if self._running:
-                yield from self._step()
+    def _look_ahead(self, queue: _Queue) -> None:
+        """Begin to read the next prompt, where memory allows, in passes that wait for the link."""
+        if not self.sharing.reads_early or self._early is not None:
+            return
+        if not any(running.writing.session.uses_link for running in self._running):
+            return
+        request = queue.first()
+        if request is None or request is self._refused:
+            return
+        with self.clock.stopped():
+            session = None
+            try:
+                self._refuse_senseless(request)
+                session = self.sessions.open_early(request.prompt, request.new, self.sharing)
+            except Exception as error:  # its own turn will tell, when there is more room
+                self._own(error)
+            if session is None:
+                self._refused = request
+                return
+            session.read_early(request.progress)
+            self._early = _Early(request, session)
 
-    def _join(self, written: Written, at_once: int) -> Iterator[Written]:
+    def _join(self, written: Written, sharing: Sharing) -> Iterator[Written]:
         """Open a text and read its prompt; yield it where there is no more to come."""
+        with self.clock.stopped():
+            yield from self._joined(written, sharing)
+
+    def _joined(self, written: Written, sharing: Sharing) -> Iterator[Written]:
         request, started = written.request, time.perf_counter()
+        is_alone = sharing.texts == 1 and self._early is None
         try:
-            request.refuse_senseless(self.context, self.sessions.runtime.target.config.vocab)
-            session = self.sessions.open(request.prompt, request.new, at_once)
+            session = self._open(request, sharing)
         except Exception as error:
-            yield from self._failed(written, error, is_alone=at_once == 1)
+            yield from self._failed(written, error, is_alone)
             return
         running = _Running(written, Writing(request, session, written.stats, started))
         self._running.append(running)
@@ -114,14 +179,34 @@ class Batch:
             count = max(each.written.stats.texts_at_once, len(self._running))
             each.written.stats.texts_at_once = count
         try:
-            new = running.writing.begin(self.lengths, self.clock)
+            new = self._read(running)
             is_going_on = self._next_round(running, new)
         except Exception as error:
             self._end(running)
-            yield from self._failed(written, error, is_alone=at_once == 1)
+            yield from self._failed(written, error, is_alone)
             return
         if not is_going_on:
             yield self._end(running)
+
+    def _open(self, request: Request, sharing: Sharing) -> Session:
+        """Open a text on all ranks, unless that was done early."""
+        if self._early is not None and self._early.request is request:
+            session, self._early = self._early.session, None
+            return session
+        self._refuse_senseless(request)
+        return self.sessions.open(request.prompt, request.new, sharing)
+
+    def _read(self, running: _Running) -> list[int]:
+        """Read a prompt, or what is left of it; return the first new token."""
+        session, stats = running.writing.session, running.written.stats
+        if session.is_early:
+            stats.read_early = session.read_share
+            self.sessions.finish_reading(session)
+        started = time.perf_counter()
+        new = running.writing.begin(self.lengths, self.clock)
+        if not session.is_early:
+            self.pace.read_alone(time.perf_counter() - started, session.early_steps)
+        return new
 
     def _step(self) -> Iterator[Written]:
         """Make the innermost passes that texts wait for, as one; yield the texts that are done.
@@ -133,25 +218,34 @@ class Batch:
         waiting = [running for running in self._running if running.depth == depth]
         model = waiting[0].asked.model
         together = [running for running in waiting if running.asked.model is model]
+        coming = sum(running.coming for running in together)
+        steps = self.pace.steps(coming) if self._early is not None else 0
+        link = self.sessions.runtime.link
+        link.waited()
+        started = time.perf_counter()
         try:
-            answers = self.sessions.lockstep([running.asked for running in together])
+            answers = self.sessions.lockstep([running.asked for running in together], steps)
         except Exception as error:  # a pass that is left half made is not made again
-            is_alone = len(self._running) == 1
+            is_alone = self._is_alone()
             for running in together:
                 self._end(running)
             for running in together:
                 yield from self._failed(running.written, error, is_alone)
             return
+        over: list[Written] = []
         for running, logits in zip(together, answers, strict=True):
             try:
                 is_going_on = self._answer(running, logits)
             except Exception as error:
-                is_alone = len(self._running) == 1
+                is_alone = self._is_alone()
                 self._end(running)
-                yield from self._failed(running.written, error, is_alone)
+                over += self._failed(running.written, error, is_alone)
             else:
                 if not is_going_on:
-                    yield self._end(running)
+                    over.append(self._end(running))
+        if coming:
+            self.pace.passed(coming, steps, time.perf_counter() - started, link.waited())
+        yield from over
 
     def _answer(self, running: _Running, logits: Tensor) -> bool:
         """Give a text the logits it waits for; return whether it goes on."""
@@ -177,15 +271,29 @@ class Batch:
     def _end(self, running: _Running) -> Written:
         """Close a text and let go of its caches; return what has come of it."""
         self._running.remove(running)
+        self._refused = None  # there is more room now
         self.sessions.close(running.writing.session)
         running.written.stats.let_go()
         return running.written
+
+    def _is_alone(self) -> bool:
+        """Return whether one text has all the memory to itself."""
+        return len(self._running) == 1 and self._early is None
 
     def _failed(self, written: Written, error: Exception, is_alone: bool) -> Iterator[Written]:
         """Yield a text with what ended it, or put it aside to be written alone.
 
         Raises what ends all texts.
         """
+        own = self._own(error)
+        if isinstance(own, FitError) and not is_alone:
+            self._alone.append(written.request)
+            return
+        written.error = own
+        yield written
+
+    def _own(self, error: Exception) -> TierForceError:
+        """Return what ends one text alone. Raises what ends all of them."""
         if not isinstance(error, TierForceError):
             if self.sessions.group.size > 1 or not is_out_of_memory(error):
                 # other ranks are in the middle of the same pass: there is no going on together
@@ -193,8 +301,7 @@ class Batch:
             error = FitError(f"out of memory: {one_line(error)}")
         if isinstance(error, RankLost):
             raise error
-        if isinstance(error, FitError) and not is_alone:
-            self._alone.append(written.request)
-            return
-        written.error = error
-        yield written
+        return error
+
+    def _refuse_senseless(self, request: Request) -> None:
+        request.refuse_senseless(self.context, self.sessions.runtime.target.config.vocab)

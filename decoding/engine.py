@@ -14,6 +14,7 @@ from torch import Tensor
 from decoding.batch import Batch, Written
 from decoding.loading import load
 from decoding.pieces import pieces
+from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.runtime import Runtime
 from decoding.session import Lengths
@@ -76,13 +77,15 @@ class Engine:
         group = group or Group.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
 
-    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
+    def check(
+        self, prompt: int, new: int, at_once: int = 1, reads_early: bool = False
+    ) -> MemoryPlan:
         """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
 
-        It is one of `at_once`, which share the memory. All ranks call it. Raises FitError, on all
-        ranks, when the text would not fit.
+        It is one of `at_once`, which share the memory, beside the next prompt where that is read
+        early. All ranks call it. Raises FitError, on all ranks, when the text would not fit.
         """
-        return self.sessions.check(prompt, new, at_once)
+        return self.sessions.check(prompt, new, Sharing(at_once, reads_early))
 
     def texts_that_fit(self, prompt: int, new: int, most: int) -> int:
         """Return how many such texts, at most `most`, go together at no cost to each.
@@ -158,18 +161,27 @@ class Engine:
         request = Request(list(prompt), max_new_tokens, sampling, progress=progress)
         yield from self._generate(request)
 
-    def write(self, requests: Iterable[Request], at_once: int) -> Iterator[Written]:
+    def write(
+        self, requests: Iterable[Request], at_once: int, reads_early: bool = False
+    ) -> Iterator[Written]:
         """Yield what comes of each text, as it is done; up to `at_once` are written together.
 
         A request is taken when there is room for it. One that cannot be processed is yielded with
         its error, and the others go on. On ranks other than 0 it takes part until rank 0 closes the
         engine, and yields nothing.
+
+        Args:
+            requests: the texts, in their order.
+            at_once: texts that share memory and passes, at most.
+            reads_early: whether the next prompt is read while passes of these wait for the link, as
+                far as memory allows.
         """
         if self.group.rank:
             self.follow()
             return
         self._refuse_another()
-        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, at_once)
+        sharing = Sharing(at_once, reads_early)
+        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, sharing)
         with self._one_text(), closing(batch.write(requests)) as texts:
             self.stats = Stats()  # the caches of the text before go before memory is planned
             for written in texts:

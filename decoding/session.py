@@ -11,13 +11,13 @@ from torch import Generator, Tensor
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
     DRAFT_SLACK,
+    EARLY_CHUNK,
     FIRST_DRAFT_ON_DEVICE,
     FIRST_DRAFT_OVER_LINK,
     FIRST_INNER_DRAFT,
     MAX_DRAFT,
     MAX_INNER_DRAFT,
 )
-from decoding.planning.fit import Memory
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
@@ -27,6 +27,8 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import DraftModel, readable
 from offload.cache import Cache
+from offload.layout import ceil_div
+from offload.memory_plan import MemoryPlan
 from offload.near import NearCache
 from offload.retrieval import RetrievalCache
 from offload.selection import POLICIES
@@ -34,8 +36,9 @@ from offload.streaming import StreamingCache
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
 from parallel.lockstep import Level
-from parallel.model import Llama
+from parallel.model import Llama, Progress
 from parallel.passes import Pass
+from parallel.prefill import Reading, to_the_end
 
 # of each level that verifies, outermost first: how much is put before it
 Lengths = tuple[DraftLength, ...]
@@ -55,7 +58,7 @@ class Session:
         prompt: list[int],
         new: int,
         choice: WayChoice | None = None,
-        memory: Memory | None = None,
+        plan: MemoryPlan | None = None,
     ):
         """Allocate everything the text needs. Raises FitError.
 
@@ -64,12 +67,12 @@ class Session:
             prompt: token ids.
             new: new tokens, at most.
             choice: how the runtime came by its way.
-            memory: what the text may use on this rank; by default all there is.
+            plan: where its KV goes on this rank; by default in all the memory there is.
         """
         self.runtime, self.new, self.choice = runtime, new, choice
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
-        self.plan = runtime.plan(len(prompt), new, memory)
+        self.plan = plan or runtime.plan(len(prompt), new)
         settings, group, needs = runtime.settings, runtime.target.group, runtime.needs
         self.prompt = torch.tensor(prompt, device=group.device)
         self.max_tokens = needs.max_pass_tokens
@@ -87,16 +90,21 @@ class Session:
         for name in LEVELS[runtime.mode]:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
+        self.is_early = False  # whether its prompt is read in passes of other texts
+        self.read_share = 0.0  # what was read so
+        self._chunk = runtime.needs.prefill_chunk  # tokens that reading computes at once, at most
+        self._reading: Reading | None = None
+        self._trouble: Exception | None = None  # what ended reading early
 
-    def prefill(self, progress=None) -> Tensor:
-        """Read the prompt on all ranks; return the logits (1, V) of the first new token.
+    def prefill(self, progress: Progress | None = None) -> Tensor:
+        """Read the prompt, or what is left of it, on all ranks; return the logits (1, V) behind it.
 
         Raises FitError, on all ranks.
         """
-        with self.target.prefill(len(self.prompt)) as reading:
-            logits = self.runtime.target.prefill(
-                self.prompt, reading, self.runtime.needs.prefill_chunk, progress
-            )
+        if self._trouble is not None:
+            raise self._trouble
+        self._chunk = self.runtime.needs.prefill_chunk
+        logits = to_the_end(self._reading or self._steps(progress))
         with self.runtime.target.group.together():
             self.target.bring_in()
         if self.runtime.draft is not None and self.draft is not None:
@@ -104,6 +112,41 @@ class Session:
             _read(draft, self.draft, readable(self.prompt, draft.config.vocab, vocab))
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
+
+    def read_early(self, progress: Progress | None = None) -> None:
+        """Let the prompt be read by `read_on`, a step at a time, in small chunks."""
+        self.is_early = True
+        self._chunk = self._early_chunk
+        self._reading = self._steps(progress)
+
+    def read_on(self) -> None:
+        """Take a step more in reading the prompt, unless the last alone is left, to `prefill`.
+
+        What goes wrong is kept for that: it is no affair of the text in whose pass it happens. On
+        several ranks it is raised, for they are in the middle of that pass.
+        """
+        assert self._reading is not None
+        if self.read_share == 1.0 or self._trouble is not None:
+            return
+        try:
+            self.read_share = next(self._reading)
+        except Exception as error:
+            if self.runtime.target.group.size > 1:
+                raise
+            self._trouble = error
+
+    @property
+    def early_steps(self) -> int:
+        """Return the steps that reading early takes: two for each chunk in a layer."""
+        return 2 * self.runtime.target.config.layers * ceil_div(len(self.prompt), self._early_chunk)
+
+    @property
+    def _early_chunk(self) -> int:
+        return min(EARLY_CHUNK, self.runtime.needs.prefill_chunk)
+
+    def while_waiting(self, step: Callable[[], object], times: int) -> None:
+        """Take a step so many times in the next pass of the target (`TieredCache`)."""
+        self.target.while_waiting(step, times)
 
     def make(self, asked: Pass) -> Tensor:
         """Make a pass on one of the text's caches on this rank; return its logits (rows, V)."""
@@ -148,10 +191,17 @@ class Session:
 
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
+        self._reading = None
         self.runtime.link.drain()
         self.target.followers.clear()  # they hold the target's cache, which would hold them
         self.peaks["decoding"] = self.runtime.link.peak()
         self.runner.forget()
+
+    def _steps(self, progress: Progress | None) -> Reading:
+        """Read the prompt into the target's cache, a step at a time."""
+        with self.target.prefill(len(self.prompt)) as way:
+            target = self.runtime.target
+            return (yield from target.reading(self.prompt, way, lambda: self._chunk, progress))
 
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new

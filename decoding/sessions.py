@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from decoding.planning.choice import WayChoice, WayChooser
-from decoding.planning.fit import Memory, affordable, fit, least_budget
+from decoding.planning.fit import ALONE, Memory, Sharing, affordable, fit, fit_early, least_budget
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.way import Way
 from decoding.runtime import Runtime
@@ -18,6 +18,16 @@ from offload.memory_plan import MemoryPlan
 from offload.store import HostArena
 from parallel.group import Group
 from parallel.lockstep import Lockstep
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """What rank 0 tells the others of a text that is opened."""
+
+    prompt: list[int]
+    new: int
+    sharing: Sharing
+    is_early: bool = False  # whether its prompt is read in passes of the others
 
 
 class Sessions:
@@ -32,12 +42,12 @@ class Sessions:
         self._arenas = [runtime.arena]  # one for each text that was open at once
         self._free = Memory(0, 0)  # what there was when no text was open
 
-    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
+    def check(self, prompt: int, new: int, sharing: Sharing = ALONE) -> MemoryPlan:
         """Plan a text of that many tokens as `open` would now; this rank's plan.
 
         All ranks call it. Raises FitError, on all ranks, when the text would not fit.
         """
-        memory = self._memory().shared(at_once)
+        memory = self._memory().shared(sharing)
         with self.group.together():
             plans = affordable(self.runtime.needs, memory, prompt, new)
         if self.runtime.needs.has_choice and not self._common(plans):
@@ -57,7 +67,7 @@ class Sessions:
         alone = self.check(prompt, new)
         for count in range(2, most + 1):
             try:
-                shared = self.check(prompt, new, count)
+                shared = self.check(prompt, new, Sharing(count))
             except FitError:
                 return count - 1
             if any(self.group.gather(shared != alone)):
@@ -81,14 +91,27 @@ class Sessions:
             return WayChoice(Way(needs.mode, least_budget(needs)), "nothing fits")
         return self.group.broadcast(self.chooser.choose(needs, common, prompt))
 
-    def open(self, prompt: Sequence[int], new: int, at_once: int = 1) -> Session:
+    def open(self, prompt: Sequence[int], new: int, sharing: Sharing = ALONE) -> Session:
         """Begin a text on all ranks: allocate what it takes in the way that is chosen; for rank 0.
 
-        It gets an equal share of the memory that there is for `at_once` texts. Prefill is to
-        follow, and `close` to end it. Raises FitError, on all ranks.
+        It gets an equal share of the memory that there is. Prefill is to follow, and `close` to end
+        it. Raises FitError, on all ranks.
         """
-        self.lockstep.announce_another()
-        return self._open(self.group.broadcast((list(prompt), new, at_once)))
+        session = self._opened(_Opening(list(prompt), new, sharing))
+        assert session is not None
+        return session
+
+    def open_early(self, prompt: Sequence[int], new: int, sharing: Sharing) -> Session | None:
+        """Begin a text whose prompt is read in passes of those that are open; for rank 0.
+
+        `finish_reading` is to follow, when one of those is over. None where they leave no memory
+        for it. Raises FitError, on all ranks.
+        """
+        return self._opened(_Opening(list(prompt), new, sharing, is_early=True))
+
+    def finish_reading(self, session: Session) -> None:
+        """Let the other ranks read to its end what was begun early; for rank 0, which does too."""
+        self.lockstep.announce_reading(session)
 
     def close(self, session: Session) -> None:
         """End a text on all ranks; for rank 0."""
@@ -127,27 +150,64 @@ class Sessions:
             return False
         # raised on rank 0 too, which tells
         with suppress(TierForceError):
-            self._open(request).prefill()
+            session = self._open(request)
+            if session is None:
+                pass
+            elif request.is_early:
+                session.read_early()
+            else:
+                session.prefill()
         return True
 
-    def _open(self, request: tuple[list[int], int, int]) -> Session:
-        prompt, new, at_once = request
+    def _opened(self, request: _Opening) -> Session | None:
+        self.lockstep.announce_another()
+        return self._open(self.group.broadcast(request))
+
+    def _open(self, request: _Opening) -> Session | None:
+        prompt, new = request.prompt, request.new
         if not self.lockstep.texts:
-            for arena in self._arenas[at_once:]:
-                arena.let_go()
-            del self._arenas[at_once:]
-            self._free = self._memory()
-        memory = self._free.shared(at_once)
+            self._count_memory(request.sharing.texts + request.sharing.reads_early)
+        memory = self._free.shared(request.sharing)
         choice = self.choose(len(prompt), new, memory)
-        runtime = replace(self.runtime.with_way(choice.way), arena=self._free_arena())
+        runtime = self.runtime.with_way(choice.way)
+        plan: MemoryPlan | None
         with self.group.together():
-            session = Session(runtime, prompt, new, choice, memory)
-        self.lockstep.add(session)
+            if request.is_early:
+                plan = fit_early(runtime.needs, memory, self._left(), len(prompt), new)
+            else:
+                plan = runtime.plan(len(prompt), new, memory)
+        if request.is_early and not all(self.group.gather(plan is not None)):
+            return None
+        with self.group.together():
+            runtime = replace(runtime, arena=self._free_arena())
+            session = Session(runtime, prompt, new, choice, plan)
+        if request.is_early:
+            self.lockstep.add_early(session)
+        else:
+            self.lockstep.add(session)
         return session
+
+    def _count_memory(self, texts: int) -> None:
+        """Take note of the memory there is where no text is open, and keep as many arenas."""
+        for arena in self._arenas[texts:]:
+            arena.let_go()
+        del self._arenas[texts:]
+        self._free = self._memory()
+
+    def _left(self) -> Memory:
+        """Return the memory that is left beside the texts that are open."""
+        device, host = self._free.device, self._free.host
+        for text in self._sessions():
+            device -= text.plan.device_bytes
+            host -= text.plan.host_bytes
+        return Memory(device, host)
+
+    def _sessions(self) -> list[Session]:
+        return [text for text in self.lockstep.texts if isinstance(text, Session)]
 
     def _free_arena(self) -> HostArena:
         """Return an arena that no open text uses; there is one more where all are taken."""
-        taken = [text.runtime.arena for text in self.lockstep.texts if isinstance(text, Session)]
+        taken = [text.runtime.arena for text in self._sessions()]
         for arena in self._arenas:
             if all(arena is not each for each in taken):
                 return arena

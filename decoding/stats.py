@@ -31,10 +31,12 @@ class Stats:
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
+    read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
     new_tokens: int = 0
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
-    first_token_s: float = 0.0  # from the call to the first token: prefill and what comes with it
+    # from the text's turn to the first token: prefill, but for what was read early
+    first_token_s: float = 0.0
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
@@ -109,6 +111,7 @@ class Stats:
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "texts_at_once": self.texts_at_once,
+            "read_early": round(self.read_early, 4),
             "finish_reason": self.finish_reason,
             "time_to_first_token_s": round(self.first_token_s, 4),
             "decode_s": round(self.decode_s, 4),

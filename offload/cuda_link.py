@@ -15,11 +15,17 @@ from offload.numa import gpu_node, on_node
 
 
 class CudaLink(Link):
-    """PCIe: registered host memory, one copy stream, events; no device-wide synchronisation."""
+    """PCIe: registered host memory, a copy stream, another for what is sent to the host, events.
+
+    There is no device-wide synchronisation.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)
+        # events before and behind each wait for a copy; None while nobody asks
+        self._waits: list[_Wait] | None = None
         self._registered: dict[int, Tensor] = {}  # by address
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -45,17 +51,36 @@ class CudaLink(Link):
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
     def copy(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        return self._start(self._stream, pairs)
+
+    def send(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
+        return self._start(self._out, pairs)
+
+    def _start(self, stream: torch.cuda.Stream, pairs: Sequence[Copy]) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
-        return self._stream.record_event()
+        return stream.record_event()
 
     def wait(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(ticket)
+        stream = torch.cuda.current_stream(self.device)
+        if self._waits is None:
+            stream.wait_event(ticket)
+            return
+        self._waits.append(_Wait(stream, ticket))
+
+    def waited(self) -> float:
+        waits = self._waits or []
+        self._waits = []
+        milliseconds = 0.0
+        for wait in waits:
+            milliseconds += wait.milliseconds()
+        return milliseconds / 1e3
 
     def drain(self) -> None:
         self._stream.synchronize()
+        self._out.synchronize()
 
     def close(self) -> None:
         for buffer in list(self._registered.values()):
@@ -70,3 +95,19 @@ class CudaLink(Link):
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
+
+
+class _Wait:
+    """A stream's waiting for a copy, between two events."""
+
+    def __init__(self, stream: torch.cuda.Stream, ticket: torch.cuda.Event):
+        self._before = torch.cuda.Event(enable_timing=True)
+        self._behind = torch.cuda.Event(enable_timing=True)
+        self._before.record(stream)
+        stream.wait_event(ticket)
+        self._behind.record(stream)
+
+    def milliseconds(self) -> float:
+        """Return how long it has taken, once it is over."""
+        self._behind.synchronize()
+        return self._before.elapsed_time(self._behind)

@@ -147,7 +147,7 @@ class ResidentLayer(TieredLayer):
         if self._kv is not None:
             return None  # kv is part of it
         assert self._host is not None
-        return self._host.write(kv, start)
+        return self._host.fill(kv, start)
 
     def bring_in(self, length: int) -> None:
         assert self._host is not None
@@ -253,7 +253,7 @@ class StreamedLayer(TieredLayer):
         if self.buffer is not None:  # the prefix was built where it belongs
             self._traffic.link_out += prefix.nbytes
             return None
-        return self._host.write(prefix, start)
+        return self._host.fill(prefix, start)
 
     def _keep_recent(self, kv: Tensor, start: int, boundary: int) -> Tensor:
         """Keep of a prompt's tokens those behind the boundary; return the others' KV."""

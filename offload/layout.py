@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+
+def shares(count: int, parts: int) -> list[int]:
+    """Return `count` in that many nearly equal parts, spread evenly."""
+    ends = [part * count // parts for part in range(parts + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -36,7 +36,7 @@ def by_head(destination: Tensor, source: Tensor) -> list[Copy]:
 
 
 class Link(ABC):
-    """A way for copies, which run in the order they are asked for.
+    """A way for copies, which run in the order they are asked for, in one lane or the other.
 
     A ticket stands for a copy; `wait` orders later compute after it.
     """
@@ -58,9 +58,25 @@ class Link(ABC):
     def copy(self, pairs: Sequence[Copy]) -> Any:
         """Start copying, in either direction, after all compute issued so far; return a ticket."""
 
+    def send(self, pairs: Sequence[Copy]) -> Any:
+        """Start copying to the host as `copy` does, but beside it: the link works both ways.
+
+        Such copies keep order among themselves alone. Nothing may read what they write, nor write
+        it, before the link was drained.
+        """
+        return self.copy(pairs)
+
     @abstractmethod
     def wait(self, ticket: Any) -> None:
         """Let compute issued from here on see the copy finished."""
+
+    def waited(self) -> float:
+        """Return the seconds that compute has waited for copies since the last call.
+
+        Where they must be asked for to be measured, the first call returns 0. To be called when all
+        compute is over.
+        """
+        return 0.0
 
     @abstractmethod
     def device_available(self) -> int:
@@ -103,8 +119,55 @@ class ViewLink(Link):
         return host_available()
 
 
+# of a lane: what is to be copied, when that was asked for, and what tells that it is done
+Jobs = queue.Queue[tuple[Sequence[Copy], float, threading.Event] | None]
+
+
+class Lane:
+    """Copies that one thread makes, in order."""
+
+    def __init__(self, run: Callable[[Jobs], None]):
+        """Start the thread, which takes jobs from its queue until it finds None."""
+        self.jobs: Jobs = queue.Queue()
+        self._thread = threading.Thread(
+            target=run,
+            args=(self.jobs,),
+            name="emulated-link",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def add(self, pairs: Sequence[Copy]) -> threading.Event:
+        """Ask for copies; return what is set when they are made."""
+        for destination, source in pairs:  # memmove would not notice
+            if not (
+                destination.is_contiguous()
+                and source.is_contiguous()
+                and destination.nbytes == source.nbytes
+            ):
+                raise ValueError("the link moves contiguous blocks of one size only")
+        done = threading.Event()
+        now = time.perf_counter()
+        self.jobs.put((pairs, now, done))
+        return done
+
+    def drain(self) -> None:
+        """Block until all copies are made."""
+        # when Python ends, the thread does not run any more
+        if self._thread.is_alive() and not sys.is_finalizing():
+            self.add(()).wait()
+
+    def close(self) -> None:
+        """End the thread, behind all copies."""
+        self.jobs.put(None)
+        self._thread.join()
+
+
 class EmulatedLink(Link):
-    """A thread that copies between CPU buffers, in order, while the caller computes."""
+    """A thread that copies between CPU buffers, in order, while the caller computes.
+
+    Beside it works another for what is sent to the host, as fast: the wire carries both ways.
+    """
 
     def __init__(self, device: torch.device, rate: float):
         """Start the thread; `rate` is in bytes a second."""
@@ -114,45 +177,44 @@ class EmulatedLink(Link):
             )
         super().__init__(device)
         self.rate = rate
-        self._jobs: queue.Queue[tuple[Sequence[Copy], threading.Event] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
-        self._thread.start()
+        self._waited = 0.0
+        self._copies = Lane(self._run)
+        self._sent = Lane(self._run)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(numel, dtype)
 
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
-        for destination, source in pairs:  # memmove would not notice
-            if not (
-                destination.is_contiguous()
-                and source.is_contiguous()
-                and destination.nbytes == source.nbytes
-            ):
-                raise ValueError("the link moves contiguous blocks of one size only")
-        done = threading.Event()
-        self._jobs.put((pairs, done))
-        return done
+        return self._copies.add(pairs)
+
+    def send(self, pairs: Sequence[Copy]) -> threading.Event:
+        return self._sent.add(pairs)
 
     def wait(self, ticket: threading.Event) -> None:
+        started = time.perf_counter()
         ticket.wait()
+        self._waited += time.perf_counter() - started
+
+    def waited(self) -> float:
+        waited, self._waited = self._waited, 0.0
+        return waited
 
     def drain(self) -> None:
-        # when Python ends, the thread does not run any more
-        if self._thread.is_alive() and not sys.is_finalizing():
-            self.copy(()).wait()
+        self._copies.drain()
+        self._sent.drain()
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
+        self._copies.close()
+        self._sent.close()
 
     def device_available(self) -> int:
         return host_available()
 
-    def _run(self) -> None:
+    def _run(self, jobs: Jobs) -> None:
         free_at = time.perf_counter()  # when the wire is next free
-        while job := self._jobs.get():
-            pairs, done = job
-            free_at = max(free_at, time.perf_counter())
+        while job := jobs.get():
+            pairs, asked_at, done = job
+            free_at = max(free_at, asked_at)  # a wire waits for no thread to get a processor
             for destination, source in pairs:
                 free_at += source.nbytes / self.rate
                 # memmove, for it leaves the lock and the compute threads alone, which a tensor copy

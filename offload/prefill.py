@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +33,10 @@ class Prefill:
         self.tokens = tokens
         self._cache = cache
         self._stage = stage
-        # tickets of the stage's blocks on their way to the host, by first token
-        self._writes: dict[int, Any] = {}
+        # the stage's blocks on their way to the host, of this layer and of the one before: the
+        # first token of each, and its ticket
+        self._leaving: deque[tuple[int, Any]] = deque()
+        self._left: deque[tuple[int, Any]] = deque()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Keep the KV of the tokens at `start` and return their attention output.
@@ -64,14 +67,22 @@ class Prefill:
         if kv is None:
             assert self._stage is not None
             kv = self._stage
-            if start in self._writes:  # the layer before still leaves from here
-                self._cache.link.wait(self._writes[start])
+            self._make_room(start, start + len(k))
         put(kv, k, v, start)
         new = span(kv, start, start + len(k))
         ticket = place.keep(new, start, self._cache.boundary)
         if staged and ticket is not None:
-            self._writes[start] = ticket
+            self._leaving.append((start, ticket))
         return kv
+
+    def _make_room(self, start: int, end: int) -> None:
+        """Wait until what the layer before has in this part of the stage has left."""
+        if start == 0:
+            self._left.extend(self._leaving)
+            self._leaving.clear()
+        while self._left and self._left[0][0] < end:
+            _, ticket = self._left.popleft()
+            self._cache.link.wait(ticket)
 
 
 def bring_in_late(layers: list[TieredLayer], length: int, link: Link) -> None:

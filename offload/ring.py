@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offload.layout import shares
 from offload.link import Link, by_head
+
+Step = Callable[[], object]  # of work that is done while copies are under way
 
 
 class TransferRing:
@@ -37,6 +40,8 @@ class TransferRing:
         # slot, chunk in it, and the copy's ticket
         self._filled: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._held: Tensor | None = None  # the slot whose chunk the caller has
+        self._step: Step  # of other work, where any is due
+        self._due: deque[int] = deque()  # how often, before each of the next chunks
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +59,7 @@ class TransferRing:
         """
         self._waiting = deque(chunks)
         self._held = None
+        self._due.clear()
         self._filled.clear()
         for slot in self._slots:
             self._fill(slot)
@@ -69,9 +75,26 @@ class TransferRing:
             # the caller is back: it has issued its reads, and copies follow compute
             self._fill(self._held)
         self._held = None
+        if self._due:
+            self._take_steps(self._due.popleft())
         self._held, chunk, ticket = self._filled.popleft()
         self.link.wait(ticket)
         return chunk
+
+    def while_waiting(self, step: Step, times: int, chunks: int) -> None:
+        """Take a step so many times before the next chunks are waited for, spread over them.
+
+        Where there are no chunks, all are taken now.
+        """
+        self._step = step
+        if chunks:
+            self._due = deque(shares(times, chunks))
+        else:
+            self._take_steps(times)
+
+    def _take_steps(self, times: int) -> None:
+        for _ in range(times):
+            self._step()
 
     def _fill(self, slot: Tensor) -> None:
         if not self._waiting:

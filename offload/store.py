@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offload.buffers import span
-from offload.link import Link, by_head
+from offload.link import Copy, Link, by_head
 from offload.traffic import Traffic
 
 
@@ -75,9 +75,17 @@ class HostLayer:
 
         Returns the link's ticket.
         """
+        return self.link.copy(self._written(kv, at))
+
+    def fill(self, kv: Tensor, at: int) -> Any:
+        """Start writing likewise, beside what comes to the device: for a prompt (`Link.send`)."""
+        return self.link.send(self._written(kv, at))
+
+    def _written(self, kv: Tensor, at: int) -> list[Copy]:
         self._traffic.link_out += kv.nbytes
-        slots = span(self.kv, at, at + kv.shape[2])
-        return self.link.copy(by_head(slots, kv))
+        end = at + kv.shape[2]
+        slots = span(self.kv, at, end)
+        return by_head(slots, kv)
 
     def read(self, kv: Tensor) -> Any:
         """Start reading the first T tokens into kv (2, Hkv, T, D); returns the link's ticket."""

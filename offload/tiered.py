@@ -12,9 +12,10 @@ from torch import Tensor
 
 from offload.cache import Cache, Follower
 from offload.layers import ResidentLayer, StreamedLayer, TieredLayer
+from offload.layout import shares
 from offload.link import Link
 from offload.prefill import Prefill, bring_in_late
-from offload.ring import TransferRing
+from offload.ring import Step, TransferRing
 from offload.rotary import Rotary
 from offload.sliced_layer import Coding, Outbox, SlicedLayer
 from offload.store import HostArena, HostLayer
@@ -47,6 +48,8 @@ class TieredCache(Cache):
         self._tails = torch.empty(shape.tails_buffer, dtype=dtype, device=link.device)
         self._joined = torch.empty(shape.joined_buffer, dtype=dtype, device=link.device)
         self._outbox = Outbox(shape, link)
+        self._step: Step  # of other work, where any is due in the next pass
+        self._due: list[int] = []  # how often, by layer
         self._ring: TransferRing | None = None
         if shape.far_layers:
             self._ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
@@ -98,6 +101,11 @@ class TieredCache(Cache):
         ring = self._ring.nbytes if self._ring is not None else 0
         layers = sum(layer.device_bytes for layer in self.layers)
         return layers + ring + self._joined.nbytes + self._outbox.nbytes
+
+    @property
+    def coming_bytes(self) -> int:
+        """The bytes that a pass streams from the host, as the boundary stands."""
+        return self.shape.streamed_bytes(self.boundary)
 
     # -- prefill -----------------------------------------------------------------------------------
 
@@ -154,7 +162,17 @@ class TieredCache(Cache):
         show = partial(self.show, layer)
         place = self.layers[layer]
         place.put(k, v, start, self.boundary)
+        if self._due:
+            self._work_in(layer)
         return place.attend(q, end, self.boundary, show)
+
+    def while_waiting(self, step: Step, times: int) -> None:
+        """Take a step so many times in the next pass, spread over its layers.
+
+        The prefixes of layers on the host are on their way meanwhile.
+        """
+        self._step = step
+        self._due = shares(times, self.layout.layers)
 
     def crop(self, length: int) -> None:
         self._tell_followers(min(self.length, length))  # one of them may refuse
@@ -170,6 +188,18 @@ class TieredCache(Cache):
         """Show the followers what a layer attends with, and to what (`Follower.observe`)."""
         for follower in self.followers:
             follower.observe(layer, head, q, prefix, recent)
+
+    def _work_in(self, layer: int) -> None:
+        """Take the steps that are due in a layer: between its chunks, where it has any.
+
+        Sums over ranks keep their order, whatever a rank has of the layer on its device.
+        """
+        assert self._ring is not None
+        due = self._due[layer]
+        chunks = self.layers[layer].chunks(self.boundary)
+        self._ring.while_waiting(self._step, due, len(chunks))
+        if layer + 1 == self.layout.layers:
+            self._due = []
 
     def _tell_followers(self, length: int) -> None:
         for follower in self.followers:

@@ -63,11 +63,13 @@ class TieredShape:
         """Return the shape with no resident layer, and a ring that suits the text.
 
         A slot takes as many heads as make a copy of whole keys or values 2 MB or more. There are
-        three slots, or two where three would take over 1 GB.
+        three slots, or two where three would take over 1 GB; and all that fit the memory of one
+        layer, which prefill takes anyway.
         """
         head = layout.bytes(capacity, 1) // layout.heads
         heads = min(layout.heads, max(1, ceil_div(2 * _MIN_COPY_BYTES, head)))
         slots = 3 if 3 * heads * head <= _MAX_RING_BYTES else 2
+        slots = max(slots, layout.heads // heads)
         return cls(
             layout,
             capacity,

@@ -8,13 +8,15 @@ text between any two passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from offload.cache import Cache
+from offload.errors import TierForceError
 from parallel.group import Group, on_device
 from parallel.model import Llama
 from parallel.passes import Pass, make_together
@@ -22,6 +24,7 @@ from parallel.passes import Pass, make_together
 # in place of how many texts share a pass
 _OPEN = 0  # another text is opened
 _CLOSE = -1  # one is over: its index follows
+_READ = -2  # the prompt of one that was opened early is read to its end: its index follows
 _HEADER = 5  # numbers of each text in a pass: text, level, length of the cache, rows, tokens
 
 
@@ -45,6 +48,18 @@ class OpenText(Protocol):
         """Make a pass on one of its caches, which no other text shares."""
         ...
 
+    def prefill(self) -> Tensor:
+        """Read its prompt, or what is left of it; return the logits (1, V) behind it."""
+        ...
+
+    def read_on(self) -> None:
+        """Take a step more in reading its prompt."""
+        ...
+
+    def while_waiting(self, step: Callable[[], object], times: int) -> None:
+        """Take a step so many times in the next pass of the target, which waits for the link."""
+        ...
+
     def close(self) -> None:
         """Let go of what the text holds on this rank."""
         ...
@@ -56,22 +71,30 @@ class Lockstep:
     def __init__(self, group: Group):
         self.group = group
         self.texts: list[OpenText] = []
+        self.early: OpenText | None = None  # whose prompt is read in passes of the others
 
     def add(self, text: OpenText) -> None:
         """Let passes on the text's caches be announced from now on; on all ranks."""
         self.texts.append(text)
 
+    def add_early(self, text: OpenText) -> None:
+        """Do likewise, and let its prompt be read in passes of the texts that are there."""
+        self.add(text)
+        self.early = text
+
     def close(self, text: OpenText) -> None:
         """Forget a text, and end it on this rank; on all ranks."""
         self.texts.remove(text)
+        self._is_read(text)
         text.close()
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def __call__(self, passes: Sequence[Pass]) -> list[Tensor]:
+    def __call__(self, passes: Sequence[Pass], steps: int = 0) -> list[Tensor]:
         """Make passes of one model as one, on all its ranks.
 
-        Each is on another text's cache. Returns the logits (rows, V) of each.
+        Each is on another text's cache. Returns the logits (rows, V) of each. In passes of the
+        target so many `steps` may be taken in reading the prompt of the text that was opened early.
         """
         places = [self._place(asked.cache) for asked in passes]
         text, level = places[0]
@@ -80,13 +103,18 @@ class Lockstep:
             for asked, place in zip(passes, places, strict=True):
                 headers += [*place, asked.cache.length, asked.rows, len(asked.tokens)]
                 tokens += asked.tokens.tolist()
-            self._announce([len(passes), *headers, *tokens])
-        return self._make(passes, places)
+            self._announce([len(passes), steps, *headers, *tokens])
+        return self._make(passes, places, steps)
 
     def announce_another(self) -> None:
         """Tell ranks that are in the middle of other texts that one more is opened."""
         if self.texts:
             self._announce([_OPEN])
+
+    def announce_reading(self, text: OpenText) -> None:
+        """Tell the other ranks to read the prompt of a text that was opened early to its end."""
+        self._announce([_READ, self.texts.index(text)])
+        self._is_read(text)
 
     def announce_end(self, text: OpenText) -> None:
         """Tell the other ranks that a text is over."""
@@ -105,9 +133,19 @@ class Lockstep:
                 return None
             if count == _CLOSE:
                 return self.texts[numbers[0]]
-            self._follow(count, numbers)
+            if count == _READ:
+                self._read(self.texts[numbers[0]])
+            else:
+                steps, *numbers = numbers
+                self._follow(count, steps, numbers)
 
-    def _follow(self, count: int, numbers: list[int]) -> None:
+    def _read(self, text: OpenText) -> None:
+        self._is_read(text)
+        # raised on rank 0 too, which tells
+        with suppress(TierForceError):
+            text.prefill()
+
+    def _follow(self, count: int, steps: int, numbers: list[int]) -> None:
         passes, places = list[Pass](), list[tuple[int, int]]()
         at = count * _HEADER
         for first in range(0, at, _HEADER):
@@ -118,15 +156,23 @@ class Lockstep:
             passes.append(Pass(level.model, level.cache, read, rows))
             places.append((text, index))
             at += tokens
-        self._make(passes, places)
+        self._make(passes, places, steps)
 
     # -- all ranks ---------------------------------------------------------------------------------
 
-    def _make(self, passes: Sequence[Pass], places: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def _make(
+        self, passes: Sequence[Pass], places: Sequence[tuple[int, int]], steps: int
+    ) -> list[Tensor]:
+        text, _ = places[0]
+        if steps and self.early is not None:
+            self.texts[text].while_waiting(self.early.read_on, steps)
         if len(passes) > 1:
             return make_together(passes)
-        text, _ = places[0]
         return [self.texts[text].make(passes[0])]
+
+    def _is_read(self, text: OpenText) -> None:
+        if self.early is text:
+            self.early = None
 
     def _place(self, cache: Cache) -> tuple[int, int]:
         """Return which text a cache is of, and of which level."""
@@ -142,4 +188,4 @@ class Lockstep:
 
     def _size(self) -> int:
         """Return the numbers of a message, with room for a pass of all texts."""
-        return 1 + sum(_HEADER + text.max_tokens for text in self.texts)
+        return 2 + sum(_HEADER + text.max_tokens for text in self.texts)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from offload.layout import ceil_div
 from offload.prefill import LAST_ROWS
 from parallel.borrowing import EMBEDDING, HEAD, NORM
 from parallel.branches import Branch, Mlp
@@ -28,7 +27,7 @@ from parallel.layers import (
     VocabParallelEmbedding,
     WidthNorms,
 )
-from parallel.prefill import Chunk, pipelined
+from parallel.prefill import Chunk, Reading, even_chunk, pipelined, to_the_end
 from parallel.sizes import head_rows
 
 Progress = Callable[[int, int], None]  # units done, units in all
@@ -186,7 +185,6 @@ class Llama(Module):
         scaling = self.config.logits_scaling
         return logits if scaling == 1.0 else logits / scaling
 
-    @torch.inference_mode()
     def prefill(
         self,
         tokens: Tensor,
@@ -194,39 +192,60 @@ class Llama(Module):
         max_chunk: int,
         progress: Progress | None = None,
     ) -> Tensor:
+        """Read a prompt as `reading` does, at once; return the logits (1, V)."""
+        return to_the_end(self.reading(tokens, cache, lambda: max_chunk, progress))
+
+    @torch.inference_mode()
+    def reading(
+        self,
+        tokens: Tensor,
+        cache: PrefillingCache,
+        max_chunk: Callable[[], int],
+        progress: Progress | None = None,
+    ) -> Reading:
         """Read a prompt, tokens (T,), layer by layer: all chunks of one before the next layer.
 
         Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
         Of the last layer only the KV is made, and the output of the last few rows. To be called
         inside the cache's own `prefill` context, with what that yields.
 
+        Yields after every step, which is half of a chunk in a layer: between steps other passes may
+        be made. What is yielded is the share that is done; it is 1 where one step alone is left.
+
         Args:
             tokens: the prompt.
             cache: its way into a cache.
-            max_chunk: tokens that compute at once, at most.
+            max_chunk: tells before each layer how many tokens compute at once, at most.
             progress: told after each chunk of a layer how many units are done, and how many in all.
 
         Returns:
             Logits (1, V) that follow the last token.
         """
-        # even chunks: the last rows are what followers of the cache see
-        size = ceil_div(len(tokens), ceil_div(len(tokens), max_chunk))
+        size = even_chunk(len(tokens), max_chunk())
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for start in range(0, len(x), size):
             x[start : start + size] = self._embed(tokens[start : start + size])
         *others, last = (cast(Layer, layer) for layer in self.layers)
-        units = len(x) * len(self.layers)
+        units, read = len(x) * len(self.layers), 0
         for index, layer in enumerate(others):
+            size = even_chunk(len(x), max_chunk())
             chunks = (Chunk(x[start : start + size], start) for start in range(0, len(x), size))
             for done in pipelined(chunks, layer.stages(cache)):
+                if done is None:
+                    yield read / units
+                    continue
                 end = min(done.start + size, len(x))
                 x[done.start : end] = done.x
+                read = index * len(x) + end
                 if progress:
-                    progress(index * len(x) + end, units)
+                    progress(read, units)
+        size = even_chunk(len(x), max_chunk())
         # behind the last chunk's start, which copies go by
         rest = max((len(x) - 1) // size * size, len(x) - LAST_ROWS)
         for start in range(0, rest, size):
             last.attention.keep(x[start : min(start + size, rest)], cache, start)
+            yield (read + start) / units
+        yield 1.0
         x = last(x[rest:], cache, rest)
         if progress:
             progress(units, units)

@@ -31,6 +31,7 @@ from bench.paper.jobs import summarize
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
 from decoding import Settings
 from decoding.planning.cost import Acceptance
+from decoding.planning.fit import Sharing
 from decoding.planning.needs import TextNeeds
 from decoding.planning.outlook import look_ahead
 from decoding.planning.profile import HardwareProfile
@@ -192,7 +193,7 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     )
     new = options["max_new_tokens"]
     texts = options["texts_at_once"]
-    ahead = look_ahead(needs, machine, options["context"] - new, new, texts=texts)
+    ahead = look_ahead(needs, machine, options["context"] - new, new, sharing=Sharing(texts))
     return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
 
 

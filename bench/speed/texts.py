@@ -43,6 +43,7 @@ from parallel.loading import resolve
 
 RESIDENT = "resident"  # in place of a link: all KV stays in device memory
 PADDED = "transformers: a padded batch"
+EARLY = ", prompts read early"
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ class Row:
 
     way: str  # mode, and the link of its KV
     at_once: int
+    read_early: float  # the share of all prompts that was read in passes of other texts
     tokens_s: float  # of all texts together, while any is decoded
     ms_per_token: float  # of a text, as its reader sees it
     prefill_s: float  # of all texts
     decode_s: float
     documents_hour: float
     tokens_per_verification: float | None = None
+    verification_s: float | None = None  # the median of all
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,14 @@ class Run:
     tokens: int  # new ones of all texts, but for the first of each
     text_ms: float
     tokens_per_verification: float | None = None
+    read_early: float = 0.0
+    verification_s: float | None = None
 
 
-def write(engine: Engine, asked: Sequence[Request], at_once: int) -> Run:
-    """Read and continue all texts."""
+def write(engine: Engine, asked: Sequence[Request], at_once: int, early: bool = False) -> Run:
+    """Read and continue all texts, maybe with each prompt read in passes of those before."""
     started = time.perf_counter()
-    texts = list(engine.write(asked, at_once))
+    texts = list(engine.write(asked, at_once, early))
     wall = time.perf_counter() - started
     for text in texts:
         if text.error is not None:
@@ -83,12 +88,15 @@ def write(engine: Engine, asked: Sequence[Request], at_once: int) -> Run:
     per_token = [each.ms_per_token or 0.0 for each in stats]
     tops = [each.levels[0].stats for each in stats]
     passes = sum(top.passes for top in tops)
+    verifications = [each.verify_s for text in stats for each in text.rounds if each.drafted]
     return Run(
         prefill,
         wall - prefill,
         sum(each.new_tokens - 1 for each in stats),
         statistics.mean(per_token),
         sum(top.produced for top in tops) / passes if passes else None,
+        statistics.mean(each.read_early for each in stats),
+        statistics.median(verifications) if verifications else None,
     )
 
 
@@ -124,18 +132,20 @@ class _Noting:
 
 
 def row(way: str, at_once: int, texts: int, runs: Sequence[Run]) -> Row:
-    """Return the row of some runs of the same batch."""
+    """Return the row of some runs of the same batch of texts."""
     prefill = statistics.median(run.prefill_s for run in runs)
     decode = statistics.median(run.decode_s for run in runs)
     return Row(
         way,
         at_once,
+        runs[-1].read_early,
         statistics.median(run.tokens / run.decode_s for run in runs),
         statistics.median(run.text_ms for run in runs),
         prefill,
         decode,
         3600 * texts / (prefill + decode),
         runs[-1].tokens_per_verification,
+        runs[-1].verification_s,
     )
 
 
@@ -148,8 +158,9 @@ def settings_of(mode: str, link: str, dtype: str) -> Settings:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how many times as many tokens a second texts at once make, by what they are beside."""
-    claims = {}
+    """Return how much faster texts are that share passes, or time, by what they are beside."""
+    claims = _early_ratios(rows)
+    rows = [row for row in rows if EARLY not in row.way]
     for way in dict.fromkeys(row.way for row in rows if row.way != PADDED):
         alone, *shared = [row for row in rows if row.way == way]
         for each in shared:
@@ -159,6 +170,18 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
                 if other.way == PADDED and other.at_once == each.at_once:
                     claim = f"{way}: tokens a second of {each.at_once} at once, times {PADDED}'s"
                     claims[claim] = each.tokens_s / other.tokens_s
+    return claims
+
+
+def _early_ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Return how many times as many documents are done where prompts are read early."""
+    claims = {}
+    for early in rows:
+        for each in rows:
+            if early.way == each.way + EARLY and early.at_once == each.at_once:
+                beside = f"{each.way}, {each.at_once} at once, prompts read early"
+                ratio = early.documents_hour / each.documents_hour
+                claims[f"{beside}: documents an hour, times those without"] = ratio
     return claims
 
 
@@ -176,6 +199,9 @@ def main(
     links: Annotated[
         str, typer.Option(help=f"{RESIDENT}, or links that all KV comes over, separated by commas.")
     ] = f"{RESIDENT},emulated:0.25",
+    early: Annotated[
+        bool, typer.Option(help="Over links also with each prompt read in passes of others.")
+    ] = True,
     padded: Annotated[bool, typer.Option(help="Also transformers' generate.")] = True,
     new_tokens: NewTokens = 128,
     dtype: Dtype = "bfloat16",
@@ -185,7 +211,10 @@ def main(
     repeats: Repeats = 1,
     output: Output = Path("results/texts.json"),
 ) -> None:
-    """Decode some texts one by one and at once, in every mode and over every link."""
+    """Decode some texts one by one and at once, in every mode and over every link.
+
+    Over links also with the next prompt read in passes that wait.
+    """
     prepare(threads)
     every = text_tokens(tokenizer_of(target), text)
     law = Sampling(temperature, top_p=top_p)
@@ -197,13 +226,17 @@ def main(
     for mode, link in ways:
         engine = Engine.from_pretrained(target, draft, settings_of(mode, link, dtype))
         engine.stop_tokens = frozenset()  # all make as many tokens
-        runs: dict[int, list[Run]] = {count: [] for count in counts}
+        kinds = [(count, False) for count in counts]
+        if early and link != RESIDENT:
+            kinds += [(count, True) for count in counts if count < texts]
+        runs: dict[tuple[int, bool], list[Run]] = {kind: [] for kind in kinds}
         for _ in range(repeats):
-            for count in counts:
-                runs[count].append(write(engine, asked, count))
+            for kind in kinds:
+                runs[kind].append(write(engine, asked, *kind))
         engine.close()
-        for count in counts:
-            rows.append(row(f"{mode}, {link}", count, texts, runs[count]))
+        for count, is_early in kinds:
+            way = f"{mode}, {link}" + (EARLY if is_early else "")
+            rows.append(row(way, count, texts, runs[count, is_early]))
             say(f"{rows[-1].way}, {count} at once: {rows[-1].tokens_s:.1f} tokens/s")
     if padded:
         model = load_transformers(

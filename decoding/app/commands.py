@@ -17,6 +17,7 @@ from decoding.app.options import (
     EXIT_CODES,
     Common,
     JobOptions,
+    ReadEarly,
     TextsAtOnce,
     described,
     with_common,
@@ -90,6 +91,7 @@ def summarize(
         str, typer.Option(help="What is asked about each document.")
     ] = INSTRUCTION,
     texts_at_once: TextsAtOnce = None,
+    read_early: ReadEarly = True,
 ) -> None:
     """Summarise every document.
 
@@ -101,7 +103,7 @@ def summarize(
     )
     from decoding.app.summarize import run
 
-    run(common, input, output, instruction, texts_at_once, interrupts)
+    run(common, input, output, instruction, texts_at_once, read_early, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")

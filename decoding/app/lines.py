@@ -9,6 +9,7 @@ import torch
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal import say, warn
 from decoding.engine import Engine
+from decoding.planning.fit import ALONE, Sharing
 from decoding.stats import Stats
 from offload.errors import FitError
 from offload.fused import fused_kernels
@@ -24,12 +25,9 @@ class Longest:
 
 
 def say_what_fits(
-    engine: Engine, longest: Longest | None, common: Common, at_once: int = 1
+    engine: Engine, longest: Longest | None, common: Common, sharing: Sharing = ALONE
 ) -> None:
-    """Say what runs where, and warn of what the user may not have meant; all ranks call it.
-
-    `at_once` texts share the memory.
-    """
+    """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
     place = None
     if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
         warn(
@@ -39,7 +37,8 @@ def say_what_fits(
         )
     if longest is not None:
         try:
-            place = engine.check(longest.tokens, common.max_new_tokens, at_once)
+            new, texts = common.max_new_tokens, sharing.texts
+            place = engine.check(longest.tokens, new, texts, sharing.reads_early)
         except FitError as error:  # of one document: the others may fit
             warn(
                 f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
@@ -58,7 +57,7 @@ def say_what_fits(
                 "do the same and take several times as long. Another --mode may be faster."
             )
     line = opening(engine, longest.tokens if longest else 0, place)
-    say(f"{line}; {at_once} texts at once" if at_once > 1 else line)
+    say(f"{line}; {sharing.texts} texts at once" if sharing.texts > 1 else line)
 
 
 def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:

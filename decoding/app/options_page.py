@@ -90,7 +90,7 @@ def _own(command: Any) -> str:
     shares = "refresh" in {each.name for each in command.params}
     rows = [
         (
-            f"`{each.opts[0]}`",
+            ", ".join(f"`{name}`" for name in (each.opts[0], *each.secondary_opts)),
             "must be given" if each.required else _default(each.default),
             " ".join((each.help or "").split()),
         )
@@ -102,6 +102,8 @@ def _own(command: Any) -> str:
 
 
 def _default(value: Any) -> str:
+    if value is True:
+        return "yes"
     return "" if value is None or callable(value) else f"`{value}`"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from decoding.app.options import JobOptions, TextsAtOnce, described
+from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
 from decoding.planning.defaults import (
@@ -22,6 +22,7 @@ from decoding.planning.defaults import (
     INNER_DRAFT,
     MAX_TEXTS,
 )
+from decoding.planning.fit import Sharing
 from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
 from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain, together
 from decoding.planning.profile import HardwareProfile
@@ -78,6 +79,7 @@ def plan(
         ),
     ] = INNER_ACCEPTANCE,
     texts_at_once: TextsAtOnce = None,
+    read_early: ReadEarly = True,
     plot: Annotated[
         Path | None,
         typer.Option(help="Picture to draw: memory by tier, and one round of decoding."),
@@ -113,9 +115,10 @@ def plan(
     try:
         ahead = look_ahead(needs, machine, prompt, max_new_tokens, rates)
         if texts_at_once is None:
-            shared = together(needs, ahead, MAX_TEXTS)
+            shared = together(needs, ahead, MAX_TEXTS, read_early)
         else:
-            shared = look_ahead(needs, machine, prompt, max_new_tokens, rates, texts=texts_at_once)
+            sharing = Sharing(texts_at_once, read_early)
+            shared = look_ahead(needs, machine, prompt, max_new_tokens, rates, sharing=sharing)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
     others = [each for each in (plain(ahead), otherwise(needs, ahead)) if each is not None]

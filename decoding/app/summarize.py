@@ -24,6 +24,7 @@ from decoding.app.terminal import say, silence_transformers, warn
 from decoding.batch import Written
 from decoding.engine import Engine
 from decoding.planning.defaults import MAX_TEXTS
+from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
 from decoding.writing import Request
@@ -38,12 +39,14 @@ def run(
     output: Path,
     instruction: str,
     at_once: int | None,
+    read_early: bool,
     interrupts: Interrupts,
 ) -> None:
     """Summarise the documents of `source` into `output`; every rank calls it.
 
-    `at_once` documents share the memory; None for as many as do so at no cost to each. Raises
-    TierForceError for what keeps the job from starting, and at its end where documents failed.
+    `at_once` documents share the memory; None for as many as do so at no cost to each. The next one
+    may be read early, while passes of these wait for the link. Raises TierForceError for what keeps
+    the job from starting, and at its end where documents failed.
     """
     silence_transformers()
     group = Group.from_environment(common.device)
@@ -71,13 +74,14 @@ def run(
         longest = longest_prompt(engine, due, template, common.max_new_tokens)
         longest, count = group.broadcast((longest, len(due)))
         at_once = min(count, at_once or texts_at_once(engine, longest, common.max_new_tokens))
-        say_what_fits(engine, longest, common, at_once)
+        sharing = Sharing(at_once, read_early and count > at_once)
+        say_what_fits(engine, longest, common, sharing)
         if records is None:
             engine.follow()
             return
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = _last_words(records, display)
-            summaries = Summaries(engine, records, template, job, display, at_once)
+            summaries = Summaries(engine, records, template, job, display, sharing)
             wanted = {document.id for document in due}
             for document in documents:
                 if document.id not in wanted:
@@ -199,16 +203,17 @@ class Summaries:
         template: Template,
         job: Job,
         display: Display,
-        at_once: int,
+        sharing: Sharing,
     ):
         self.engine, self.records, self.template, self.job = engine, records, template, job
-        self.display, self.at_once = display, at_once
+        self.display, self.sharing = display, sharing
         self.failed = 0
         self._documents: dict[int, tuple[Document, str]] = {}  # with its text, by request
 
     def write(self, due: Sequence[Document]) -> int:
         """Summarise these documents; return how many failed. Raises RankLost."""
-        for written in self.engine.write(self._requests(due), self.at_once):
+        at_once, reads_early = self.sharing.texts, self.sharing.reads_early
+        for written in self.engine.write(self._requests(due), at_once, reads_early):
             document, text = self._documents.pop(id(written.request))
             if written.error is not None:
                 self._fail(document, written.error)

@@ -62,6 +62,19 @@ MAX_PREFILL_CHUNK = 4096
 # Tokens of the smallest chunk; larger ones are multiples of it.
 PREFILL_CHUNK_STEP = 256
 
+# Tokens of a chunk of a prompt that is read while another text is decoded, at most: so few that a
+# step is over about when the next layer's KV has come.
+EARLY_CHUNK = 128
+# Tokens of a prompt that are read while a new one is made, at least: 150 to 250 are predicted for
+# an 8B on a 4090. By it, room that reading the next prompt takes of layers pays or does not.
+EARLY_READ_PER_TOKEN = 100
+# The share of a pass's waiting that is filled with reading, and how many times as long as the
+# fastest a pass may take before it is less.
+EARLY_IDLE_SHARE = 0.9
+EARLY_DELAY = 1.05
+# The share of its waiting that a pass must still wait, lest steps take longer than was thought.
+EARLY_IDLE_USED = 0.03
+
 # -- memory ----------------------------------------------------------------------------------------
 
 # The share of free device memory that is planned for. `python -m bench memory` holds plans to it.

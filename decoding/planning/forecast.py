@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decoding.planning.cost import Acceptance, PredictedCosts, link_bytes
+from decoding.planning.defaults import EARLY_IDLE_SHARE
+from decoding.planning.fit import ALONE, Sharing
 from decoding.planning.needs import TextNeeds
 from decoding.planning.passes import target_passes
 from decoding.planning.profile import HardwareProfile
@@ -32,11 +34,12 @@ class Forecast:
     decode_s: float  # all new tokens
     document_s: float  # prefill and all new tokens
     texts_at_once: int = 1  # that share passes: times are a text's own, less others' prefill
+    early_s: float = 0.0  # of a prefill, what is done while passes of texts before wait
 
     @property
     def documents_per_hour(self) -> float:
         """Return how many documents like this one are done in an hour."""
-        return 3600 / (self.prefill_s + self.decode_s / self.texts_at_once)
+        return 3600 / (self.prefill_s - self.early_s + self.decode_s / self.texts_at_once)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "documents_per_hour": self.documents_per_hour}
@@ -49,9 +52,10 @@ def forecast(
     prompt: int,
     new: int,
     acceptance: Acceptance,
-    texts: int = 1,
+    sharing: Sharing = ALONE,
 ) -> Forecast:
-    """Predict the times of a document of `prompt` + `new` tokens, one of `texts` at once."""
+    """Predict the times of a document of `prompt` + `new` tokens, one of several or alone."""
+    texts = sharing.texts
     costs = PredictedCosts(hardware, acceptance, texts)
     cost = costs.round_cost(needs, plan, prompt)
     length, token_s = 0, cost.verification_s(0)
@@ -61,6 +65,8 @@ def forecast(
     written = link_bytes(needs, plan, prompt) + late
     prefill_s, prefill_bound = target_passes(hardware, needs).prefill(prompt, written)
     prefill_s += late / hardware.link_in  # back to the device, behind all else
+    waits = max(0.0, cost.link_s - cost.compute_s(length)) * new / cost.tokens(length) / texts
+    early_s = min(prefill_s, EARLY_IDLE_SHARE * waits) if sharing.reads_early else 0.0
     return Forecast(
         prefill_s=prefill_s,
         prefill_bound=prefill_bound,
@@ -78,4 +84,5 @@ def forecast(
         decode_s=new * token_s,
         document_s=prefill_s + new * token_s,
         texts_at_once=texts,
+        early_s=early_s,
     )

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.cost import Acceptance, CostSource, PredictedCosts
-from decoding.planning.fit import affordable, longest_prompt, memory_of
+from decoding.planning.fit import (
+    ALONE,
+    Memory,
+    Sharing,
+    affordable,
+    fit_early,
+    longest_prompt,
+    memory_of,
+)
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.needs import TextNeeds
 from decoding.planning.profile import HardwareProfile
@@ -46,15 +54,15 @@ def look_ahead(
     new: int,
     acceptance: Acceptance | None = None,
     costs: CostSource | None = None,
-    texts: int = 1,
+    sharing: Sharing = ALONE,
 ) -> Outlook:
     """Plan a text of `prompt` + `new` tokens, with the mode and budget that are predicted to pay.
 
-    It is one of `texts` at once. `costs` are what mode and budget are weighed by; by default the
+    It is one of several, or alone. `costs` are what mode and budget are weighed by; by default the
     machine's own. Raises FitError, which says how long a text would fit.
     """
     acceptance = acceptance or Acceptance()
-    memory = memory_of(hardware, needs).shared(texts)
+    memory = memory_of(hardware, needs).shared(sharing)
     try:
         plans = affordable(needs, memory, prompt, new)
     except FitError as error:
@@ -63,11 +71,13 @@ def look_ahead(
         if fits:
             hint = f"{fits + new} tokens of context would fit."
         raise FitError(f"{error} {hint}") from error
-    chooser = WayChooser(costs or PredictedCosts(hardware, acceptance, texts))
+    chooser = WayChooser(costs or PredictedCosts(hardware, acceptance, sharing.texts))
     choice = chooser.choose(needs, plans, prompt)
     if needs.has_choice:
         needs = needs.with_way(choice.way)
     plan = plans[choice.way]
+    if sharing.reads_early and not _can_read_early(needs, memory, plan, prompt, new):
+        sharing = replace(sharing, reads_early=False)
     prefill, decode = device_tiers(
         needs.memory(prompt, new), plan.resident_layers, plan.late_layers, plan.sliced_layers
     )
@@ -82,15 +92,26 @@ def look_ahead(
         prefill_tiers=weights | prefill,
         decode_tiers=weights | decode,
         acceptance=acceptance,
-        forecast=forecast(needs, plan, hardware, prompt, new, acceptance, texts),
+        forecast=forecast(needs, plan, hardware, prompt, new, acceptance, sharing),
     )
 
 
-def together(needs: TextNeeds, outlook: Outlook, most: int) -> Outlook:
+def _can_read_early(
+    needs: TextNeeds, memory: Memory, plan: MemoryPlan, prompt: int, new: int
+) -> bool:
+    """Return whether texts of this plan leave room for reading another one."""
+    texts = memory.sharing.texts
+    left = Memory(
+        texts * (memory.device - plan.device_bytes), texts * (memory.host - plan.host_bytes)
+    )
+    return fit_early(needs, memory, left, prompt, new) is not None
+
+
+def together(needs: TextNeeds, outlook: Outlook, most: int, reads_early: bool) -> Outlook:
     """Return the text of these needs as one of several: as many as cost each other nothing.
 
     These are `most` at most, and each keeps on the device what it keeps alone. Where that is one
-    text, it is the outlook given.
+    text, and the next is not read early either, it is the outlook given.
     """
     found = outlook
     for texts in range(2, most + 1):
@@ -101,14 +122,23 @@ def together(needs: TextNeeds, outlook: Outlook, most: int) -> Outlook:
                 outlook.prompt,
                 outlook.new,
                 outlook.acceptance,
-                texts=texts,
+                sharing=Sharing(texts),
             )
         except FitError:
             break
         if shared.plan != outlook.plan:
             break
         found = shared
-    return found
+    if not reads_early:
+        return found
+    return look_ahead(
+        needs,
+        outlook.hardware,
+        outlook.prompt,
+        outlook.new,
+        outlook.acceptance,
+        sharing=Sharing(found.forecast.texts_at_once, reads_early=True),
+    )
 
 
 def plain(outlook: Outlook) -> Outlook | None:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Sampling
-from decoding.batch import Written
+from decoding import Sampling
 from decoding.session import Session
 from decoding.sessions import Sessions
 from decoding.writing import Request
@@ -25,20 +24,10 @@ from offload.store import HostArena
 from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.model import Llama
+from support.batches import MODES, SMALL, alone, requests, tokens, written
 from support.engines import Pair
-from support.models import TINY, random_tokens
+from support.models import TINY
 
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-SMALL: dict[str, Any] = {
-    "budget": 32,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "draft_length": 5,
-    "inner_length": 2,
-    "refresh": 1,
-    "lookup": 0,
-}
 PLACES: list[dict[str, Any]] = [
     {},
     {"resident_layers": 1, "link": "emulated:50"},
@@ -47,30 +36,6 @@ PLACES: list[dict[str, Any]] = [
 # prompts of some and of many tokens, texts of one token and of many
 SIZES = [(90, 20), (7, 25), (140, 1), (33, 18), (61, 12)]
 GREEDY, FULL = Sampling(), Sampling(1.0, seed=4)
-
-
-def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]] = SIZES) -> list[Request]:
-    return [
-        Request(random_tokens(prompt, seed=prompt).tolist(), new, sampling) for prompt, new in sizes
-    ]
-
-
-def written(engine: Engine, asked: list[Request], at_once: int) -> list[Written]:
-    """What comes of each request, in their order."""
-    found = {id(text.request): text for text in engine.write(asked, at_once)}
-    assert len(found) == len(asked)
-    return [found[id(request)] for request in asked]
-
-
-def tokens(texts: list[Written]) -> list[list[int]]:
-    for text in texts:
-        if text.error is not None:
-            raise text.error
-    return [text.tokens for text in texts]
-
-
-def alone(engine: Engine, asked: list[Request]) -> list[list[int]]:
-    return [list(engine.generate(each.prompt, each.new, each.sampling)) for each in asked]
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +57,7 @@ def pair(folders: tuple[Path, Path]) -> Pair:
 def test_texts_at_once_are_those_alone(
     mode: str, sampling: Sampling, place: dict[str, Any], pair: Pair
 ) -> None:
-    asked = requests(sampling)
+    asked = requests(sampling, SIZES)
     with pair.engine(mode, **SMALL, **place) as engine:
         want = alone(engine, asked)
         # how many go together is the batch's affair, and no level's
@@ -104,7 +69,7 @@ def test_texts_at_once_are_those_alone(
 
 
 def test_texts_of_lookup_and_of_stop_tokens(pair: Pair) -> None:
-    asked = requests(FULL)
+    asked = requests(FULL, SIZES)
     with pair.engine("hierarchical", **{**SMALL, "lookup": 1}) as engine:
         want = alone(engine, asked)
         assert tokens(written(engine, asked, 3)) == want
@@ -139,7 +104,7 @@ class Counting:
 def test_one_text_makes_the_passes_it_makes_alone(
     mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, count = requests(FULL)[:1], Counting(monkeypatch)
+    asked, count = requests(FULL, SIZES)[:1], Counting(monkeypatch)
     with pair.engine(mode, **SMALL) as engine:
         alone(engine, asked)
         passes = count.take()
@@ -191,7 +156,7 @@ def test_a_text_joins_when_another_is_over(pair: Pair) -> None:
 
 
 def test_a_text_that_fails_leaves_the_others_alone(folders: tuple[Path, Path]) -> None:
-    asked = requests(GREEDY)
+    asked = requests(GREEDY, SIZES)
     spoilt = Pair(*folders)
     whole = {**SMALL, "budget": 200}  # lest a draft strays onto what is spoilt
     with spoilt.engine("retrieval", **whole) as engine:
@@ -240,7 +205,7 @@ def test_texts_that_run_into_nan_amid_others(folders: tuple[Path, Path]) -> None
 def test_memory_that_runs_out_together_does_alone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = requests(FULL)
+    asked = requests(FULL, SIZES)
     with pair.engine("retrieval", **SMALL) as engine:
         want = alone(engine, asked)
         read, refused = Llama.read, list[int]()
@@ -268,7 +233,7 @@ def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(pair: 
     def broken(done: int, total: int) -> None:
         raise OSError("no terminal")
 
-    asked = requests(FULL)
+    asked = requests(FULL, SIZES)
     asked[2] = replace(asked[2], progress=broken)
     with pair.engine("hierarchical", **SMALL) as engine:
         with pytest.raises(OSError, match="no terminal"):
@@ -303,7 +268,7 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
 
 
 def test_giving_up_ends_all_texts(pair: Pair) -> None:
-    asked = requests(FULL)
+    asked = requests(FULL, SIZES)
     with pair.engine("hierarchical", **SMALL) as engine:
         want = alone(engine, asked)
         for _ in engine.write(asked, 3):
@@ -356,7 +321,7 @@ def on_a_rank(folders: tuple[Path, Path]) -> list[list[int]]:
     pair, texts = Pair(*folders, Group.from_environment("cpu")), list[list[int]]()
     for mode in ("plain", "hierarchical"):
         with pair.engine(mode, **SMALL, **PLACES[1]) as engine:
-            asked = requests(FULL)
+            asked = requests(FULL, SIZES)
             asked.insert(2, Request([], 5, FULL))
             found = list(engine.write(asked, 3))
             if pair.group.rank == 0:
@@ -373,7 +338,7 @@ def test_two_ranks_write_what_one_writes(folders: tuple[Path, Path], pair: Pair)
     want: list[list[int]] = []
     for mode in ("plain", "hierarchical"):
         with pair.engine(mode, **SMALL) as engine:
-            want += alone(engine, requests(FULL))
+            want += alone(engine, requests(FULL, SIZES))
             want.append(want[-len(SIZES)])
     found, nothing = run_ranks(2, on_a_rank, folders)
     assert nothing == []

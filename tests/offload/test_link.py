@@ -59,7 +59,7 @@ def test_the_emulated_link_moves_contiguous_blocks_only() -> None:
 def test_a_closed_link_leaves_no_thread() -> None:
     before = threading.active_count()
     link = EmulatedLink(CPU, 1e12)
-    assert threading.active_count() == before + 1
+    assert threading.active_count() == before + 2  # a lane each way
     link.close()
     assert threading.active_count() == before
 
@@ -125,3 +125,37 @@ def test_the_peak_is_what_came_and_went_since_the_last_call() -> None:
     assert peaks[1] is not None
     assert peaks[0] >= rest + (250 << 20)
     assert peaks[1] < rest + (100 << 20)
+
+
+def test_what_is_sent_goes_beside_what_is_copied() -> None:
+    """A lane each way, each as fast: neither waits for the other, and draining is for both."""
+    link = EmulatedLink(CPU, rate=1e6)
+    there, back = torch.zeros(50_000), torch.zeros(25)
+    copied = link.copy([(there, torch.ones(50_000))])
+    sent = link.send([(back, torch.full((25,), 2.0))])
+    link.wait(sent)
+    assert back.sum() == 50
+    assert not copied.is_set()
+    link.drain()
+    assert copied.is_set()
+    assert there.sum() == 50_000
+    link.close()
+
+
+@every_link
+def test_what_is_sent_keeps_its_order_and_is_drained(link: Link) -> None:
+    target = torch.zeros(1000)
+    for value in range(1, 30):
+        link.send([(target, torch.full((1000,), float(value)))])
+    link.drain()
+    assert (target == 29).all()
+
+
+def test_seconds_that_were_waited_are_counted_once() -> None:
+    link = EmulatedLink(CPU, rate=1e6)
+    link.waited()
+    link.wait(link.copy([(torch.zeros(12_500), torch.ones(12_500))]))  # 50 ms
+    assert 0.04 < link.waited() < 5
+    assert link.waited() == 0.0
+    link.close()
+    assert ViewLink(CPU).waited() == 0.0

@@ -143,14 +143,20 @@ class RememberingLink(DelayingLink):
     """Keeps the ticket of every copy."""
 
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
-        self.tickets = [*getattr(self, "tickets", []), super().copy(pairs)]
+        return self._noted(super().copy(pairs))
+
+    def send(self, pairs: Sequence[Copy]) -> threading.Event:
+        return self._noted(super().send(pairs))
+
+    def _noted(self, ticket: threading.Event) -> threading.Event:
+        self.tickets = [*getattr(self, "tickets", []), ticket]
         return self.tickets[-1]
 
 
 def test_copies_are_over_before_their_memory_is_anothers() -> None:
     link = RememberingLink(delay=1e-2)
     arena = HostArena(link, LAYOUT.dtype)
-    cache = TieredCache(TieredShape(LAYOUT, 90, 1), link, plain().rotary, arena)
+    cache = TieredCache(TieredShape(LAYOUT, 90, 1, block=16), link, plain().rotary, arena)
     prefill(cache, text(80), chunk=16)
     assert all(ticket.is_set() for ticket in link.tickets)
     cache.begin(1)

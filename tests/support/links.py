@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from offload.link import EmulatedLink, Link, ViewLink
+from offload.link import EmulatedLink, Jobs, Link, ViewLink
 
 CPU = torch.device("cpu")
 
@@ -23,9 +23,9 @@ class DelayingLink(EmulatedLink):
         self._random, self._delay = random.Random(seed), delay
         super().__init__(CPU, rate=1e9)
 
-    def _run(self) -> None:
-        while job := self._jobs.get():
-            pairs, done = job
+    def _run(self, jobs: Jobs) -> None:
+        while job := jobs.get():
+            pairs, _, done = job
             self._dawdle()
             for destination, source in pairs:
                 half = len(source) // 2

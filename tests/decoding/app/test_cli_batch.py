@@ -19,6 +19,7 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from parallel.environment import Place, ignored_variables, place_of
 from parallel.model import Llama
+from parallel.prefill import Reading
 from support.commands import (
     DRAFT,
     MODELS,
@@ -179,9 +180,9 @@ def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path)
 
 
 def _no_host_memory_for_long_texts() -> None:
-    real = Llama.prefill
+    real = Llama.reading
 
-    def prefill(self: Llama, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def reading(self: Llama, tokens: torch.Tensor, *arguments: Any) -> Reading:
         if len(tokens) > 500:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
@@ -189,7 +190,7 @@ def _no_host_memory_for_long_texts() -> None:
             )
         return real(self, tokens, *arguments)
 
-    Llama.prefill = prefill
+    Llama.reading = reading
 
 
 def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:

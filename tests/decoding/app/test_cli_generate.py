@@ -144,7 +144,7 @@ COMMON = {
 @pytest.mark.parametrize(
     ("command", "own"),
     [
-        ("summarize", {"--input", "--output", "--instruction", "--texts-at-once"}),
+        ("summarize", {"--input", "--output", "--instruction", "--texts-at-once", "--read-early"}),
         ("generate", {"--prompt", "--prompt-file", "--chat", "--stats"}),
     ],
 )
