@@ -112,8 +112,8 @@ class Batch:
     def write(self, requests: Iterable[Request]) -> Generator[Written, None, None]:
         """Yield each text as it is done, or has failed: one that fails leaves the others alone.
 
-        A request is taken when there is room for it. One that does not fit its share of the memory
-        is written alone at the end. Raises RankLost.
+        A request is taken when there is room for it, or for reading it early. One that does not fit
+        its share of the memory is written alone at the end. Raises RankLost.
         """
         try:
             queue = _Queue(iter(requests))
@@ -144,10 +144,10 @@ class Batch:
             return
         if not any(running.writing.session.uses_link for running in self._running):
             return
-        request = queue.first()
-        if request is None or request is self._refused:
-            return
         with self.clock.stopped():
+            request = queue.first()
+            if request is None or request is self._refused:
+                return
             session = None
             try:
                 self._refuse_senseless(request)
@@ -159,6 +159,8 @@ class Batch:
                 return
             session.read_early(request.progress)
             self._early = _Early(request, session)
+            for running in self._running:
+                running.written.stats.is_alone = False
 
     def _join(self, written: Written, sharing: Sharing) -> Iterator[Written]:
         """Open a text and read its prompt; yield it where there is no more to come."""
@@ -178,6 +180,7 @@ class Batch:
         for each in self._running:
             count = max(each.written.stats.texts_at_once, len(self._running))
             each.written.stats.texts_at_once = count
+            each.written.stats.is_alone &= count == 1
         try:
             new = self._read(running)
             is_going_on = self._next_round(running, new)
@@ -200,7 +203,7 @@ class Batch:
         """Read a prompt, or what is left of it; return the first new token."""
         session, stats = running.writing.session, running.written.stats
         if session.is_early:
-            stats.read_early = session.read_share
+            stats.read_early, stats.is_alone = session.read_share, False
             self.sessions.finish_reading(session)
         started = time.perf_counter()
         new = running.writing.begin(self.lengths, self.clock)
@@ -218,13 +221,8 @@ class Batch:
         waiting = [running for running in self._running if running.depth == depth]
         model = waiting[0].asked.model
         together = [running for running in waiting if running.asked.model is model]
-        coming = sum(running.coming for running in together)
-        steps = self.pace.steps(coming) if self._early is not None else 0
-        link = self.sessions.runtime.link
-        link.waited()
-        started = time.perf_counter()
         try:
-            answers = self.sessions.lockstep([running.asked for running in together], steps)
+            answers = self._answers(together)
         except Exception as error:  # a pass that is left half made is not made again
             is_alone = self._is_alone()
             for running in together:
@@ -243,9 +241,29 @@ class Batch:
             else:
                 if not is_going_on:
                     over.append(self._end(running))
-        if coming:
-            self.pace.passed(coming, steps, time.perf_counter() - started, link.waited())
         yield from over
+
+    def _answers(self, together: list[_Running]) -> list[Tensor]:
+        """Make the passes that these texts wait for, as one, and read early what there is time for.
+
+        Returns the logits of each.
+        """
+        asked = [running.asked for running in together]
+        coming = sum(running.coming for running in together)
+        if not (coming and self.sharing.reads_early):
+            return self.sessions.lockstep(asked)
+        session = self._early.session if self._early is not None else None
+        steps, taken = 0, 0
+        if session is not None and session.may_read_on:
+            steps, taken = self.pace.steps(coming), session.steps_taken
+        started, link = time.perf_counter(), self.sessions.runtime.link
+        with link.counting_waits(True):
+            answers = self.sessions.lockstep(asked, steps)
+        answers[-1][0, 0].item()  # until all compute is over
+        if session is not None:
+            steps = min(steps, session.steps_taken - taken)
+        self.pace.passed(coming, steps, time.perf_counter() - started, link.waited())
+        return answers
 
     def _answer(self, running: _Running, logits: Tensor) -> bool:
         """Give a text the logits it waits for; return whether it goes on."""

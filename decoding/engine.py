@@ -166,9 +166,9 @@ class Engine:
     ) -> Iterator[Written]:
         """Yield what comes of each text, as it is done; up to `at_once` are written together.
 
-        A request is taken when there is room for it. One that cannot be processed is yielded with
-        its error, and the others go on. On ranks other than 0 it takes part until rank 0 closes the
-        engine, and yields nothing.
+        A request is taken when there is room for it, or for reading it early. One that cannot be
+        processed is yielded with its error, and the others go on. On ranks other than 0 it takes
+        part until rank 0 closes the engine, and yields nothing.
 
         Args:
             requests: the texts, in their order.

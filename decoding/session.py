@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
@@ -73,12 +74,11 @@ class Session:
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
         self.plan = plan or runtime.plan(len(prompt), new)
-        settings, group, needs = runtime.settings, runtime.target.group, runtime.needs
+        group, needs = runtime.target.group, runtime.needs
         self.prompt = torch.tensor(prompt, device=group.device)
         self.max_tokens = needs.max_pass_tokens
         self.uses_link = needs.uses_link(self.plan)
         self.target = self._target_cache()
-        self.runner = GraphRunner(bool(settings.graphs), group.recorder)
         self.levels = [Level("target", runtime.target, self.target)]
         self.retrieval = self._retrieval_cache()
         self.draft: StreamingCache | None = None
@@ -92,6 +92,7 @@ class Session:
                 self.levels.append(level)
         self.is_early = False  # whether its prompt is read in passes of other texts
         self.read_share = 0.0  # what was read so
+        self.steps_taken = 0
         self._chunk = runtime.needs.prefill_chunk  # tokens that reading computes at once, at most
         self._reading: Reading | None = None
         self._trouble: Exception | None = None  # what ended reading early
@@ -102,7 +103,8 @@ class Session:
         Raises FitError, on all ranks.
         """
         if self._trouble is not None:
-            raise self._trouble
+            trouble, self._trouble = self._trouble, None
+            raise trouble
         self._chunk = self.runtime.needs.prefill_chunk
         logits = to_the_end(self._reading or self._steps(progress))
         with self.runtime.target.group.together():
@@ -125,15 +127,24 @@ class Session:
         What goes wrong is kept for that: it is no affair of the text in whose pass it happens. On
         several ranks it is raised, for they are in the middle of that pass.
         """
-        assert self._reading is not None
-        if self.read_share == 1.0 or self._trouble is not None:
+        if not self.may_read_on:
             return
+        assert self._reading is not None
+        self.steps_taken += 1
         try:
-            self.read_share = next(self._reading)
+            with self.runtime.link.counting_waits(False):
+                self.read_share = next(self._reading)
         except Exception as error:
             if self.runtime.target.group.size > 1:
                 raise
-            self._trouble = error
+            # the frames that it comes from hold the prompt's hidden states
+            self._trouble = error.with_traceback(None)
+            self._reading = None
+
+    @property
+    def may_read_on(self) -> bool:
+        """Return whether there is a step that `read_on` would take."""
+        return self.read_share < 1 and self._trouble is None
 
     @property
     def early_steps(self) -> int:
@@ -147,6 +158,12 @@ class Session:
     def while_waiting(self, step: Callable[[], object], times: int) -> None:
         """Take a step so many times in the next pass of the target (`TieredCache`)."""
         self.target.while_waiting(step, times)
+
+    @cached_property
+    def runner(self) -> GraphRunner:
+        """The runner of the text's passes, from when its prompt has been read."""
+        runtime = self.runtime
+        return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.recorder)
 
     def make(self, asked: Pass) -> Tensor:
         """Make a pass on one of the text's caches on this rank; return its logits (rows, V)."""
@@ -191,7 +208,7 @@ class Session:
 
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
-        self._reading = None
+        self._reading = self._trouble = None
         self.runtime.link.drain()
         self.target.followers.clear()  # they hold the target's cache, which would hold them
         self.peaks["decoding"] = self.runtime.link.peak()

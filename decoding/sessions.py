@@ -166,7 +166,8 @@ class Sessions:
     def _open(self, request: _Opening) -> Session | None:
         prompt, new = request.prompt, request.new
         if not self.lockstep.texts:
-            self._count_memory(request.sharing.texts + request.sharing.reads_early)
+            self._count_arenas(request.sharing.texts + request.sharing.reads_early)
+        self._count_memory()
         memory = self._free.shared(request.sharing)
         choice = self.choose(len(prompt), new, memory)
         runtime = self.runtime.with_way(choice.way)
@@ -187,19 +188,30 @@ class Sessions:
             self.lockstep.add(session)
         return session
 
-    def _count_memory(self, texts: int) -> None:
-        """Take note of the memory there is where no text is open, and keep as many arenas."""
+    def _count_arenas(self, texts: int) -> None:
+        """Keep one for each text."""
         for arena in self._arenas[texts:]:
             arena.let_go()
         del self._arenas[texts:]
-        self._free = self._memory()
+
+    def _count_memory(self) -> None:
+        """Take note of the memory there is where no text is open.
+
+        Where some are, it is no more than what they may take and what is free now.
+        """
+        now = self._memory()
+        if not (plans := [text.plan for text in self._sessions()]):
+            self._free = now
+            return
+        device = now.device + sum(plan.device_bytes for plan in plans)
+        self._free = Memory(min(self._free.device, device), min(self._free.host, now.host))
 
     def _left(self) -> Memory:
         """Return the memory that is left beside the texts that are open."""
         device, host = self._free.device, self._free.host
         for text in self._sessions():
             device -= text.plan.device_bytes
-            host -= text.plan.host_bytes
+            host -= text.runtime.arena.nbytes
         return Memory(device, host)
 
     def _sessions(self) -> list[Session]:

@@ -32,6 +32,7 @@ class Stats:
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
     read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
+    is_alone: bool = True  # no other text was open meanwhile
     new_tokens: int = 0
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
@@ -129,7 +130,7 @@ class Stats:
             "late_layers": self.plan.late_layers if self.plan else None,
             "sliced_layers": self.plan.sliced_layers if self.plan else None,
             # of a process, so of all texts together
-            "peak_memory_bytes": dict(self.peaks) if self.texts_at_once == 1 else None,
+            "peak_memory_bytes": dict(self.peaks) if self.is_alone else None,
             "fixed_shapes": self.fixed_shapes and dict(self.fixed_shapes),
             "budget": choice.way.budget if choice else None,
             "budget_because": choice.why if choice else None,

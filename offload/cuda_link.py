@@ -24,8 +24,7 @@ class CudaLink(Link):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
-        # events before and behind each wait for a copy; None while nobody asks
-        self._waits: list[_Wait] | None = None
+        self._waits: list[_Wait] = []  # that count
         self._registered: dict[int, Tensor] = {}  # by address
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -65,14 +64,13 @@ class CudaLink(Link):
 
     def wait(self, ticket: torch.cuda.Event) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if self._waits is None:
+        if self.counts_waits:
+            self._waits.append(_Wait(stream, ticket))
+        else:
             stream.wait_event(ticket)
-            return
-        self._waits.append(_Wait(stream, ticket))
 
     def waited(self) -> float:
-        waits = self._waits or []
-        self._waits = []
+        waits, self._waits = self._waits, []
         milliseconds = 0.0
         for wait in waits:
             milliseconds += wait.milliseconds()

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -43,6 +44,7 @@ class Link(ABC):
 
     # False where host memory is device memory: callers then work on the host store itself
     copies = True
+    counts_waits = False  # whether `waited` is asked for, and what waits now is to count
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -71,12 +73,20 @@ class Link(ABC):
         """Let compute issued from here on see the copy finished."""
 
     def waited(self) -> float:
-        """Return the seconds that compute has waited for copies since the last call.
+        """Return the seconds that compute has waited while it counted, since the last call.
 
-        Where they must be asked for to be measured, the first call returns 0. To be called when all
-        compute is over.
+        To be called when all compute is over.
         """
         return 0.0
+
+    @contextmanager
+    def counting_waits(self, counts: bool) -> Iterator[None]:
+        """Count what waits inside, or do not."""
+        before, self.counts_waits = self.counts_waits, counts
+        try:
+            yield
+        finally:
+            self.counts_waits = before
 
     @abstractmethod
     def device_available(self) -> int:
@@ -193,7 +203,8 @@ class EmulatedLink(Link):
     def wait(self, ticket: threading.Event) -> None:
         started = time.perf_counter()
         ticket.wait()
-        self._waited += time.perf_counter() - started
+        if self.counts_waits:
+            self._waited += time.perf_counter() - started
 
     def waited(self) -> float:
         waited, self._waited = self._waited, 0.0

@@ -40,7 +40,7 @@ class TransferRing:
         # slot, chunk in it, and the copy's ticket
         self._filled: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._held: Tensor | None = None  # the slot whose chunk the caller has
-        self._step: Step  # of other work, where any is due
+        self._step: Step | None = None  # of other work
         self._due: deque[int] = deque()  # how often, before each of the next chunks
 
     @property
@@ -59,7 +59,7 @@ class TransferRing:
         """
         self._waiting = deque(chunks)
         self._held = None
-        self._due.clear()
+        self._step = None
         self._filled.clear()
         for slot in self._slots:
             self._fill(slot)
@@ -75,26 +75,23 @@ class TransferRing:
             # the caller is back: it has issued its reads, and copies follow compute
             self._fill(self._held)
         self._held = None
-        if self._due:
-            self._take_steps(self._due.popleft())
+        if self._step is not None:
+            self._take_steps(self._step)
         self._held, chunk, ticket = self._filled.popleft()
         self.link.wait(ticket)
         return chunk
 
     def while_waiting(self, step: Step, times: int, chunks: int) -> None:
-        """Take a step so many times before the next chunks are waited for, spread over them.
-
-        Where there are no chunks, all are taken now.
-        """
+        """Take a step so many times before the next chunks are waited for, spread over them."""
         self._step = step
-        if chunks:
-            self._due = deque(shares(times, chunks))
-        else:
-            self._take_steps(times)
+        self._due = deque(shares(times, chunks))
 
-    def _take_steps(self, times: int) -> None:
-        for _ in range(times):
-            self._step()
+    def _take_steps(self, step: Step) -> None:
+        """Take those that are due before the next chunk."""
+        for _ in range(self._due.popleft()):
+            step()
+        if not self._due:
+            self._step = None  # which holds another text
 
     def _fill(self, slot: Tensor) -> None:
         if not self._waiting:

@@ -48,7 +48,7 @@ class TieredCache(Cache):
         self._tails = torch.empty(shape.tails_buffer, dtype=dtype, device=link.device)
         self._joined = torch.empty(shape.joined_buffer, dtype=dtype, device=link.device)
         self._outbox = Outbox(shape, link)
-        self._step: Step  # of other work, where any is due in the next pass
+        self._step: Step | None = None  # of other work that is due in the next pass
         self._due: list[int] = []  # how often, by layer
         self._ring: TransferRing | None = None
         if shape.far_layers:
@@ -162,8 +162,8 @@ class TieredCache(Cache):
         show = partial(self.show, layer)
         place = self.layers[layer]
         place.put(k, v, start, self.boundary)
-        if self._due:
-            self._work_in(layer)
+        if self._step is not None:
+            self._work_in(layer, self._step)
         return place.attend(q, end, self.boundary, show)
 
     def while_waiting(self, step: Step, times: int) -> None:
@@ -189,17 +189,20 @@ class TieredCache(Cache):
         for follower in self.followers:
             follower.observe(layer, head, q, prefix, recent)
 
-    def _work_in(self, layer: int) -> None:
+    def _work_in(self, layer: int, step: Step) -> None:
         """Take the steps that are due in a layer: between its chunks, where it has any.
 
         Sums over ranks keep their order, whatever a rank has of the layer on its device.
         """
-        assert self._ring is not None
         due = self._due[layer]
-        chunks = self.layers[layer].chunks(self.boundary)
-        self._ring.while_waiting(self._step, due, len(chunks))
+        chunks = len(self.layers[layer].chunks(self.boundary)) if self.boundary else 0
+        if self._ring is not None and chunks:
+            self._ring.while_waiting(step, due, chunks)
+        else:
+            for _ in range(due):
+                step()
         if layer + 1 == self.layout.layers:
-            self._due = []
+            self._step = None  # which holds another text
 
     def _tell_followers(self, length: int) -> None:
         for follower in self.followers:

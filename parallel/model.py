@@ -27,7 +27,7 @@ from parallel.layers import (
     VocabParallelEmbedding,
     WidthNorms,
 )
-from parallel.prefill import Chunk, Reading, even_chunk, pipelined, to_the_end
+from parallel.prefill import Chunk, Reading, in_chunks, pipelined, to_the_end
 from parallel.sizes import head_rows
 
 Progress = Callable[[int, int], None]  # units done, units in all
@@ -221,30 +221,27 @@ class Llama(Module):
         Returns:
             Logits (1, V) that follow the last token.
         """
-        size = even_chunk(len(tokens), max_chunk())
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
-        for start in range(0, len(x), size):
-            x[start : start + size] = self._embed(tokens[start : start + size])
+        for chunk in in_chunks(tokens, max_chunk()):
+            x[chunk.start : chunk.start + len(chunk.x)] = self._embed(chunk.x)
         *others, last = (cast(Layer, layer) for layer in self.layers)
         units, read = len(x) * len(self.layers), 0
         for index, layer in enumerate(others):
-            size = even_chunk(len(x), max_chunk())
-            chunks = (Chunk(x[start : start + size], start) for start in range(0, len(x), size))
-            for done in pipelined(chunks, layer.stages(cache)):
+            for done in pipelined(in_chunks(x, max_chunk()), layer.stages(cache)):
                 if done is None:
                     yield read / units
                     continue
-                end = min(done.start + size, len(x))
+                end = done.start + len(done.x)
                 x[done.start : end] = done.x
                 read = index * len(x) + end
                 if progress:
                     progress(read, units)
-        size = even_chunk(len(x), max_chunk())
-        # behind the last chunk's start, which copies go by
-        rest = max((len(x) - 1) // size * size, len(x) - LAST_ROWS)
-        for start in range(0, rest, size):
-            last.attention.keep(x[start : min(start + size, rest)], cache, start)
-            yield (read + start) / units
+        *kept, end = in_chunks(x, max_chunk())
+        rest = max(end.start, len(x) - LAST_ROWS)
+        for chunk in (*kept, end):
+            if chunk.start < rest:
+                last.attention.keep(chunk.x[: rest - chunk.start], cache, chunk.start)
+                yield (read + chunk.start) / units
         yield 1.0
         x = last(x[rest:], cache, rest)
         if progress:

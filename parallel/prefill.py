@@ -9,13 +9,12 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from offload.layout import ceil_div
+from offload.layout import ceil_div, shares
 from parallel.group import Pending
 
 T = TypeVar("T")
-Reading = Generator[
-    float, None, Tensor
-]  # of a prompt: yields the share done, returns logits (1, V)
+# of a prompt: yields the share that is done, returns the logits (1, V) behind it
+Reading = Generator[float, None, Tensor]
 
 
 def to_the_end(steps: Generator[object, None, T]) -> T:
@@ -25,14 +24,6 @@ def to_the_end(steps: Generator[object, None, T]) -> T:
             next(steps)
         except StopIteration as end:
             return end.value
-
-
-def even_chunk(tokens: int, most: int) -> int:
-    """Return the size of even chunks of so many tokens, of `most` at most.
-
-    The last rows are what followers of a cache see.
-    """
-    return ceil_div(tokens, ceil_div(tokens, most))
 
 
 class Chunk:
@@ -54,6 +45,18 @@ class Chunk:
             self.x = self.x + self._pending()
             self._pending = None  # and the memory of the sum with it
         return self.x
+
+
+def in_chunks(x: Tensor, most: int) -> Iterator[Chunk]:
+    """Yield all tokens of x (T, ...) in even chunks, of `most` at most.
+
+    Even, for the last rows are what followers of a cache see.
+    """
+    start = 0
+    sizes = shares(len(x), ceil_div(len(x), most))
+    for part in x.split(sizes):
+        yield Chunk(part, start)
+        start += len(part)
 
 
 def pipelined(chunks: Iterable[T], stages: Sequence[Callable[[T], object]]) -> Iterator[T | None]:

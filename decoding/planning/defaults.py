@@ -68,12 +68,12 @@ EARLY_CHUNK = 128
 # Tokens of a prompt that are read while a new one is made, at least: 150 to 250 are predicted for
 # an 8B on a 4090. By it, room that reading the next prompt takes of layers pays or does not.
 EARLY_READ_PER_TOKEN = 100
-# The share of a pass's waiting that is filled with reading, and how many times as long as the
-# fastest a pass may take before it is less.
+# How many times as long reading takes in such chunks as in large ones (SmolLM2 on two cores).
+EARLY_CHUNK_COST = 1.3
+# The share of a pass's waiting that is filled with reading, and the share of the fastest pass that
+# one may take longer before it is less.
 EARLY_IDLE_SHARE = 0.9
-EARLY_DELAY = 1.05
-# The share of its waiting that a pass must still wait, lest steps take longer than was thought.
-EARLY_IDLE_USED = 0.03
+EARLY_DELAY = 0.05
 
 # -- memory ----------------------------------------------------------------------------------------
 

@@ -77,9 +77,9 @@ def may_read_early(needs: TextNeeds, plan: MemoryPlan) -> bool:
     """Return whether another prompt may be read while such a text is decoded.
 
     There is no time for it where nothing waits for the link, and no room where the device is full
-    of codes.
+    of codes. Slices leave by the way on which KV comes, and would hold it up.
     """
-    return needs.uses_link(plan) and not plan.sliced_layers
+    return needs.uses_link(plan) and not needs.placed(plan, 1).coded_layers
 
 
 def fit_early(
@@ -95,7 +95,9 @@ def fit_early(
         return None
     wanted = needs.memory(prompt, new)
     late = early(wanted, plan)
-    fits = reading_bytes(wanted, late) <= left.device and late.host_bytes <= left.host
+    texts = memory.sharing.texts
+    host = left.host if texts == 1 else min(left.host, memory.host * texts // (texts + 1))
+    fits = reading_bytes(wanted, late) <= left.device and late.host_bytes <= host
     return late if fits else None
 
 

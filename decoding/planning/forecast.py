@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decoding.planning.cost import Acceptance, PredictedCosts, link_bytes
-from decoding.planning.defaults import EARLY_IDLE_SHARE
+from decoding.planning.defaults import EARLY_CHUNK_COST, EARLY_IDLE_SHARE
 from decoding.planning.fit import ALONE, Sharing
 from decoding.planning.needs import TextNeeds
 from decoding.planning.passes import target_passes
@@ -66,7 +66,12 @@ def forecast(
     prefill_s, prefill_bound = target_passes(hardware, needs).prefill(prompt, written)
     prefill_s += late / hardware.link_in  # back to the device, behind all else
     waits = max(0.0, cost.link_s - cost.compute_s(length)) * new / cost.tokens(length) / texts
-    early_s = min(prefill_s, EARLY_IDLE_SHARE * waits) if sharing.reads_early else 0.0
+    early_s = 0.0
+    if sharing.reads_early:
+        early_s = min(prefill_s, EARLY_IDLE_SHARE * waits / EARLY_CHUNK_COST)
+        # all layers that are to stay come late
+        back = needs.layout.bytes(prompt, plan.resident_layers) - late
+        early_s = max(0.0, early_s - back / hardware.link_in)
     return Forecast(
         prefill_s=prefill_s,
         prefill_bound=prefill_bound,

@@ -149,10 +149,8 @@ def test_steps_are_spread_over_the_chunks_they_wait_for() -> None:
         assert torch.equal(ring.next(), chunk)
         counts.append(len(taken))
     assert counts == [1, 2, 4, 5, 7, 7]
-    ring.while_waiting(lambda: taken.append(0), times=3, chunks=0)
-    assert len(taken) == 10
     ring.while_waiting(lambda: taken.append(0), times=3, chunks=3)
     ring.start(chunks)  # what is given up takes its steps along
     ring.next()
-    assert len(taken) == 10
+    assert len(taken) == 7
     link.close()

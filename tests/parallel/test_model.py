@@ -304,7 +304,7 @@ def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoi
     assert len(busy) >= 2 * chunks - 2  # all but those of the last chunk
 
 
-@pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 6)])
+@pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 7)])
 def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
     checkpoint: Checkpoints, chunk: int, rows: int
 ) -> None:
