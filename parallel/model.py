@@ -236,9 +236,9 @@ class Llama(Module):
                 read = index * len(x) + end
                 if progress:
                     progress(read, units)
-        *kept, end = in_chunks(x, max_chunk())
-        rest = max(end.start, len(x) - LAST_ROWS)
-        for chunk in (*kept, end):
+        chunks = list(in_chunks(x, max_chunk()))
+        rest = max(chunks[-1].start, len(x) - LAST_ROWS)
+        for chunk in chunks:
             if chunk.start < rest:
                 last.attention.keep(chunk.x[: rest - chunk.start], cache, chunk.start)
                 yield (read + chunk.start) / units
