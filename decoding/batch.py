@@ -119,7 +119,9 @@ class Batch:
             queue = _Queue(iter(requests))
             while self._running or queue.first() is not None:
                 while len(self._running) < self.sharing.texts:
-                    if (request := queue.take()) is None:
+                    with self.clock.stopped():
+                        request = queue.take()
+                    if request is None:
                         break
                     yield from self._join(Written(request), self.sharing)
                 if self._running:

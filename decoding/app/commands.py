@@ -92,15 +92,45 @@ def summarize(
     ] = INSTRUCTION,
     texts_at_once: TextsAtOnce = None,
     read_early: ReadEarly = True,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Ray cluster whose machines share the documents, each with --gpus GPUs: its "
+            "address, auto for the one that this machine is part of, or local. Needs "
+            "'tierforce\\[cluster]' on all of them.",
+            metavar="ADDRESS",
+            rich_help_panel="Many machines",
+        ),
+    ] = None,
+    machines: Annotated[
+        int | None,
+        typer.Option(
+            help="Machines that take part. By default all, or all with GPUs.",
+            metavar="MACHINES",
+            min=1,
+            rich_help_panel="Many machines",
+        ),
+    ] = None,
 ) -> None:
     """Summarise every document.
 
     The text is exactly what the target model alone would write. Each document gets a record that is
     on disk as soon as it is finished, and the same command goes on after an interruption.
     """
-    interrupts = _start(
-        common, "interrupted ({name}) before a document was begun: run the same command to go on"
-    )
+    words = "interrupted ({name}) before a document was begun: run the same command to go on"
+    if cluster is not None:
+        if under_launcher():
+            raise TierForceError("--cluster starts what it needs by itself: not under torchrun.")
+        interrupts = _listen(words)
+        from decoding.app.cluster import Cluster
+        from decoding.app.cluster import run as run_on
+
+        at = Cluster(cluster, machines, texts_at_once or 1)
+        run_on(common, input, output, instruction, at, interrupts)
+        return
+    if machines is not None:
+        raise TierForceError("--machines is for --cluster: say which Ray cluster they are in.")
+    interrupts = _start(common, words)
     from decoding.app.summarize import run
 
     run(common, input, output, instruction, texts_at_once, read_early, interrupts)
@@ -184,6 +214,11 @@ def _start(common: Common, last_words: str) -> Interrupts:
             f"{ignored} in the environment names no group of ranks and is ignored: this process "
             "works alone."
         )
+    return _listen(last_words)
+
+
+def _listen(last_words: str) -> Interrupts:
+    """End on a signal, with these words."""
     return Interrupts(lambda name: say(last_words.format(name=culprit(name))))
 
 

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ from decoding.planning.defaults import MAX_TEXTS
 from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
+from decoding.stats import Stats
 from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.group import Group
@@ -53,13 +54,13 @@ def run(
     documents: list[Document] = []
     with group.together():
         if group.rank == 0:
-            documents = _listed(source, output)
+            documents = listed(source, output)
     folder = resolve(common.model, group)
     with ExitStack() as files:
         records = None
         due: list[Document] = []
         with group.together():
-            job = _job(common, folder, instruction)
+            job = job_of(common, folder, instruction)
             if group.rank == 0:
                 records = files.enter_context(Records(output))
                 due = due_documents(documents, records, job)
@@ -67,7 +68,7 @@ def run(
             say(f"all {len(documents)} documents were finished before, in {output}")
             return
         if records is not None:
-            _warn_of_changed(due, records)
+            warn_of_changed(due, records)
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.together():
             template = Template.summary(engine.tokenizer, instruction)
@@ -80,7 +81,7 @@ def run(
             engine.follow()
             return
         with Display(len(documents), sys.stderr) as display:
-            interrupts.last_words = _last_words(records, display)
+            interrupts.last_words = last_words(records, display)
             summaries = Summaries(engine, records, template, job, display, sharing)
             wanted = {document.id for document in due}
             for document in documents:
@@ -88,17 +89,19 @@ def run(
                     display.end(document.id, f"{document.id}: finished before, skipped")
             failed = summaries.write(due)
         engine.close()
-    _say_what_is_done(documents, records, failed, engine.context)
+    say_what_is_done(documents, records, failed, engine.context)
 
 
-def _listed(source: Path, output: Path) -> list[Document]:
+def listed(source: Path, output: Path) -> list[Document]:
+    """List the documents, and say how many files are none. Raises as `find_documents` does."""
     listing = find_documents(source, output)
     if listing.skipped:
         say(f"skipped {listing.skipped} files that are not {' or '.join(SUFFIXES)}")
     return listing.documents
 
 
-def _job(common: Common, folder: Path, instruction: str) -> Job:
+def job_of(common: Common, folder: Path, instruction: str) -> Job:
+    """Return what is asked of every document."""
     return Job(
         model=model_name(common.model),
         draft=model_name(common.draft) if common.draft is not None else None,
@@ -112,7 +115,7 @@ def _job(common: Common, folder: Path, instruction: str) -> Job:
     )
 
 
-def _warn_of_changed(due: Sequence[Document], records: Records) -> None:
+def warn_of_changed(due: Sequence[Document], records: Records) -> None:
     """Say which records an earlier job of another kind has left."""
     if changed := sum(document.id in records.finished for document in due):
         warn(
@@ -121,7 +124,9 @@ def _warn_of_changed(due: Sequence[Document], records: Records) -> None:
         )
 
 
-def _last_words(records: Records, display: Display) -> Callable[[str], None]:
+def last_words(records: Records, display: Display) -> Callable[[str], None]:
+    """Return what a job says when a signal ends it."""
+
     def say_last_words(name: str) -> None:
         display.stop()
         safe = f"{len(records.finished)} finished records are safe in {records.path}"
@@ -130,7 +135,7 @@ def _last_words(records: Records, display: Display) -> Callable[[str], None]:
     return say_last_words
 
 
-def _say_what_is_done(
+def say_what_is_done(
     documents: Sequence[Document], records: Records, failed: int, context: int
 ) -> None:
     """Say how the batch went. Raises TierForceError where documents failed."""
@@ -189,6 +194,37 @@ def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
         return 1
 
 
+class Text(Protocol):
+    """A document, wherever its text is."""
+
+    @property
+    def id(self) -> str: ...
+
+    def read(self) -> str:
+        """Return the text. Raises DocumentError."""
+        ...
+
+
+class Sink(Protocol):
+    """What takes records, each as soon as it is there."""
+
+    def append(self, record: dict[str, Any]) -> None: ...
+
+
+class Shown(Protocol):
+    """What shows how far documents are (`Display`)."""
+
+    def begin(self, name: str) -> None: ...
+
+    def prefill(self, name: str, done: int, total: int) -> None: ...
+
+    def decode(self, name: str, most: int, stats: Stats) -> None: ...
+
+    def end(self, name: str, line: str) -> None: ...
+
+    def warn(self, line: str) -> None: ...
+
+
 class Summaries:
     """Summaries of one job, each with a record as soon as it is done; on rank 0.
 
@@ -199,18 +235,18 @@ class Summaries:
     def __init__(
         self,
         engine: Engine,
-        records: Records,
+        records: Sink,
         template: Template,
         job: Job,
-        display: Display,
+        display: Shown,
         sharing: Sharing,
     ):
         self.engine, self.records, self.template, self.job = engine, records, template, job
         self.display, self.sharing = display, sharing
         self.failed = 0
-        self._documents: dict[int, tuple[Document, str]] = {}  # with its text, by request
+        self._documents: dict[int, tuple[Text, str]] = {}  # with its text, by request
 
-    def write(self, due: Sequence[Document]) -> int:
+    def write(self, due: Sequence[Text]) -> int:
         """Summarise these documents; return how many failed. Raises RankLost."""
         at_once, reads_early = self.sharing.texts, self.sharing.reads_early
         for written in self.engine.write(self._requests(due), at_once, reads_early):
@@ -222,7 +258,7 @@ class Summaries:
             self.display.end(document.id, f"{document.id}: {describe(written.stats)}")
         return self.failed
 
-    def _requests(self, due: Sequence[Document]) -> Iterator[Request]:
+    def _requests(self, due: Sequence[Text]) -> Iterator[Request]:
         """Yield what is asked of each document, read when there is room for it."""
         new = self.job.max_new_tokens
         for document in due:
@@ -250,19 +286,13 @@ class Summaries:
             self._documents[id(request)] = document, text
             yield request
 
-    def _fail(self, document: Document, error: TierForceError) -> None:
-        record = {
-            "id": document.id,
-            "error": as_flags(str(error)),
-            "kind": type(error).__name__,
-            "date": _now(),
-            "versions": versions(),
-        }
+    def _fail(self, document: Text, error: TierForceError) -> None:
+        record = error_record(document.id, error)
         self.failed += 1
         self.records.append(record)
-        self.display.end(document.id, f"{document.id}: failed: {as_flags(str(error))}")
+        self.display.end(document.id, f"{document.id}: failed: {record['error']}")
 
-    def _record(self, document: Document, text: str, written: Written) -> dict[str, Any]:
+    def _record(self, document: Text, text: str, written: Written) -> dict[str, Any]:
         engine = self.engine
         device = engine.group.device
         return {
@@ -278,6 +308,17 @@ class Summaries:
             "digest": self.job.digest(text),
             "versions": versions(),
         }
+
+
+def error_record(id: str, error: TierForceError) -> dict[str, Any]:
+    """Return the record of a document that has failed."""
+    return {
+        "id": id,
+        "error": as_flags(str(error)),
+        "kind": type(error).__name__,
+        "date": _now(),
+        "versions": versions(),
+    }
 
 
 def _now() -> str:

@@ -144,7 +144,18 @@ COMMON = {
 @pytest.mark.parametrize(
     ("command", "own"),
     [
-        ("summarize", {"--input", "--output", "--instruction", "--texts-at-once", "--read-early"}),
+        (
+            "summarize",
+            {
+                "--input",
+                "--output",
+                "--instruction",
+                "--texts-at-once",
+                "--read-early",
+                "--cluster",
+                "--machines",
+            },
+        ),
         ("generate", {"--prompt", "--prompt-file", "--chat", "--stats"}),
     ],
 )

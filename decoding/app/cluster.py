@@ -1,0 +1,240 @@
+"""Batch summaries on many machines: documents and records go through Ray Data."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from decoding.app.documents import Document
+from decoding.app.interrupts import Interrupts
+from decoding.app.job import Job
+from decoding.app.options import Common
+from decoding.app.progress import Display
+from decoding.app.records import Records
+from decoding.app.summarize import (
+    due_documents,
+    error_record,
+    job_of,
+    last_words,
+    listed,
+    say_what_is_done,
+    warn_of_changed,
+)
+from decoding.app.terminal import say, silence_transformers
+from offload.errors import DocumentError, TierForceError, one_line
+from offload.layout import ceil_div
+from parallel.config import ModelConfig
+from parallel.group import Group
+from parallel.loading import resolve
+
+_PATIENCE = 10.0  # seconds that a cluster of our own may take to end
+_TRIES = 3  # of a document whose machine is lost
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the machines are, and how many take part."""
+
+    address: str  # of a Ray cluster; auto for the one that runs here, local for a new one
+    machines: int | None = None  # None: all
+    at_once: int = 1  # documents that a machine is sent at a time, and writes together
+
+
+def run(
+    common: Common,
+    source: Path,
+    output: Path,
+    instruction: str,
+    cluster: Cluster,
+    interrupts: Interrupts,
+) -> None:
+    """Summarise the documents of `source` into `output` on the machines of a cluster.
+
+    Raises TierForceError for what keeps the job from starting or going on, and at its end where
+    documents failed.
+    """
+    silence_transformers()
+    documents = listed(source, output)
+    folder = resolve(common.model, Group())
+    job = job_of(common, folder, instruction)
+    limit = ModelConfig.find(str(folder)).stretched(common.settings.rope).context_limit
+    with Records(output) as records:
+        due = due_documents(documents, records, job)
+        if not due:
+            say(f"all {len(documents)} documents were finished before, in {output}")
+            return
+        warn_of_changed(due, records)
+        with Display(len(documents), sys.stderr) as display:
+            interrupts.last_words = last_words(records, display)
+            wanted = {document.id for document in due}
+            for document in documents:
+                if document.id not in wanted:
+                    display.end(document.id, f"{document.id}: finished before, skipped")
+            batch = _Batch(due, records, display)
+            if rows := list(batch.readable()):
+                machines = _Machines(cluster, common, job)
+                try:
+                    say(f"{machines.count} machines of a Ray cluster; {len(rows)} documents")
+                    batch.write(rows, machines)
+                finally:
+                    machines.close()
+    say_what_is_done(documents, records, batch.failed, common.settings.context or limit)
+
+
+@dataclass
+class _Batch:
+    """Documents that are due, and what has become of them."""
+
+    due: Sequence[Document]
+    records: Records
+    display: Display
+    failed: int = 0
+    left: set[int] = field(default_factory=set)  # places in `due` of what was sent
+
+    def write(self, rows: Sequence[dict[str, Any]], machines: _Machines) -> None:
+        """Let what is readable be summarised. Raises TierForceError."""
+        self.left = {row["place"] for row in rows}
+        for place, record, line in machines.summaries(rows):
+            if place in self.left:  # a machine that is lost may have been heard before
+                self.left.remove(place)
+                self._end(self.due[place], record, line)
+        for place in sorted(self.left):
+            error = TierForceError(
+                f"the machine that had this document was lost {_TRIES} times; its memory may not "
+                "do."
+            )
+            self._fail(self.due[place], error)
+
+    def readable(self) -> Iterator[dict[str, Any]]:
+        """Yield the documents as rows of a dataset; those that cannot be read have failed."""
+        for place, document in enumerate(self.due):
+            try:
+                yield {"place": place, "text": document.read()}
+            except DocumentError as error:
+                self._fail(document, error)
+
+    def _fail(self, document: Document, error: TierForceError) -> None:
+        record = error_record(document.id, error)
+        self._end(document, record, f"{document.id}: failed: {record['error']}")
+
+    def _end(self, document: Document, record: dict[str, Any], line: str) -> None:
+        self.failed += "error" in record
+        self.records.append({**record, "id": document.id})
+        said = line.partition(": ")[2]
+        self.display.end(document.id, f"{document.id}: {said}")
+
+
+def _new_cluster(cluster: Cluster) -> dict[str, Any]:
+    """Return how a Ray of this machine alone is started."""
+    processors = max(os.cpu_count() or 1, cluster.machines or 1)
+    return {"include_dashboard": False, "num_cpus": processors}
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nothing listens at host:port; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        where = host.rpartition("/")[2]  # behind ray://
+        socket.create_connection((where, int(port)), timeout=_PATIENCE).close()
+
+
+class _Machines:
+    """Actors of a Ray cluster, one for each machine."""
+
+    def __init__(self, cluster: Cluster, common: Common, job: Job):
+        """Join the cluster. Raises TierForceError where there is none, or no Ray."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+            import ray.data
+        except ImportError as error:
+            raise TierForceError(
+                "--cluster needs Ray: pip install 'tierforce[cluster]', on every machine."
+            ) from error
+        self._ray, self._cluster, self._common, self._job = ray, cluster, common, job
+        try:
+            _knock(cluster.address)
+            ray.init(
+                address=cluster.address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **(_new_cluster(cluster) if cluster.address == "local" else {}),
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TierForceError(
+                f"--cluster {cluster.address}: no Ray cluster answers ({one_line(error)}). Start "
+                "one with `ray start --head`, or say --cluster local."
+            ) from error
+        gpus, alive = common.gpus or 1, [node for node in ray.nodes() if node["Alive"]]
+        there = [int(node["Resources"].get("GPU", 0)) for node in alive]
+        self._on_gpus = any(there) and common.device != "cpu"
+        most = sum(each // gpus for each in there)
+        if not self._on_gpus:
+            most = sum(int(node["Resources"].get("CPU", 0)) for node in alive)
+        self.count = cluster.machines or (most if self._on_gpus else len(alive))
+        if self.count > most or not most:
+            self.close()
+            what = f"{gpus} GPUs" if self._on_gpus else "a processor"
+            raise TierForceError(
+                f"--cluster {cluster.address} has {most} machines with {what} each, and "
+                f"{self.count} are asked for: say fewer --machines, or other --gpus."
+            )
+
+    def summaries(self, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict, str]]:
+        """Yield the place of each document that is done, its record and what is said of it.
+
+        A document whose machine is lost goes to another one. Raises TierForceError where no machine
+        can do the work.
+        """
+        from decoding.app.machine import NOWHERE, Machine
+
+        data = self._ray.data
+        context = data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.max_errored_blocks = -1  # what is missing at the end has failed
+        at_once = self._cluster.at_once
+        gpus = self._common.gpus or 1
+        dataset = data.from_items(
+            list(rows), override_num_blocks=ceil_div(len(rows), at_once)
+        ).map_batches(
+            Machine,
+            fn_constructor_args=(self._common, self._job, at_once),
+            batch_size=at_once,
+            concurrency=min(self.count, len(rows)),
+            num_gpus=gpus if self._on_gpus else None,
+            scheduling_strategy="SPREAD",
+            max_restarts=-1,
+            max_task_retries=_TRIES - 1,
+        )
+        try:
+            for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
+                for place, record, line in zip(
+                    batch["place"].tolist(), batch["record"], batch["line"], strict=True
+                ):
+                    if place == NOWHERE:
+                        raise TierForceError(f"a machine cannot do the work: {line}")
+                    yield place, json.loads(record), line
+        except self._ray.exceptions.RayError as error:
+            raise TierForceError(
+                f"the machines cannot do the work: {one_line(error)}. Finished records are safe."
+            ) from error
+
+    def close(self) -> None:
+        """Leave the cluster, and wait for the end of one that was started here."""
+        ours = psutil.Process().children(recursive=True)
+        self._ray.shutdown()
+        _, left = psutil.wait_procs(ours, timeout=_PATIENCE)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
