@@ -7,9 +7,10 @@ import logging
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +100,28 @@ class _Batch:
     records: Records
     display: Display
     failed: int = 0
-    left: set[int] = field(default_factory=set)  # places in `due` of what was sent
 
     def write(self, rows: Sequence[dict[str, Any]], machines: _Machines) -> None:
         """Let what is readable be summarised. Raises TierForceError."""
-        self.left = {row["place"] for row in rows}
-        for place, record, line in machines.summaries(rows):
-            if place in self.left:  # a machine that is lost may have been heard before
-                self.left.remove(place)
-                self._end(self.due[place], record, line)
-        for place in sorted(self.left):
-            error = TierForceError(
-                f"the machine that had this document was lost {_TRIES} times; its memory may not "
-                "do."
-            )
-            self._fail(self.due[place], error)
+        left = {row["place"]: row for row in rows}
+        lost: Counter[int] = Counter()  # how often a document's machine was
+        first = True
+        while left:
+            answered = set[int]()
+            # a text that ends machines is not to take others along again
+            for place, record, said in machines.summaries(list(left.values()), together=first):
+                answered.add(place)
+                if record is not None and left.pop(place, None) is not None:
+                    self._end(self.due[place], record, said)
+            first = False
+            lost.update(left.keys() - answered)
+            for place in [place for place in left if lost[place] == _TRIES]:
+                del left[place]
+                error = TierForceError(
+                    f"the machine that had this document was lost {_TRIES} times; its memory may "
+                    "not do."
+                )
+                self._fail(self.due[place], error)
 
     def readable(self) -> Iterator[dict[str, Any]]:
         """Yield the documents as rows of a dataset; those that cannot be read have failed."""
@@ -125,12 +133,11 @@ class _Batch:
 
     def _fail(self, document: Document, error: TierForceError) -> None:
         record = error_record(document.id, error)
-        self._end(document, record, f"{document.id}: failed: {record['error']}")
+        self._end(document, record, f"failed: {record['error']}")
 
-    def _end(self, document: Document, record: dict[str, Any], line: str) -> None:
+    def _end(self, document: Document, record: dict[str, Any], said: str) -> None:
         self.failed += "error" in record
         self.records.append({**record, "id": document.id})
-        said = line.partition(": ")[2]
         self.display.end(document.id, f"{document.id}: {said}")
 
 
@@ -171,18 +178,21 @@ class _Machines:
                 logging_level=logging.ERROR,
                 **(_new_cluster(cluster) if cluster.address == "local" else {}),
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
             raise TierForceError(
                 f"--cluster {cluster.address}: no Ray cluster answers ({one_line(error)}). Start "
                 "one with `ray start --head`, or say --cluster local."
             ) from error
-        gpus, alive = common.gpus or 1, [node for node in ray.nodes() if node["Alive"]]
-        there = [int(node["Resources"].get("GPU", 0)) for node in alive]
-        self._on_gpus = any(there) and common.device != "cpu"
-        most = sum(each // gpus for each in there)
-        if not self._on_gpus:
-            most = sum(int(node["Resources"].get("CPU", 0)) for node in alive)
-        self.count = cluster.machines or (most if self._on_gpus else len(alive))
+        # Ray Data has a log of its own on the terminal, with a traceback of each machine lost
+        for name in ("ray", "ray.data"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        self._troubles: int | None = 0  # answers without a record; None behind the first with one
+        gpus, alive = common.gpus or 1, [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        self._on_gpus = common.device != "cpu" and any(node.get("GPU", 0) for node in alive)
+        kind, needed = ("GPU", gpus) if self._on_gpus else ("CPU", 1)
+        places = [int(node.get(kind, 0)) // needed for node in alive]
+        most = sum(places)
+        self.count = cluster.machines or sum(each > 0 for each in places)
         if self.count > most or not most:
             self.close()
             what = f"{gpus} GPUs" if self._on_gpus else "a processor"
@@ -191,43 +201,56 @@ class _Machines:
                 f"{self.count} are asked for: say fewer --machines, or other --gpus."
             )
 
-    def summaries(self, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, dict, str]]:
-        """Yield the place of each document that is done, its record and what is said of it.
+    def summaries(
+        self, rows: Sequence[dict[str, Any]], together: bool
+    ) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
+        """Yield the place of each document, its record and what is said of it.
 
-        A document whose machine is lost goes to another one. Raises TierForceError where no machine
-        can do the work.
+        The record is None where a machine could not do anything. What was on a machine that is lost
+        is not yielded. `together`: a machine is sent as many at a time as it writes at once. Raises
+        TierForceError where no machine can do anything, and where the cluster is lost.
         """
-        from decoding.app.machine import NOWHERE, Machine
+        from decoding.app.machine import Machine
 
         data = self._ray.data
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
-        context.max_errored_blocks = -1  # what is missing at the end has failed
-        at_once = self._cluster.at_once
+        context.max_errored_blocks = -1  # what is missing is sent again
+        context.execution_no_progress_timeout_s = -1  # a document may take as long as it takes
+        at_once = self._cluster.at_once if together else 1
+        blocks = ceil_div(len(rows), at_once)
         gpus = self._common.gpus or 1
-        dataset = data.from_items(
-            list(rows), override_num_blocks=ceil_div(len(rows), at_once)
-        ).map_batches(
+        dataset = data.from_items(list(rows), override_num_blocks=blocks).map_batches(
             Machine,
             fn_constructor_args=(self._common, self._job, at_once),
             batch_size=at_once,
-            concurrency=min(self.count, len(rows)),
+            compute=data.ActorPoolStrategy(
+                size=min(self.count, blocks), max_tasks_in_flight_per_actor=1
+            ),
             num_gpus=gpus if self._on_gpus else None,
             scheduling_strategy="SPREAD",
             max_restarts=-1,
-            max_task_retries=_TRIES - 1,
+            max_task_retries=0,
         )
         try:
             for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
                 for place, record, line in zip(
                     batch["place"].tolist(), batch["record"], batch["line"], strict=True
                 ):
-                    if place == NOWHERE:
-                        raise TierForceError(f"a machine cannot do the work: {line}")
-                    yield place, json.loads(record), line
+                    if record:
+                        self._troubles = None
+                        yield place, json.loads(record), line.partition(": ")[2]
+                        continue
+                    yield place, None, line
+                    if self._troubles is not None:
+                        self._troubles += 1
+                        if self._troubles >= self.count:
+                            raise TierForceError(f"no machine can do the work: {line}")
         except self._ray.exceptions.RayError as error:
             raise TierForceError(
-                f"the machines cannot do the work: {one_line(error)}. Finished records are safe."
+                f"the machines of --cluster {self._cluster.address} are lost "
+                f"({type(error).__name__}). Finished records are safe: run the same command again "
+                "to go on."
             ) from error
 
     def close(self) -> None:

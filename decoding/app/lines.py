@@ -85,9 +85,10 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
 
 def describe(stats: Stats) -> str:
     """Say what a text took."""
+    early = f" ({stats.read_early:.0%} of them early)" if stats.read_early else ""
     parts = [
-        f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s, {stats.new_tokens} "
-        "written"
+        f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s{early}, "
+        f"{stats.new_tokens} written"
     ]
     if stats.ms_per_token is not None:
         parts.append(f"{stats.ms_per_token:.1f} ms/token")

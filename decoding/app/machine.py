@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from decoding.app.job import Job
+import torch
+
+from decoding.app.job import Job, model_digest
 from decoding.app.options import Common
 from decoding.app.summarize import Summaries
 from decoding.app.terminal import silence_transformers
@@ -21,12 +24,20 @@ from decoding.engine import Engine
 from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.stats import Stats
-from offload.errors import TierForceError
+from offload.errors import TierForceError, one_line
 from parallel.environment import RankLost
 from parallel.group import Group
 from parallel.loading import resolve
 
-NOWHERE = -1  # in place of a document's
+_HELD = 5.0  # seconds that a machine in trouble keeps what others might do
+_LAUNCHERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @dataclass(frozen=True)
@@ -83,23 +94,29 @@ class Machine:
         silence_transformers()
         self.job, self.at_once = job, at_once
         self.trouble: str | None = None
-        ranks = common.gpus or 1
-        if ranks > 1:
-            os.environ |= _start_others(common, ranks)
         try:
-            self.engine = _engine(common)
+            _join(common, job)
+            self.engine = _engine(common, job)
             self.template = Template.summary(self.engine.tokenizer, job.instruction)
-        except TierForceError as error:
-            self.trouble = str(error)
+        except RankLost:
+            os._exit(1)
+        except Exception as error:
+            name = "" if isinstance(error, TierForceError) else f"{type(error).__name__}: "
+            self.trouble = f"{name}{one_line(error)}"
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
         """Summarise the documents of a batch; return a record of each, as JSON, and its line.
 
-        Where nothing can be done here, it is one line alone, of no document.
+        Where nothing can be done here, records are empty, and lines say why.
         """
-        if self.trouble is not None:
-            return {"place": [NOWHERE], "record": ["{}"], "line": [self.trouble]}
         places = batch["place"].tolist()
+        if self.trouble is not None:
+            time.sleep(_HELD)
+            return {
+                "place": places,
+                "record": [""] * len(places),
+                "line": [self.trouble] * len(places),
+            }
         documents = [
             Sent(str(place), text) for place, text in zip(places, batch["text"], strict=True)
         ]
@@ -108,7 +125,7 @@ class Machine:
         summaries = Summaries(self.engine, found, self.template, self.job, found, sharing)
         try:
             summaries.write(documents)
-        except RankLost:  # this process cannot go on: another begins anew, with what it had
+        except BaseException:  # what is no document's own: nothing here is to be trusted any more
             os._exit(1)
         ids = [document.id for document in documents]
         return {
@@ -118,16 +135,35 @@ class Machine:
         }
 
 
-def _engine(common: Common) -> Engine:
+def _engine(common: Common, job: Job) -> Engine:
+    """Load the models on this rank. Raises TierForceError, also for another model's weights."""
     group = Group.from_environment(common.device)
     folder = resolve(common.model, group)
+    with group.together():
+        if model_digest(folder) != job.weights:
+            raise TierForceError(f"--model {common.model} holds other weights there than here.")
     return Engine.from_pretrained(folder, common.draft, common.settings, group=group)
 
 
-def _start_others(common: Common, ranks: int) -> dict[str, str]:
+def _join(common: Common, job: Job) -> None:
+    """Make this process the first rank of its machine, whatever it was started under."""
+    for name in list(os.environ):
+        if name in _LAUNCHERS or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    ranks = common.gpus or 1
+    # Ray leaves one thread to an actor
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    if ranks > 1:
+        os.environ |= _start_others(common, job, ranks)
+
+
+def _start_others(common: Common, job: Job, ranks: int) -> dict[str, str]:
     """Start the other ranks of this machine; return what the first one's environment lacks.
 
-    They end with this process, whichever way it ends: their standard input does.
+    They end with this process, whichever way it ends: their standard input does. It ends with any
+    of them.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -146,18 +182,21 @@ def _start_others(common: Common, ranks: int) -> dict[str, str]:
             stdin=subprocess.PIPE,
         )
         assert other.stdin is not None
-        pickle.dump(common, other.stdin)
+        pickle.dump((common, job), other.stdin)
         other.stdin.flush()
-        _others.append(other)
+        threading.Thread(target=_end_with, args=(other,), daemon=True).start()
     return {**own, "RANK": "0", "LOCAL_RANK": "0"}
 
 
-_others: list[subprocess.Popen[bytes]] = []  # whose pipes stay open as long as this process
+def _end_with(other: subprocess.Popen[bytes]) -> None:
+    """End this process when another rank has ended: a collective might wait for it for hours."""
+    other.wait()
+    os._exit(1)
 
 
 def _follow() -> None:
     """Be another rank of a machine, until its first one is gone."""
-    common = pickle.load(sys.stdin.buffer)  # from the process that started this one
+    common, job = pickle.load(sys.stdin.buffer)  # from the process that started this one
 
     def wait() -> None:
         sys.stdin.buffer.read()
@@ -165,7 +204,7 @@ def _follow() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     silence_transformers()
-    _engine(common).follow()
+    _engine(common, job).follow()
 
 
 if __name__ == "__main__":
