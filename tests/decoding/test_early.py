@@ -159,7 +159,7 @@ def test_texts_that_wait_and_texts_that_do_not_go_together(
     monkeypatch.setattr(Pace, "steps", lambda self, nbytes: 40)
     deep = checkpoint(num_hidden_layers=24, max_position_embeddings=4096)
     pair = Pair(deep, deep)
-    asked = requests(GREEDY, [(40, 40), (1500, 20), (1450, 8), (90, 40), (1480, 8)])
+    asked = requests(GREEDY, [(40, 30), (1500, 20), (1450, 8)])
     place: dict[str, Any] = {"link": "emulated:50", "prefill_chunk": 64}
     with pair.engine("plain", **place) as engine:
         want = alone(engine, asked)
@@ -256,7 +256,7 @@ def test_room_is_left_for_reading_early_and_kept_to(
     checkpoint: Callable[..., Path], steady: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = checkpoint(num_hidden_layers=24, max_position_embeddings=4096)
-    pair, asked = Pair(deep, deep), requests(GREEDY, [(2000, 10)] * 3)
+    pair, asked = Pair(deep, deep), requests(GREEDY, [(2000, 10)] * 2)
     place: dict[str, Any] = {"link": "emulated:50", "prefill_chunk": 64}
     with pair.engine("plain", **place) as engine:
         want = alone(engine, asked)
@@ -280,9 +280,9 @@ def test_room_is_left_for_reading_early_and_kept_to(
         assert beside.resident_layers == 1 < alone_plan.resident_layers < 24
         texts = written(engine, asked, 1, reads_early=True)
     assert tokens(texts) == want
-    assert [text.stats.read_early > 0 for text in texts] == [False, True, True]
+    assert [text.stats.read_early > 0 for text in texts] == [False, True]
     late = early(wanted, beside)
-    assert [text.stats.plan for text in texts] == [beside, late, late]
+    assert [text.stats.plan for text in texts] == [beside, late]
     assert max(held) <= limit - weights
     # a device that is full, or texts that write much more than they read, leave no room
     with pair.engine("plain", **place, device_memory=limit) as engine:
