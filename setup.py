@@ -40,7 +40,7 @@ setup(
     extras_require={
         "flash": ["flash-attn>=2.6"],
         "bench": ["matplotlib>=3.8"],
-        "cluster": ["ray[data]>=2.60"],
+        "cluster": ["ray[data]>=2.60,<2.64"],
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
         "dev": [
             "pytest>=8.0",

@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ def run(
             return
         warn_of_changed(due, records)
         with Display(len(documents), sys.stderr) as display:
-            interrupts.last_words = last_words(records, display)
+            interrupts.last_words = _ending_all(last_words(records, display))
             wanted = {document.id for document in due}
             for document in documents:
                 if document.id not in wanted:
@@ -147,6 +148,18 @@ def _new_cluster(cluster: Cluster) -> dict[str, Any]:
     return {"include_dashboard": False, "num_cpus": processors}
 
 
+def _ending_all(say_last_words: Callable[[str], None]) -> Callable[[str], None]:
+    """Return last words behind which nothing is left of a cluster that was started here."""
+
+    def say_and_end(name: str) -> None:
+        say_last_words(name)
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    return say_and_end
+
+
 def _knock(address: str) -> None:
     """Raise OSError where nothing listens at host:port; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
@@ -162,6 +175,8 @@ class _Machines:
         """Join the cluster. Raises TierForceError where there is none, or no Ray."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it prints stacks
         try:
             import ray
             import ray.data
@@ -215,6 +230,9 @@ class _Machines:
         data = self._ray.data
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
+        # what an actor is told beside its GPUs will be told otherwise from 2.64 on, which setup.py
+        # leaves out
+        warnings.filterwarnings("ignore", message=".*ray_remote_args")
         context.max_errored_blocks = -1  # what is missing is sent again
         context.execution_no_progress_timeout_s = -1  # a document may take as long as it takes
         at_once = self._cluster.at_once if together else 1
