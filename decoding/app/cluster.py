@@ -30,6 +30,7 @@ from decoding.app.summarize import (
     last_words,
     listed,
     say_what_is_done,
+    show_finished,
     warn_of_changed,
 )
 from decoding.app.terminal import say, silence_transformers
@@ -78,10 +79,7 @@ def run(
         warn_of_changed(due, records)
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = _ending_all(last_words(records, display))
-            wanted = {document.id for document in due}
-            for document in documents:
-                if document.id not in wanted:
-                    display.end(document.id, f"{document.id}: finished before, skipped")
+            show_finished(documents, due, display)
             batch = _Batch(due, records, display)
             if rows := list(batch.readable()):
                 machines = _Machines(cluster, common, job)
@@ -153,11 +151,15 @@ def _ending_all(say_last_words: Callable[[str], None]) -> Callable[[str], None]:
 
     def say_and_end(name: str) -> None:
         say_last_words(name)
-        for process in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(psutil.Process().children(recursive=True))
 
     return say_and_end
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _knock(address: str) -> None:
@@ -201,7 +203,6 @@ class _Machines:
         # Ray Data has a log of its own on the terminal, with a traceback of each machine lost
         for name in ("ray", "ray.data"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-        self._troubles: int | None = 0  # answers without a record; None behind the first with one
         gpus, alive = common.gpus or 1, [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._on_gpus = common.device != "cpu" and any(node.get("GPU", 0) for node in alive)
         kind, needed = ("GPU", gpus) if self._on_gpus else ("CPU", 1)
@@ -237,33 +238,36 @@ class _Machines:
         context.execution_no_progress_timeout_s = -1  # a document may take as long as it takes
         at_once = self._cluster.at_once if together else 1
         blocks = ceil_div(len(rows), at_once)
+        size = min(self.count, blocks)
         gpus = self._common.gpus or 1
         dataset = data.from_items(list(rows), override_num_blocks=blocks).map_batches(
             Machine,
             fn_constructor_args=(self._common, self._job, at_once),
             batch_size=at_once,
-            compute=data.ActorPoolStrategy(
-                size=min(self.count, blocks), max_tasks_in_flight_per_actor=1
-            ),
+            compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
             num_gpus=gpus if self._on_gpus else None,
             scheduling_strategy="SPREAD",
             max_restarts=-1,
             max_task_retries=0,
         )
+        useless, is_done = set[str](), False
         try:
             for batch in dataset.iter_batches(batch_size=None, prefetch_batches=0):
-                for place, record, line in zip(
-                    batch["place"].tolist(), batch["record"], batch["line"], strict=True
+                for place, record, line, machine in zip(
+                    batch["place"].tolist(),
+                    batch["record"],
+                    batch["line"],
+                    batch["machine"],
+                    strict=True,
                 ):
                     if record:
-                        self._troubles = None
+                        is_done = True
                         yield place, json.loads(record), line.partition(": ")[2]
                         continue
                     yield place, None, line
-                    if self._troubles is not None:
-                        self._troubles += 1
-                        if self._troubles >= self.count:
-                            raise TierForceError(f"no machine can do the work: {line}")
+                    useless.add(machine)
+                    if len(useless) == size and not is_done:
+                        raise TierForceError(f"no machine can do the work: {line}")
         except self._ray.exceptions.RayError as error:
             raise TierForceError(
                 f"the machines of --cluster {self._cluster.address} are lost "
@@ -276,6 +280,4 @@ class _Machines:
         ours = psutil.Process().children(recursive=True)
         self._ray.shutdown()
         _, left = psutil.wait_procs(ours, timeout=_PATIENCE)
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(left)

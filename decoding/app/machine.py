@@ -92,7 +92,7 @@ class Machine:
         What keeps it from that is told when it is called: Ray would bury it in a traceback.
         """
         silence_transformers()
-        self.job, self.at_once = job, at_once
+        self.job, self.at_once, self.name = job, at_once, _own_name()
         self.trouble: str | None = None
         try:
             _join(common, job)
@@ -116,6 +116,7 @@ class Machine:
                 "place": places,
                 "record": [""] * len(places),
                 "line": [self.trouble] * len(places),
+                "machine": [self.name] * len(places),
             }
         documents = [
             Sent(str(place), text) for place, text in zip(places, batch["text"], strict=True)
@@ -132,7 +133,15 @@ class Machine:
             "place": places,
             "record": [json.dumps(found.records[id]) for id in ids],
             "line": [found.lines[id][-1] for id in ids],
+            "machine": [self.name] * len(places),
         }
+
+
+def _own_name() -> str:
+    """Return what Ray calls this actor, however often it was started again."""
+    import ray
+
+    return ray.get_runtime_context().get_actor_id() or "no actor"
 
 
 def _engine(common: Common, job: Job) -> Engine:

@@ -83,10 +83,7 @@ def run(
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = last_words(records, display)
             summaries = Summaries(engine, records, template, job, display, sharing)
-            wanted = {document.id for document in due}
-            for document in documents:
-                if document.id not in wanted:
-                    display.end(document.id, f"{document.id}: finished before, skipped")
+            show_finished(documents, due, display)
             failed = summaries.write(due)
         engine.close()
     say_what_is_done(documents, records, failed, engine.context)
@@ -122,6 +119,14 @@ def warn_of_changed(due: Sequence[Document], records: Records) -> None:
             f"{changed} finished records in {records.path} are of another text, instruction, model "
             "or sampling law: these documents are summarised again, and their old records stay."
         )
+
+
+def show_finished(documents: Sequence[Document], due: Sequence[Document], display: Display) -> None:
+    """Show which documents are not due."""
+    wanted = {document.id for document in due}
+    for document in documents:
+        if document.id not in wanted:
+            display.end(document.id, f"{document.id}: finished before, skipped")
 
 
 def last_words(records: Records, display: Display) -> Callable[[str], None]:

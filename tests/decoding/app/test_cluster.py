@@ -153,6 +153,7 @@ def test_what_is_lost_is_sent_again_three_times_and_what_found_no_room_until_it_
 def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_HELD", 0.0)
     monkeypatch.setattr(machine, "_join", lambda common, job: None)
+    monkeypatch.setattr(machine, "_own_name", lambda: "first")
     common = Common(
         model=str(TARGET),
         device="cpu",
@@ -168,6 +169,7 @@ def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
         answer = machine.Machine(common, replace(job, weights=weights), 1)(batch)
         assert answer["place"] == [4, 7]
         assert answer["record"] == ["", ""]
+        assert answer["machine"] == ["first", "first"]
         assert all(why in line for line in answer["line"])
 
 
