@@ -5,6 +5,7 @@ stand-in for one.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,15 @@ if not torch.cuda.is_available():  # triton looks when it is imported first
 
 
 def pytest_configure() -> None:
+    """Let interrupts interrupt, and keep each worker to a core.
+
+    What a shell starts in the background ignores SIGINT, and so would all that tests start.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _keep_to_a_core()
+
+
+def _keep_to_a_core() -> None:
     """Keep a worker, and all that it starts, to a core of its own.
 
     An engine takes as many threads as it has cores; those of two workers would wait for each other,
