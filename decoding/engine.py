@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from decoding.batch import Batch, Written
+from decoding.conversation import ROOM, Conversation
 from decoding.loading import load
 from decoding.pieces import pieces
 from decoding.planning.fit import Sharing
@@ -20,14 +18,12 @@ from decoding.runtime import Runtime
 from decoding.session import Lengths
 from decoding.sessions import Sessions
 from decoding.settings import Settings
-from decoding.speculation.passes import drive
 from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
-from decoding.writing import Progress, Request, Writing
+from decoding.writing import Progress, Request
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
-from parallel.passes import Pass
 
 
 class Engine:
@@ -43,6 +39,7 @@ class Engine:
         self.stats = Stats()
         self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
         self._busy = False  # a text is being generated, and the arena is its own
+        self._conversation: Conversation | None = None  # whose caches stay from text to text
         limit, wanted = runtime.target.config.context_limit, runtime.settings.context
         if wanted is not None and wanted > limit:
             raise TierForceError(f"`context` {wanted} is more than the model's {limit} positions.")
@@ -76,6 +73,11 @@ class Engine:
         """
         group = group or Group.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a text is being generated."""
+        return self._busy
 
     def check(
         self, prompt: int, new: int, at_once: int = 1, reads_early: bool = False
@@ -135,7 +137,7 @@ class Engine:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
-    ) -> Iterator[int]:
+    ) -> Generator[int, None, None]:
         """Yield new tokens as they are verified, up to and without a stop token.
 
         Raises DocumentError when this text cannot be processed; the engine is good for the next
@@ -161,6 +163,30 @@ class Engine:
         request = Request(list(prompt), max_new_tokens, sampling, progress=progress)
         yield from self._generate(request)
 
+    @contextmanager
+    def conversation(self, room: int = ROOM) -> Iterator[None]:
+        """Keep the caches of a text from one `generate` or `stream` to the next, inside.
+
+        A prompt that begins like the text before, with what was written behind it, goes on in its
+        caches: the rest alone is read. What is written is what it would be behind the whole prompt.
+        On ranks other than 0 `follow` takes part.
+
+        Args:
+            room: tokens of later turns that memory is planned for when a text is begun; one that
+                grows longer is read anew.
+        """
+        if self.group.rank:
+            raise TierForceError("rank 0 leads conversations: call `follow` on the other ranks.")
+        self._refuse_another()
+        if self._conversation is not None:
+            raise TierForceError("one conversation at a time: leave the one before.")
+        self._conversation = self._new_conversation(room)
+        try:
+            yield
+        finally:
+            conversation, self._conversation = self._conversation, None
+            conversation.close()
+
     def write(
         self, requests: Iterable[Request], at_once: int, reads_early: bool = False
     ) -> Iterator[Written]:
@@ -180,6 +206,8 @@ class Engine:
             self.follow()
             return
         self._refuse_another()
+        if self._conversation is not None:
+            raise TierForceError("texts are not written together in a conversation: leave it.")
         sharing = Sharing(at_once, reads_early)
         batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, sharing)
         with self._one_text(), closing(batch.write(requests)) as texts:
@@ -200,29 +228,20 @@ class Engine:
         self.runtime.link.close()
 
     def _generate(self, request: Request) -> Generator[int, None, None]:
-        """Open a session on all ranks, write its text, and close it."""
-        started = time.perf_counter()
+        """Write a text, in the conversation that is open or in one of its own."""
         self._refuse_another()
         # before other ranks hear of it
         request.refuse_senseless(self.context, self.runtime.target.config.vocab)
-        with self._one_text():
+        with ExitStack() as stack:
+            stack.enter_context(self._one_text())
             self.stats = Stats()  # the caches of the text before go before memory is planned
-            session = self.sessions.open(request.prompt, request.new)
-            try:
-                writing = Writing(request, session, self.stats, started)
-                written = writing.begin(self.lengths)
-                yield from writing.write(written, self.stop_tokens)
-                while not writing.is_done:
-                    written = drive(writing.round(), self._make)
-                    yield from writing.write(written, self.stop_tokens)
-                self.sessions.record(session, self.stats.rounds)
-            finally:
-                self.sessions.close(session)
+            conversation = self._conversation
+            if conversation is None:
+                conversation = stack.enter_context(closing(self._new_conversation(0)))
+            yield from conversation.write(request, self.stats)
 
-    def _make(self, asked: Pass) -> Tensor:
-        """Make a pass of one text alone, on all ranks of its model."""
-        (logits,) = self.sessions.lockstep([asked])
-        return logits
+    def _new_conversation(self, room: int) -> Conversation:
+        return Conversation(self.sessions, self.stop_tokens, self.lengths, self.context, room)
 
     @contextmanager
     def _one_text(self) -> Iterator[None]:

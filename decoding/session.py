@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -19,6 +19,7 @@ from decoding.planning.defaults import (
     MAX_DRAFT,
     MAX_INNER_DRAFT,
 )
+from decoding.planning.fit import turn_tokens
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
@@ -28,7 +29,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import DraftModel, readable
 from offload.cache import Cache
-from offload.layout import ceil_div
+from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
 from offload.near import NearCache
 from offload.retrieval import RetrievalCache
@@ -74,6 +75,9 @@ class Session:
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
         self.plan = plan or runtime.plan(len(prompt), new)
+        self._planned = len(prompt)
+        # that are read at once behind the text, at most; `Sessions` lets all ranks agree
+        self.turn_tokens = turn_tokens(runtime.needs, self.plan, len(prompt), new)
         group, needs = runtime.target.group, runtime.needs
         self.prompt = torch.tensor(prompt, device=group.device)
         self.max_tokens = needs.max_pass_tokens
@@ -109,11 +113,45 @@ class Session:
         logits = to_the_end(self._reading or self._steps(progress))
         with self.runtime.target.group.together():
             self.target.bring_in()
-        if self.runtime.draft is not None and self.draft is not None:
-            draft, vocab = self.runtime.draft, self.runtime.target.config.vocab
-            _read(draft, self.draft, readable(self.prompt, draft.config.vocab, vocab))
+        self._read_draft()
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int], kept: int, progress: Progress | None = None) -> Tensor:
+        """Read the text on, on all ranks, or another with the same beginning; return the logits.
+
+        It is `tokens` now, of which the first `kept`, not all, are what it was; the logits (1, V)
+        are those behind it. What the target's cache lacks is read in parts of `turn_tokens`, each
+        layer by layer, or in a pass like any other where it takes no more rows.
+        """
+        self.peaks["decoding"] = self.runtime.link.peak()
+        self.peaks = {}
+        self.prompt = torch.tensor(tokens, device=self.prompt.device)
+        target = self.target
+        for level in self.levels:
+            level.cache.traffic.begin_anew()
+        target.go_back(kept)
+        rest = self.prompt[target.length :]
+        pieces = shares(len(rest), ceil_div(len(rest), self.turn_tokens))
+        done = 0
+        for part in rest.split(pieces):
+            tell = None if progress is None else _of_part(progress, done, len(part), len(rest))
+            logits = self._read_part(part, tell)
+            done += len(part)
+        self._read_draft(kept)
+        self.peaks["prefill"] = self.runtime.link.peak()
+        return logits
+
+    @property
+    def capacity(self) -> int:
+        """Return the tokens that its caches were made for."""
+        return self.target.shape.capacity
+
+    def has_angles_of(self, prompt: int, new: int) -> bool:
+        """Return whether a text of `prompt` + `new` tokens would have the angles of this one."""
+        own = self._planned, self.capacity
+        return self.runtime.target.config.turns_alike(own, (prompt, prompt + new))
 
     def read_early(self, progress: Progress | None = None) -> None:
         """Let the prompt be read by `read_on`, a step at a time, in small chunks."""
@@ -220,6 +258,39 @@ class Session:
             target = self.runtime.target
             return (yield from target.reading(self.prompt, way, lambda: self._chunk, progress))
 
+    def _read_part(self, part: Tensor, progress: Progress | None) -> Tensor:
+        """Read tokens (T,) behind what the target's cache holds; return the logits (1, V)."""
+        model, target = self.runtime.target, self.target
+        target.go_back(target.length)  # the last part is what followers choose by
+        if len(part) <= self.max_tokens and target.is_in_blocks:
+            logits = model(part, target, 1)
+            target.advance(len(part))
+            if progress:
+                progress(1, 1)
+            return logits
+        with target.prefill(len(part)) as way:
+            return model.prefill(part, way, self._chunk, progress)
+
+    def _read_draft(self, kept: int = 0) -> None:
+        """Let the draft's cache stand behind the prompt, of which it keeps what it can.
+
+        Of what it holds, the first `kept` tokens are of the prompt.
+        """
+        model, cache = self.runtime.draft, self.draft
+        if model is None or cache is None:
+            return
+        vocab = self.runtime.target.config.vocab
+        prompt = readable(self.prompt, model.config.vocab, vocab)
+        kept = min(kept, cache.length)
+        window = cache.shape.window
+        is_short = cache.oldest > 0 and len(prompt) - cache.oldest < window  # what would be in it
+        if not kept or kept < cache.oldest or is_short or len(prompt) - kept > window:
+            cache.begin_anew()
+            _read(model, cache, prompt)
+        else:
+            cache.crop(kept)
+            _advance(model, cache, prompt[kept:])
+
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new
         tiers = runtime.needs.placed(self.plan, prompt, new)
@@ -297,3 +368,15 @@ def _advance(model: Llama, cache: Cache, tokens: Tensor) -> None:
     for part in tokens.split(DRAFT_SLACK):
         model(part, cache, 1)
         cache.advance(len(part))
+
+
+def _of_part(progress: Progress, done: int, part: int, tokens: int) -> Progress:
+    """Return what tells of a part, behind `done` of so many tokens, as `progress` of all of them.
+
+    The part has `part` tokens.
+    """
+
+    def tell(units: int, total: int) -> None:
+        progress(done * total + part * units, tokens * total)
+
+    return tell

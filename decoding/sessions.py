@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.fit import ALONE, Memory, Sharing, affordable, fit, fit_early, least_budget
 from decoding.planning.observed import ObservedCosts
@@ -18,6 +20,7 @@ from offload.memory_plan import MemoryPlan
 from offload.store import HostArena
 from parallel.group import Group
 from parallel.lockstep import Lockstep
+from parallel.model import Progress
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,17 @@ class Sessions:
         """Let the other ranks read to its end what was begun early; for rank 0, which does too."""
         self.lockstep.announce_reading(session)
 
+    def extend(
+        self,
+        session: Session,
+        tokens: Sequence[int],
+        kept: int,
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Read an open text on, on all ranks, as `Session.extend` does; for rank 0."""
+        self.lockstep.announce_extension(session, tokens, kept)
+        return session.extend(tokens, kept, progress)
+
     def close(self, session: Session) -> None:
         """End a text on all ranks; for rank 0."""
         try:
@@ -182,6 +196,7 @@ class Sessions:
         with self.group.together():
             runtime = replace(runtime, arena=self._free_arena())
             session = Session(runtime, prompt, new, choice, plan)
+        session.turn_tokens = min(self.group.gather(session.turn_tokens))
         if request.is_early:
             self.lockstep.add_early(session)
         else:

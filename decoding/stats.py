@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decoding.planning.choice import WayChoice
@@ -30,6 +30,7 @@ class Stats:
 
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
+    reused_tokens: int = 0  # of the prompt: what the caches held from the turn before
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
     read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
     is_alone: bool = True  # no other text was open meanwhile
@@ -102,6 +103,8 @@ class Stats:
     def let_go(self) -> None:
         """Keep the counts of a text that is over, and none of its caches: others need the room."""
         self.levels = [Counted(level.name, level.stats, _verifies(level)) for level in self.levels]
+        self.traffic = {name: replace(traffic) for name, traffic in self.traffic.items()}
+        self.fixed_shapes = self.fixed_shapes and dict(self.fixed_shapes)
         self.last_refreshes = self.refreshes
         self.retrieval = None
 
@@ -110,6 +113,7 @@ class Stats:
         choice = self.choice if self.refreshes is not None else None  # of a budget
         return {
             "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
             "new_tokens": self.new_tokens,
             "texts_at_once": self.texts_at_once,
             "read_early": round(self.read_early, 4),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from decoding.session import Lengths, Session, draft_lengths
 from decoding.speculation.decoders import Decoder
@@ -71,17 +72,26 @@ class Writing:
         return self.stats.finish_reason is not None
 
     def begin(
-        self, lengths: dict[str, Lengths], clock: Callable[[], float] = time.perf_counter
+        self,
+        lengths: dict[str, Lengths],
+        logits: Tensor | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> list[int]:
         """Read the prompt on all ranks; return the first new token.
 
-        `lengths` are those of texts before, by mode; `clock` tells seconds. Raises FitError, and
-        DocumentError where a law is not made of numbers.
+        Raises FitError, and DocumentError where a law is not made of numbers.
+
+        Args:
+            lengths: draft lengths of texts before, by mode.
+            logits: (1, V) behind the prompt, where it has been read.
+            clock: tells seconds.
         """
         session, stats, request = self.session, self.stats, self.request
         sampling, device = request.sampling, session.prompt.device
         generator = torch.Generator(device).manual_seed(sampling.seed)
-        law = sampling.law(session.prefill(request.progress))[0]
+        if logits is None:
+            logits = session.prefill(request.progress)
+        law = sampling.law(logits)[0]
         new = read(draw(law, generator), law)
         text = Text([*session.prompt.tolist(), *new])
         runtime = session.runtime
@@ -92,6 +102,15 @@ class Writing:
         stats.first_token_s = time.perf_counter() - self._started
         self._clock, self._decoding_since = clock, clock()
         return new
+
+    def settle(self) -> list[int]:
+        """Let no level hold what does not stand; return the text, whose beginning each cache holds.
+
+        To be called between rounds.
+        """
+        for level in self.decoder.levels():
+            level.sync([])
+        return self.decoder.text.since(0)
 
     def round(self) -> Passes[list[int]]:
         """Make one more round, by passes; return its tokens."""

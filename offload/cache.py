@@ -98,4 +98,4 @@ class Follower(Protocol):
         """
 
     def advanced(self, length: int) -> None:
-        """Take note that the target stands at `length` tokens."""
+        """Take note that the target stands at `length` tokens; at 0, another text begins."""

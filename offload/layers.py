@@ -82,6 +82,16 @@ class TieredLayer(ABC):
         `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None.
         """
 
+    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
+        """Start bringing the first `length` tokens to kv (2, Hkv, N, D), `buffer` or stage.
+
+        `boundary` is that of these tokens. Returns the link's ticket, or None where they are there.
+        """
+        return None
+
+    def forget(self, length: int) -> None:
+        """Take note that of the prefix the first `length` tokens stand, and no others."""
+
     def bring_in(self, length: int) -> None:
         """Start copying `length` tokens of a late layer to the device.
 
@@ -254,6 +264,18 @@ class StreamedLayer(TieredLayer):
             self._traffic.link_out += prefix.nbytes
             return None
         return self._host.fill(prefix, start)
+
+    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
+        self._recall_recent(kv, length, boundary)
+        if self.buffer is not None:  # kv is where the prefix is
+            return None
+        return self._host.read(span(kv, 0, boundary))
+
+    def _recall_recent(self, kv: Tensor, length: int, boundary: int) -> None:
+        """Copy the tokens behind the boundary to where they stand in kv."""
+        count = length - boundary
+        recent = span(self._tail, 0, count)
+        span(kv, boundary, length).copy_(recent)
 
     def _keep_recent(self, kv: Tensor, start: int, boundary: int) -> Tensor:
         """Keep of a prompt's tokens those behind the boundary; return the others' KV."""

@@ -15,10 +15,21 @@ class Kept:
     places: Tensor  # (n,) int32: token * D + dimension
     patterns: Tensor  # (n,) int16
 
+    def before(self, end: int) -> Kept:
+        """Return those in places before `end`."""
+        stays = self.places < end
+        return Kept(
+            self.places[stays],
+            self.patterns[stays],
+        )
+
     def outside(self, start: int, end: int) -> Kept:
         """Return those in places before `start` and from `end` on."""
         stays = (self.places < start) | (self.places >= end)
-        return Kept(self.places[stays], self.patterns[stays])
+        return Kept(
+            self.places[stays],
+            self.patterns[stays],
+        )
 
 
 class Outliers:
@@ -66,6 +77,18 @@ class Outliers:
         ):
             merged += [old, Kept(more, values)]
         self._keep(merged)
+
+    def forget(self, tokens: int, dim: int) -> None:
+        """Keep those of the first `tokens` tokens, of `dim` dimensions, and no others."""
+        self._tokens = min(self._tokens, tokens)
+        end = tokens * dim
+        pieces = []
+        for kept in self._kept():
+            pieces += [
+                kept.before(end),
+                kept.before(0),
+            ]
+        self._keep(pieces)
 
     def apply(self, out: Tensor, head: int, heads: int) -> None:
         """Write to the first heads of out (2, h, capacity, D) those from `head` on."""

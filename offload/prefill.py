@@ -1,4 +1,4 @@
-"""Layer-major prefill of the target's cache: all of a prompt in one layer before the next."""
+"""Layer-major prefill of the target's cache: all that is read in one layer before the next."""
 
 from __future__ import annotations
 
@@ -20,19 +20,29 @@ LAST_ROWS = 32  # rows of the prompt that followers see: a prefill attends with 
 
 
 class Prefill:
-    """A prompt that is being read into an empty cache.
+    """Tokens that are being read behind what a cache holds: a prompt, or another turn of a text.
 
     `attend` or `keep` is called for all chunks of a layer before any of the next layer, in order;
-    `attend` for the last one. The KV of a layer that is not on the device is built in the stage, a
-    buffer that all such layers share, and leaves for the host block by block as it is computed.
-    Nothing is read back.
+    `attend` for the last one. Positions count from the first of these tokens. The KV of a layer
+    that is not on the device is built in the stage, a buffer that all such layers share, and leaves
+    for the host block by block as it is computed. What the layer held before comes to the stage
+    once, and first; of a prompt nothing is read back.
     """
 
-    def __init__(self, cache: TieredCache, tokens: int, stage: Tensor | None):
-        """`stage` (2, Hkv, tokens, D); None where every layer has a buffer of its own."""
+    def __init__(self, cache: TieredCache, tokens: int, stage: Tensor | None, boundary: int = 0):
+        """Read `tokens` tokens.
+
+        Args:
+            cache: whose boundary is that of the longer text already.
+            tokens: behind what it holds.
+            stage: (2, Hkv, N, D) for all N tokens; None where every layer has a buffer of its own.
+            boundary: where it was among the tokens that the cache holds.
+        """
         self.tokens = tokens
         self._cache = cache
         self._stage = stage
+        self._held = cache.length
+        self._boundary = boundary
         # the stage's blocks on their way to the host, of this layer and of the one before: the
         # first token of each, and its ticket
         self._leaving: deque[tuple[int, Any]] = deque()
@@ -44,12 +54,13 @@ class Prefill:
         q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D).
         """
         cache = self._cache
-        end = start + len(q)
-        q = cache.rotary(q, start, layer)
-        k = cache.rotary(k, start, layer)
-        kv = self._build(layer, k, v, start)
+        at = self._held + start
+        end = at + len(q)
+        q = cache.rotary(q, at, layer)
+        k = cache.rotary(k, at, layer)
+        kv = self._build(layer, k, v, at)
         out, _ = attend_to(kv, q, end, cache.traffic)
-        if end == self.tokens:
+        if end == self._held + self.tokens:
             prefix = span(kv, 0, cache.boundary)
             recent = span(kv, cache.boundary, end)
             cache.show(layer, 0, q[-LAST_ROWS:], prefix, recent)
@@ -57,29 +68,49 @@ class Prefill:
 
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
         """Keep the KV of tokens whose own attention nobody asks for."""
-        self._build(layer, self._cache.rotary(k, start, layer), v, start)
+        at = self._held + start
+        self._build(layer, self._cache.rotary(k, at, layer), v, at)
 
-    def _build(self, layer: int, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Add rotated k and v to this layer's KV (2, Hkv, N, D), and return all of it."""
+    def _build(self, layer: int, k: Tensor, v: Tensor, at: int) -> Tensor:
+        """Add rotated k and v, of the tokens from `at` on, to this layer's KV; return all of it.
+
+        It is (2, Hkv, N, D).
+        """
         place = self._cache.layers[layer]
+        end = at + len(k)
         kv = place.buffer
-        staged = kv is None
         if kv is None:
             assert self._stage is not None
             kv = self._stage
-            self._make_room(start, start + len(k))
-        put(kv, k, v, start)
-        new = span(kv, start, start + len(k))
-        ticket = place.keep(new, start, self._cache.boundary)
-        if staged and ticket is not None:
-            self._leaving.append((start, ticket))
+            if at == self._held:
+                self._left.extend(self._leaving)
+                self._leaving.clear()
+            self._make_room(end)
+        if at == self._held and at:
+            self._bring_held(place, kv)
+        put(kv, k, v, at)
+        self._keep(place, kv, at, end)
         return kv
 
-    def _make_room(self, start: int, end: int) -> None:
-        """Wait until what the layer before has in this part of the stage has left."""
-        if start == 0:
-            self._left.extend(self._leaving)
-            self._leaving.clear()
+    def _bring_held(self, place: TieredLayer, kv: Tensor) -> None:
+        """Bring what the layer holds to where its KV is built."""
+        ticket = place.recall(kv, self._held, self._boundary)
+        if ticket is not None:
+            self._cache.link.wait(ticket)
+        if self._cache.boundary < self._boundary:
+            place.forget(self._cache.boundary)  # the rest is recent, and may yet be replaced
+        # what was recent may be part of the prefix now, or the other way round
+        first = min(self._boundary, self._cache.boundary)
+        self._keep(place, kv, first, self._held)
+
+    def _keep(self, place: TieredLayer, kv: Tensor, start: int, end: int) -> None:
+        """Keep what stands in kv from `start` to `end` where its layer keeps it."""
+        ticket = place.keep(span(kv, start, end), start, self._cache.boundary)
+        if ticket is not None:
+            self._leaving.append((start, ticket))
+
+    def _make_room(self, end: int) -> None:
+        """Wait until what the layer before has in the stage up to `end` has left."""
         while self._left and self._left[0][0] < end:
             _, ticket = self._left.popleft()
             self._cache.link.wait(ticket)

@@ -148,8 +148,16 @@ class RetrievalCache(SlotCache):
         put(kv, k, v, self._slot(start))
 
     def advanced(self, length: int) -> None:
+        if length == 0:
+            self._begin()
         self._refuse_inside_selection(length)
         self.length = length
+
+    def _begin(self) -> None:
+        """Hold nothing, and select with the next pass."""
+        self.policy = type(self.policy)()
+        self._base = self._selected = self.selections = 0
+        self._selected_at = None
 
     def _is_due(self, text: int) -> bool:
         """Return whether a pass selects, with so many tokens of text."""

@@ -14,7 +14,7 @@ from offload.attention.folding import Partial, merge
 from offload.buffers import attend_to, span
 from offload.fused import fused_kernels
 from offload.layers import Show, StreamedLayer, show_nobody
-from offload.link import Link
+from offload.link import Link, by_head
 from offload.outliers import Outliers
 from offload.ring import TransferRing
 from offload.slice_format import SPLIT_TOKENS
@@ -194,6 +194,40 @@ class SlicedLayer(StreamedLayer):
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
         self._write(self._keep_recent(kv, start, boundary), start)
         return None  # what is copied is not kv
+
+    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
+        self._recall_recent(kv, length, boundary)
+        if not boundary:
+            return None
+        head = 0
+        for chunk in self._host.chunks(boundary, self._slot_heads):
+            last = head + chunk.shape[1]
+            heads = kv[:, head:last]
+            planes = self._fetched(chunk)
+            self._coding.exact(planes, head, heads)
+            head = last
+        return None  # all of it is there
+
+    def forget(self, length: int) -> None:
+        self._coding.outliers.forget(length, self._tail.shape[-1])
+
+    def _fetched(self, chunk: Tensor) -> Tensor:
+        """Return planes (P, h, N, D) of the host on the device, good until the next call.
+
+        They lie where slices are joined else.
+        """
+        link = self._host.link
+        if not link.copies:
+            return chunk
+        self._traffic.link_in += chunk.nbytes
+        with torch.inference_mode(False):  # a link writes to it from outside
+            memory = self._joined.view(-1)
+            memory = memory.view(torch.uint8)
+            planes = memory[: chunk.numel()].view(chunk.shape)
+        copies = by_head(planes, chunk)
+        ticket = link.copy(copies)
+        link.wait(ticket)
+        return planes
 
     def _exact(self, head: int, boundary: int) -> Tensor:
         """Return the elements of the next heads, part of which has come over the link."""

@@ -81,11 +81,19 @@ class StreamingCache(SlotCache):
         self.length += tokens
         self._dropped += tokens
 
+    def begin_anew(self) -> None:
+        """Hold nothing."""
+        self.length = self._dropped = 0
+
+    @property
+    def oldest(self) -> int:
+        """Return to how many tokens, at least, `crop` may go back."""
+        return self.shape.sinks + self._dropped if self._dropped else 0
+
     def crop(self, length: int) -> None:
-        oldest = self.shape.sinks + self._dropped
-        if self._dropped and length < oldest:
+        if length < self.oldest:
             raise ValueError(
-                f"cannot crop to {length} tokens: those up to {oldest} have left the window"
+                f"cannot crop to {length} tokens: those up to {self.oldest} have left the window"
             )
         super().crop(length)
 

@@ -111,23 +111,21 @@ class TieredCache(Cache):
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[Prefill]:
-        """Read a prompt of `tokens` tokens, layer by layer, with what this yields.
+        """Read `tokens` tokens behind what it holds, layer by layer, with what this yields.
 
-        On leaving, the cache stands at `tokens` tokens; `bring_in` is to follow.
+        On leaving, the cache holds them too; behind a prompt `bring_in` is to follow. If it is left
+        by an error, the cache is good for nothing.
         """
-        if self.length:
-            raise ValueError(f"prefill starts an empty cache; this one holds {self.length} tokens")
-        if tokens > self.shape.capacity:
-            raise ValueError(
-                f"a prompt of {tokens} tokens does not fit a cache of {self.shape.capacity}"
-            )
-        self.boundary = self.shape.boundary(tokens)
+        end = self.length + tokens
+        self._refuse_too_long(tokens)
+        before, self.boundary = self.boundary, self.shape.boundary(end)
         for follower in self.followers:
-            follower.follow(self.boundary, tokens, tokens)
+            follower.follow(self.boundary, end, end)
         stage = None
         if self._ring is not None and self.shape.ring_numel:
-            stage = self._ring.lend(self.layout.shape(1, tokens)[1:])
-        yield Prefill(self, tokens, stage)
+            _, *whole = self.layout.shape(1, end)
+            stage = self._ring.lend(whole)
+        yield Prefill(self, tokens, stage, before)
         self.link.drain()
         self.advance(tokens)
 
@@ -141,10 +139,7 @@ class TieredCache(Cache):
     # -- decoding ----------------------------------------------------------------------------------
 
     def begin(self, rows: int) -> None:
-        if self.length + rows > self.shape.capacity:
-            raise ValueError(
-                f"{self.length} tokens and {rows} more do not fit a cache of {self.shape.capacity}"
-            )
+        self._refuse_too_long(rows)
         self.bring_in()
         self._move_boundary()
         if self._ring is not None and self.boundary:
@@ -180,6 +175,23 @@ class TieredCache(Cache):
         # a tail that would start past the end is empty
         self.boundary = min(self.boundary, self.length)
 
+    def go_back(self, length: int) -> None:
+        """Let only the first `length` tokens count, however few: another text goes on from there.
+
+        Followers begin anew with the next pass. It is a prefill, unless the cache `is_in_blocks`.
+        """
+        self._tell_followers(0)
+        super().crop(length)
+        if self.length < self.boundary:
+            self.boundary = self.length
+            for layer in self.layers:
+                layer.forget(self.length)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Return whether the boundary is where passes may leave it."""
+        return self.boundary % self.shape.block == 0
+
     def advance(self, rows: int) -> None:
         super().advance(rows)
         self._tell_followers(self.length)
@@ -203,6 +215,13 @@ class TieredCache(Cache):
                 step()
         if layer + 1 == self.layout.layers:
             self._step = None  # which holds another text
+
+    def _refuse_too_long(self, rows: int) -> None:
+        """Raise ValueError where so many tokens more do not fit."""
+        if self.length + rows > self.shape.capacity:
+            raise ValueError(
+                f"{self.length} tokens and {rows} more do not fit a cache of {self.shape.capacity}"
+            )
 
     def _tell_followers(self, length: int) -> None:
         for follower in self.followers:

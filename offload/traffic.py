@@ -13,5 +13,9 @@ class Traffic:
     link_out: int = 0  # device to host: KV written back
     attended: int = 0  # KV bytes that attention read, from whichever tier
 
+    def begin_anew(self) -> None:
+        """Count from 0 again."""
+        self.link_in = self.link_out = self.attended = 0
+
     def snapshot(self) -> dict[str, int]:
         return asdict(self)

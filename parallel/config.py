@@ -274,6 +274,15 @@ class ModelConfig:
         """Return (rotary_dim / 2,) float32 and the factor on cos and sin, for such a text."""
         return inverse_frequencies(self.rope, self.rotary_dim, self.max_positions, tokens)
 
+    def turns_alike(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
+        """Return whether two texts have the same angles: of each its prompt, and `length` tokens.
+
+        They are what `rotary` takes.
+        """
+        own, scale = self._frequencies(*one)
+        others, other_scale = self._frequencies(*other)
+        return bool((own == others).all()) and scale == other_scale
+
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         """Return the tables for positions up to `length`, for a prompt of `tokens` tokens.
 
@@ -284,9 +293,13 @@ class ModelConfig:
         """
         from offload.rotary import Rotary
 
-        text = length if self.rope["rope_type"] == "longrope" else tokens
-        frequencies, scale = self.inverse_frequencies(text)
+        frequencies, scale = self._frequencies(tokens, length)
         return Rotary(frequencies, scale, length, dtype, device, self.unrotated)
+
+    def _frequencies(self, tokens: int, length: int) -> tuple[Tensor, float]:
+        """Return those of a prompt of `tokens` tokens, in a text of `length`."""
+        text = length if self.rope["rope_type"] == "longrope" else tokens
+        return self.inverse_frequencies(text)
 
     def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
         """Return the KV geometry of one of `ranks` ranks.

@@ -8,34 +8,46 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+_PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"  # signals that torch's launcher sends to the ranks
+_ANSWERS = "TIERFORCE_ANSWERS_INTERRUPTS"  # names a file with the number of the process that does
+
+
+def answer_interrupts() -> None:
+    """Let a launcher of this process pass SIGINT on to it, and end nobody."""
+    if path := os.environ.get(_ANSWERS):
+        Path(path).write_text(str(os.getpid()))
 
 
 def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the
     first rank that failed, or 0.
 
-    When a rank dies the others are ended. A rank that was killed by a signal could not say so
-    itself, so it is said here.
+    SIGINT ends them all, unless one of them answers interrupts. When a rank dies the others are
+    ended. A rank that was killed by a signal could not say so itself, so it is said here.
     """
-    interrupts: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
-        interrupts.append(number)
-        # a rank in whose interpreter nothing runs yet would answer SIGINT with a traceback
-        signal.raise_signal(signal.SIGTERM)
+        with suppress(OSError, ValueError):
+            os.kill(int(Path(os.environ.get(_ANSWERS, "")).read_text()), signal.SIGINT)
+            return
+        raise SignalException("interrupted", signal.Signals(number))
 
+    os.environ.pop(_ANSWERS, None)
     signal.signal(signal.SIGINT, interrupt)
-    # which it passes on to the ranks
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGHUP,SIGQUIT"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _PASSED_ON
     # this process has nothing to log but torch's account of what the ranks say themselves
     logging.disable(logging.CRITICAL)
     # else torch warns and takes 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     with tempfile.TemporaryDirectory(prefix="tierforce-") as logs:
+        os.environ[_ANSWERS] = str(Path(logs) / "answers-interrupts")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -47,12 +59,14 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
             local_addr="localhost",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
+        if hasattr(config, "signals_to_handle"):  # some releases of torch go by this alone
+            config.signals_to_handle = _PASSED_ON
         try:
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
             return _exit_code(error)
         except SignalException as error:
-            return 128 + (interrupts or [error.sigval])[0]
+            return 128 + error.sigval
     return 0
 
 

@@ -25,6 +25,7 @@ from parallel.passes import Pass, make_together
 _OPEN = 0  # another text is opened
 _CLOSE = -1  # one is over: its index follows
 _READ = -2  # the prompt of one that was opened early is read to its end: its index follows
+_EXTEND = -3  # one is read on: its index follows, and then a message of its own
 _HEADER = 5  # numbers of each text in a pass: text, level, length of the cache, rows, tokens
 
 
@@ -36,6 +37,15 @@ class Level:
     model: Llama
     cache: Cache
     announced: bool = True  # all ranks make its passes together
+
+
+@dataclass(frozen=True)
+class _Extension:
+    """What rank 0 tells the others of a text that is read on."""
+
+    tokens: list[int]  # all of the text
+    kept: int  # of which so many may stay in the caches
+    lengths: list[int]  # of the announced levels' caches
 
 
 class OpenText(Protocol):
@@ -50,6 +60,10 @@ class OpenText(Protocol):
 
     def prefill(self) -> Tensor:
         """Read its prompt, or what is left of it; return the logits (1, V) behind it."""
+        ...
+
+    def extend(self, tokens: Sequence[int], kept: int) -> Tensor:
+        """Read the text on, or another one with the same beginning; return the logits (1, V)."""
         ...
 
     def read_on(self) -> None:
@@ -116,6 +130,17 @@ class Lockstep:
         self._announce([_READ, self.texts.index(text)])
         self._is_read(text)
 
+    def announce_extension(self, text: OpenText, tokens: Sequence[int], kept: int) -> None:
+        """Tell the other ranks that a text is read on; `text.extend` is to follow, with the same.
+
+        It is `tokens` now, of which the first `kept` are what it was.
+        """
+        if self.group.size == 1:
+            return
+        lengths = [level.cache.length for level in text.levels if level.announced]
+        self._announce([_EXTEND, self.texts.index(text)])
+        self.group.broadcast(_Extension(list(tokens), kept, lengths))
+
     def announce_end(self, text: OpenText) -> None:
         """Tell the other ranks that a text is over."""
         self._announce([_CLOSE, self.texts.index(text)])
@@ -135,6 +160,8 @@ class Lockstep:
                 return self.texts[numbers[0]]
             if count == _READ:
                 self._read(self.texts[numbers[0]])
+            elif count == _EXTEND:
+                self._extend(self.texts[numbers[0]])
             else:
                 steps, *numbers = numbers
                 self._follow(count, steps, numbers)
@@ -144,6 +171,14 @@ class Lockstep:
         # raised on rank 0 too, which tells
         with suppress(TierForceError):
             text.prefill()
+
+    def _extend(self, text: OpenText) -> None:
+        nothing: _Extension | None = None
+        extension = self.group.broadcast(nothing)
+        assert extension is not None
+        for level, length in zip(text.levels, extension.lengths, strict=False):
+            level.cache.settle(length)
+        text.extend(extension.tokens, extension.kept)
 
     def _follow(self, count: int, steps: int, numbers: list[int]) -> None:
         passes, places = list[Pass](), list[tuple[int, int]]()

@@ -1,4 +1,4 @@
-"""What the command line can do: `summarize`, `generate`, `plan` and `probe`.
+"""What the command line can do: `summarize`, `generate`, `chat`, `ask`, `plan` and `probe`.
 
 Here is what typer needs to answer `--help` and a mistyped option at once. What takes seconds to
 import stands behind these functions, in modules of the commands' names.
@@ -16,6 +16,7 @@ from decoding.app.interrupts import Interrupts, culprit
 from decoding.app.options import (
     EXIT_CODES,
     Common,
+    DocumentFile,
     JobOptions,
     ReadEarly,
     TextsAtOnce,
@@ -165,6 +166,38 @@ def generate(
     from decoding.app.generate import Request, run
 
     run(common, Request(prompt_file, prompt, chat, stats), interrupts)
+
+
+@_command("chat --model TARGET --document book.txt")
+@with_common
+def chat(common: Common, document: DocumentFile = None) -> None:
+    """Talk with a model, maybe about a document.
+
+    The document is read once, and what was said is not read again. /help lists what can be done
+    beside asking; Ctrl-C ends an answer.
+    """
+    interrupts = _start(common, "interrupted ({name})")
+    from decoding.app.chat import run
+
+    run(common, document, interrupts)
+
+
+@_command('ask --model TARGET --document book.txt "Who is the narrator?"')
+@with_common
+def ask(
+    common: Common,
+    question: Annotated[str, typer.Argument(help="What is asked.")],
+    document: DocumentFile = None,
+) -> None:
+    """Answer one question, maybe about a document.
+
+    What is written is exactly what the target model alone would write. It is printed as it is
+    verified.
+    """
+    interrupts = _start(common, "interrupted ({name})")
+    from decoding.app.chat import ask as answer
+
+    answer(common, document, question, interrupts)
 
 
 _command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)

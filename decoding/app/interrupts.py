@@ -25,6 +25,8 @@ class Interrupts:
 
     def __init__(self, last_words: Callable[[str], None]):
         self.last_words = last_words
+        # what SIGINT makes that thread call first; it tells whether to go on
+        self.on_interrupt: Callable[[], bool] | None = None
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -36,6 +38,9 @@ class Interrupts:
         number = 0
         while number not in _SIGNALS:
             number = os.read(self._reading, 1)[0]
+            goes_on = number == signal.SIGINT and self.on_interrupt is not None
+            if goes_on and self.on_interrupt():  # type: ignore[misc]
+                number = 0
         try:
             self.last_words(signal.Signals(number).name)
         finally:

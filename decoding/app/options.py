@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -44,6 +45,13 @@ ReadEarly = Annotated[
         help="Read the next document while passes of these wait for the link, as far as memory "
         "allows.",
         rich_help_panel=MEMORY,
+    ),
+]
+
+DocumentFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="Text file to talk about. Of one too long for the context the end is dropped."
     ),
 ]
 

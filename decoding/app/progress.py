@@ -31,7 +31,9 @@ class Display:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._batch = self._progress.add_task("documents", total=documents, detail="")
+        self._batch = self._progress.add_task(
+            "documents", total=documents, detail="", visible=documents > 1
+        )
         self._current: dict[str, TaskID] = {}
 
     def __enter__(self) -> Display:

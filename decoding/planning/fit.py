@@ -11,7 +11,7 @@ from decoding.planning.profile import HardwareProfile
 from decoding.planning.way import Way
 from offload.errors import FitError
 from offload.layout import ceil_div
-from offload.memory_plan import MemoryPlan, Needs, early, plan_memory, reading_bytes
+from offload.memory_plan import MemoryPlan, Needs, device_tiers, early, plan_memory, reading_bytes
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,26 @@ def _beside_reading(
         return _placed(needs, wanted, less)
     except FitError:
         return None
+
+
+def turn_tokens(needs: TextNeeds, plan: MemoryPlan, prompt: int, new: int) -> int:
+    """Return how many tokens may be read at once behind such a text, where that is planned so.
+
+    They are no fewer than a pass takes. More have the memory that the plan leaves beside a pass,
+    and that of a pass where none is recorded.
+    """
+    wanted = needs.memory(prompt, new)
+    _, tiers = device_tiers(wanted, plan.resident_layers, plan.late_layers, plan.sliced_layers)
+    passes = 0 if needs.settings.graphs else wanted.passes
+    room = plan.device_bytes - sum(tiers.values()) + passes
+    low, high = needs.max_pass_tokens, prompt + new
+    while low < high:
+        middle = ceil_div(low + high, 2)
+        if needs.hidden_bytes(middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[Way, MemoryPlan]:

@@ -340,8 +340,6 @@ class TextNeeds:
         Raises FitError, and ConfigError where there are fewer heads than ranks.
         """
         target, item = self.target, self.dtype.itemsize
-        chunk = min(prompt, self.prefill_chunk)
-        hidden = prompt * target.hidden + ALLOCATOR_FACTOR * chunk * self.activations
         row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * target.vocab
         layer, choosing = self._retrieval_bytes(prompt, new)
         return Needs(
@@ -349,12 +347,18 @@ class TextNeeds:
             retrieval=self.target.layers * layer + choosing if self.has_retrieval else 0,
             draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.rotary_dim * item,
-            hidden=hidden * item,
+            hidden=self.hidden_bytes(prompt),
             passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new) + self.mixing_bytes,
             slices=self.has_slices,
             streamed_retrieval=0 if self.has_retrieval else layer,
             choosing=0 if self.has_retrieval else choosing,
         )
+
+    def hidden_bytes(self, tokens: int) -> int:
+        """Return what reading so many tokens layer by layer holds of them."""
+        chunk = min(tokens, self.prefill_chunk)
+        elements = tokens * self.target.hidden + ALLOCATOR_FACTOR * chunk * self.activations
+        return elements * self.dtype.itemsize
 
     def _retrieval_bytes(self, prompt: int, new: int) -> tuple[int, int]:
         """Return what a layer's retrieval cache takes, and what choosing takes while it is done."""

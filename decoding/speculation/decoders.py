@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 from decoding.speculation.draft_length import CATCH_UP, DraftLength, RoundStats
 from decoding.speculation.passes import Passes
 from decoding.speculation.sampling import Sampling, draw
-from decoding.speculation.text import Text
+from decoding.speculation.text import Text, common_prefix
 from decoding.speculation.verify import Draft, read, verify
 from offload.cache import Cache
 from parallel.group import on_device
@@ -101,7 +101,7 @@ class Decoder(Proposer):
 
     def sync(self, ahead: Sequence[int]) -> None:
         now = [*self.text.since(self.position), *ahead]
-        known = self.position + _common_prefix(self.ahead, now)
+        known = self.position + common_prefix(self.ahead, now)
         super().sync(ahead)
         # at least one token is pending: a pass needs a row
         self.cache.crop(min(known, len(self.text) + len(ahead) - 1))
@@ -235,9 +235,3 @@ class Speculative(Decoder):
             return Draft(nothing, torch.empty(0, 0, device=self.generator.device))
         self.inner.sync(self.ahead)
         return (yield from self.inner.propose(n))
-
-
-def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens the two have in common before they differ."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))

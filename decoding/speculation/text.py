@@ -47,3 +47,9 @@ class Text:
             room = np.zeros(max(_ROOM, len(tokens)), dtype=np.int64)
             self._buffer = np.concatenate((self._buffer, room))
         self._buffer[self._length : end] = tokens
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens the two have in common before they differ."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))

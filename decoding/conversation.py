@@ -1,0 +1,136 @@
+"""A text that is written turn after turn: what caches hold of it is not read again; on rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from statistics import median
+
+from torch import Tensor
+
+from decoding.session import Lengths, Session
+from decoding.sessions import Sessions
+from decoding.speculation.passes import drive
+from decoding.speculation.text import common_prefix
+from decoding.stats import Stats
+from decoding.writing import Request, Writing
+from offload.errors import FitError
+from offload.layout import ceil_div
+from parallel.passes import Pass
+
+ROOM = 4096  # tokens of later turns that memory is planned for
+
+
+class Conversation:
+    """One text at a time, on caches that stay from turn to turn.
+
+    A prompt that begins as the text before did goes on in its caches, from where the two differ.
+    Any other is a new text. So what is read anew is the turn alone, or a question in place of the
+    last one, and the law is that of one long prompt.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        stop_tokens: frozenset[int],
+        lengths: dict[str, Lengths],
+        context: int,
+        room: int,
+    ):
+        """Keep caches of texts of up to `context` tokens.
+
+        Args:
+            sessions: which open them on all ranks.
+            stop_tokens: that end a turn.
+            lengths: draft lengths by mode, which learn from text to text.
+            context: tokens of the longest text.
+            room: tokens of later turns that memory is planned for at once.
+        """
+        self.sessions, self.stop_tokens, self.lengths = sessions, stop_tokens, lengths
+        self.context, self.room = context, room
+        self._session: Session | None = None
+        self._writing: Writing | None = None  # of the turn before
+        self._token_s = 0.0  # that reading the whole text took, for each of its tokens
+
+    def write(self, request: Request, stats: Stats) -> Generator[int, None, None]:
+        """Yield what follows a prompt, as it is verified; count in `stats`.
+
+        A generator that is closed ends the turn: what stands by then stands. Raises DocumentError,
+        and FitError where memory does not do; nothing is kept then.
+        """
+        started = time.perf_counter()
+        try:
+            stats.reused_tokens = self._kept(request)
+            if not stats.reused_tokens:
+                self.close()
+                self._session = self._open(request)
+            session = self._session
+            assert session is not None
+            writing = self._writing = Writing(request, session, stats, started)
+            logits = self._read(session, request, stats.reused_tokens)
+            written = writing.begin(self.lengths, logits)
+            yield from writing.write(written, self.stop_tokens)
+            while not writing.is_done:
+                written = drive(writing.round(), self._make)
+                yield from writing.write(written, self.stop_tokens)
+            self.sessions.record(session, stats.rounds)
+        except (Exception, KeyboardInterrupt):
+            self.close()  # a pass that is left half made is not made again
+            raise
+
+    def close(self) -> None:
+        """Let go of the caches, on all ranks."""
+        session, self._session, self._writing = self._session, None, None
+        if session is not None:
+            self.sessions.close(session)
+
+    def _read(self, session: Session, request: Request, kept: int) -> Tensor:
+        """Read a prompt, or what is not kept of it; return the logits (1, V) behind it."""
+        prompt = request.prompt
+        if kept:
+            return self.sessions.extend(session, prompt, kept, request.progress)
+        started = time.perf_counter()
+        logits = session.prefill(request.progress)
+        logits[0, 0].item()  # until all compute is over
+        self._token_s = (time.perf_counter() - started) / len(prompt)
+        return logits
+
+    def _open(self, request: Request) -> Session:
+        """Open a text with room for turns to come, if there is; else for this one."""
+        prompt, new = request.prompt, request.new
+        room = min(self.room, self.context - len(prompt) - new)
+        config, alone = self.sessions.runtime.target.config, (len(prompt), len(prompt) + new)
+        while room and not config.turns_alike(alone, (len(prompt), len(prompt) + new + room)):
+            room //= 2  # LongRoPE goes by all that may follow
+        if room:
+            try:
+                return self.sessions.open(prompt, new + room)
+            except FitError:
+                pass
+        return self.sessions.open(prompt, new)
+
+    def _kept(self, request: Request) -> int:
+        """Return how many tokens of a prompt are not read again; 0 where all of it is."""
+        session, writing = self._session, self._writing
+        if session is None or writing is None:
+            return 0
+        tokens = len(request.prompt)
+        if tokens + request.new > session.capacity or request.new > session.new:
+            return 0
+        if not session.has_angles_of(tokens, request.new):
+            return 0
+        known = common_prefix(writing.settle(), request.prompt)
+        kept = min(known, session.target.length, tokens - 1)
+        # each part that is read at once waits for all that the caches hold, about as long as a
+        # verification did
+        parts = ceil_div(tokens - kept, session.turn_tokens)
+        waits = [each.verify_s for each in writing.stats.rounds]
+        if parts > 1 and parts * median(waits or [0.0]) > kept * self._token_s:
+            return 0
+        writing.stats.let_go()
+        return kept
+
+    def _make(self, asked: Pass) -> Tensor:
+        """Make a pass of this text alone, on all ranks of its model."""
+        (logits,) = self.sessions.lockstep([asked])
+        return logits
