@@ -60,14 +60,13 @@ class Conversation:
         """
         started = time.perf_counter()
         try:
-            stats.reused_tokens = self._kept(request)
-            if not stats.reused_tokens:
-                self.close()
-                self._session = self._open(request)
+            stats.dropped_tokens = request.dropped  # which progress may tell
+            logits = self._read_on(request, stats)
+            if logits is None:
+                logits = self._read(request)
             session = self._session
             assert session is not None
             writing = self._writing = Writing(request, session, stats, started)
-            logits = self._read(session, request, stats.reused_tokens)
             written = writing.begin(self.lengths, logits)
             yield from writing.write(written, self.stop_tokens)
             while not writing.is_done:
@@ -84,30 +83,54 @@ class Conversation:
         if session is not None:
             self.sessions.close(session)
 
-    def _read(self, session: Session, request: Request, kept: int) -> Tensor:
-        """Read a prompt, or what is not kept of it; return the logits (1, V) behind it."""
-        prompt = request.prompt
-        if kept:
-            return self.sessions.extend(session, prompt, kept, request.progress)
+    def _read_on(self, request: Request, stats: Stats) -> Tensor | None:
+        """Read what the caches lack of a prompt, in larger ones where these do not do.
+
+        Returns the logits (1, V) behind it; None where it has to be read anew.
+        """
+        session, new, kept = self._session, request.new, self._kept(request)
+        if session is None or not kept:
+            return None
+        room = 0
+        if len(request.prompt) + new > session.capacity or new > session.new:
+            room = new + self._later(request)
+        try:
+            logits = self.sessions.extend(session, request.prompt, kept, room, request.progress)
+        except FitError:
+            if not room:
+                raise
+            return None
+        stats.reused_tokens = kept
+        return logits
+
+    def _read(self, request: Request) -> Tensor:
+        """Read a prompt into caches of its own; return the logits (1, V) behind it."""
+        self.close()
+        session = self._session = self._open(request)
         started = time.perf_counter()
         logits = session.prefill(request.progress)
         logits[0, 0].item()  # until all compute is over
-        self._token_s = (time.perf_counter() - started) / len(prompt)
+        self._token_s = (time.perf_counter() - started) / len(request.prompt)
         return logits
 
     def _open(self, request: Request) -> Session:
         """Open a text with room for turns to come, if there is; else for this one."""
         prompt, new = request.prompt, request.new
-        room = min(self.room, self.context - len(prompt) - new)
-        config, alone = self.sessions.runtime.target.config, (len(prompt), len(prompt) + new)
-        while room and not config.turns_alike(alone, (len(prompt), len(prompt) + new + room)):
-            room //= 2  # LongRoPE goes by all that may follow
-        if room:
+        if later := self._later(request):
             try:
-                return self.sessions.open(prompt, new + room)
+                return self.sessions.open(prompt, new + later)
             except FitError:
                 pass
         return self.sessions.open(prompt, new)
+
+    def _later(self, request: Request) -> int:
+        """Return for how many tokens of later turns there is to be room."""
+        tokens, end = len(request.prompt), len(request.prompt) + request.new
+        room = min(self.room, self.context - end)
+        config = self.sessions.runtime.target.config
+        while room and not config.turns_alike((tokens, end), (tokens, end + room)):
+            room //= 2  # LongRoPE goes by all that may follow
+        return room
 
     def _kept(self, request: Request) -> int:
         """Return how many tokens of a prompt are not read again; 0 where all of it is."""
@@ -115,8 +138,6 @@ class Conversation:
         if session is None or writing is None:
             return 0
         tokens = len(request.prompt)
-        if tokens + request.new > session.capacity or request.new > session.new:
-            return 0
         if not session.has_angles_of(tokens, request.new):
             return 0
         known = common_prefix(writing.settle(), request.prompt)

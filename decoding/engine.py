@@ -172,8 +172,8 @@ class Engine:
         On ranks other than 0 `follow` takes part.
 
         Args:
-            room: tokens of later turns that memory is planned for when a text is begun; one that
-                grows longer is read anew.
+            room: tokens of later turns that memory is planned for when a text is begun, and each
+                time it has outgrown its caches.
         """
         if self.group.rank:
             raise TierForceError("rank 0 leads conversations: call `follow` on the other ranks.")

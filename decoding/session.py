@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
+from decoding.draft_reading import read_draft
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
-    DRAFT_SLACK,
     EARLY_CHUNK,
     FIRST_DRAFT_ON_DEVICE,
     FIRST_DRAFT_OVER_LINK,
@@ -28,7 +28,6 @@ from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import DraftModel, readable
-from offload.cache import Cache
 from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
 from offload.near import NearCache
@@ -74,26 +73,10 @@ class Session:
         self.runtime, self.new, self.choice = runtime, new, choice
         runtime.link.peak()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
-        self.plan = plan or runtime.plan(len(prompt), new)
-        self._planned = len(prompt)
-        # that are read at once behind the text, at most; `Sessions` lets all ranks agree
-        self.turn_tokens = turn_tokens(runtime.needs, self.plan, len(prompt), new)
-        group, needs = runtime.target.group, runtime.needs
-        self.prompt = torch.tensor(prompt, device=group.device)
-        self.max_tokens = needs.max_pass_tokens
-        self.uses_link = needs.uses_link(self.plan)
-        self.target = self._target_cache()
-        self.levels = [Level("target", runtime.target, self.target)]
-        self.retrieval = self._retrieval_cache()
-        self.draft: StreamingCache | None = None
-        make: dict[str, Callable[[], Level | None]] = {
-            "sliced": self._sliced_level,
-            "retrieval": self._retrieval_level,
-            "draft": self._draft_level,
-        }
-        for name in LEVELS[runtime.mode]:
-            if (level := make[name]()) is not None:
-                self.levels.append(level)
+        self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
+        self.max_tokens = runtime.needs.max_pass_tokens
+        self.levels: list[Level] = []
+        self._make_caches(plan or runtime.plan(len(prompt), new))
         self.is_early = False  # whether its prompt is read in passes of other texts
         self.read_share = 0.0  # what was read so
         self.steps_taken = 0
@@ -118,20 +101,26 @@ class Session:
         return logits
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], kept: int, progress: Progress | None = None) -> Tensor:
+    def extend(
+        self, tokens: Sequence[int], kept: int, room: int = 0, progress: Progress | None = None
+    ) -> Tensor:
         """Read the text on, on all ranks, or another with the same beginning; return the logits.
 
         It is `tokens` now, of which the first `kept`, not all, are what it was; the logits (1, V)
         are those behind it. What the target's cache lacks is read in parts of `turn_tokens`, each
-        layer by layer, or in a pass like any other where it takes no more rows.
+        layer by layer, or in a pass like any other where it takes no more rows. With `room` there
+        are new caches first, for so many new tokens. Raises FitError, on all ranks, where there is
+        no memory for that; the session is good for nothing then.
         """
         self.peaks["decoding"] = self.runtime.link.peak()
         self.peaks = {}
         self.prompt = torch.tensor(tokens, device=self.prompt.device)
-        target = self.target
         for level in self.levels:
             level.cache.traffic.begin_anew()
-        target.go_back(kept)
+        self.target.go_back(kept)
+        if room:
+            self._grow(room)
+        target = self.target
         rest = self.prompt[target.length :]
         pieces = shares(len(rest), ceil_div(len(rest), self.turn_tokens))
         done = 0
@@ -248,7 +237,8 @@ class Session:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         self._reading = self._trouble = None
         self.runtime.link.drain()
-        self.target.followers.clear()  # they hold the target's cache, which would hold them
+        if (target := self.__dict__.get("target")) is not None:
+            target.followers.clear()  # they hold the target's cache, which would hold them
         self.peaks["decoding"] = self.runtime.link.peak()
         self.runner.forget()
 
@@ -257,6 +247,49 @@ class Session:
         with self.target.prefill(len(self.prompt)) as way:
             target = self.runtime.target
             return (yield from target.reading(self.prompt, way, lambda: self._chunk, progress))
+
+    def _make_caches(self, plan: MemoryPlan) -> None:
+        """Allocate what the text needs where it goes by the plan. Raises FitError."""
+        runtime, needs, prompt = self.runtime, self.runtime.needs, len(self.prompt)
+        self.plan = plan
+        self._planned = prompt
+        # that are read at once behind the text, at most; `Sessions` lets all ranks agree
+        self.turn_tokens = turn_tokens(needs, plan, prompt, self.new)
+        self.uses_link = needs.uses_link(plan)
+        self.target = self._target_cache()
+        self.levels = [Level("target", runtime.target, self.target)]
+        self.retrieval = self._retrieval_cache()
+        self.draft: StreamingCache | None = None
+        make: dict[str, Callable[[], Level | None]] = {
+            "sliced": self._sliced_level,
+            "retrieval": self._retrieval_level,
+            "draft": self._draft_level,
+        }
+        for name in LEVELS[runtime.mode]:
+            if (level := make[name]()) is not None:
+                self.levels.append(level)
+
+    def _grow(self, room: int) -> None:
+        """Make caches for the text and `room` new tokens, which hold what the target's does.
+
+        Raises FitError on all ranks.
+        """
+        group = self.runtime.target.group
+        with group.together():
+            held, tokens = self.target.taken_out(), self.target.length
+        self.close()
+        self.__dict__.pop("runner", None)
+        # what was there goes before what comes
+        self.levels, self.retrieval, self.draft = [], None, None
+        del self.target
+        self.new = room
+        with group.together():
+            self._make_caches(self.runtime.plan(len(self.prompt), room))
+            with self.target.prefill(tokens) as way:
+                for layer in range(len(held)):
+                    way.fill(layer, held.pop(0))
+            self.target.bring_in()
+        self.turn_tokens = min(group.gather(self.turn_tokens))
 
     def _read_part(self, part: Tensor, progress: Progress | None) -> Tensor:
         """Read tokens (T,) behind what the target's cache holds; return the logits (1, V)."""
@@ -272,24 +305,12 @@ class Session:
             return model.prefill(part, way, self._chunk, progress)
 
     def _read_draft(self, kept: int = 0) -> None:
-        """Let the draft's cache stand behind the prompt, of which it keeps what it can.
-
-        Of what it holds, the first `kept` tokens are of the prompt.
-        """
+        """Let the draft's cache stand behind the prompt, of which it may hold `kept` tokens."""
         model, cache = self.runtime.draft, self.draft
-        if model is None or cache is None:
-            return
-        vocab = self.runtime.target.config.vocab
-        prompt = readable(self.prompt, model.config.vocab, vocab)
-        kept = min(kept, cache.length)
-        window = cache.shape.window
-        is_short = cache.oldest > 0 and len(prompt) - cache.oldest < window  # what would be in it
-        if not kept or kept < cache.oldest or is_short or len(prompt) - kept > window:
-            cache.begin_anew()
-            _read(model, cache, prompt)
-        else:
-            cache.crop(kept)
-            _advance(model, cache, prompt[kept:])
+        if model is not None and cache is not None:
+            vocab = self.runtime.target.config.vocab
+            prompt = readable(self.prompt, model.config.vocab, vocab)
+            read_draft(model, cache, prompt, min(kept, cache.length))
 
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self.runtime, len(self.prompt), self.new
@@ -352,22 +373,6 @@ def draft_lengths(settings: Settings) -> Lengths:
     inner = (settings.inner_length, MAX_INNER_DRAFT)
     rows = ((settings.draft_length, MAX_DRAFT), inner, inner)
     return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)
-
-
-def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
-    """Read what the draft's cache can keep of the prompt: the sinks and the last window."""
-    rest = prompt
-    if (skipped := len(rest) - cache.shape.sinks - cache.shape.window) > 0:
-        _advance(model, cache, rest[: cache.shape.sinks])
-        cache.skip(skipped)
-        rest = rest[cache.shape.sinks + skipped :]
-    _advance(model, cache, rest)
-
-
-def _advance(model: Llama, cache: Cache, tokens: Tensor) -> None:
-    for part in tokens.split(DRAFT_SLACK):
-        model(part, cache, 1)
-        cache.advance(len(part))
 
 
 def _of_part(progress: Progress, done: int, part: int, tokens: int) -> Progress:

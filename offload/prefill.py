@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.buffers import attend_to, put, span
 from offload.errors import FitError
 from offload.layers import TieredLayer
-from offload.link import Link
+from offload.link import Link, by_head
 
 if TYPE_CHECKING:
     from offload.tiered import TieredCache
@@ -71,6 +71,22 @@ class Prefill:
         at = self._held + start
         self._build(layer, self._cache.rotary(k, at, layer), v, at)
 
+    def fill(self, layer: int, source: Tensor) -> None:
+        """Let a layer hold `source` (2, Hkv, N, D) in host memory, the KV of all these tokens.
+
+        In place of `attend` and `keep`, for an empty cache. Followers see nothing of it.
+        """
+        place = self._cache.layers[layer]
+        kv = place.buffer
+        if kv is None:
+            kv = self._begin_staged()
+            self._make_room(self.tokens)
+        link = self._cache.link
+        copies = by_head(span(kv, 0, self.tokens), source)
+        ticket = link.copy(copies)
+        link.wait(ticket)
+        self._keep(place, kv, 0, self.tokens)
+
     def _build(self, layer: int, k: Tensor, v: Tensor, at: int) -> Tensor:
         """Add rotated k and v, of the tokens from `at` on, to this layer's KV; return all of it.
 
@@ -81,16 +97,20 @@ class Prefill:
         kv = place.buffer
         if kv is None:
             assert self._stage is not None
-            kv = self._stage
-            if at == self._held:
-                self._left.extend(self._leaving)
-                self._leaving.clear()
+            kv = self._begin_staged() if at == self._held else self._stage
             self._make_room(end)
         if at == self._held and at:
             self._bring_held(place, kv)
         put(kv, k, v, at)
         self._keep(place, kv, at, end)
         return kv
+
+    def _begin_staged(self) -> Tensor:
+        """Return the stage, for another layer than the one whose blocks are leaving it."""
+        assert self._stage is not None
+        self._left.extend(self._leaving)
+        self._leaving.clear()
+        return self._stage
 
     def _bring_held(self, place: TieredLayer, kv: Tensor) -> None:
         """Bring what the layer holds to where its KV is built."""

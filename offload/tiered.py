@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from offload.buffers import span
 from offload.cache import Cache, Follower
+from offload.host_memory import allocate
 from offload.layers import ResidentLayer, StreamedLayer, TieredLayer
 from offload.layout import shares
-from offload.link import Link
+from offload.link import Link, by_head
 from offload.prefill import Prefill, bring_in_late
 from offload.ring import Step, TransferRing
 from offload.rotary import Rotary
@@ -121,11 +124,7 @@ class TieredCache(Cache):
         before, self.boundary = self.boundary, self.shape.boundary(end)
         for follower in self.followers:
             follower.follow(self.boundary, end, end)
-        stage = None
-        if self._ring is not None and self.shape.ring_numel:
-            _, *whole = self.layout.shape(1, end)
-            stage = self._ring.lend(whole)
-        yield Prefill(self, tokens, stage, before)
+        yield Prefill(self, tokens, self._lend_stage(end), before)
         self.link.drain()
         self.advance(tokens)
 
@@ -135,6 +134,30 @@ class TieredCache(Cache):
         Raises FitError where others have taken it meanwhile.
         """
         bring_in_late(self.layers, self.length, self.link)
+
+    def taken_out(self) -> list[Tensor]:
+        """Return copies in host memory of what each layer holds (2, Hkv, length, D).
+
+        For `Prefill.fill` of another cache. Raises FitError where the host has no room for them.
+        """
+        _, *shape = self.layout.shape(1, self.length)
+        stage = self._lend_stage(self.length)
+        copies = []
+        for place in self.layers:
+            kv = place.buffer
+            if kv is None:
+                assert stage is not None
+                kv = stage
+            ticket = place.recall(kv, self.length, self.boundary)
+            if ticket is not None:
+                self.link.wait(ticket)
+            copy = allocate(prod(shape), self.layout.dtype)
+            copy = copy.view(shape)
+            held = span(kv, 0, self.length)
+            self.link.copy(by_head(copy, held))
+            self.link.drain()  # the next layer comes to the same stage
+            copies.append(copy)
+        return copies
 
     # -- decoding ----------------------------------------------------------------------------------
 
@@ -215,6 +238,16 @@ class TieredCache(Cache):
                 step()
         if layer + 1 == self.layout.layers:
             self._step = None  # which holds another text
+
+    def _lend_stage(self, tokens: int) -> Tensor | None:
+        """Return the memory in which layers of so many tokens are built, (2, Hkv, N, D).
+
+        None where each has a buffer of its own.
+        """
+        if self._ring is None or not self.shape.ring_numel:
+            return None
+        _, *shape = self.layout.shape(1, tokens)
+        return self._ring.lend(shape)
 
     def _refuse_too_long(self, rows: int) -> None:
         """Raise ValueError where so many tokens more do not fit."""

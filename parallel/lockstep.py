@@ -45,6 +45,7 @@ class _Extension:
 
     tokens: list[int]  # all of the text
     kept: int  # of which so many may stay in the caches
+    room: int  # new tokens for which there are to be larger ones; 0 where these do
     lengths: list[int]  # of the announced levels' caches
 
 
@@ -62,8 +63,11 @@ class OpenText(Protocol):
         """Read its prompt, or what is left of it; return the logits (1, V) behind it."""
         ...
 
-    def extend(self, tokens: Sequence[int], kept: int) -> Tensor:
-        """Read the text on, or another one with the same beginning; return the logits (1, V)."""
+    def extend(self, tokens: Sequence[int], kept: int, room: int) -> Tensor:
+        """Read the text on, or another one with the same beginning; return the logits (1, V).
+
+        Where there is to be more `room`, raises FitError on all ranks.
+        """
         ...
 
     def read_on(self) -> None:
@@ -130,7 +134,9 @@ class Lockstep:
         self._announce([_READ, self.texts.index(text)])
         self._is_read(text)
 
-    def announce_extension(self, text: OpenText, tokens: Sequence[int], kept: int) -> None:
+    def announce_extension(
+        self, text: OpenText, tokens: Sequence[int], kept: int, room: int
+    ) -> None:
         """Tell the other ranks that a text is read on; `text.extend` is to follow, with the same.
 
         It is `tokens` now, of which the first `kept` are what it was.
@@ -139,7 +145,7 @@ class Lockstep:
             return
         lengths = [level.cache.length for level in text.levels if level.announced]
         self._announce([_EXTEND, self.texts.index(text)])
-        self.group.broadcast(_Extension(list(tokens), kept, lengths))
+        self.group.broadcast(_Extension(list(tokens), kept, room, lengths))
 
     def announce_end(self, text: OpenText) -> None:
         """Tell the other ranks that a text is over."""
@@ -178,7 +184,9 @@ class Lockstep:
         assert extension is not None
         for level, length in zip(text.levels, extension.lengths, strict=False):
             level.cache.settle(length)
-        text.extend(extension.tokens, extension.kept)
+        # raised on rank 0 too, which tells
+        with suppress(TierForceError):
+            text.extend(extension.tokens, extension.kept, extension.room)
 
     def _follow(self, count: int, steps: int, numbers: list[int]) -> None:
         passes, places = list[Pass](), list[tuple[int, int]]()

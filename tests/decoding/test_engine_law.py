@@ -82,8 +82,12 @@ def reference_laws(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
     return torch.nn.functional.pad(laws, (0, VOCAB - laws.shape[1]))
 
 
+def dtype_for(mode: str) -> str:
+    return "bfloat16" if "sliced" in mode else "float32"
+
+
 def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
-    pair = Pair(*folders, dtype="bfloat16" if "sliced" in mode else "float32")
+    pair = Pair(*folders, dtype=dtype_for(mode))
     text = pair.text(mode, PROMPT, new, sampling, **{**SMALL, **choices})
     found = places(text, sampling, folders)
     if found.isnan().any():
@@ -120,6 +124,26 @@ def test_three_texts_at_once_follow_the_target_law(
         texts = [text.tokens for text in engine.write(requests, 3)]
     found = torch.cat([places(text, law, folders) for text in texts])
     assert len(found) == 750
+    assert not found.isnan().any()
+    assert p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling"),
+    [("plain", "full"), ("hierarchical", "nucleus"), ("sliced-hierarchical", "full")],
+)
+def test_a_turn_of_a_conversation_follows_the_target_law(
+    mode: str, sampling: str, folders: FOLDERS
+) -> None:
+    law, pair = SAMPLINGS[sampling], Pair(*folders, dtype=dtype_for(mode))
+    with (
+        pair.engine(mode, link="emulated:50", **SMALL) as engine,
+        engine.conversation(room=600),
+    ):
+        list(engine.generate(PROMPT[:40], 9, law))
+        text = list(engine.generate(PROMPT, 500, law))
+        assert engine.stats.reused_tokens == 40
+    found = places(text, law, folders)
     assert not found.isnan().any()
     assert p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS)) > LIKELY
 

@@ -104,6 +104,36 @@ def test_recorded_passes_write_the_same(
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("hierarchical", "float32"), ("sliced-retrieval", "bfloat16")]
+)
+def test_a_conversation_goes_on_over_tiers_and_recordings(
+    mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From inside the text too, in parts, and in larger caches."""
+    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    group = Group(device=torch.device("cuda", 0))
+    choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
+    engine = opened(group, mode, dtype=dtype, graphs=True, **choices)
+    asked = []
+    with engine.conversation(room=60):
+        for tokens in (PROMPT, PROMPT[:250] + PROMPT[:90], PROMPT[:250] + PROMPT[90:100]):
+            asked.append((tokens, list(engine.generate(tokens, NEW))))
+        assert engine.stats.reused_tokens == 250
+        (session,) = engine.sessions.lockstep.texts
+        session.turn_tokens = 70
+        longer = PROMPT + PROMPT[:150]
+        monkeypatch.setattr(engine._conversation, "_token_s", 1e9)
+        asked.append((longer, list(engine.generate(longer, NEW))))
+        assert engine.stats.reused_tokens == 250
+        assert session.capacity > 400
+    if dtype == "float32":
+        assert [text for _, text in asked] == [
+            list(engine.generate(tokens, NEW)) for tokens, _ in asked
+        ]
+    engine.close()
+
+
 def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
     run_ranks(1, failing_capture)  # a process of its own: torch may not record again behind it
 
