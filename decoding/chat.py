@@ -58,7 +58,7 @@ class Dialogue:
 class Chat:
     """A conversation, maybe about a document, which stands before the first message.
 
-    It is meant for inside an engine's `conversation`: then nothing of it is read twice.
+    It is meant for inside an engine's `conversation`, where only what is new is read.
     """
 
     def __init__(

@@ -51,6 +51,7 @@ class Conversation:
         self._session: Session | None = None
         self._writing: Writing | None = None  # of the turn before
         self._token_s = 0.0  # that reading the whole text took, for each of its tokens
+        self._pass_s = 0.0  # that a pass of the target took, when last one was made
 
     def write(self, request: Request, stats: Stats) -> Generator[int, None, None]:
         """Yield what follows a prompt, as it is verified; count in `stats`.
@@ -91,13 +92,14 @@ class Conversation:
         session, new, kept = self._session, request.new, self._kept(request)
         if session is None or not kept:
             return None
-        room = 0
+        self._writing = None  # whose decoders hold caches that may have to go
+        rooms: list[int] = []
         if len(request.prompt) + new > session.capacity or new > session.new:
-            room = new + self._later(request)
+            rooms = [new + self._later(request), new]
         try:
-            logits = self.sessions.extend(session, request.prompt, kept, room, request.progress)
+            logits = self.sessions.extend(session, request.prompt, kept, rooms, request.progress)
         except FitError:
-            if not room:
+            if not rooms:
                 raise
             return None
         stats.reused_tokens = kept
@@ -142,14 +144,15 @@ class Conversation:
             return 0
         known = common_prefix(writing.settle(), request.prompt)
         kept = min(known, session.target.length, tokens - 1)
-        # each part that is read at once waits for all that the caches hold, about as long as a
-        # verification did
+        stats = writing.stats
+        if waits := [each.verify_s for each in stats.rounds]:
+            self._pass_s = median(waits)
+        elif passes := stats.levels[0].stats.passes:
+            self._pass_s = stats.decode_s / passes
+        stats.let_go()
+        # each part that is read at once waits for all that the caches hold, as a pass does
         parts = ceil_div(tokens - kept, session.turn_tokens)
-        waits = [each.verify_s for each in writing.stats.rounds]
-        if parts > 1 and parts * median(waits or [0.0]) > kept * self._token_s:
-            return 0
-        writing.stats.let_go()
-        return kept
+        return 0 if parts > 1 and parts * self._pass_s > kept * self._token_s else kept
 
     def _make(self, asked: Pass) -> Tensor:
         """Make a pass of this text alone, on all ranks of its model."""

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
-from decoding.draft_reading import read_draft
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
     EARLY_CHUNK,
@@ -20,6 +19,7 @@ from decoding.planning.defaults import (
     MAX_INNER_DRAFT,
 )
 from decoding.planning.fit import turn_tokens
+from decoding.reading import of_part, read_draft
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
@@ -28,6 +28,7 @@ from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import DraftModel, readable
+from offload.errors import FitError
 from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
 from offload.near import NearCache
@@ -102,15 +103,19 @@ class Session:
 
     @torch.inference_mode()
     def extend(
-        self, tokens: Sequence[int], kept: int, room: int = 0, progress: Progress | None = None
+        self,
+        tokens: Sequence[int],
+        kept: int,
+        rooms: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> Tensor:
         """Read the text on, on all ranks, or another with the same beginning; return the logits.
 
         It is `tokens` now, of which the first `kept`, not all, are what it was; the logits (1, V)
         are those behind it. What the target's cache lacks is read in parts of `turn_tokens`, each
-        layer by layer, or in a pass like any other where it takes no more rows. With `room` there
-        are new caches first, for so many new tokens. Raises FitError, on all ranks, where there is
-        no memory for that; the session is good for nothing then.
+        layer by layer, or in a pass like any other where it takes no more rows. With `rooms`
+        there are new caches first, for so many new tokens, the first that fit. Raises FitError, on
+        all ranks, where none do; the session is good for nothing then.
         """
         self.peaks["decoding"] = self.runtime.link.peak()
         self.peaks = {}
@@ -118,14 +123,14 @@ class Session:
         for level in self.levels:
             level.cache.traffic.begin_anew()
         self.target.go_back(kept)
-        if room:
-            self._grow(room)
+        if rooms:
+            self._grow(rooms)
         target = self.target
         rest = self.prompt[target.length :]
         pieces = shares(len(rest), ceil_div(len(rest), self.turn_tokens))
         done = 0
         for part in rest.split(pieces):
-            tell = None if progress is None else _of_part(progress, done, len(part), len(rest))
+            tell = None if progress is None else of_part(progress, done, len(part), len(rest))
             logits = self._read_part(part, tell)
             done += len(part)
         self._read_draft(kept)
@@ -236,10 +241,16 @@ class Session:
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         self._reading = self._trouble = None
-        self.runtime.link.drain()
-        if (target := self.__dict__.get("target")) is not None:
-            target.followers.clear()  # they hold the target's cache, which would hold them
+        self._end_passes()
         self.peaks["decoding"] = self.runtime.link.peak()
+
+    def _end_passes(self) -> None:
+        """Let no recording stay, and no copy that works on the caches."""
+        self.runtime.link.drain()
+        for level in self.levels:
+            if isinstance(level.cache, TieredCache):
+                # they hold the target's cache, which would hold them
+                level.cache.followers.clear()
         self.runner.forget()
 
     def _steps(self, progress: Progress | None) -> Reading:
@@ -269,27 +280,40 @@ class Session:
             if (level := make[name]()) is not None:
                 self.levels.append(level)
 
-    def _grow(self, room: int) -> None:
-        """Make caches for the text and `room` new tokens, which hold what the target's does.
+    def _grow(self, rooms: Sequence[int]) -> None:
+        """Make caches for the text, and as many new tokens as fit, which hold what the target's do.
 
-        Raises FitError on all ranks.
+        Raises FitError on all ranks, where none of the `rooms` fits.
         """
-        group = self.runtime.target.group
+        group, before = self.runtime.target.group, self.target.traffic
         with group.together():
             held, tokens = self.target.taken_out(), self.target.length
-        self.close()
+        self._end_passes()
+        # what was there goes before what comes, and so does the memory of recordings
         self.__dict__.pop("runner", None)
-        # what was there goes before what comes
         self.levels, self.retrieval, self.draft = [], None, None
         del self.target
-        self.new = room
+        plan = self._planned_for(rooms)
         with group.together():
-            self._make_caches(self.runtime.plan(len(self.prompt), room))
+            self._make_caches(plan)
             with self.target.prefill(tokens) as way:
                 for layer in range(len(held)):
                     way.fill(layer, held.pop(0))
             self.target.bring_in()
+        self.target.traffic.add(before)
         self.turn_tokens = min(group.gather(self.turn_tokens))
+
+    def _planned_for(self, rooms: Sequence[int]) -> MemoryPlan:
+        """Return the plan for the first number of new tokens for which there is memory."""
+        for room in rooms:
+            self.new = room
+            try:
+                with self.runtime.target.group.together():
+                    return self.runtime.plan(len(self.prompt), room)
+            except FitError:
+                if room == rooms[-1]:
+                    raise
+        raise ValueError("no room is asked for")
 
     def _read_part(self, part: Tensor, progress: Progress | None) -> Tensor:
         """Read tokens (T,) behind what the target's cache holds; return the logits (1, V)."""
@@ -373,15 +397,3 @@ def draft_lengths(settings: Settings) -> Lengths:
     inner = (settings.inner_length, MAX_INNER_DRAFT)
     rows = ((settings.draft_length, MAX_DRAFT), inner, inner)
     return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)
-
-
-def _of_part(progress: Progress, done: int, part: int, tokens: int) -> Progress:
-    """Return what tells of a part, behind `done` of so many tokens, as `progress` of all of them.
-
-    The part has `part` tokens.
-    """
-
-    def tell(units: int, total: int) -> None:
-        progress(done * total + part * units, tokens * total)
-
-    return tell

@@ -121,12 +121,12 @@ class Sessions:
         session: Session,
         tokens: Sequence[int],
         kept: int,
-        room: int,
+        rooms: Sequence[int],
         progress: Progress | None = None,
     ) -> Tensor:
         """Read an open text on, on all ranks, as `Session.extend` does; for rank 0."""
-        self.lockstep.announce_extension(session, tokens, kept, room)
-        return session.extend(tokens, kept, room, progress)
+        self.lockstep.announce_extension(session, tokens, kept, rooms)
+        return session.extend(tokens, kept, rooms, progress)
 
     def close(self, session: Session) -> None:
         """End a text on all ranks; for rank 0."""

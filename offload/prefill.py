@@ -85,6 +85,8 @@ class Prefill:
         copies = by_head(span(kv, 0, self.tokens), source)
         ticket = link.copy(copies)
         link.wait(ticket)
+        if link.copies:
+            self._cache.traffic.link_in += source.nbytes
         self._keep(place, kv, 0, self.tokens)
 
     def _build(self, layer: int, k: Tensor, v: Tensor, at: int) -> Tensor:

@@ -156,6 +156,8 @@ class TieredCache(Cache):
             held = span(kv, 0, self.length)
             self.link.copy(by_head(copy, held))
             self.link.drain()  # the next layer comes to the same stage
+            if self.link.copies:
+                self.traffic.link_out += copy.nbytes
             copies.append(copy)
         return copies
 

@@ -17,5 +17,11 @@ class Traffic:
         """Count from 0 again."""
         self.link_in = self.link_out = self.attended = 0
 
+    def add(self, other: Traffic) -> None:
+        """Count what another counter has counted, too."""
+        self.link_in += other.link_in
+        self.link_out += other.link_out
+        self.attended += other.attended
+
     def snapshot(self) -> dict[str, int]:
         return asdict(self)

@@ -140,8 +140,11 @@ class Group:
                 raise
             own = FitError(f"rank {self.rank}: out of memory: {one_line(error)}")
         shared = self._first_error(own)
-        if shared:
-            raise shared
+        try:
+            if shared:
+                raise shared
+        finally:
+            del own, shared  # which its traceback would hold, and with it what the block had
 
     def close(self) -> None:
         """Leave the group; no collective can follow."""

@@ -45,7 +45,7 @@ class _Extension:
 
     tokens: list[int]  # all of the text
     kept: int  # of which so many may stay in the caches
-    room: int  # new tokens for which there are to be larger ones; 0 where these do
+    rooms: list[int]  # new tokens for which there are to be larger ones, the first that fit
     lengths: list[int]  # of the announced levels' caches
 
 
@@ -63,10 +63,10 @@ class OpenText(Protocol):
         """Read its prompt, or what is left of it; return the logits (1, V) behind it."""
         ...
 
-    def extend(self, tokens: Sequence[int], kept: int, room: int) -> Tensor:
+    def extend(self, tokens: Sequence[int], kept: int, rooms: Sequence[int]) -> Tensor:
         """Read the text on, or another one with the same beginning; return the logits (1, V).
 
-        Where there is to be more `room`, raises FitError on all ranks.
+        Where there are to be larger caches, raises FitError on all ranks.
         """
         ...
 
@@ -135,7 +135,7 @@ class Lockstep:
         self._is_read(text)
 
     def announce_extension(
-        self, text: OpenText, tokens: Sequence[int], kept: int, room: int
+        self, text: OpenText, tokens: Sequence[int], kept: int, rooms: Sequence[int]
     ) -> None:
         """Tell the other ranks that a text is read on; `text.extend` is to follow, with the same.
 
@@ -145,7 +145,7 @@ class Lockstep:
             return
         lengths = [level.cache.length for level in text.levels if level.announced]
         self._announce([_EXTEND, self.texts.index(text)])
-        self.group.broadcast(_Extension(list(tokens), kept, room, lengths))
+        self.group.broadcast(_Extension(list(tokens), kept, list(rooms), lengths))
 
     def announce_end(self, text: OpenText) -> None:
         """Tell the other ranks that a text is over."""
@@ -186,7 +186,7 @@ class Lockstep:
             level.cache.settle(length)
         # raised on rank 0 too, which tells
         with suppress(TierForceError):
-            text.extend(extension.tokens, extension.kept, extension.room)
+            text.extend(extension.tokens, extension.kept, extension.rooms)
 
     def _follow(self, count: int, steps: int, numbers: list[int]) -> None:
         passes, places = list[Pass](), list[tuple[int, int]]()

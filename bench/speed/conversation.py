@@ -39,6 +39,7 @@ from decoding import Engine, Sampling
 from parallel.group import Group
 from parallel.loading import resolve
 
+WARM = 32  # tokens of a text that warms up what is measured
 KEPT = "transformers: a cache that is kept"
 QUESTIONS = [  # asked of any novel
     "Who is the most important person so far?",
@@ -176,6 +177,7 @@ def main(
         mode, _, link = way.partition("@")
         engine = Engine.from_pretrained(target, draft, settings_of(mode, link, dtype))
         engine.stop_tokens = frozenset()  # all make as many tokens
+        list(engine.generate(document[:WARM], WARM, law))
         with engine.conversation():
             found = turns(document, asked, of_engine(engine, new_tokens, law))
         engine.close()
@@ -185,6 +187,7 @@ def main(
         scratch = output.parent / "converted"
         model = load_transformers(resolve(target, Group()), dtype, scratch, None)
         model.generation_config = GenerationConfig(pad_token_id=0)
+        of_transformers(model, WARM, law)(document[:WARM])
         rows.append(row(KEPT, turns(document, asked, of_transformers(model, new_tokens, law))))
     title = (
         f"{questions} questions about {context:,} tokens, {new_tokens} new ones each, {dtype}, "

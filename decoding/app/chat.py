@@ -54,6 +54,13 @@ class Terminal:
             "/clear": self._clear,
             "/help": lambda _: _say_help(),
         }
+        try:
+            self._follow(commands)
+        finally:
+            self.interrupts.on_interrupt = None
+
+    def _follow(self, commands: dict[str, Callable[[str], None]]) -> None:
+        """Do what each line says."""
         for line in _lines():
             name, _, rest = line.partition(" ")
             if name == "/quit":

@@ -173,7 +173,7 @@ def generate(
 def chat(common: Common, document: DocumentFile = None) -> None:
     """Talk with a model, maybe about a document.
 
-    The document is read once, and what was said is not read again. /help lists what can be done
+    The document is read once, and of what is said only what is new. /help lists what can be done
     beside asking; Ctrl-C ends an answer.
     """
     interrupts = _start(common, "interrupted ({name})")

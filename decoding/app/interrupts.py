@@ -35,13 +35,18 @@ class Interrupts:
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
     def _wait(self) -> None:
-        number = 0
-        while number not in _SIGNALS:
-            number = os.read(self._reading, 1)[0]
-            goes_on = number == signal.SIGINT and self.on_interrupt is not None
-            if goes_on and self.on_interrupt():  # type: ignore[misc]
-                number = 0
+        number = signal.SIGTERM
         try:
-            self.last_words(signal.Signals(number).name)
+            number = self._ending()
+            self.last_words(number.name)
         finally:
             os._exit(128 + number)
+
+    def _ending(self) -> signal.Signals:
+        """Wait for a signal that ends the process, and return it."""
+        while True:
+            number = os.read(self._reading, 1)[0]
+            if number == signal.SIGINT and self.on_interrupt is not None and self.on_interrupt():
+                continue
+            if number in _SIGNALS:
+                return signal.Signals(number)

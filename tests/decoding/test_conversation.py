@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -191,6 +192,28 @@ def test_a_text_that_outgrows_its_caches_gets_larger_ones(
     assert sum(same) >= (3 if sliced else len(same))  # at near-ties texts in 16 bits part
 
 
+def test_the_old_caches_go_before_memory_is_planned_for_larger_ones(models: Pair) -> None:
+    with models.engine("hierarchical", link="emulated:50", resident_layers=1, **SMALL) as engine:
+        plan, seen = type(engine.runtime).plan, list[int]()
+
+        def planned(runtime: Any, prompt: int, new: int) -> Any:
+            seen.append(new)
+            assert before() is None
+            if len(seen) == 1:  # what is enough for this turn alone is taken
+                raise FitError("no room")
+            return plan(runtime, prompt, new)
+
+        with engine.conversation(room=40):
+            answer = list(engine.generate(PROMPT, NEW))
+            before = weakref.ref(engine.sessions.lockstep.texts[0].target)
+            prompt = [*PROMPT, *answer, *TURNS[2]]
+            with patch.object(decoding.session.Runtime, "plan", planned):
+                found = list(engine.generate(prompt, NEW))
+            assert engine.stats.reused_tokens > len(PROMPT)
+        assert seen == [NEW + 40, NEW]
+        assert found == list(engine.generate(prompt, NEW))
+
+
 def test_where_memory_does_not_do_for_larger_caches_a_text_is_read_anew(models: Pair) -> None:
     with models.engine("hierarchical", link="emulated:50", resident_layers=1, **SMALL) as engine:
         prompt = [*PROMPT, *TURNS[2]]
@@ -202,7 +225,7 @@ def test_where_memory_does_not_do_for_larger_caches_a_text_is_read_anew(models: 
             assert engine.stats.reused_tokens == 0
             list(engine.generate(PROMPT, NEW))
             plan = type(engine.runtime).plan
-            with patch.object(decoding.session.Runtime, "plan", refusing(plan, times=1)):
+            with patch.object(decoding.session.Runtime, "plan", refusing(plan, times=2)):
                 assert list(engine.generate([*prompt, *prompt], NEW))
             assert engine.stats.reused_tokens == 0
             assert list(engine.generate(prompt, NEW)) == wanted

@@ -1,4 +1,4 @@
-"""What a draft model reads of a prompt: as much as its cache can keep."""
+"""Reading a prompt: what the draft model reads of it, and how far a part of it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from decoding.planning.defaults import DRAFT_SLACK
 from offload.cache import Cache
 from offload.streaming import StreamingCache
-from parallel.model import Llama
+from parallel.model import Llama, Progress
 
 
 def read_draft(model: Llama, cache: StreamingCache, prompt: Tensor, kept: int = 0) -> None:
@@ -23,6 +23,18 @@ def read_draft(model: Llama, cache: StreamingCache, prompt: Tensor, kept: int = 
     else:
         cache.crop(kept)
         _advance(model, cache, prompt[kept:])
+
+
+def of_part(progress: Progress, done: int, part: int, tokens: int) -> Progress:
+    """Return what tells of a part, behind `done` of so many tokens, as `progress` of all of them.
+
+    The part has `part` tokens.
+    """
+
+    def tell(units: int, total: int) -> None:
+        progress(done * total + part * units, tokens * total)
+
+    return tell
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:
