@@ -20,21 +20,14 @@ from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from offload.layout import ceil_div
 from parallel.group import Group
+from support import batches
 from support.batches import MODES
 from support.engines import Pair
 from support.models import long_rope, random_tokens, rope
 
 NEW = 12
 FOLDERS = tuple[Path, Path]
-SMALL: dict[str, Any] = {
-    "budget": 32,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "draft_length": 5,
-    "inner_length": 2,
-    "prefill_chunk": 64,
-}
+SMALL: dict[str, Any] = {**batches.SMALL, "refresh": None, "lookup": None, "prefill_chunk": 64}
 PROMPT = random_tokens(300, seed=1).tolist()
 # behind the answer: less than a pass takes, more than one, and more than is computed at once
 TURNS = [random_tokens(count, seed=count).tolist() for count in (1, 20, 200)]
