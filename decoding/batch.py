@@ -208,7 +208,8 @@ class Batch:
             stats.read_early, stats.is_alone = session.read_share, False
             self.sessions.finish_reading(session)
         started = time.perf_counter()
-        new = running.writing.begin(self.lengths, clock=self.clock)
+        logits = session.prefill(running.written.request.progress)
+        new = running.writing.begin(self.lengths, logits, self.clock)
         if not session.is_early:
             self.pace.read_alone(time.perf_counter() - started, session.early_steps)
         return new

@@ -10,9 +10,10 @@ from typing import Any
 from decoding.conversation import ROOM
 from decoding.engine import Engine
 from decoding.pieces import pieces
+from decoding.prompt import parts_around, plain_tokens
 from decoding.speculation.sampling import Sampling
 from decoding.writing import Progress
-from offload.errors import DocumentError, TierForceError, one_line
+from offload.errors import DocumentError, TierForceError
 
 _MARKS = [f"\ue000{number}\ue000" for number in range(5)]  # stand for messages
 _ROLES = ("user", "assistant")
@@ -34,25 +35,14 @@ class Dialogue:
         messages = [
             {"role": _ROLES[number % 2], "content": mark} for number, mark in enumerate(_MARKS)
         ]
-        try:
-            rendered = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-            parts = []
-            for mark in _MARKS:
-                part, rendered = rendered.split(mark)
-                parts.append(part)
-        except Exception as error:  # jinja's, or whatever the template's own code raises
-            raise TierForceError(
-                f"the tokenizer's chat template cannot take a conversation ({one_line(error)})."
-            ) from error
-        opening, _, turn, _, next_turn = parts
+        parts = parts_around(tokenizer, messages, _MARKS, "a conversation")
+        opening, _, turn, _, next_turn, answer = parts
         if turn != next_turn:
             raise TierForceError(
                 "the tokenizer's chat template words later turns otherwise than the first: what "
                 "was read could not be gone on with."
             )
-        return cls(*(_special(tokenizer, part) for part in (opening, rendered, turn)))
+        return cls(opening, answer, turn)
 
 
 class Chat:
@@ -84,7 +74,7 @@ class Chat:
         self._begun = list(self.dialogue.opening)
         if document is not None:
             self._begun += self._cut(document)
-            self._begun += _plain(engine.tokenizer, "\n\n")
+            self._begun += plain_tokens(engine.tokenizer, "\n\n")
         self.tokens = list(self._begun)  # all that was said
 
     def read(self, progress: Progress | None = None) -> None:
@@ -122,7 +112,7 @@ class Chat:
         self.clear()
         for question, answer in messages:
             asked = self._asked(self.tokens, question)
-            words = _plain(self.engine.tokenizer, answer)
+            words = plain_tokens(self.engine.tokenizer, answer)
             self._said(question, asked, words, answer)
 
     def clear(self) -> None:
@@ -132,7 +122,7 @@ class Chat:
     def _asked(self, tokens: list[int], question: str) -> list[int]:
         """Return the tokens of a conversation so far with one more question."""
         turn = self.dialogue.turn if self.messages else []
-        words = _plain(self.engine.tokenizer, question)
+        words = plain_tokens(self.engine.tokenizer, question)
         return [*tokens, *turn, *words, *self.dialogue.answer]
 
     def _said(
@@ -147,7 +137,7 @@ class Chat:
 
     def _cut(self, document: str) -> list[int]:
         """Return the document's tokens, as many as leave room to talk."""
-        tokens = _plain(self.engine.tokenizer, document)
+        tokens = plain_tokens(self.engine.tokenizer, document)
         context = self.engine.context
         talk = max(self.max_new_tokens, min(ROOM, context // 8))
         room = context - self.max_new_tokens - talk
@@ -158,16 +148,6 @@ class Chat:
             )
         self.dropped_tokens = max(0, len(tokens) - room)
         return tokens[:room]
-
-
-def _special(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a part of the template, in which special ones count."""
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def _plain(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, in which nothing is taken for a special token."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
 def _noted(tokens: Iterable[int], into: list[int]) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,17 +35,7 @@ class Template:
                 "the tokenizer has no chat template: use an instruct model, or leave out `chat`."
             )
         message = {"role": "user", "content": content}
-        try:
-            rendered = tokenizer.apply_chat_template(
-                [message], tokenize=False, add_generation_prompt=True
-            )
-            before, after = rendered.split(_MARK)
-        except Exception as error:  # jinja's, or whatever the template's own code raises
-            raise TierForceError(
-                f"the tokenizer's chat template cannot take a document ({one_line(error)})."
-            ) from error
-        parts = (tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))
-        return cls(*parts)
+        return cls(*parts_around(tokenizer, [message], [_MARK], "a document"))
 
     @classmethod
     def summary(cls, tokenizer: Any, instruction: str = INSTRUCTION) -> Template:
@@ -65,7 +56,7 @@ class Template:
         The text's end is dropped, or with `keep_end` its beginning. What looks like a special token
         in it is plain text. Raises DocumentError when the template leaves no room for any of it.
         """
-        tokens = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        tokens = plain_tokens(tokenizer, text)
         space = room - len(self.before) - len(self.after)
         if space < 1:
             raise DocumentError(
@@ -76,3 +67,31 @@ class Template:
         dropped = max(0, len(tokens) - space)
         kept = tokens[dropped:] if keep_end else tokens[:space]
         return [*self.before, *kept, *self.after], dropped
+
+
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, in which nothing is taken for a special token."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def parts_around(
+    tokenizer: Any, messages: Sequence[dict[str, str]], marks: Sequence[str], what: str
+) -> list[list[int]]:
+    """Return the tokens that a chat template puts before, between and behind marks in messages.
+
+    The marks come in order, once each. Raises TierForceError for a template that cannot take
+    `what` they stand for.
+    """
+    parts = []
+    try:
+        rest = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        for mark in marks:
+            part, rest = rest.split(mark)
+            parts.append(part)
+    except Exception as error:  # jinja's, or whatever the template's own code raises
+        raise TierForceError(
+            f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
+        ) from error
+    return [tokenizer(part, add_special_tokens=False).input_ids for part in (*parts, rest)]

@@ -76,7 +76,6 @@ class Session:
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
         self.max_tokens = runtime.needs.max_pass_tokens
-        self.levels: list[Level] = []
         self._make_caches(plan or runtime.plan(len(prompt), new))
         self.is_early = False  # whether its prompt is read in passes of other texts
         self.read_share = 0.0  # what was read so

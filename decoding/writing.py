@@ -74,23 +74,21 @@ class Writing:
     def begin(
         self,
         lengths: dict[str, Lengths],
-        logits: Tensor | None = None,
+        logits: Tensor,
         clock: Callable[[], float] = time.perf_counter,
     ) -> list[int]:
-        """Read the prompt on all ranks; return the first new token.
+        """Draw the first new token, and return it.
 
-        Raises FitError, and DocumentError where a law is not made of numbers.
+        Raises DocumentError where a law is not made of numbers.
 
         Args:
             lengths: draft lengths of texts before, by mode.
-            logits: (1, V) behind the prompt, where it has been read.
+            logits: (1, V) behind the prompt, which has been read.
             clock: tells seconds.
         """
         session, stats, request = self.session, self.stats, self.request
         sampling, device = request.sampling, session.prompt.device
         generator = torch.Generator(device).manual_seed(sampling.seed)
-        if logits is None:
-            logits = session.prefill(request.progress)
         law = sampling.law(logits)[0]
         new = read(draw(law, generator), law)
         text = Text([*session.prompt.tolist(), *new])

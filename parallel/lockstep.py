@@ -141,8 +141,6 @@ class Lockstep:
 
         It is `tokens` now, of which the first `kept` are what it was.
         """
-        if self.group.size == 1:
-            return
         lengths = [level.cache.length for level in text.levels if level.announced]
         self._announce([_EXTEND, self.texts.index(text)])
         self.group.broadcast(_Extension(list(tokens), kept, list(rooms), lengths))

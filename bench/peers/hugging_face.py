@@ -62,6 +62,27 @@ def load_transformers(
     ).eval()
 
 
+def generated(
+    model: Any, prompt: list[int], new: int, law: Sampling, device: torch.device, **extra: Any
+) -> Result:
+    """Return what `generate` writes behind a prompt; `extra` are further arguments of it."""
+    clock, batch = Clock(), torch.tensor([prompt], device=device)
+    torch.manual_seed(law.seed)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=new,
+            streamer=clock,
+            **warped(law),
+            **extra,
+        )
+    first = clock.times[1]  # the first call hands over the prompt
+    tokens = out[0, len(prompt) :].tolist()
+    return Result(first - started, time.perf_counter() - first, tokens)
+
+
 class Transformers(Peer):
     """transformers' generate. `extra` tells further arguments of it, given the peer."""
 
@@ -87,23 +108,9 @@ class Transformers(Peer):
         return loaded
 
     def run(self) -> Result:
-        job, clock, law = self.job, Clock(), self.job.sampling
-        torch.manual_seed(law.seed)
-        prompt = torch.tensor([job.prompt], device=self.device)
+        job = self.job
         extra = type(self).extra(self)  # which may load a model
-        started = time.perf_counter()
-        with torch.inference_mode():
-            out = self.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=job.new,
-                streamer=clock,
-                **warped(law),
-                **extra,
-            )
-        first = clock.times[1]  # the first call hands over the prompt
-        tokens = out[0, len(job.prompt) :].tolist()
-        return Result(first - started, time.perf_counter() - first, tokens)
+        return generated(self.model, job.prompt, job.new, job.sampling, self.device, **extra)
 
 
 def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transformers]:

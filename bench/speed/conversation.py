@@ -7,7 +7,6 @@ The caches stay from turn to turn (`Engine.conversation`), and so they do in tra
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from bench.harness.options import (
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
-from bench.peers.hugging_face import Clock, load_transformers, warped
+from bench.peers.hugging_face import generated, load_transformers
 from bench.speed.texts import settings_of
 from decoding import Engine, Sampling
 from parallel.group import Group
@@ -102,22 +101,8 @@ def of_transformers(model: Any, new: int, law: Sampling) -> Answer:
     cache = DynamicCache(config=model.config)
 
     def answer(prompt: list[int]) -> Turn:
-        clock, batch = Clock(), torch.tensor([prompt])
-        torch.manual_seed(law.seed)
-        started = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                batch,
-                attention_mask=torch.ones_like(batch),
-                max_new_tokens=new,
-                past_key_values=cache,
-                streamer=clock,
-                **warped(law),
-            )
-        first = clock.times[1]  # the first call hands over the prompt
-        rest = time.perf_counter() - first
-        tokens = out[0, len(prompt) :].tolist()
-        return Turn(first - started, 1e3 * rest / max(1, new - 1), tokens)
+        found = generated(model, prompt, new, law, model.device, past_key_values=cache)
+        return Turn(found.first_s, 1e3 * found.decode_s / max(1, new - 1), found.tokens)
 
     return answer
 

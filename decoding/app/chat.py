@@ -13,7 +13,7 @@ from typing import Any
 
 from decoding.app.documents import Document
 from decoding.app.files import check_writable, write_json
-from decoding.app.generate import stream
+from decoding.app.generate import show, stream
 from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common, as_flags
@@ -78,14 +78,7 @@ class Terminal:
 
     def _write(self, question: str) -> None:
         with Display(1, sys.stderr) as display, closing(self._asked(question, display)) as pieces:
-            for piece in pieces:
-                display.stop()  # the answer takes over the terminal
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-                if self.is_stopped:
-                    break
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+            show(pieces, display, lambda: self.is_stopped)
 
     def _asked(self, question: str, display: Display) -> Generator[str, None, None]:
         display.begin("answer")
@@ -139,13 +132,7 @@ def ask(common: Common, document: Path | None, question: str, interrupts: Interr
     with _opened(common, document) as chat, Display(1, sys.stderr) as display:
         if chat is None:
             return
-        say_last = interrupts.last_words
-
-        def last_words(name: str) -> None:
-            display.stop()
-            say_last(name)
-
-        interrupts.last_words = last_words
+        interrupts.stop_first(display.stop)
         stream(chat.engine, partial(chat.ask, question), display)
 
 

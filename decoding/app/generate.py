@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from decoding.app.documents import Document
 from decoding.app.files import check_writable, write_json
-from decoding.app.interrupts import Interrupts, culprit
+from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
 from decoding.app.progress import Display
-from decoding.app.terminal import say, silence_transformers
+from decoding.app.terminal import silence_transformers
 from decoding.engine import Engine, Progress
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
@@ -55,12 +55,7 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
         engine.follow()
         return
     with Display(1, sys.stderr) as display:
-
-        def last_words(name: str) -> None:
-            display.stop()
-            say(f"interrupted ({culprit(name)})")
-
-        interrupts.last_words = last_words
+        interrupts.stop_first(display.stop)
         sampling = Sampling(**vars(common.sampling))
         new = common.max_new_tokens
         stream(engine, partial(engine.stream, prompt, new, sampling, chat=request.chat), display)
@@ -84,10 +79,19 @@ def stream(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display:
             )
 
     display.begin(PROMPT)
-    for piece in pieces(progress):
+    show(pieces(progress), display)
+    display.end(PROMPT, describe(engine.stats))
+
+
+def show(
+    pieces: Iterable[str], display: Display, is_stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Write pieces to standard output as they come, and a line's end, until it `is_stopped`."""
+    for piece in pieces:
         display.stop()  # the text takes over the terminal
         sys.stdout.write(piece)
         sys.stdout.flush()
+        if is_stopped():
+            break
     sys.stdout.write("\n")
     sys.stdout.flush()
-    display.end(PROMPT, describe(engine.stats))

@@ -34,6 +34,16 @@ class Interrupts:
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
+    def stop_first(self, stop: Callable[[], None]) -> None:
+        """Stop something before the last words: what is shown on the terminal."""
+        last_words = self.last_words
+
+        def say_them(name: str) -> None:
+            stop()
+            last_words(name)
+
+        self.last_words = say_them
+
     def _wait(self) -> None:
         number = signal.SIGTERM
         try:
