@@ -14,6 +14,7 @@ COMMANDS = {  # name: module, and what it measures
     "passes": ("bench.speed.passes", "what one pass of each level costs, by context"),
     "texts": ("bench.speed.texts", "texts at once beside one by one"),
     "conversation": ("bench.speed.conversation", "questions about a document, one by one"),
+    "reopening": ("bench.speed.reopening", "a document that is kept on disk, opened again"),
     "prefill": ("bench.speed.prefill", "tokens a second and peak memory of prefill"),
     "transfer": ("bench.speed.transfer", "whether copies hide behind compute"),
     "acceptance": ("bench.drafts.acceptance", "how often proposals stand, by policy and budget"),

@@ -153,7 +153,7 @@ class Batch:
             session = None
             try:
                 self._refuse_senseless(request)
-                session = self.sessions.open_early(request.prompt, request.new, self.sharing)
+                session = self._open_early(request)
             except Exception as error:  # its own turn will tell, when there is more room
                 self._own(error)
             if session is None:
@@ -163,6 +163,13 @@ class Batch:
             self._early = _Early(request, session)
             for running in self._running:
                 running.written.stats.is_alone = False
+
+    def _open_early(self, request: Request) -> Session | None:
+        """Open a text to read it early; None where memory does not do, or most of it is on disk."""
+        prompt, new = request.prompt, request.new
+        if self.sessions.on_disk(prompt, new) > len(prompt) // 2:
+            return None
+        return self.sessions.open_early(prompt, new, self.sharing, request.name)
 
     def _join(self, written: Written, sharing: Sharing) -> Iterator[Written]:
         """Open a text and read its prompt; yield it where there is no more to come."""
@@ -199,7 +206,7 @@ class Batch:
             session, self._early = self._early.session, None
             return session
         self._refuse_senseless(request)
-        return self.sessions.open(request.prompt, request.new, sharing)
+        return self.sessions.open(request.prompt, request.new, sharing, request.name)
 
     def _read(self, running: _Running) -> list[int]:
         """Read a prompt, or what is left of it; return the first new token."""
@@ -210,7 +217,7 @@ class Batch:
         started = time.perf_counter()
         logits = session.prefill(running.written.request.progress)
         new = running.writing.begin(self.lengths, logits, self.clock)
-        if not session.is_early:
+        if not session.is_early and not session.loaded_tokens:
             self.pace.read_alone(time.perf_counter() - started, session.early_steps)
         return new
 

@@ -57,6 +57,7 @@ class Chat:
         max_new_tokens: int = 512,
         sampling: Sampling | None = None,
         document: str | None = None,
+        name: str = "",
     ):
         """Begin. Raises TierForceError where the model's template does not do.
 
@@ -65,7 +66,9 @@ class Chat:
             max_new_tokens: of an answer, at most.
             sampling: the law of answers; greedy by default.
             document: a text to talk about; of one too long for the context the end is dropped.
+            name: what people call it, where it is kept on disk (`Settings.keep`).
         """
+        self.name = name
         self.engine, self.max_new_tokens = engine, max_new_tokens
         self.sampling = sampling or Sampling()
         self.dialogue = Dialogue.of(engine.tokenizer)
@@ -79,7 +82,7 @@ class Chat:
 
     def read(self, progress: Progress | None = None) -> None:
         """Read the document before anything is asked; there has to be one."""
-        text = self.engine.generate(self._begun, self.max_new_tokens, self.sampling, progress)
+        text = self._written(self._begun, self.max_new_tokens, progress)
         with closing(text):
             next(text, None)  # nothing is read before something is asked for
 
@@ -98,7 +101,7 @@ class Chat:
             )
         new = min(self.max_new_tokens, room)
         answer: list[int] = []
-        tokens = self.engine.generate(asked, new, self.sampling, progress)
+        tokens = self._written(asked, new, progress)
         try:
             with closing(tokens):
                 yield from pieces(self.engine.tokenizer, _noted(tokens, answer))
@@ -118,6 +121,11 @@ class Chat:
     def clear(self) -> None:
         """Begin anew, with the same document."""
         self.tokens, self.messages = list(self._begun), []
+
+    def _written(
+        self, prompt: list[int], new: int, progress: Progress | None
+    ) -> Generator[int, None, None]:
+        return self.engine.generate(prompt, new, self.sampling, progress, self.name)
 
     def _asked(self, tokens: list[int], question: str) -> list[int]:
         """Return the tokens of a conversation so far with one more question."""

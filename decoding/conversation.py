@@ -8,6 +8,7 @@ from statistics import median
 
 from torch import Tensor
 
+from decoding.keeping.prompt_cache import LEAST_TOKENS
 from decoding.session import Lengths, Session
 from decoding.sessions import Sessions
 from decoding.speculation.passes import drive
@@ -92,6 +93,8 @@ class Conversation:
         session, new, kept = self._session, request.new, self._kept(request)
         if session is None or not kept:
             return None
+        if self.sessions.on_disk(request.prompt, new) > kept + LEAST_TOKENS:
+            return None
         self._writing = None  # whose decoders hold caches that may have to go
         rooms: list[int] = []
         if len(request.prompt) + new > session.capacity or new > session.new:
@@ -120,10 +123,10 @@ class Conversation:
         prompt, new = request.prompt, request.new
         if later := self._later(request):
             try:
-                return self.sessions.open(prompt, new + later)
+                return self.sessions.open(prompt, new + later, name=request.name)
             except FitError:
                 pass
-        return self.sessions.open(prompt, new)
+        return self.sessions.open(prompt, new, name=request.name)
 
     def _later(self, request: Request) -> int:
         """Return for how many tokens of later turns there is to be room."""

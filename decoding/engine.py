@@ -104,6 +104,7 @@ class Engine:
         sampling: Sampling | None = None,
         progress: Progress | None = None,
         chat: bool = False,
+        name: str = "",
     ) -> Iterator[str]:
         """Yield what follows a text of any length, in pieces of whole characters.
 
@@ -116,6 +117,7 @@ class Engine:
             sampling: the law they are drawn from; greedy by default.
             progress: called with units of prefill done, and in all.
             chat: ask the text as a user's message, through the tokenizer's chat template.
+            name: what people call the text, where it is kept on disk (`Settings.keep`).
 
         Returns:
             Pieces of text, as their tokens are verified.
@@ -126,7 +128,7 @@ class Engine:
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
-        request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress)
+        request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress, name)
         tokens = self._generate(request)
         with closing(tokens):
             yield from pieces(self.tokenizer, tokens)
@@ -137,6 +139,7 @@ class Engine:
         max_new_tokens: int = 256,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
+        name: str = "",
     ) -> Generator[int, None, None]:
         """Yield new tokens as they are verified, up to and without a stop token.
 
@@ -149,6 +152,7 @@ class Engine:
             max_new_tokens: tokens to write at most; with the prompt they must fit the context.
             sampling: the law they are drawn from; greedy by default.
             progress: called with units of prefill done, and in all.
+            name: what people call the text, where it is kept on disk (`Settings.keep`).
 
         Returns:
             Token ids, in rounds of one or more.
@@ -160,7 +164,7 @@ class Engine:
             # never cut: what is too long for the context is refused
             prompt, _ = Template.plain(self.tokenizer).fill(self.tokenizer, prompt, sys.maxsize)
         sampling = sampling or Sampling()
-        request = Request(list(prompt), max_new_tokens, sampling, progress=progress)
+        request = Request(list(prompt), max_new_tokens, sampling, 0, progress, name)
         yield from self._generate(request)
 
     @contextmanager

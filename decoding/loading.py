@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,15 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from decoding.gguf_tokenizer import gguf_tokenizer
+from decoding.keeping.identity import Weights, digest_of
+from decoding.keeping.keeper import Identity
+from decoding.keeping.prompt_cache import PromptCache
 from decoding.planning.needs import draft_ranks
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
 from offload.errors import TierForceError, one_line
 from parallel.config import ModelConfig, token_ids
+from parallel.environment import place_of
 from parallel.errors import ConfigError
 from parallel.graphs import graphs_work
 from parallel.group import Group
@@ -53,6 +59,7 @@ def load(
         settings.refuse_missing_layers(config.layers)
         if settings.dtype != "auto":  # else it is known once weights are opened
             settings.refuse_unsliced(mode, settings.dtype)
+        weights = _weights(folder, settings, group)
         target = load_model(folder, group, settings.dtype, config)
         tokenizer = load_tokenizer(folder)
         small = None
@@ -60,7 +67,46 @@ def load(
             lender = Lender(target, folder)
             small = _load_draft(draft_folder, lender, tokenizer, settings.shard_draft)
         stop_tokens = load_stop_tokens(folder) or target.config.stop_tokens
-        return Runtime.make(target, small, mode, settings), tokenizer, stop_tokens
+        identity = _identity(str(model), folder, target, weights)
+        return Runtime.make(target, small, mode, settings, identity), tokenizer, stop_tokens
+
+
+def _weights(folder: Path, settings: Settings, group: Group) -> Weights | None:
+    """Return the weights of a target whose texts are kept on disk; None where none are.
+
+    On ranks other than 0 nobody asks for them. Raises TierForceError.
+    """
+    if settings.keep is None:
+        return None
+    place = place_of()
+    if place.local_size < place.size:
+        raise TierForceError(
+            f"`keep` is for ranks of one machine, and {place.size - place.local_size} of "
+            f"{place.size} are on others: leave it out."
+        )
+    if group.rank:
+        return Weights({}, {})
+    kept = PromptCache(Path(settings.keep)).folder
+    with _readable(folder):
+        return Weights.of(folder, kept)
+
+
+def _identity(name: str, folder: Path, target: Llama, weights: Weights | None) -> Identity | None:
+    """Return what the KV of texts depends on; None where none are kept. Raises TierForceError."""
+    if weights is None:
+        return None
+    with _readable(folder):
+        weights.refuse_changed()
+    digest = digest_of(weights, target.config, target.embed.weight.dtype, target.group)
+    return Identity(digest, Path(name).name or folder.resolve().name)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TierForceError(f"{folder} cannot be read: {one_line(error)}.") from error
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from decoding.keeping.keeper import Identity, Keeper
 from decoding.planning.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
 from decoding.planning.fit import Memory, fit
 from decoding.planning.needs import TextNeeds
 from decoding.planning.way import Way
 from decoding.settings import Settings
 from offload.bandwidth import Copies
+from offload.errors import TierForceError
 from offload.host_memory import host_available
 from offload.link import Link, make_link
 from offload.memory_plan import MemoryPlan
@@ -35,22 +37,31 @@ class Runtime:
     settings: Settings
     link: Link
     arena: HostArena
+    identity: Identity | None = None  # of the target's KV, where prompts are kept on disk
 
     @classmethod
-    def make(cls, target: Llama, draft: Llama | None, mode: str, settings: Settings) -> Runtime:
+    def make(
+        cls,
+        target: Llama,
+        draft: Llama | None,
+        mode: str,
+        settings: Settings,
+        identity: Identity | None = None,
+    ) -> Runtime:
         """Put models to work in this mode, on a link and an arena of their own.
 
         Raises TierForceError for an unknown link.
         """
         link = make_link(settings.link, target.group.device)
-        return cls(target, draft, mode, settings, link, HostArena(link, target.embed.weight.dtype))
+        arena = HostArena(link, target.embed.weight.dtype)
+        return cls(target, draft, mode, settings, link, arena, identity)
 
     def with_settings(self, settings: Settings) -> Runtime:
         """Return the same models under other settings; for rank 0."""
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
         mode = settings.resolved_mode(self.draft is not None)
-        return Runtime.make(self.target, self.draft, mode, settings)
+        return Runtime.make(self.target, self.draft, mode, settings, self.identity)
 
     def with_way(self, way: Way) -> Runtime:
         """Return this runtime with another mode or budget, on the same link and arena."""
@@ -59,6 +70,18 @@ class Runtime:
             return self
         chosen = needs.with_way(way)
         return replace(self, mode=chosen.mode, settings=chosen.settings)
+
+    def keeper(self) -> Keeper | None:
+        """Return what keeps prompts on disk, where the settings say so; all ranks call it.
+
+        Raises TierForceError, on all ranks, for a folder that cannot be used.
+        """
+        settings = self.settings
+        if settings.keep is None:
+            return None
+        if self.identity is None:
+            raise TierForceError("`keep` is for models that were loaded with it.")
+        return Keeper(settings.keep, settings.keep_limit, self.identity, self.target.group)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,6 +9,10 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
+from decoding.hierarchy import Hierarchy
+from decoding.keeping.keeper import Keeper
+from decoding.keeping.prompt_cache import is_worth_it
+from decoding.keeping.saving import Saving
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
     EARLY_CHUNK,
@@ -21,7 +25,7 @@ from decoding.planning.defaults import (
 from decoding.planning.fit import turn_tokens
 from decoding.reading import of_part, read_draft
 from decoding.runtime import Runtime
-from decoding.settings import LEVELS, Settings
+from decoding.settings import Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
 from decoding.speculation.lookup import Lookup
@@ -29,12 +33,9 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import DraftModel, readable
 from offload.errors import FitError
+from offload.kv_file import whole_heads
 from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
-from offload.near import NearCache
-from offload.retrieval import RetrievalCache
-from offload.selection import POLICIES
-from offload.streaming import StreamingCache
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
 from parallel.lockstep import Level
@@ -49,9 +50,8 @@ Lengths = tuple[DraftLength, ...]
 class Session:
     """The caches of one text on this rank, and on rank 0 its decoders.
 
-    `levels` are those of the text's mode, outermost first: the target, what the device has of its
-    cache, the retrieval cache that follows it, and the draft model where this rank runs one. An
-    inner level may be missing.
+    `levels` are those of the text's mode (`Hierarchy`). With a keeper the prompt's beginning may
+    come from disk, and what was read goes there behind decoding.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class Session:
         new: int,
         choice: WayChoice | None = None,
         plan: MemoryPlan | None = None,
+        keeper: Keeper | None = None,
+        name: str = "",
     ):
         """Allocate everything the text needs. Raises FitError.
 
@@ -70,6 +72,8 @@ class Session:
             new: new tokens, at most.
             choice: how the runtime came by its way.
             plan: where its KV goes on this rank; by default in all the memory there is.
+            keeper: of prompts on disk.
+            name: what people call the text there.
         """
         self.runtime, self.new, self.choice = runtime, new, choice
         runtime.link.peak()
@@ -77,6 +81,9 @@ class Session:
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
         self.max_tokens = runtime.needs.max_pass_tokens
         self._make_caches(plan or runtime.plan(len(prompt), new))
+        self._keeper, self._name = keeper, name
+        self._saving: Saving | None = None
+        self.loaded_tokens = 0  # of the prompt, from disk
         self.is_early = False  # whether its prompt is read in passes of other texts
         self.read_share = 0.0  # what was read so
         self.steps_taken = 0
@@ -97,6 +104,7 @@ class Session:
         with self.runtime.target.group.together():
             self.target.bring_in()
         self._read_draft()
+        self._save()
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
@@ -118,6 +126,8 @@ class Session:
         """
         self.peaks["decoding"] = self.runtime.link.peak()
         self.peaks = {}
+        self.loaded_tokens = 0
+        self._leave_saving(kept, bool(rooms))
         self.prompt = torch.tensor(tokens, device=self.prompt.device)
         for level in self.levels:
             level.cache.traffic.begin_anew()
@@ -133,6 +143,7 @@ class Session:
             logits = self._read_part(part, tell)
             done += len(part)
         self._read_draft(kept)
+        self._save()
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
@@ -240,6 +251,8 @@ class Session:
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         self._reading = self._trouble = None
+        if self._saving is not None:
+            self._saving.wait()
         self._end_passes()
         self.peaks["decoding"] = self.runtime.link.peak()
 
@@ -253,10 +266,50 @@ class Session:
         self.runner.forget()
 
     def _steps(self, progress: Progress | None) -> Reading:
-        """Read the prompt into the target's cache, a step at a time."""
-        with self.target.prefill(len(self.prompt)) as way:
+        """Read the prompt into the target's cache, a step at a time, behind what is on disk."""
+        if not self.is_early:
+            self.loaded_tokens = self._load()
+        rest = self.prompt[self.loaded_tokens :]
+        if progress is not None and self.loaded_tokens:
+            progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
+        with self.target.prefill(len(rest)) as way:
             target = self.runtime.target
-            return (yield from target.reading(self.prompt, way, lambda: self._chunk, progress))
+            return (yield from target.reading(rest, way, lambda: self._chunk, progress))
+
+    def _load(self) -> int:
+        """Take the prompt's beginning from disk; return how many tokens of it were there."""
+        if self._keeper is None:
+            return 0
+        return self._keeper.load(self._identity, self.prompt.tolist(), self.target)
+
+    def _save(self) -> None:
+        """Begin to write what was read, if nothing is being written; on all ranks."""
+        if self._keeper is None:
+            return
+        tokens, before = self.prompt.tolist(), self._saving
+        is_busy = before is not None and before.is_busy  # of rank 0, which waits for the others
+        saving = self._keeper.save(self._identity, self._name, tokens, self.target, is_busy)
+        self._saving = saving or before
+
+    def _leave_saving(self, kept: int, grows: bool) -> None:
+        """Let what is being written not be read where a turn behind `kept` tokens changes it.
+
+        It is given up where the turn has nearly all of it, and will be kept in its place.
+        """
+        saving = self._saving
+        if saving is None or not (grows or kept < saving.tokens):
+            return
+        if is_worth_it(saving.tokens, kept):
+            saving.wait()
+        else:
+            saving.give_up()
+
+    @property
+    def _identity(self) -> str:
+        """Return what the KV depends on, beside the tokens."""
+        assert self._keeper is not None
+        config = self.runtime.target.config
+        return self._keeper.identity.of_text(config, self._planned, self.capacity)
 
     def _make_caches(self, plan: MemoryPlan) -> None:
         """Allocate what the text needs where it goes by the plan. Raises FitError."""
@@ -266,18 +319,9 @@ class Session:
         # that are read at once behind the text, at most; `Sessions` lets all ranks agree
         self.turn_tokens = turn_tokens(needs, plan, prompt, self.new)
         self.uses_link = needs.uses_link(plan)
-        self.target = self._target_cache()
-        self.levels = [Level("target", runtime.target, self.target)]
-        self.retrieval = self._retrieval_cache()
-        self.draft: StreamingCache | None = None
-        make: dict[str, Callable[[], Level | None]] = {
-            "sliced": self._sliced_level,
-            "retrieval": self._retrieval_level,
-            "draft": self._draft_level,
-        }
-        for name in LEVELS[runtime.mode]:
-            if (level := make[name]()) is not None:
-                self.levels.append(level)
+        made = Hierarchy(runtime, plan, prompt, self.new)
+        self.target, self.levels = made.target, made.levels
+        self.retrieval, self.draft = made.retrieval, made.draft
 
     def _grow(self, rooms: Sequence[int]) -> None:
         """Make caches for the text, and as many new tokens as fit, which hold what the target's do.
@@ -297,7 +341,7 @@ class Session:
             self._make_caches(plan)
             with self.target.prefill(tokens) as way:
                 for layer in range(len(held)):
-                    way.fill(layer, held.pop(0))
+                    way.fill(layer, whole_heads(held.pop(0)))
             self.target.bring_in()
         self.target.traffic.add(before)
         self.turn_tokens = min(group.gather(self.turn_tokens))
@@ -334,48 +378,6 @@ class Session:
             vocab = self.runtime.target.config.vocab
             prompt = readable(self.prompt, model.config.vocab, vocab)
             read_draft(model, cache, prompt, min(kept, cache.length))
-
-    def _target_cache(self) -> TieredCache:
-        runtime, prompt, new = self.runtime, len(self.prompt), self.new
-        tiers = runtime.needs.placed(self.plan, prompt, new)
-        config, device = runtime.target.config, self.prompt.device
-        rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
-        return TieredCache(tiers, runtime.link, rotary, runtime.arena)
-
-    def _retrieval_cache(self) -> RetrievalCache | None:
-        """Return a cache that follows the target's in some layers; None where there are none."""
-        runtime, needs = self.runtime, self.runtime.needs
-        layers = needs.retrieval_layers(self.target.shape)
-        if not layers:
-            return None
-        shape = needs.shape(len(self.prompt), self.new)
-        policy = POLICIES[runtime.settings.policy]()
-        interval = needs.selection_interval(self.plan)
-        rotary, device, layout = self.target.rotary, self.prompt.device, self.target.layout
-        retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, layers)
-        self.target.followers.append(retrieval)
-        return retrieval
-
-    def _sliced_level(self) -> Level:
-        """Return the target's weights on what the device has of the target's cache."""
-        return Level("sliced", self.runtime.target, NearCache(self.target, self.retrieval))
-
-    def _retrieval_level(self) -> Level:
-        """Return the target's weights on the retrieval cache."""
-        assert self.retrieval is not None
-        return Level("retrieval", self.runtime.target, self.retrieval)
-
-    def _draft_level(self) -> Level | None:
-        """Return the draft model on a cache of its own, where this rank runs one."""
-        model = self.runtime.draft
-        if model is None:
-            return None
-        shape = self.runtime.needs.draft_shape
-        dtype, device = model.embed.weight.dtype, model.group.device
-        rotary = model.config.rotary(shape.slots, shape.slots, dtype, device)
-        layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
-        self.draft = StreamingCache(layout, shape, rotary, device)
-        return Level("draft", model, self.draft, announced=model.group.size > 1)
 
     def _draft_decoder(
         self,

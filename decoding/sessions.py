@@ -30,6 +30,7 @@ class _Opening:
     prompt: list[int]
     new: int
     sharing: Sharing
+    name: str  # that people know it by
     is_early: bool = False  # whether its prompt is read in passes of the others
 
 
@@ -44,6 +45,7 @@ class Sessions:
         self.lockstep = Lockstep(self.group)
         self._arenas = [runtime.arena]  # one for each text that was open at once
         self._free = Memory(0, 0)  # what there was when no text was open
+        self.keeper = runtime.keeper()
 
     def check(self, prompt: int, new: int, sharing: Sharing = ALONE) -> MemoryPlan:
         """Plan a text of that many tokens as `open` would now; this rank's plan.
@@ -94,23 +96,42 @@ class Sessions:
             return WayChoice(Way(needs.mode, least_budget(needs)), "nothing fits")
         return self.group.broadcast(self.chooser.choose(needs, common, prompt))
 
-    def open(self, prompt: Sequence[int], new: int, sharing: Sharing = ALONE) -> Session:
+    def open(
+        self, prompt: Sequence[int], new: int, sharing: Sharing = ALONE, name: str = ""
+    ) -> Session:
         """Begin a text on all ranks: allocate what it takes in the way that is chosen; for rank 0.
 
         It gets an equal share of the memory that there is. Prefill is to follow, and `close` to end
-        it. Raises FitError, on all ranks.
+        it. `name` is what people call it where it is kept on disk. Raises FitError, on all ranks.
         """
-        session = self._opened(_Opening(list(prompt), new, sharing))
+        session = self._opened(_Opening(list(prompt), new, sharing, name))
         assert session is not None
         return session
 
-    def open_early(self, prompt: Sequence[int], new: int, sharing: Sharing) -> Session | None:
+    def open_early(
+        self, prompt: Sequence[int], new: int, sharing: Sharing, name: str = ""
+    ) -> Session | None:
         """Begin a text whose prompt is read in passes of those that are open; for rank 0.
 
         `finish_reading` is to follow, when one of those is over. None where they leave no memory
         for it. Raises FitError, on all ranks.
         """
-        return self._opened(_Opening(list(prompt), new, sharing, is_early=True))
+        return self._opened(_Opening(list(prompt), new, sharing, name, is_early=True))
+
+    def on_disk(self, prompt: Sequence[int], new: int) -> int:
+        """Return how many tokens of a prompt need not be read, for they are kept; for rank 0."""
+        if self.keeper is None:
+            return 0
+        return self.keeper.find(self._identity(prompt, new), prompt)
+
+    def has_kept(self, prompt: Sequence[int], new: int) -> bool:
+        """Return whether a prompt is kept, or nearly all of it; for rank 0."""
+        return self.keeper is not None and self.keeper.has(self._identity(prompt, new), prompt)
+
+    def _identity(self, prompt: Sequence[int], new: int) -> str:
+        assert self.keeper is not None
+        config, tokens = self.runtime.target.config, len(prompt)
+        return self.keeper.identity.of_text(config, tokens, tokens + new)
 
     def finish_reading(self, session: Session) -> None:
         """Let the other ranks read to its end what was begun early; for rank 0, which does too."""
@@ -196,7 +217,7 @@ class Sessions:
             return None
         with self.group.together():
             runtime = replace(runtime, arena=self._free_arena())
-            session = Session(runtime, prompt, new, choice, plan)
+            session = Session(runtime, prompt, new, choice, plan, self.keeper, request.name)
         session.turn_tokens = min(self.group.gather(session.turn_tokens))
         if request.is_early:
             self.lockstep.add_early(session)

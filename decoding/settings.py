@@ -200,6 +200,22 @@ class Settings:
         group=MEMORY,
         choices=("auto", *DTYPES),
     )
+    keep: str | None = option(
+        "Folder in which the KV cache of what was read stays: a text that begins like one of those "
+        "is not read again.",
+        value=None,
+        group=MEMORY,
+        default="nothing stays",
+    )
+    keep_limit: int | None = option(
+        "Most that the folder may take. What was used longest ago goes first.",
+        value=None,
+        group=MEMORY,
+        unit="GB",
+        scale=1e9,
+        default="what the disk holds",
+        at_least=1,
+    )
     prefill_chunk: int | None = option(
         "Tokens that prefill computes at once.",
         value=None,
@@ -212,6 +228,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise TierForceError for a value that is not allowed."""
         check_options(self)
+        if self.keep_limit is not None and self.keep is None:
+            raise TierForceError("`keep_limit` is a limit of the folder `keep`: name one.")
         if self.budget is not None and self.chunk_size > self.budget:
             raise TierForceError(
                 f"`chunk_size` {self.chunk_size} is larger than `budget` {self.budget}: no chunk "

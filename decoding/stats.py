@@ -31,6 +31,7 @@ class Stats:
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     reused_tokens: int = 0  # of the prompt: what the caches held from the turn before
+    loaded_tokens: int = 0  # of the prompt: what came from disk
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
     read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
     is_alone: bool = True  # no other text was open meanwhile
@@ -61,6 +62,7 @@ class Stats:
             level.name: level.cache.traffic for level in levels if isinstance(level, Decoder)
         }
         self.retrieval, self.peaks = session.retrieval, session.peaks
+        self.loaded_tokens = session.loaded_tokens
         self.fixed_shapes = session.runner.report
         self.prefill_link_in = session.target.traffic.link_in
         self.prefill_link_out = session.target.traffic.link_out
@@ -114,6 +116,7 @@ class Stats:
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
+            "loaded_tokens": self.loaded_tokens,
             "new_tokens": self.new_tokens,
             "texts_at_once": self.texts_at_once,
             "read_early": round(self.read_early, 4),

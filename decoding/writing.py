@@ -31,6 +31,7 @@ class Request:
     sampling: Sampling
     dropped: int = 0  # tokens left out of the prompt, for the record
     progress: Progress | None = None
+    name: str = ""  # that people know it by, where it is kept on disk
     watch: Callable[[Stats], None] | None = None  # told of the counts after every round
 
     def refuse_senseless(self, context: int, vocab: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offload.errors import FitError
 from offload.host_memory import allocate
-from offload.link import Copy, Link
+from offload.link import Copy, Link, by_head
 from offload.numa import gpu_node, on_node
 
 
@@ -24,6 +24,7 @@ class CudaLink(Link):
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
+        self._fetched = torch.cuda.Stream(device)
         self._waits: list[_Wait] = []  # that count
         self._registered: dict[int, Tensor] = {}  # by address
 
@@ -54,6 +55,17 @@ class CudaLink(Link):
 
     def send(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
         return self._start(self._out, pairs)
+
+    def finish_compute(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def fetch(self, kv: Tensor) -> Tensor:
+        copy = torch.empty(kv.shape, dtype=kv.dtype)
+        torch.cuda.set_device(self.device)  # of a thread that may have none yet
+        with torch.cuda.stream(self._fetched):
+            for destination, source in by_head(copy, kv):
+                destination.copy_(source)
+        return copy
 
     def _start(self, stream: torch.cuda.Stream, pairs: Sequence[Copy]) -> torch.cuda.Event:
         stream.wait_stream(torch.cuda.current_stream(self.device))

@@ -15,6 +15,10 @@ class DocumentError(TierForceError):
     """One document cannot be processed; a batch records it and goes on."""
 
 
+class DamagedError(TierForceError):
+    """What was written to disk is not there any more as it was written."""
+
+
 def one_line(error: BaseException) -> str:
     """What somebody else's error says, for use in a message of ours."""
     return " ".join(str(error).split()) or type(error).__name__

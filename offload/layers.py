@@ -11,6 +11,8 @@ from torch import Tensor
 
 from offload.attention.folding import merge
 from offload.buffers import attend_to, put, span
+from offload.kv_file import Excerpt, Piece, copies_to
+from offload.link import Copy, Link
 from offload.ring import TransferRing
 from offload.store import HostLayer
 from offload.tiered_shape import TieredShape
@@ -92,6 +94,23 @@ class TieredLayer(ABC):
     def forget(self, length: int) -> None:
         """Take note that of the prefix the first `length` tokens stand, and no others."""
 
+    is_cut = False  # whether it can only be filled from what is built in the stage
+
+    def fill(self, piece: Piece, boundary: int) -> list[Copy]:
+        """Hold a piece of a text that is in host memory, where the layer is not `is_cut`.
+
+        `boundary` is that of the text. Returns the copies to the device that are left to make.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
+        """Return what gives any of the first `length` tokens in host memory.
+
+        `boundary` is that of these tokens, whose compute is over. Another thread may call it while
+        passes are made, as long as the tokens stand.
+        """
+
     def bring_in(self, length: int) -> None:
         """Start copying `length` tokens of a late layer to the device.
 
@@ -158,6 +177,31 @@ class ResidentLayer(TieredLayer):
             return None  # kv is part of it
         assert self._host is not None
         return self._host.fill(kv, start)
+
+    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
+        if self._kv is not None:
+            return None
+        assert self._host is not None
+        return self._host.read(span(kv, 0, length))
+
+    def fill(self, piece: Piece, boundary: int) -> list[Copy]:
+        if self._kv is not None:
+            return copies_to(self._kv, piece)
+        assert self._host is not None
+        for destination, source in copies_to(self._host.kv, piece):
+            destination.copy_(source)
+        return []
+
+    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
+        assert self._kv is not None
+        kv = self._kv
+
+        def of_head(head: int, start: int, end: int) -> Tensor:
+            last = head + 1
+            part = span(kv[:, head:last], start, end)
+            return link.fetch(part)[:, 0]
+
+        return of_head
 
     def bring_in(self, length: int) -> None:
         assert self._host is not None
@@ -270,6 +314,48 @@ class StreamedLayer(TieredLayer):
         if self.buffer is not None:  # kv is where the prefix is
             return None
         return self._host.read(span(kv, 0, boundary))
+
+    def fill(self, piece: Piece, boundary: int) -> list[Copy]:
+        tokens = piece.kv.shape[1]
+        count = min(tokens, max(0, boundary - piece.start))
+        prefix = Piece(
+            piece.head,
+            piece.start,
+            span(piece.kv, 0, count),
+        )
+        for destination, source in copies_to(self._host.kv, prefix):
+            destination.copy_(source)
+        if count == tokens:
+            return []
+        first = piece.start + count - boundary
+        recent = Piece(
+            piece.head,
+            first,
+            span(piece.kv, count, tokens),
+        )
+        return copies_to(self._tail, recent)
+
+    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
+        recent = self._recent_on_host(length - boundary, link)
+        prefix = span(self._host.kv, 0, boundary)
+
+        def of_head(head: int, start: int, end: int) -> Tensor:
+            near = recent[:, head]
+            kept = span(prefix[:, head], start, end)
+            if end <= boundary:
+                return kept
+            first = max(0, start - boundary)
+            last = end - boundary
+            parts = kept, span(near, first, last)
+            return torch.cat(parts, dim=1)
+
+        return of_head
+
+    def _recent_on_host(self, count: int, link: Link) -> Tensor:
+        """Return a copy of the recent tokens (2, Hkv, count, D): the tail is about to move on."""
+        recent = span(self._tail, 0, count)
+        copy = link.fetch(recent)
+        return copy.clone()
 
     def _recall_recent(self, kv: Tensor, length: int, boundary: int) -> None:
         """Copy the tokens behind the boundary to where they stand in kv."""

@@ -68,6 +68,16 @@ class Link(ABC):
         """
         return self.copy(pairs)
 
+    def finish_compute(self) -> None:
+        """Block until all compute issued so far is over."""
+
+    def fetch(self, kv: Tensor) -> Tensor:
+        """Return kv (parts, H, T, D), whose compute is over, in host memory: a copy, or kv itself.
+
+        Other threads than the one that computes may call it.
+        """
+        return kv
+
     @abstractmethod
     def wait(self, ticket: Any) -> None:
         """Let compute issued from here on see the copy finished."""
@@ -199,6 +209,11 @@ class EmulatedLink(Link):
 
     def send(self, pairs: Sequence[Copy]) -> threading.Event:
         return self._sent.add(pairs)
+
+    def fetch(self, kv: Tensor) -> Tensor:
+        copy = torch.empty(kv.shape, dtype=kv.dtype)
+        self._sent.add(by_head(copy, kv)).wait()
+        return copy
 
     def wait(self, ticket: threading.Event) -> None:
         started = time.perf_counter()

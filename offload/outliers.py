@@ -51,6 +51,16 @@ class Outliers:
     def nbytes(self) -> int:
         return self._places.nbytes + self._patterns.nbytes
 
+    def on_host(self) -> Outliers:
+        """Return a copy in host memory."""
+        total = sum(self._counts)
+        host = torch.device("cpu")
+        copy = Outliers(total, self._heads, host)
+        copy._tokens, copy._counts = self._tokens, list(self._counts)
+        copy._places.copy_(self._places[:total])
+        copy._patterns.copy_(self._patterns[:total])
+        return copy
+
     def put(self, kv: Tensor, chosen: Tensor, start: int) -> None:
         """Keep what is `chosen` of kv (2, Hkv, T, D), the tokens from `start` on.
 

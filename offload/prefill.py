@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from offload.buffers import attend_to, put, span
 from offload.errors import FitError
+from offload.kv_file import Piece, copies_to
 from offload.layers import TieredLayer
-from offload.link import Link, by_head
+from offload.link import Link
 
 if TYPE_CHECKING:
     from offload.tiered import TieredCache
@@ -71,23 +73,25 @@ class Prefill:
         at = self._held + start
         self._build(layer, self._cache.rotary(k, at, layer), v, at)
 
-    def fill(self, layer: int, source: Tensor) -> None:
-        """Let a layer hold `source` (2, Hkv, N, D) in host memory, the KV of all these tokens.
+    def fill(self, layer: int, pieces: Iterable[Piece]) -> None:
+        """Let a layer hold the KV of all these tokens, which comes in pieces.
 
         In place of `attend` and `keep`, for an empty cache. Followers see nothing of it.
         """
-        place = self._cache.layers[layer]
-        kv = place.buffer
-        if kv is None:
+        cache, link = self._cache, self._cache.link
+        place = cache.layers[layer]
+        kv = None
+        if place.is_cut:
             kv = self._begin_staged()
             self._make_room(self.tokens)
-        link = self._cache.link
-        copies = by_head(span(kv, 0, self.tokens), source)
-        ticket = link.copy(copies)
-        link.wait(ticket)
-        if link.copies:
-            self._cache.traffic.link_in += source.nbytes
-        self._keep(place, kv, 0, self.tokens)
+        for piece in pieces:
+            copies = place.fill(piece, cache.boundary) if kv is None else copies_to(kv, piece)
+            ticket = link.copy(copies)
+            link.wait(ticket)
+            for _, source in copies:
+                cache.traffic.link_in += source.nbytes if link.copies else 0
+        if kv is not None:
+            self._keep(place, kv, 0, self.tokens)
 
     def _build(self, layer: int, k: Tensor, v: Tensor, at: int) -> Tensor:
         """Add rotated k and v, of the tokens from `at` on, to this layer's KV; return all of it.

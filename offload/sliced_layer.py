@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from offload.attention.folding import Partial, merge
 from offload.buffers import attend_to, span
 from offload.fused import fused_kernels
+from offload.kv_file import Excerpt
 from offload.layers import Show, StreamedLayer, show_nobody
 from offload.link import Link, by_head
 from offload.outliers import Outliers
@@ -51,6 +53,17 @@ class Coding:
     def nbytes(self) -> int:
         codes = 0 if self.codes is None else self.codes.nbytes
         return codes + self.outliers.nbytes
+
+    def packed_on_host(self) -> Coding:
+        """Return what joins elements on the host, whose codes are there too, as they stand."""
+        outliers = self.outliers.on_host()
+        return replace(
+            self,
+            outliers=outliers,
+            codes=None,
+            kernels=None,
+            table=None,
+        )
 
     def split(self, kv: Tensor, at: int) -> Tensor:
         """Keep of kv (2, Hkv, T, D), the tokens from `at` on, what the device keeps.
@@ -164,6 +177,8 @@ class SlicedLayer(StreamedLayer):
         self._coding = coding
         self._outbox = outbox
 
+    is_cut = True
+
     @property
     def is_near(self) -> bool:  # type: ignore[override]
         return self._coding.codes is not None
@@ -207,6 +222,29 @@ class SlicedLayer(StreamedLayer):
             self._coding.exact(planes, head, heads)
             head = last
         return None  # all of it is there
+
+    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
+        recent = self._recent_on_host(length - boundary, link)
+        stored = span(self._host.kv, 0, boundary)
+        codes = self._coding.codes
+        coding = self._coding.packed_on_host()
+
+        def whole(head: int) -> Tensor:
+            last = head + 1
+            planes = stored[:, head:last]
+            if codes is not None:
+                own = codes[:, head:last]
+                near = link.fetch(span(own, 0, boundary))
+                planes = torch.cat((near, planes))
+            shape = 2, *planes.shape[1:]
+            prefix = torch.empty(shape, dtype=recent.dtype)
+            if boundary:
+                coding.exact(planes, head, prefix)
+            parts = prefix[:, 0], recent[:, head]
+            return torch.cat(parts, dim=1)
+
+        last_head = lru_cache(maxsize=1)(whole)
+        return lambda head, start, end: span(last_head(head), start, end)
 
     def forget(self, length: int) -> None:
         self._coding.outliers.forget(length, self._tail.shape[-1])

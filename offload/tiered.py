@@ -11,12 +11,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.buffers import span
 from offload.cache import Cache, Follower
 from offload.host_memory import allocate
+from offload.kv_file import Excerpt, whole_heads
 from offload.layers import ResidentLayer, StreamedLayer, TieredLayer
 from offload.layout import shares
-from offload.link import Link, by_head
+from offload.link import Link
 from offload.prefill import Prefill, bring_in_late
 from offload.ring import Step, TransferRing
 from offload.rotary import Rotary
@@ -141,25 +141,20 @@ class TieredCache(Cache):
         For `Prefill.fill` of another cache. Raises FitError where the host has no room for them.
         """
         _, *shape = self.layout.shape(1, self.length)
-        stage = self._lend_stage(self.length)
         copies = []
-        for place in self.layers:
-            kv = place.buffer
-            if kv is None:
-                assert stage is not None
-                kv = stage
-            ticket = place.recall(kv, self.length, self.boundary)
-            if ticket is not None:
-                self.link.wait(ticket)
+        for excerpt in self.excerpts():
             copy = allocate(prod(shape), self.layout.dtype)
             copy = copy.view(shape)
-            held = span(kv, 0, self.length)
-            self.link.copy(by_head(copy, held))
-            self.link.drain()  # the next layer comes to the same stage
-            if self.link.copies:
-                self.traffic.link_out += copy.nbytes
+            for piece in whole_heads(copy):
+                piece.kv.copy_(excerpt(piece.head, 0, self.length))
             copies.append(copy)
         return copies
+
+    def excerpts(self) -> list[Excerpt]:
+        """Return what gives the KV of the text as it stands, by layer (`TieredLayer.excerpt`)."""
+        self.link.drain()
+        self.link.finish_compute()
+        return [layer.excerpt(self.length, self.boundary, self.link) for layer in self.layers]
 
     # -- decoding ----------------------------------------------------------------------------------
 

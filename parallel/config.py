@@ -279,9 +279,12 @@ class ModelConfig:
 
         They are what `rotary` takes.
         """
-        own, scale = self._frequencies(*one)
-        others, other_scale = self._frequencies(*other)
-        return bool((own == others).all()) and scale == other_scale
+        return self.angles(*one) == self.angles(*other)
+
+    def angles(self, tokens: int, length: int) -> bytes:
+        """Return what two texts have in common where their angles are the same."""
+        frequencies, scale = self._frequencies(tokens, length)
+        return frequencies.numpy().tobytes() + str(scale).encode()
 
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         """Return the tables for positions up to `length`, for a prompt of `tokens` tokens.

@@ -21,6 +21,7 @@ from decoding.app.progress import Display
 from decoding.app.terminal import say, silence_transformers, warn
 from decoding.chat import Chat
 from decoding.engine import Engine
+from decoding.keeping.prompt_cache import LEAST_TOKENS
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from parallel.environment import RankLost
@@ -136,6 +137,20 @@ def ask(common: Common, document: Path | None, question: str, interrupts: Interr
         stream(chat.engine, partial(chat.ask, question), display)
 
 
+def read(common: Common, document: Path) -> None:
+    """Read a document and keep it; all ranks call it. Raises TierForceError where that fails."""
+    with _opened(common, document) as chat:
+        if chat is None:
+            return
+        _read(chat, document.name)
+    if len(chat.tokens) < LEAST_TOKENS:
+        why = f": {len(chat.tokens)} tokens are read again as soon"
+        raise TierForceError(f"{document.name} was read, and is not kept{why}.")
+    if not chat.engine.sessions.has_kept(chat.tokens, chat.max_new_tokens):
+        raise TierForceError(f"{document.name} was read, and is not kept.")
+    say(f"{document.name} is kept in {common.settings.keep}")
+
+
 def _say_help() -> None:
     for line in HELP.splitlines():
         say(line)
@@ -173,7 +188,8 @@ def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
     chat: Chat | None = None
     with group.together():
         if group.rank == 0:
-            chat = Chat(engine, common.max_new_tokens, Sampling(**vars(common.sampling)), text)
+            law, name = Sampling(**vars(common.sampling)), document.name if document else ""
+            chat = Chat(engine, common.max_new_tokens, law, text, name)
     say_what_fits(engine, None, common)
     if chat is None:
         engine.follow()
@@ -195,8 +211,10 @@ def _read(chat: Chat, name: str) -> None:
         display.begin(name)
         chat.read(lambda done, total: display.prefill(name, done, total))
         stats = chat.engine.stats
-        seconds = f"{stats.first_token_s:.1f} s"
-        display.end(name, f"{name}: {stats.prompt_tokens:,} tokens read in {seconds}")
+        what = f"{stats.prompt_tokens:,} tokens read in {stats.first_token_s:.1f} s"
+        if stats.loaded_tokens:
+            what += f", {stats.loaded_tokens:,} of them from disk"
+        display.end(name, f"{name}: {what}")
 
 
 def _lines() -> Iterator[str]:

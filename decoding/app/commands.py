@@ -1,4 +1,5 @@
-"""What the command line can do: `summarize`, `generate`, `chat`, `ask`, `plan` and `probe`.
+"""What the command line can do: `summarize`, `generate`, `chat`, `ask`, `read`, `keep`, `plan` and
+`probe`.
 
 Here is what typer needs to answer `--help` and a mistyped option at once. What takes seconds to
 import stands behind these functions, in modules of the commands' names.
@@ -50,14 +51,23 @@ def _show_version(wanted: bool) -> None:
     raise typer.Exit
 
 
-def _command(example: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+keep_app = typer.Typer(
+    help="What --keep has kept: texts that need not be read again.", no_args_is_help=True
+)
+app.add_typer(keep_app, name="keep")
+KeepFolder = Annotated[Path, typer.Argument(help="The folder that --keep was given.")]
+
+
+def _command(
+    example: str, group: typer.Typer = app, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that makes a function a command, with an example in its help."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         paragraphs = (function.__doc__ or "").split("\n\n")
         paragraphs.append(f"Example: tierforce {example}")
         help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
-        return app.command(help=help, epilog=EXIT_CODES)(function)
+        return group.command(name, help=help, epilog=EXIT_CODES)(function)
 
     return add
 
@@ -120,6 +130,8 @@ def summarize(
     """
     words = "interrupted ({name}) before a document was begun: run the same command to go on"
     if cluster is not None:
+        if common.settings.keep is not None:
+            raise TierForceError("--keep is for one machine: leave it out with --cluster.")
         if under_launcher():
             raise TierForceError("--cluster starts what it needs by itself: not under torchrun.")
         interrupts = _listen(words)
@@ -198,6 +210,53 @@ def ask(
     from decoding.app.chat import ask as answer
 
     answer(common, document, question, interrupts)
+
+
+@_command("read --model TARGET --document book.txt --keep kept")
+@with_common
+def read(
+    common: Common,
+    document: Annotated[
+        Path,
+        typer.Option(help="Text file to read. Of one too long for the context the end is dropped."),
+    ],
+) -> None:
+    """Read a document, and keep what was read on disk.
+
+    Questions about it that chat and ask are given with the same --keep begin at once, as often as
+    you like.
+    """
+    if common.settings.keep is None:
+        raise TierForceError("what is read has to be kept somewhere: name a folder with --keep.")
+    _start(common, "interrupted ({name})")
+    from decoding.app.chat import read as read_it
+
+    read_it(common, document)
+
+
+@_command("keep list kept", keep_app, "list")
+def keep_list(
+    folder: KeepFolder,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """List what is kept, the most recently used first."""
+    from decoding.app.keep import show
+
+    show(folder, json)
+
+
+@_command("keep drop kept --all", keep_app, "drop")
+def keep_drop(
+    folder: KeepFolder,
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Which, by their ids.", metavar="[ID]...")
+    ] = None,
+    all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+) -> None:
+    """Remove what is kept."""
+    from decoding.app.keep import drop
+
+    drop(folder, ids or [], all)
 
 
 _command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)

@@ -58,7 +58,9 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
         interrupts.stop_first(display.stop)
         sampling = Sampling(**vars(common.sampling))
         new = common.max_new_tokens
-        stream(engine, partial(engine.stream, prompt, new, sampling, chat=request.chat), display)
+        name = request.file.name if request.file is not None else PROMPT
+        text = partial(engine.stream, prompt, new, sampling, chat=request.chat, name=name)
+        stream(engine, text, display)
         if request.stats is not None:
             write_json("--stats", request.stats, engine.stats.as_dict())
     engine.close()

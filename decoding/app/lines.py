@@ -29,6 +29,8 @@ def say_what_fits(
 ) -> None:
     """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
     place = None
+    if (keeper := engine.sessions.keeper) is not None:
+        keeper.warn = lambda line: warn(as_flags(line))
     if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
         warn(
             f"--gpus {common.gpus}, but torch finds no GPU here: the processor does all the work, "
@@ -86,6 +88,8 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
 def describe(stats: Stats) -> str:
     """Say what a text took."""
     early = f" ({stats.read_early:.0%} of them early)" if stats.read_early else ""
+    if stats.loaded_tokens:
+        early = f" ({stats.loaded_tokens} of them from disk)"
     parts = [
         f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s{early}, "
         f"{stats.new_tokens} written"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field
 from typing import Any, get_type_hints
 
@@ -22,8 +22,8 @@ from decoding.speculation.sampling_options import SamplingOptions
 _KINDS = (JobOptions, SamplingOptions, Settings)
 _INTRODUCTION = """# Options
 
-`summarize`, `generate`, `chat` and `ask` share the options of the first tables; what each command
-adds follows. From Python the same names, with underscores, are fields of `Settings` and of
+`summarize`, `generate`, `chat`, `ask` and `read` share the options of the first tables; what each
+command adds follows. From Python the same names, with underscores, are fields of `Settings` and of
 `Sampling`. What is left out is chosen by the engine: from the models, the machine, and the texts
 before.
 
@@ -42,12 +42,22 @@ def page() -> str:
         parts.append(f"## {group or 'What most people need'}\n\n{_shared(group)}")
     parts.append(f"## Defaults of sampling\n\n{_SAMPLING}")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    parts += [f"## `tierforce {name}`\n\n{_own(commands[name])}" for name in commands]
+    parts += [f"## `tierforce {name}`\n\n{_own(each)}" for name, each in _leaves(commands)]
     codes, _, debug = EXIT_CODES.partition(". ")
     items = codes.removeprefix("Exit codes: ").split("; ")
     lines = "\n".join(f"- {item}" for item in items)
     parts.append(f"## Exit codes and environment\n\n{lines}\n\n{debug}\n")
     return "\n".join(parts)
+
+
+def _leaves(commands: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the commands by name, and those of groups by both names."""
+    for name, command in commands.items():
+        if not (inner := getattr(command, "commands", None)):
+            yield name, command
+            continue
+        for own, each in inner.items():
+            yield f"{name} {own}", each
 
 
 def _shared(group: str | None) -> str:

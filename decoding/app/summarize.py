@@ -286,6 +286,7 @@ class Summaries:
                 self.job.sampling,
                 dropped,
                 partial(self.display.prefill, document.id),
+                document.id,
                 partial(self.display.decode, document.id, new),
             )
             self._documents[id(request)] = document, text

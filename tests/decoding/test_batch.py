@@ -250,9 +250,9 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
     alive: list[int] = []
     opened = Sessions.open
 
-    def watched(sessions: Sessions, *arguments: Any) -> Session:
+    def watched(sessions: Sessions, *arguments: Any, **more: Any) -> Session:
         alive.append(sum(cache() is not None for cache in caches))
-        session = opened(sessions, *arguments)
+        session = opened(sessions, *arguments, **more)
         caches.extend(weakref.ref(level.cache) for level in session.levels)
         return session
 

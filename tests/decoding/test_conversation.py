@@ -302,11 +302,11 @@ def test_memory_that_does_not_do_for_later_turns_does_for_this_one(models: Pair)
         opened = engine.sessions.open
         asked: list[int] = []
 
-        def short(prompt: Sequence[int], new: int) -> Any:
+        def short(prompt: Sequence[int], new: int, **more: Any) -> Any:
             asked.append(new)
             if new > 100:
                 raise FitError("no room")
-            return opened(prompt, new)
+            return opened(prompt, new, **more)
 
         with patch.object(engine.sessions, "open", short), engine.conversation(room=500):
             first = list(engine.generate(PROMPT, NEW))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from decoding import Engine, Sampling, Settings
+from decoding.keeping.keeper import Identity
 from decoding.runtime import Runtime
 from parallel.group import Group
 from parallel.loading import load_model
@@ -26,6 +27,7 @@ EVERY_LEVEL: dict[str, Any] = {
     "link": "emulated:50",
     "resident_layers": 1,
 }
+IDENTITY = Identity("0123", "a pair")  # where prompts are kept: each test in a folder of its own
 
 
 class Pair:
@@ -51,7 +53,7 @@ class Pair:
         """
         settings = Settings(mode=mode, dtype=self.dtype, **choices)
         resolved = settings.resolved_mode(has_draft=True)
-        runtime = Runtime.make(self.target, self.draft, resolved, settings)
+        runtime = Runtime.make(self.target, self.draft, resolved, settings, IDENTITY)
         try:
             yield Engine(runtime, None, frozenset(stop))
         finally:

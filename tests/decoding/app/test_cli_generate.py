@@ -137,6 +137,8 @@ COMMON = {
         "--lookup",
         "--shard-draft",
         "--graphs",
+        "--keep",
+        "--keep-limit",
     ),
 }
 

@@ -1,0 +1,237 @@
+"""A document that was read before, opened again from disk: how soon its text goes on, and what
+saving costs a text that is written meanwhile.
+
+Each way reads the document with one model and opens it with another, just loaded; what is on disk
+is in the system's page cache. Beside ours stand transformers, whose cache is pickled, and
+llama.cpp, whose state is.
+"""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import DynamicCache, GenerationConfig
+
+from bench.harness.options import (
+    SMOLLM2,
+    Context,
+    Draft,
+    Dtype,
+    NewTokens,
+    Output,
+    Repeats,
+    Target,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+)
+from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
+from bench.harness.text import prompt_tokens, tokenizer_of
+from bench.peers.base import Job, Result, Unavailable
+from bench.peers.hugging_face import generated, load_transformers
+from bench.peers.llamacpp import Dequantised
+from bench.speed.texts import settings_of
+from decoding import Engine, Sampling, Settings
+from decoding.keeping.prompt_cache import PromptCache
+from parallel.group import Group
+from parallel.loading import resolve
+
+WARM = 32  # tokens of a text that warms up what is measured
+# what a sampled text depends on beside its seed: with these fixed, it is the same text
+STEADY: dict[str, Any] = {"draft_length": 16, "inner_length": 4, "budget": 2048}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way; times are medians of its runs."""
+
+    way: str  # mode, and the link of its KV
+    first_reading_s: float  # until the first new token
+    reopened_s: float  # likewise
+    share: float  # of the first reading
+    same_text: float  # the share of later runs whose text is that of the first
+    gigabytes: float  # on disk
+    ms_per_token: float | None = None  # of a text that is not kept
+    ms_while_saving: float | None = None  # of one that is
+
+
+@dataclass
+class Runs:
+    """What was measured of one way."""
+
+    read: list[Result] = field(default_factory=list)
+    saved: list[Result] = field(default_factory=list)  # read likewise, and kept
+    reopened: list[Result] = field(default_factory=list)
+    nbytes: int = 0
+
+    def row(self, way: str) -> Row:
+        """Return what is said of them."""
+        first, again = (_first(each) for each in (self.read, self.reopened))
+        wanted, *others = [each.tokens for each in (*self.read, *self.saved, *self.reopened)]
+        same = statistics.fmean(tokens == wanted for tokens in others)
+        per_token = [_ms_per_token(each) for each in (self.read, self.saved) if self.saved]
+        return Row(way, first, again, again / first, same, self.nbytes / 1e9, *per_token)
+
+
+@dataclass(frozen=True)
+class Own:
+    """One of our ways, and what it is to write."""
+
+    models: tuple[str, str | None]
+    settings: Settings
+    prompt: list[int]
+    new: int
+    law: Sampling
+
+    def runs(self, repeats: int) -> Runs:
+        """Measure texts that are kept and others, in turns, and then reopened."""
+        runs = Runs()
+        with tempfile.TemporaryDirectory() as folder:
+            keeping = replace(self.settings, keep=folder)
+            cache = PromptCache(Path(folder))
+            with self._engine(self.settings) as plain, self._engine(keeping) as saving:
+                for _ in range(repeats):
+                    for each in cache.prompts():
+                        cache.drop(each)
+                    runs.read.append(self._written(plain))
+                    runs.saved.append(self._written(saving))
+            runs.nbytes = sum(each.manifest.nbytes for each in cache.prompts())
+            for _ in range(repeats):
+                with self._engine(keeping) as engine:
+                    runs.reopened.append(self._written(engine))
+        return runs
+
+    @contextmanager
+    def _engine(self, settings: Settings) -> Iterator[Engine]:
+        engine = Engine.from_pretrained(*self.models, settings)
+        engine.stop_tokens = frozenset()  # all make as many tokens
+        list(engine.generate(self.prompt[:WARM], WARM, self.law))
+        yield engine
+        engine.close()
+
+    def _written(self, engine: Engine) -> Result:
+        tokens, stats = list(engine.generate(self.prompt, self.new, self.law)), engine.stats
+        return Result(stats.first_token_s, stats.decode_s, tokens)
+
+
+def of_transformers(job: Job, repeats: int) -> Runs:
+    """Measure transformers with a cache that is pickled."""
+    runs, path = Runs(), job.scratch / "cache.pt"
+    for number in range(repeats):
+        model = load_transformers(job.target, job.dtype, job.scratch, job.rope)
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        law, device = job.sampling, model.device
+        generated(model, job.prompt[:WARM], WARM, law, device)
+        if not number:
+            cache = DynamicCache(config=model.config)
+            written = generated(model, job.prompt, job.new, law, device, past_key_values=cache)
+            runs.read.append(written)
+            cache.crop(len(job.prompt) - 1 - cache.get_seq_length())  # all but the last
+            torch.save(cache, path)
+            runs.nbytes = path.stat().st_size
+        started = time.perf_counter()
+        cache = torch.load(path, weights_only=False)
+        loading_s = time.perf_counter() - started
+        written = generated(model, job.prompt, job.new, law, device, past_key_values=cache)
+        runs.reopened.append(replace(written, first_s=written.first_s + loading_s))
+    return runs
+
+
+def of_llama_cpp(job: Job, repeats: int) -> Runs:
+    """Measure llama.cpp on the same weights, with its state pickled. Raises Unavailable."""
+    Dequantised.convert(job)
+    runs, path = Runs(), job.scratch / "state"
+    for number in range(repeats):
+        peer = Dequantised(job)
+        if not number:
+            runs.read.append(peer.run())
+            path.write_bytes(pickle.dumps(peer.model.save_state()))
+            runs.nbytes = path.stat().st_size
+            peer = Dequantised(job)
+        started = time.perf_counter()
+        peer.model.load_state(pickle.loads(path.read_bytes()))
+        loading_s = time.perf_counter() - started
+        written = peer.run()
+        runs.reopened.append(replace(written, first_s=written.first_s + loading_s))
+    return runs
+
+
+# by the names of their rows
+PEERS = {
+    "transformers: a pickled cache": of_transformers,
+    "llama.cpp, dequantised: a pickled state": of_llama_cpp,
+}
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Return what reopening saves, and what saving costs."""
+    claims = {}
+    for row in rows:
+        claims[f"{row.way}: the first reading, times reopening it"] = 1 / row.share
+        if row.ms_per_token is not None and row.ms_while_saving is not None:
+            claim = f"{row.way}: a token while the text is saved, times one of another text"
+            claims[claim] = row.ms_while_saving / row.ms_per_token
+    return claims
+
+
+@benchmark
+def main(
+    target: Target = SMOLLM2,
+    draft: Draft = None,
+    text: Text = None,
+    context: Context = 7000,
+    ways: Annotated[
+        str, typer.Option(help="Modes with their links, as mode@link, separated by commas.")
+    ] = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
+    peers: Annotated[bool, typer.Option(help="Also transformers and llama.cpp.")] = True,
+    new_tokens: NewTokens = 128,
+    repeats: Repeats = 3,
+    dtype: Dtype = "bfloat16",
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.9,
+    threads: Threads = 0,
+    output: Output = Path("results/reopening.json"),
+) -> None:
+    """Read a document, keep it, and open it again from disk: how long until the first token."""
+    prepare(threads)
+    law, rows = Sampling(temperature, top_p=top_p), list[Row]()
+    prompt = prompt_tokens(tokenizer_of(target), context, text)
+    for way in ways.split(","):
+        mode, _, link = way.partition("@")
+        settings = replace(settings_of(mode, link, dtype), **STEADY)
+        own = Own((target, draft), settings, prompt, new_tokens, law)
+        rows.append(own.runs(repeats).row(f"{mode}, {link}"))
+        say(f"{rows[-1].way}: {rows[-1].first_reading_s:.1f} s, {rows[-1].reopened_s:.2f} s")
+    with tempfile.TemporaryDirectory() as scratch:
+        model = resolve(target, Group())
+        job = Job(model, None, None, prompt, new_tokens, law, dtype, None, "", Path(scratch))
+        for name, measure in PEERS.items() if peers else ():
+            try:
+                rows.append(measure(job, repeats).row(name))
+            except Unavailable as reason:
+                say(f"{name}: {reason}")
+    title = (
+        f"{context:,} tokens reopened, {new_tokens} new ones, {dtype}, T {temperature}, "
+        f"top-p {top_p}, {torch.get_num_threads()} threads"
+    )
+    publish(output, title, rows, ratios(rows))
+
+
+def _first(runs: Sequence[Result]) -> float:
+    return statistics.median(each.first_s for each in runs)
+
+
+def _ms_per_token(runs: Sequence[Result]) -> float:
+    return statistics.median(1e3 * each.decode_s / (len(each.tokens) - 1) for each in runs)

@@ -1,0 +1,87 @@
+"""`keep list` and `keep drop`: what was read and stays on disk."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from decoding.app.terminal import printable, say
+from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
+from offload.errors import TierForceError
+
+
+def show(folder: Path, as_json: bool) -> None:
+    """Print what a folder keeps, the most recently used first. Raises TierForceError."""
+    prompts = _opened(folder).prompts()[::-1]
+    if as_json:
+        json.dump([_said(each) for each in prompts], sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("id", "name", "model", "tokens", "GB", "last used"):
+        is_number = heading in ("tokens", "GB")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for each in prompts:
+        said = each.manifest
+        numbers = f"{said.tokens:,}", f"{said.nbytes / 1e9:.2f}"
+        table.add_row(each.id, printable(said.name), printable(said.model), *numbers, _used(each))
+    if prompts:
+        Console(file=sys.stdout, highlight=False, markup=False).print(table)
+    total = sum(each.manifest.nbytes for each in prompts) / 1e9
+    say(f"{len(prompts)} texts, {total:.2f} GB, in {folder}")
+
+
+def drop(folder: Path, ids: Sequence[str], everything: bool) -> None:
+    """Remove texts from a folder. Raises TierForceError for one that is not there."""
+    if everything == bool(ids):
+        raise TierForceError("say which texts are to go, by their ids, or all of them by --all.")
+    cache = _opened(folder)
+    cache.warn = say
+    cache.tidy()
+    prompts = {each.id: each for each in cache.prompts()}
+    if missing := [each for each in ids if each not in prompts]:
+        raise TierForceError(
+            f"{folder} keeps no text with the id {missing[0]}: `tierforce keep list {folder}` "
+            "tells the ids."
+        )
+    gone = [prompts[each] for each in dict.fromkeys(ids)] if ids else list(prompts.values())
+    for each in gone:
+        try:
+            cache.drop(each)
+        except OSError as error:
+            raise TierForceError(f"{each.folder} cannot be removed: {error.strerror}.") from error
+    total = sum(each.manifest.nbytes for each in gone) / 1e9
+    say(f"dropped {len(gone)} texts, {total:.2f} GB")
+
+
+def _opened(folder: Path) -> PromptCache:
+    if not folder.is_dir():
+        raise TierForceError(f"{folder} is no folder: name one that --keep was given.")
+    return PromptCache(folder)
+
+
+def _used(kept: KeptPrompt) -> str:
+    try:
+        used = datetime.fromtimestamp(kept.used, timezone.utc)
+    except (ValueError, OverflowError, OSError):  # a time that no calendar has
+        return "-"
+    return used.strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _said(kept: KeptPrompt) -> dict[str, str | int]:
+    said = kept.manifest
+    return {
+        "id": kept.id,
+        "name": said.name,
+        "model": said.model,
+        "tokens": said.tokens,
+        "bytes": said.nbytes,
+        "saved": said.saved,
+        "used": _used(kept),
+    }

@@ -1,0 +1,274 @@
+"""A folder of prompts that were read: a folder for each, which is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+
+import numpy as np
+
+from decoding.keeping.files import Lock, is_locked, locked, sync_folder, write_synced
+from decoding.speculation.text import common_prefix
+from offload.errors import TierForceError
+
+LEAST_TOKENS = 256  # fewer are read again as soon
+_MANIFEST, _TOKENS, _LOCK = "manifest.json", "tokens.bin", ".lock"
+_WRITING, _DROPPED = ".writing-", ".dropped-"
+_ID = "[0-9a-f]{12}"
+_GROWTH = 16  # a prompt is kept where more than a part of this is not
+_NONE = (ValueError, TypeError, KeyError, RecursionError)  # what reading no manifest raises
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is said of a prompt on disk."""
+
+    identity: str  # of all that its KV depends on, beside the tokens
+    name: str  # that people know it by
+    model: str  # likewise
+    tokens: int
+    ranks: int
+    nbytes: int
+    checksum: int = 0  # of its tokens; with the next one for `PromptCache.add` to say
+    saved: str = ""  # when
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read what is said of a folder's prompt. Raises OSError, and _NONE for what is nothing."""
+        said = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        for each in fields(cls):
+            if type(said[each.name]).__name__ != each.type:
+                raise TypeError(each.name)
+        return cls(**{each.name: said[each.name] for each in fields(cls)})
+
+
+@dataclass(frozen=True)
+class KeptPrompt:
+    """A prompt on disk."""
+
+    folder: Path
+    manifest: Manifest
+    used: float  # when it was, last; seconds since the epoch
+
+    @property
+    def id(self) -> str:
+        return self.folder.name
+
+    def tokens(self) -> list[int]:
+        """Return its token ids; none where they are not what was written, or cannot be read."""
+        try:
+            raw = (self.folder / _TOKENS).read_bytes()
+        except OSError:
+            return []
+        if zlib.crc32(raw) != self.manifest.checksum:
+            return []
+        tokens: list[int] = np.frombuffer(raw, dtype=np.int64).tolist()
+        return tokens
+
+
+class PromptCache:
+    """The prompts of one folder, which several processes may use at a time.
+
+    A prompt is written under another name, and then renamed. What a process that was killed leaves
+    behind is no prompt; the next one that writes removes it.
+    """
+
+    def __init__(self, folder: Path, limit: int | None = None):
+        """Open the folder, or make it. Raises TierForceError where that cannot be done.
+
+        Args:
+            folder: with nothing else in it, best.
+            limit: bytes that the prompts may take; what was used longest ago goes first.
+        """
+        self.folder, self.limit = folder, limit
+        self.warn: Callable[[str], None] = lambda line: None
+        with self._usable():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locked(folder / _LOCK):
+                pass
+
+    def prompts(self) -> list[KeptPrompt]:
+        """Return what is kept, the least recently used first. Raises TierForceError."""
+        found = []
+        for path in self._folders():
+            # what is not ours is left alone; what has gone meanwhile, too
+            with suppress(OSError, *_NONE):
+                used = (path / _MANIFEST).stat().st_mtime
+                found.append(KeptPrompt(path, Manifest.read(path), used))
+        return sorted(found, key=lambda each: (each.used, each.id))
+
+    def find(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt, int] | None:
+        """Return what begins like a prompt with the most tokens, and how many these are.
+
+        None where there is nothing. Tokens are compared, one by one. Raises TierForceError.
+        """
+        best: tuple[KeptPrompt, int] | None = None
+        for kept in self.prompts():
+            if kept.manifest.identity != identity:
+                continue
+            count = common_prefix(kept.tokens(), prompt)
+            if count and (best is None or count >= best[1]):
+                best = kept, count
+        return best
+
+    def touch(self, kept: KeptPrompt) -> None:
+        """Note that a prompt was used just now."""
+        with suppress(OSError):
+            os.utime(kept.folder / _MANIFEST)
+
+    def drop(self, kept: KeptPrompt) -> None:
+        """Remove a prompt, unless there is another one in its place by now. Raises OSError."""
+        with locked(self.folder / _LOCK):
+            with suppress(*_NONE):
+                if Manifest.read(kept.folder) != kept.manifest:
+                    return
+            self._remove(kept.folder)
+
+    def tidy(self) -> None:
+        """Remove what killed processes have left, what is damaged, and what exceeds the limit.
+
+        Raises TierForceError.
+        """
+        with self._usable(), locked(self.folder / _LOCK):
+            self._clean()
+            self._make_room()
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def begin(self, nbytes: int) -> tuple[Path, Lock]:
+        """Return a folder to write a prompt of so many bytes to, and the lock of rank 0 in it.
+
+        As long as the lock is held, others leave it alone; `add` or `discard` is to follow. Raises
+        TierForceError where there is no room.
+        """
+        if self.limit is not None and nbytes > self.limit:
+            raise TierForceError(
+                f"it takes {nbytes / 1e9:.2f} GB, more than `keep_limit` {self.limit / 1e9:g} GB."
+            )
+        with self._usable(), locked(self.folder / _LOCK):
+            self._clean()
+            free = shutil.disk_usage(self.folder).free
+            if nbytes > free:
+                raise TierForceError(
+                    f"it takes {nbytes / 1e9:.2f} GB, and the disk of `keep` {self.folder} has "
+                    f"{free / 1e9:.2f} GB free. `tierforce keep drop` makes room."
+                )
+            path = self.folder / f"{_WRITING}{token_hex(6)}"
+            path.mkdir(mode=0o700)
+            return path, Lock(path, 0)
+
+    def add(self, written: Path, manifest: Manifest, prompt: Sequence[int]) -> None:
+        """Let what was written be a prompt, in place of those that it goes on from.
+
+        What then exceeds the limit goes. Raises OSError.
+        """
+        tokens = np.array(prompt, dtype=np.int64).tobytes()
+        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        manifest = replace(manifest, checksum=zlib.crc32(tokens), saved=now)
+        kept = self.folder / sha256(manifest.identity.encode() + tokens).hexdigest()[:12]
+        write_synced(written / _TOKENS, tokens)
+        write_synced(written / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+        with locked(self.folder / _LOCK):
+            self._remove(kept)  # which was damaged, or is as good
+            for path in written.glob(Lock.PATTERN):
+                path.unlink()
+            sync_folder(written)
+            written.rename(kept)
+            with suppress(OSError, TierForceError):  # it is there, whatever comes
+                sync_folder(self.folder)
+                for other in self.prompts():
+                    if _goes_on(manifest, prompt, other):
+                        self._remove(other.folder)
+                self._make_room()
+
+    def discard(self, written: Path) -> None:
+        """Let go of what was begun and will not be a prompt."""
+        with suppress(OSError), locked(self.folder / _LOCK):
+            self._remove(written)
+
+    def _folders(self) -> list[Path]:
+        """Return the folders that may be prompts. Raises TierForceError."""
+        with self._usable():
+            return [
+                path
+                for path in self.folder.iterdir()
+                if re.fullmatch(_ID, path.name) and path.is_dir() and not path.is_symlink()
+            ]
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Raise TierForceError for an OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise TierForceError(
+                f"`keep` {self.folder} cannot be used: {error.strerror}. Name a folder that can be "
+                "written to."
+            ) from error
+
+    def _make_room(self) -> None:
+        """Drop what was used longest ago, until the rest is within the limit."""
+        if self.limit is None:
+            return
+        prompts = self.prompts()
+        total = sum(each.manifest.nbytes for each in prompts)
+        for each in prompts:
+            if total <= self.limit:
+                return
+            self._remove(each.folder)
+            total -= each.manifest.nbytes
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a folder, which is no prompt from the first moment on."""
+        gone = self.folder / f"{_DROPPED}{token_hex(6)}"
+        with suppress(FileNotFoundError):
+            folder.rename(gone)
+            shutil.rmtree(gone)
+
+    def _clean(self) -> None:
+        """Remove what processes that were killed have left, and what can never be found."""
+        for path in self.folder.iterdir():
+            is_left = bool(re.fullmatch(re.escape(_DROPPED) + _ID, path.name))
+            if re.fullmatch(re.escape(_WRITING) + _ID, path.name):
+                is_left = not any(map(is_locked, path.glob(Lock.PATTERN)))
+            if is_left:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in filter(_is_damaged, self._folders()):
+            self.warn(f"what was kept in {path} is damaged: it is removed")
+            self._remove(path)
+
+
+def is_worth_it(tokens: int, known: int) -> bool:
+    """Tell whether a prompt of which so many tokens are kept is worth to be kept itself."""
+    return tokens >= LEAST_TOKENS and tokens - known > tokens // _GROWTH
+
+
+def _goes_on(manifest: Manifest, prompt: Sequence[int], other: KeptPrompt) -> bool:
+    """Tell whether a longer prompt has nearly all of another one."""
+    older = other.manifest
+    if older.identity != manifest.identity or older.tokens >= manifest.tokens:
+        return False
+    return not is_worth_it(older.tokens, common_prefix(other.tokens(), prompt))
+
+
+def _is_damaged(folder: Path) -> bool:
+    """Tell whether a prompt's folder does not say which prompt it is of."""
+    try:
+        tokens = (folder / _TOKENS).read_bytes()
+        return zlib.crc32(tokens) != Manifest.read(folder).checksum
+    except _NONE:
+        return True
+    except FileNotFoundError:
+        return any(folder.glob("rank-*-layer-*.kv"))  # else it is none of ours
+    except OSError:
+        return False

@@ -1,0 +1,464 @@
+"""Texts that go on from what is kept on disk are those that were read; what is kept is whole."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import decoding.keeping.identity
+from bench.harness.ranks import PRELOAD, run_ranks
+from decoding import Engine, Sampling, Settings
+from decoding.keeping.identity import Weights, digest_of
+from decoding.keeping.keeper import Keeper
+from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
+from decoding.keeping.saving import files_of, saved
+from decoding.writing import Request
+from offload.errors import TierForceError
+from offload.kv_file import KVFile
+from offload.prefill import LAST_ROWS
+from offload.tiered import TieredCache
+from parallel.config import ModelConfig
+from parallel.group import Group
+from support import batches
+from support.batches import MODES
+from support.engines import IDENTITY, Pair
+from support.models import random_tokens
+
+NEW = 12
+FOLDERS = tuple[Path, Path]
+SMALL: dict[str, Any] = {**batches.SMALL, "prefill_chunk": 200}
+PROMPT = random_tokens(700, seed=1).tolist()
+QUESTIONS = [random_tokens(count, seed=count).tolist() for count in (5, 20, 35)]
+SAMPLED = Sampling(1.0, seed=5)
+PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
+    return checkpoint(max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def models(folders: FOLDERS) -> Pair:
+    return Pair(*folders)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> str:
+    return str(tmp_path / "kept")
+
+
+@contextmanager
+def told(engine: Engine) -> Iterator[list[str]]:
+    """What an engine warns of."""
+    lines: list[str] = []
+    assert engine.sessions.keeper is not None
+    engine.sessions.keeper.warn = lines.append
+    yield lines
+
+
+def answers(engine: Engine, sampling: Sampling | None = None) -> list[list[int]]:
+    prompts = [[*PROMPT, *question] for question in QUESTIONS]
+    return [list(engine.generate(prompt, NEW, sampling)) for prompt in prompts]
+
+
+def prompts_in(folder: str) -> list[KeptPrompt]:
+    cache = PromptCache(Path(folder))
+    cache.tidy()
+    return cache.prompts()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("link", "resident"), PLACES)
+def test_answers_are_those_behind_what_was_read(
+    mode: str, link: str, resident: int, models: Pair, kept: str
+) -> None:
+    choices = {**SMALL, "link": link, "resident_layers": resident}
+    with models.engine(mode, **choices) as engine:
+        wanted = answers(engine), answers(engine, SAMPLED)
+        read = engine.stats.traffic["target"].link_out
+    with models.engine(mode, **choices, keep=kept) as engine:
+        assert answers(engine) == wanted[0]
+        assert len(prompts_in(kept)) == 1  # the questions are too short to be kept with it
+    with models.engine(mode, **choices, keep=kept) as engine:
+        assert (answers(engine), answers(engine, SAMPLED)) == wanted
+        # of the last, all but its own question
+        assert engine.stats.loaded_tokens == len(PROMPT)
+        assert engine.stats.traffic["target"].link_out < max(1, read)
+        list(engine.generate([*PROMPT, *QUESTIONS[0]], NEW))
+        tokens = len(PROMPT) + len(QUESTIONS[0]) - LAST_ROWS  # that followers are to see
+        assert engine.stats.loaded_tokens == tokens
+
+
+def test_placements_do_not_matter_to_what_is_kept(models: Pair, kept: str) -> None:
+    with models.engine("hierarchical", **SMALL) as engine:
+        wanted = answers(engine)
+    for link, resident in PLACES:
+        choices = {**SMALL, "link": link, "resident_layers": resident}
+        with models.engine("hierarchical", **choices, keep=kept) as engine:
+            assert answers(engine) == wanted
+    assert len(prompts_in(kept)) == 1
+
+
+def test_so_in_slices(folders: FOLDERS, kept: str) -> None:
+    """What is kept of layers in slices is what was computed, bit for bit."""
+    models = Pair(*folders, dtype="bfloat16")
+    choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
+    with models.engine("plain", **choices) as engine:
+        wanted = answers(engine)
+    with models.engine("sliced-retrieval", **choices, keep=kept) as engine:
+        answers(engine)
+    with models.engine("plain", **choices, keep=kept) as engine:
+        assert answers(engine) == wanted
+        assert engine.stats.loaded_tokens
+    with models.engine("plain", **choices, packed=True, keep=kept) as engine:
+        assert answers(engine) == wanted
+
+
+def test_the_longest_beginning_is_found_token_by_token(models: Pair, kept: str) -> None:
+    with models.engine("plain", **SMALL) as engine:
+        prompts = [PROMPT[:length] + [3] * 40 for length in (310, 500, 640)]
+        prompts += [PROMPT[:200] + [4] * 200, [5, *PROMPT]]
+        wanted = [list(engine.generate(prompt, NEW)) for prompt in prompts]
+    with models.engine("plain", **SMALL, keep=kept) as engine:
+        list(engine.generate(PROMPT[:400], NEW))
+        list(engine.generate(PROMPT, NEW))
+        assert [each.manifest.tokens for each in prompts_in(kept)] == [700]  # it has the other one
+        loaded = []
+        for prompt, want in zip(prompts, wanted, strict=True):
+            assert list(engine.generate(prompt, NEW)) == want
+            loaded.append(engine.stats.loaded_tokens)
+        # too few in common, or none: read
+        assert loaded == [310, 500, 640, 0, 0]
+
+
+def damaged(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield what may have happened to a prompt, and what makes it happen."""
+
+    def flip(path: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 8
+        path.write_bytes(raw)
+
+    layer = folder / "rank-0-layer-1.kv"
+    yield "a bit", lambda: flip(layer)
+    yield "the end", lambda: os.truncate(layer, 1000)
+    yield "a file", layer.unlink
+    yield "checksums", lambda: flip(folder / "rank-0.json")
+    yield "no checksums", lambda: (folder / "rank-0.json").write_text("{}") and None
+    yield "checksums of less", lambda: (folder / "rank-0.json").write_text("[[1, 2]]") and None
+
+
+@pytest.mark.parametrize("link", ["view", "emulated:50"])
+@pytest.mark.parametrize("which", range(6))
+def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept: str) -> None:
+    choices = {**SMALL, "link": link, "resident_layers": 1, "keep": kept}
+    with models.engine("hierarchical", **choices) as engine, told(engine) as lines:
+        wanted = list(engine.generate(PROMPT, NEW, name="a book"))
+        (prompt,) = prompts_in(kept)
+        _, harm = list(damaged(prompt.folder))[which]
+        harm()
+        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert engine.stats.loaded_tokens == 0
+        assert "a book is damaged" in lines[0]
+        assert list(engine.generate(PROMPT, NEW)) == wanted  # it was kept again
+        assert engine.stats.loaded_tokens
+        assert len(lines) == 1
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{}", b"[" * 100_000, b"\xff", None])
+@pytest.mark.parametrize("name", ["manifest.json", "tokens.bin"])
+def test_what_cannot_be_found_is_kept_again(
+    name: str, content: bytes | None, models: Pair, kept: str
+) -> None:
+    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+        wanted = list(engine.generate(PROMPT, NEW))
+        (prompt,) = prompts_in(kept)
+        if content is None:
+            (prompt.folder / name).unlink()
+        else:
+            (prompt.folder / name).write_bytes(content)
+        for loaded in (False, True):
+            assert list(engine.generate(PROMPT, NEW)) == wanted
+            assert bool(engine.stats.loaded_tokens) == loaded
+        assert len(lines) == 1
+        assert "is damaged" in lines[0]
+
+
+def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) -> None:
+    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+        wanted = list(engine.generate(PROMPT, NEW))
+        busy = OSError(errno.EMFILE, "Too many open files")
+        with patch("offload.kv_file.os.fstat", side_effect=busy):
+            assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert engine.stats.loaded_tokens == 0
+        assert "Too many open files" in lines[0]
+        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert engine.stats.loaded_tokens
+        # a folder that is gone keeps nobody from reading
+        shutil.rmtree(kept)
+        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert "cannot be used: No such file" in lines[1]
+
+
+def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
+    other = Path(kept) / "holiday"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_text('{"name": "holiday"}')
+    (Path(kept) / "notes.txt").write_text("notes")
+    with models.engine("plain", **SMALL, keep=kept, keep_limit=400_000) as engine:
+        list(engine.generate(PROMPT, NEW))
+    assert (other / "manifest.json").exists()
+    assert (Path(kept) / "notes.txt").exists()
+
+
+def test_models_are_told_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(), folder)
+    config, group = ModelConfig.from_pretrained(folder), Group()
+
+    def digest(**other: Any) -> str:
+        says = {"config": config, "dtype": torch.float32, "group": group, **other}
+        return digest_of(Weights.of(folder, tmp_path), **says)
+
+    same = digest()
+    with patch.object(decoding.keeping.identity, "_digest", side_effect=AssertionError):
+        assert digest() == same  # what was digested once is not read again
+    two = Group()
+    two.size = 2
+    others = [
+        digest(config=replace(config, rope={**config.rope, "rope_theta": 5e5})),
+        digest(dtype=torch.bfloat16),
+        digest(group=two),
+    ]
+    (weights,) = folder.glob("*.safetensors")
+    about = weights.stat()
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
+    others.append(digest())
+    assert len({same, *others}) == 5
+    now = Weights.of(folder, tmp_path)
+    for notes in ("[1]", "{", '{"a": 1}', "[" * 100_000):
+        (tmp_path / ".digests.json").write_text(notes)
+        assert Weights.of(folder, tmp_path) == now
+    now.refuse_changed()
+    weights.write_bytes(raw)
+    with pytest.raises(TierForceError, match="was changed while it was loaded"):
+        now.refuse_changed()
+
+
+def test_what_was_used_longest_ago_goes_first(models: Pair, kept: str) -> None:
+    size = 500 * models.target.config.kv_layout(1, torch.float32).bytes(1)
+    texts = [random_tokens(500, seed=10 + seed).tolist() for seed in range(4)]
+    limited = models.engine("plain", **SMALL, keep=kept, keep_limit=2 * size)
+    with limited as engine, told(engine) as lines:
+        for name, text in zip("abc", texts, strict=False):
+            list(engine.generate(text, NEW, name=name))
+            time.sleep(0.02)  # files have times of their own
+        assert [each.manifest.name for each in prompts_in(kept)] == ["b", "c"]
+        list(engine.generate(texts[1], NEW))
+        list(engine.generate(texts[3], NEW, name="d"))
+        assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
+        assert not lines
+        list(engine.generate(PROMPT * 2, NEW))
+        assert "more than `keep_limit`" in lines[0]
+        assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
+
+
+def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None:
+    with models.engine("plain", **SMALL) as engine:
+        wanted = list(engine.generate(PROMPT, NEW))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+        with patch.object(KVFile, "write", side_effect=full):
+            assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert "not kept" in lines[0]
+        assert "No space left" in lines[0]
+        usage = shutil.disk_usage(kept)
+        with patch("shutil.disk_usage", return_value=usage._replace(free=1000)):
+            assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert "0.00 GB free" in lines[1]
+        for trouble in (ValueError("odd"), MemoryError()):
+            with patch.object(TieredCache, "excerpts", side_effect=trouble):
+                if isinstance(trouble, MemoryError):
+                    assert list(engine.generate(PROMPT, NEW)) == wanted
+            with patch.object(KVFile, "write", side_effect=trouble):
+                assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert len(lines) == 5
+        assert all("not kept" in line for line in lines)
+        assert not [each for each in os.listdir(kept) if each.startswith(".writing")]
+        assert list(engine.generate(PROMPT, NEW)) == wanted
+    assert len(prompts_in(kept)) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierForceError, match=r"`keep` .*file cannot be used"):
+        Keeper(str(tmp_path / "file"), None, IDENTITY, Group())
+    with pytest.raises(TierForceError, match="`keep_limit` is a limit of the folder `keep`"):
+        Settings(keep_limit=1)
+
+
+@contextmanager
+def slow_writes(seconds: float) -> Iterator[None]:
+    write = KVFile.write
+
+    def slowly(self: KVFile, *args: Any) -> list[int]:
+        time.sleep(seconds)
+        return write(self, *args)
+
+    with patch.object(KVFile, "write", slowly):
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("link", "resident"), PLACES)
+def test_turns_go_on_while_the_text_is_written(
+    mode: str, link: str, resident: int, models: Pair, kept: str
+) -> None:
+    """Later turns, a text that outgrows its caches, and another from inside what is written."""
+    choices = {**SMALL, "link": link, "resident_layers": resident}
+    turns = [[1], [2] * 50, random_tokens(500, seed=3).tolist()]
+    with models.engine("plain") as engine:
+        other = [*PROMPT[:500], *turns[1]]
+        prompt, wanted = PROMPT, list[list[int]]()
+        for turn in turns:
+            prompt = [*prompt, *turn]
+            wanted.append(list(engine.generate(prompt, NEW)))
+            prompt = [*prompt, *wanted[-1]]
+        wanted.append(list(engine.generate(other, NEW)))
+    with (
+        slow_writes(0.05),
+        models.engine(mode, **choices, keep=kept) as engine,
+        engine.conversation(room=100),
+    ):
+        prompt, found = PROMPT, list[list[int]]()
+        for turn in turns:
+            prompt = [*prompt, *turn]
+            found.append(list(engine.generate(prompt, NEW)))
+            prompt = [*prompt, *found[-1]]
+        found.append(list(engine.generate(other, NEW)))
+    assert found == wanted
+    # the first turn's is part of the last one's
+    texts = sorted((each.tokens() for each in prompts_in(kept)), key=len)
+    assert texts == [other, prompt[:-NEW]]
+    assert all(whole(each, models) for each in prompts_in(kept))
+    with models.engine(mode, **choices, keep=kept) as engine:
+        assert list(engine.generate(prompt[:-NEW], NEW)) == wanted[2]
+        assert engine.stats.loaded_tokens == len(prompt) - NEW - LAST_ROWS
+
+
+def test_a_text_given_up_is_kept_all_the_same(models: Pair, kept: str) -> None:
+    with slow_writes(0.02), models.engine("plain", **SMALL, keep=kept) as engine:
+        assert list(islice(engine.generate(PROMPT, NEW), 1))
+    assert len(prompts_in(kept)) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_texts_together_are_kept_too(early: bool, models: Pair, kept: str) -> None:
+    prompts = [[*random_tokens(400, seed=seed).tolist(), 7] for seed in range(3)]
+    choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
+    with models.engine("retrieval", **choices) as engine:
+        wanted = [list(engine.generate(prompt, NEW)) for prompt in prompts]
+    for turn in range(2):
+        with models.engine("retrieval", **choices, keep=kept) as engine:
+            asked = [Request(prompt, NEW, Sampling()) for prompt in prompts]
+            texts = batches.written(engine, asked, 1 if early else 2, early)
+            assert batches.tokens(texts) == wanted
+            assert all(bool(text.stats.loaded_tokens) == bool(turn) for text in texts)
+    assert len(prompts_in(kept)) == 3
+
+
+def whole(prompt: KeptPrompt, models: Pair) -> bool:
+    """Read all that is kept of a prompt; raises where it is not what was written."""
+    layout, tokens = models.target.config.kv_layout(1, torch.float32), prompt.manifest.tokens
+    files = files_of(prompt.folder, 0, layout, tokens)
+    for _, pieces in saved(prompt.folder, 0, files, tokens):
+        assert list(pieces)
+    return len(prompt.tokens()) == tokens
+
+
+def read_for_ever(folders: FOLDERS, kept: str, seed: int) -> None:
+    models = Pair(*folders)
+    with models.engine("plain", **SMALL, keep=kept, keep_limit=2_000_000) as engine:
+        for number in count(1000 * seed):
+            list(engine.generate(random_tokens(400, seed=number).tolist(), 2))
+
+
+def test_a_kill_leaves_whole_prompts_or_none(folders: FOLDERS, models: Pair, kept: str) -> None:
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(PRELOAD)
+    rng, left, seen = random.Random(0), 0, 0
+    for seed in range(30):
+        process = forks.Process(target=read_for_ever, args=(folders, kept, seed), daemon=True)
+        process.start()
+        while not (Path(kept).exists() and list(Path(kept).glob(".writing-*"))):
+            time.sleep(0.005)
+            assert process.is_alive()
+        time.sleep(rng.random() * 0.2)
+        process.kill()
+        process.join()
+        left += bool(list(Path(kept).glob(".writing-*")))
+        for each in PromptCache(Path(kept)).prompts():
+            assert whole(each, models)
+        prompts = prompts_in(kept)
+        assert all(whole(each, models) for each in prompts)
+        seen += len(prompts)
+        assert not list(Path(kept).glob(".writing-*"))
+        assert not list(Path(kept).glob(".dropped-*"))
+    assert left  # some were killed while they wrote
+    assert seen
+    with models.engine("plain", **SMALL, keep=kept) as engine:
+        list(engine.generate(prompts_in(kept)[-1].tokens(), NEW))
+        assert engine.stats.loaded_tokens
+
+
+def on_two_ranks(folders: FOLDERS, kept: str, harm: bool) -> tuple[list[list[int]], list[Any]]:
+    models = Pair(*folders, Group.from_environment("cpu"))
+    found, loaded = list[list[int]](), list[Any]()
+    for turn in range(3):
+        choices = {**SMALL, "link": "emulated:50", "resident_layers": 1, "keep": kept}
+        with models.engine("hierarchical", **choices) as engine, told(engine) as lines:
+            if models.group.rank:
+                engine.follow()
+                continue
+            if harm and turn == 1:
+                (prompt,) = prompts_in(kept)
+                (prompt.folder / "rank-1-layer-0.kv").write_bytes(b"")
+            found.append(list(engine.generate([*PROMPT, turn], NEW)))
+            loaded.append((engine.stats.loaded_tokens, len(lines)))
+            engine.close()
+    return found, loaded
+
+
+@pytest.mark.parametrize("harm", [False, True])
+def test_two_ranks_keep_as_one(harm: bool, folders: FOLDERS, models: Pair, kept: str) -> None:
+    (found, loaded), _ = run_ranks(2, on_two_ranks, folders, kept, harm)
+    with models.engine("plain", **SMALL) as engine:
+        assert found == [list(engine.generate([*PROMPT, turn], NEW)) for turn in range(3)]
+    tokens = len(PROMPT) + 1 - LAST_ROWS
+    assert loaded == [(0, 0), (0, 1) if harm else (tokens, 0), (tokens, 0)]
+    (prompt,) = prompts_in(kept)
+    assert prompt.manifest.ranks == 2
+    assert {each.name for each in prompt.folder.iterdir()} == {
+        "manifest.json",
+        "tokens.bin",
+        *(f"rank-{rank}.json" for rank in range(2)),
+        *(f"rank-{rank}-layer-{layer}.kv" for rank in range(2) for layer in range(3)),
+    }
