@@ -104,7 +104,7 @@ class Session:
         with self.runtime.target.group.together():
             self.target.bring_in()
         self._read_draft()
-        self._save()
+        self._save(logits)
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
@@ -143,7 +143,7 @@ class Session:
             logits = self._read_part(part, tell)
             done += len(part)
         self._read_draft(kept)
-        self._save()
+        self._save(logits)
         self.peaks["prefill"] = self.runtime.link.peak()
         return logits
 
@@ -267,8 +267,9 @@ class Session:
 
     def _steps(self, progress: Progress | None) -> Reading:
         """Read the prompt into the target's cache, a step at a time, behind what is on disk."""
-        if not self.is_early:
-            self.loaded_tokens = self._load()
+        if self._keeper is not None and not self.is_early:
+            prompt = self.prompt.tolist()
+            self.loaded_tokens = self._keeper.load(self._identity, prompt, self.target)
         rest = self.prompt[self.loaded_tokens :]
         if progress is not None and self.loaded_tokens:
             progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
@@ -276,19 +277,17 @@ class Session:
             target = self.runtime.target
             return (yield from target.reading(rest, way, lambda: self._chunk, progress))
 
-    def _load(self) -> int:
-        """Take the prompt's beginning from disk; return how many tokens of it were there."""
-        if self._keeper is None:
-            return 0
-        return self._keeper.load(self._identity, self.prompt.tolist(), self.target)
+    def _save(self, logits: Tensor) -> None:
+        """Begin to write what was read, unless rank 0 is busy with that or logits are no numbers.
 
-    def _save(self) -> None:
-        """Begin to write what was read, if nothing is being written; on all ranks."""
+        All ranks call it.
+        """
         if self._keeper is None:
             return
         tokens, before = self.prompt.tolist(), self._saving
-        is_busy = before is not None and before.is_busy  # of rank 0, which waits for the others
-        saving = self._keeper.save(self._identity, self._name, tokens, self.target, is_busy)
+        is_free = before is None or not before.is_busy  # rank 0's waits for the others'
+        may_save = is_free and bool(logits.isfinite().all())
+        saving = self._keeper.save(self._identity, self._name, tokens, self.target, may_save)
         self._saving = saving or before
 
     def _leave_saving(self, kept: int, grows: bool) -> None:

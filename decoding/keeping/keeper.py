@@ -108,16 +108,16 @@ class Keeper:
         name: str,
         prompt: Sequence[int],
         cache: TieredCache,
-        is_busy: bool = False,
+        may_save: bool = True,
     ) -> Saving | None:
         """Begin to write a prompt that was read, where it is worth it; all ranks call it.
 
-        Nothing is begun where rank 0 `is_busy` with another one.
+        Nothing is begun where rank 0 says that it `may_save` nothing.
         """
         group, layout = self.group, cache.layout
         nbytes = sum(group.gather(layout.bytes(len(prompt))))
         begun = None
-        if group.rank == 0 and not is_busy:
+        if group.rank == 0 and may_save:
             begun = self._begun(identity, prompt, nbytes)
         folder = group.broadcast(begun and begun[0])
         if folder is None:
@@ -145,11 +145,9 @@ class Keeper:
     def _known(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
         """Return what is kept of a prompt, and how many tokens; nothing if it cannot be told."""
         assert self._cache is not None
-        try:
+        with suppress(TierForceError):  # writing will tell
             return self._cache.find(identity, prompt) or (None, 0)
-        except TierForceError as error:
-            self._warn(str(error))
-            return None, 0
+        return None, 0
 
     def _found(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
         """Return what is kept of a prompt, and how much of it is of use."""

@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +29,7 @@ from decoding.keeping.keeper import Keeper
 from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
 from decoding.keeping.saving import files_of, saved
 from decoding.writing import Request
-from offload.errors import TierForceError
+from offload.errors import DocumentError, TierForceError
 from offload.kv_file import KVFile
 from offload.prefill import LAST_ROWS
 from offload.tiered import TieredCache
@@ -212,7 +214,8 @@ def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) ->
         # a folder that is gone keeps nobody from reading
         shutil.rmtree(kept)
         assert list(engine.generate(PROMPT, NEW)) == wanted
-        assert "cannot be used: No such file" in lines[1]
+        assert "not kept: `keep`" in lines[1]
+        assert "No such file" in lines[1]
 
 
 def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
@@ -429,31 +432,99 @@ def test_a_kill_leaves_whole_prompts_or_none(folders: FOLDERS, models: Pair, kep
         assert engine.stats.loaded_tokens
 
 
-def on_two_ranks(folders: FOLDERS, kept: str, harm: bool) -> tuple[list[list[int]], list[Any]]:
+def test_what_is_no_number_is_not_kept(models: Pair, kept: str) -> None:
+    weight = models.target.embed.weight
+    with models.engine("plain", **SMALL, keep=kept) as engine:
+        good = weight.data.clone()
+        weight.data[PROMPT[-1]] = float("nan")
+        with pytest.raises(DocumentError):
+            list(engine.generate(PROMPT, NEW))
+        weight.data.copy_(good)
+        assert not prompts_in(kept)
+        list(engine.generate(PROMPT, NEW))
+        assert len(prompts_in(kept)) == 1
+
+
+def test_an_interrupt_gives_up_what_is_being_written(models: Pair, kept: str) -> None:
+    """Nothing reads the memory any more that the next text is given."""
+    with models.engine("plain", **SMALL) as engine:
+        wanted = list(engine.generate(PROMPT, NEW))
+    join, interrupts = Thread.join, iter([True])
+
+    def interrupted(thread: Thread, timeout: float | None = None) -> None:
+        if thread.name == "keep" and next(interrupts, False):
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+        with (
+            slow_writes(0.1),
+            patch.object(Thread, "join", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            list(engine.generate(PROMPT, NEW))
+        assert not [each for each in threading.enumerate() if each.name == "keep"]
+        assert not prompts_in(kept)
+        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert not lines
+    assert len(prompts_in(kept)) == 1
+
+
+def harmed(how: str, rank: int, kept: str) -> Any:
+    """What goes wrong on rank 1, or in the folder, before the second text."""
+    (prompt,) = prompts_in(kept) if rank == 0 and how in ("damage", "gone") else (None,)
+    if prompt is not None and how == "damage":
+        (prompt.folder / "rank-1-layer-0.kv").write_bytes(b"")
+    if prompt is not None and how == "gone":
+        shutil.rmtree(kept)
+    if how == "disk" and rank:
+        return patch.object(KVFile, "write", side_effect=OSError(errno.ENOSPC, "full"))
+    if how == "memory" and rank:
+        return patch.object(TieredCache, "excerpts", side_effect=MemoryError())
+    return nullcontext()
+
+
+def on_two_ranks(folders: FOLDERS, kept: str, how: str) -> tuple[list[list[int]], list[Any]]:
     models = Pair(*folders, Group.from_environment("cpu"))
-    found, loaded = list[list[int]](), list[Any]()
+    rank, found, loaded = models.group.rank, list[list[int]](), list[Any]()
+    choices = {**SMALL, "link": "emulated:50", "resident_layers": 1, "keep": kept}
+    first = 0 if how in ("disk", "memory") else 1
     for turn in range(3):
-        choices = {**SMALL, "link": "emulated:50", "resident_layers": 1, "keep": kept}
-        with models.engine("hierarchical", **choices) as engine, told(engine) as lines:
-            if models.group.rank:
+        with (
+            models.engine("hierarchical", **choices) as engine,
+            told(engine) as lines,
+            harmed(how, rank, kept) if turn == first else nullcontext(),
+        ):
+            if rank:
                 engine.follow()
                 continue
-            if harm and turn == 1:
-                (prompt,) = prompts_in(kept)
-                (prompt.folder / "rank-1-layer-0.kv").write_bytes(b"")
             found.append(list(engine.generate([*PROMPT, turn], NEW)))
             loaded.append((engine.stats.loaded_tokens, len(lines)))
             engine.close()
+            loaded[-1] = (loaded[-1][0], len(lines))
     return found, loaded
 
 
-@pytest.mark.parametrize("harm", [False, True])
-def test_two_ranks_keep_as_one(harm: bool, folders: FOLDERS, models: Pair, kept: str) -> None:
-    (found, loaded), _ = run_ranks(2, on_two_ranks, folders, kept, harm)
+TOKENS = len(PROMPT) + 1 - LAST_ROWS
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("nothing", [(0, 0), (TOKENS, 0), (TOKENS, 0)]),
+        ("damage", [(0, 0), (0, 1), (TOKENS, 0)]),
+        ("gone", [(0, 0), (0, 1), (0, 0)]),
+        ("disk", [(0, 1), (0, 0), (TOKENS, 0)]),
+        ("memory", [(0, 1), (0, 0), (TOKENS, 0)]),
+    ],
+)
+def test_two_ranks_keep_as_one(
+    how: str, wanted: list[tuple[int, int]], folders: FOLDERS, models: Pair, kept: str
+) -> None:
+    (found, loaded), _ = run_ranks(2, on_two_ranks, folders, kept, how)
     with models.engine("plain", **SMALL) as engine:
         assert found == [list(engine.generate([*PROMPT, turn], NEW)) for turn in range(3)]
-    tokens = len(PROMPT) + 1 - LAST_ROWS
-    assert loaded == [(0, 0), (0, 1) if harm else (tokens, 0), (tokens, 0)]
+    assert loaded == wanted
     (prompt,) = prompts_in(kept)
     assert prompt.manifest.ranks == 2
     assert {each.name for each in prompt.folder.iterdir()} == {

@@ -10,6 +10,8 @@ import gc
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import decoding.keeping.saving
 import parallel.graphs
 from bench.harness.ranks import run_ranks
 from decoding import Engine, Settings
@@ -26,6 +29,7 @@ from decoding.app.lines import say_what_fits
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
 from offload.fused import fused_kernels
+from offload.prefill import LAST_ROWS
 from parallel.graphs import GraphRunner, Recorder, graphs_work
 from parallel.group import Group
 from parallel.model import Attention
@@ -52,6 +56,16 @@ def opened(group: Group, mode: str, **choices: Any) -> Engine:
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     return engine
+
+
+class AtOnce(Thread):
+    """A thread that is none: the stand-in sees a single one."""
+
+    def start(self) -> None:
+        self.run()
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
 
 
 def text(group: Group, mode: str, **choices: Any) -> list[int]:
@@ -132,6 +146,37 @@ def test_a_conversation_goes_on_over_tiers_and_recordings(
             list(engine.generate(tokens, NEW)) for tokens, _ in asked
         ]
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("hierarchical", "float32"), ("sliced-retrieval", "bfloat16")]
+)
+@pytest.mark.parametrize("resident", [0, 2, 6])
+def test_what_is_kept_is_what_was_computed(
+    mode: str,
+    dtype: str,
+    resident: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Machine | None,
+) -> None:
+    """It is copied beside passes and their recording, on a stream of its own."""
+    if gpu is not None:
+        monkeypatch.setattr(decoding.keeping.saving, "Thread", AtOnce)
+    group = Group(device=torch.device("cuda", 0))
+    fixed: dict[str, Any] = {"draft_length": 7, "inner_length": 3, "resident_layers": resident}
+    if resident == 6:
+        mode = mode.removeprefix("sliced-")
+    texts = []
+    for _ in range(2):
+        engine = opened(group, mode, dtype=dtype, graphs=True, keep=str(tmp_path), **fixed)
+        assert engine.sessions.keeper is not None
+        engine.sessions.keeper.warn = pytest.fail
+        texts.append(list(engine.generate(PROMPT, NEW)))
+        loaded = engine.stats.loaded_tokens
+        engine.close()
+    assert loaded == len(PROMPT) - LAST_ROWS
+    assert texts[0] == texts[1]
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
