@@ -93,7 +93,8 @@ class Conversation:
         session, new, kept = self._session, request.new, self._kept(request)
         if session is None or not kept:
             return None
-        if self.sessions.on_disk(request.prompt, new) > kept + LEAST_TOKENS:
+        rest = len(request.prompt) - kept
+        if rest > LEAST_TOKENS and self.sessions.on_disk(request.prompt, new) > kept + LEAST_TOKENS:
             return None
         self._writing = None  # whose decoders hold caches that may have to go
         rooms: list[int] = []

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from decoding.hierarchy import Hierarchy
 from decoding.keeping.keeper import Keeper
-from decoding.keeping.prompt_cache import is_worth_it
+from decoding.keeping.prompt_cache import is_new
 from decoding.keeping.saving import Saving
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
@@ -298,7 +298,7 @@ class Session:
         saving = self._saving
         if saving is None or not (grows or kept < saving.tokens):
             return
-        if is_worth_it(saving.tokens, kept):
+        if is_new(saving.tokens, kept):
             saving.wait()
         else:
             saving.give_up()

@@ -90,6 +90,8 @@ class Terminal:
         if not self.chat.engine.is_busy:
             say("")
             say("/quit or Ctrl-D leaves")
+            sys.stdout.write(_prompt())
+            sys.stdout.flush()
             return True
         is_first, self.is_stopped = not self.is_stopped, True
         return is_first
@@ -221,15 +223,15 @@ def _lines() -> Iterator[str]:
     """Yield what is typed, or what stands in a file, line by line."""
     if sys.stdin is None:
         return
-    is_person = sys.stdin.isatty() and sys.stdout.isatty()
-    if is_person:
+    prompt = _prompt()
+    if prompt:
         with suppress(ImportError):  # which lets lines be edited
             import readline  # noqa: F401
     with suppress(AttributeError):  # a line that is no text is refused alone
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     while True:
         try:
-            line = input("> " if is_person else "").strip()
+            line = input(prompt).strip()
         except EOFError:
             return
         try:
@@ -239,6 +241,11 @@ def _lines() -> Iterator[str]:
             continue
         if line:
             yield line
+
+
+def _prompt() -> str:
+    """Return what asks a person for a line; nothing for a file or a pipe."""
+    return "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
 
 
 def _telling(do: Callable[[str], None], what: str) -> None:

@@ -16,7 +16,7 @@ from decoding.keeping.prompt_cache import (
     KeptPrompt,
     Manifest,
     PromptCache,
-    is_worth_it,
+    is_new,
 )
 from decoding.keeping.saving import Saving, files_of, is_written, saved
 from offload.errors import DamagedError, TierForceError, one_line
@@ -68,7 +68,7 @@ class Keeper:
 
     def has(self, identity: str, prompt: Sequence[int]) -> bool:
         """Return whether a prompt is kept, or nearly all of it; on rank 0."""
-        return not is_worth_it(len(prompt), self._known(identity, prompt)[1])
+        return not is_new(len(prompt), self._known(identity, prompt)[1])
 
     def load(self, identity: str, prompt: Sequence[int], cache: TieredCache) -> int:
         """Let an empty cache hold the first tokens of a prompt, and return how many; on all ranks.
@@ -181,7 +181,7 @@ class Keeper:
     def _begun(self, identity: str, prompt: Sequence[int], nbytes: int) -> tuple[Path, Lock] | None:
         """Return a folder for a prompt; None where it is not worth it, or there is no room."""
         assert self._cache is not None
-        if self.has(identity, prompt) or len(prompt) < LEAST_TOKENS:
+        if len(prompt) < LEAST_TOKENS or self.has(identity, prompt):
             return None
         try:
             return self._cache.begin(nbytes)

@@ -16,6 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 
 import numpy as np
+import numpy.typing as npt
 
 from decoding.keeping.files import Lock, is_locked, locked, sync_folder, write_synced
 from decoding.speculation.text import common_prefix
@@ -25,7 +26,7 @@ LEAST_TOKENS = 256  # fewer are read again as soon
 _MANIFEST, _TOKENS, _LOCK = "manifest.json", "tokens.bin", ".lock"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _ID = "[0-9a-f]{12}"
-_GROWTH = 16  # a prompt is kept where more than a part of this is not
+_GROWTH = 16  # a prompt is new where more than a part of this is
 _NONE = (ValueError, TypeError, KeyError, RecursionError)  # what reading no manifest raises
 
 
@@ -64,16 +65,14 @@ class KeptPrompt:
     def id(self) -> str:
         return self.folder.name
 
-    def tokens(self) -> list[int]:
-        """Return its token ids; none where they are not what was written, or cannot be read."""
-        try:
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Return its token ids (T,); none where they are not there as they were written."""
+        raw = b""
+        with suppress(OSError):
             raw = (self.folder / _TOKENS).read_bytes()
-        except OSError:
-            return []
         if zlib.crc32(raw) != self.manifest.checksum:
-            return []
-        tokens: list[int] = np.frombuffer(raw, dtype=np.int64).tolist()
-        return tokens
+            raw = b""
+        return np.frombuffer(raw, dtype=np.int64)
 
 
 class PromptCache:
@@ -113,10 +112,11 @@ class PromptCache:
         None where there is nothing. Tokens are compared, one by one. Raises TierForceError.
         """
         best: tuple[KeptPrompt, int] | None = None
+        tokens = np.array(prompt, dtype=np.int64)
         for kept in self.prompts():
             if kept.manifest.identity != identity:
                 continue
-            count = common_prefix(kept.tokens(), prompt)
+            count = common_prefix(kept.tokens(), tokens)
             if count and (best is None or count >= best[1]):
                 best = kept, count
         return best
@@ -248,9 +248,9 @@ class PromptCache:
             self._remove(path)
 
 
-def is_worth_it(tokens: int, known: int) -> bool:
-    """Tell whether a prompt of which so many tokens are kept is worth to be kept itself."""
-    return tokens >= LEAST_TOKENS and tokens - known > tokens // _GROWTH
+def is_new(tokens: int, known: int) -> bool:
+    """Tell whether much of a prompt is beyond the tokens of it that are kept."""
+    return tokens - known > tokens // _GROWTH
 
 
 def _goes_on(manifest: Manifest, prompt: Sequence[int], other: KeptPrompt) -> bool:
@@ -258,7 +258,7 @@ def _goes_on(manifest: Manifest, prompt: Sequence[int], other: KeptPrompt) -> bo
     older = other.manifest
     if older.identity != manifest.identity or older.tokens >= manifest.tokens:
         return False
-    return not is_worth_it(older.tokens, common_prefix(other.tokens(), prompt))
+    return not is_new(older.tokens, common_prefix(other.tokens(), prompt))
 
 
 def _is_damaged(folder: Path) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby, islice
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_native_id
 from typing import TypeVar
 
 from torch import Tensor
@@ -21,6 +23,7 @@ from offload.layout import KVLayout
 T = TypeVar("T")
 _THREADS = 4  # that read
 _AHEAD = 8  # pieces that are read before they are asked for
+_NICENESS = 19  # of the thread that writes
 _NOT_DONE = "it was not finished"
 
 
@@ -73,6 +76,8 @@ class Saving:
 
     def _run(self) -> None:
         trouble: str | None = _NOT_DONE
+        with suppress(OSError, AttributeError):  # whoever decodes goes first
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICENESS)
         try:
             checksums = []
             while self._layers:  # what is written is let go of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 _ROOM = 1024  # tokens the buffer grows by, at least
 
@@ -49,7 +50,11 @@ class Text:
         self._buffer[self._length : end] = tokens
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+Tokens = Sequence[int] | npt.NDArray[np.int64]
+
+
+def common_prefix(one: Tokens, other: Tokens) -> int:
     """Return how many tokens the two have in common before they differ."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (x, y) in enumerate(pairs) if x != y), min(len(one), len(other)))
+    count = min(len(one), len(other))
+    differ = np.asarray(one[:count]) != np.asarray(other[:count])
+    return int(differ.argmax()) if differ.any() else count

@@ -359,7 +359,7 @@ def test_turns_go_on_while_the_text_is_written(
         found.append(list(engine.generate(other, NEW)))
     assert found == wanted
     # the first turn's is part of the last one's
-    texts = sorted((each.tokens() for each in prompts_in(kept)), key=len)
+    texts = sorted((each.tokens().tolist() for each in prompts_in(kept)), key=len)
     assert texts == [other, prompt[:-NEW]]
     assert all(whole(each, models) for each in prompts_in(kept))
     with models.engine(mode, **choices, keep=kept) as engine:
@@ -428,7 +428,7 @@ def test_a_kill_leaves_whole_prompts_or_none(folders: FOLDERS, models: Pair, kep
     assert left  # some were killed while they wrote
     assert seen
     with models.engine("plain", **SMALL, keep=kept) as engine:
-        list(engine.generate(prompts_in(kept)[-1].tokens(), NEW))
+        list(engine.generate(prompts_in(kept)[-1].tokens().tolist(), NEW))
         assert engine.stats.loaded_tokens
 
 
