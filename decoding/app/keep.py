@@ -15,6 +15,8 @@ from decoding.app.terminal import printable, say
 from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
 from offload.errors import TierForceError
 
+_WIDTH = 160  # columns, where nobody looks on
+
 
 def show(folder: Path, as_json: bool) -> None:
     """Print what a folder keeps, the most recently used first. Raises TierForceError."""
@@ -23,18 +25,11 @@ def show(folder: Path, as_json: bool) -> None:
         json.dump([_said(each) for each in prompts], sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("id", "name", "model", "tokens", "GB", "last used"):
-        is_number = heading in ("tokens", "GB")
-        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
-    for each in prompts:
-        said = each.manifest
-        numbers = f"{said.tokens:,}", f"{said.nbytes / 1e9:.2f}"
-        table.add_row(each.id, printable(said.name), printable(said.model), *numbers, _used(each))
     if prompts:
-        Console(file=sys.stdout, highlight=False, markup=False).print(table)
-    total = sum(each.manifest.nbytes for each in prompts) / 1e9
-    say(f"{len(prompts)} texts, {total:.2f} GB, in {folder}")
+        width = None if sys.stdout.isatty() else _WIDTH
+        console = Console(file=sys.stdout, highlight=False, markup=False, width=width)
+        console.print(_table(prompts))
+    say(f"{_amount(prompts)}, in {folder}")
 
 
 def drop(folder: Path, ids: Sequence[str], everything: bool) -> None:
@@ -56,8 +51,25 @@ def drop(folder: Path, ids: Sequence[str], everything: bool) -> None:
             cache.drop(each)
         except OSError as error:
             raise TierForceError(f"{each.folder} cannot be removed: {error.strerror}.") from error
-    total = sum(each.manifest.nbytes for each in gone) / 1e9
-    say(f"dropped {len(gone)} texts, {total:.2f} GB")
+    say(f"dropped {_amount(gone)}")
+
+
+def _table(prompts: Sequence[KeptPrompt]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("id", "name", "model", "ranks", "tokens", "GB", "last used"):
+        is_number = heading in ("ranks", "tokens", "GB")
+        table.add_column(heading, justify="right" if is_number else "left", overflow="fold")
+    for each in prompts:
+        said = each.manifest
+        names = printable(said.name), printable(said.model)
+        numbers = str(said.ranks), f"{said.tokens:,}", f"{said.nbytes / 1e9:.2f}"
+        table.add_row(each.id, *names, *numbers, _used(each))
+    return table
+
+
+def _amount(prompts: Sequence[KeptPrompt]) -> str:
+    total = sum(each.manifest.nbytes for each in prompts) / 1e9
+    return f"{len(prompts)} text{'' if len(prompts) == 1 else 's'}, {total:.2f} GB"
 
 
 def _opened(folder: Path) -> PromptCache:
@@ -80,6 +92,7 @@ def _said(kept: KeptPrompt) -> dict[str, str | int]:
         "id": kept.id,
         "name": said.name,
         "model": said.model,
+        "ranks": said.ranks,
         "tokens": said.tokens,
         "bytes": said.nbytes,
         "saved": said.saved,

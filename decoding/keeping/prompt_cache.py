@@ -211,9 +211,9 @@ class PromptCache:
         try:
             yield
         except OSError as error:
+            why = "it is a file" if self.folder.is_file() else error.strerror
             raise TierForceError(
-                f"`keep` {self.folder} cannot be used: {error.strerror}. Name a folder that can be "
-                "written to."
+                f"`keep` {self.folder} cannot be used: {why}. Name a folder that can be written to."
             ) from error
 
     def _make_room(self) -> None:

@@ -97,7 +97,7 @@ def test_what_is_kept_is_listed_and_dropped(
     assert table.code == 0
     assert str(about["id"]) in table.out
     assert "story.txt" in table.out
-    assert "1 texts" in table.err
+    assert "1 text," in table.err
     for wrong, reason in (
         (("list", str(tmp_path / "nowhere")), "is no folder"),
         (("drop", str(kept)), "say which texts are to go"),
@@ -118,7 +118,7 @@ def test_what_cannot_be_kept_is_refused(
     keep = ("--keep", str(tmp_path / "kept"))
     for command, reason in (
         (("read", *model, *story), "name a folder with --keep"),
-        (("read", *model, *story, "--keep", str(short)), "--keep "),
+        (("read", *model, *story, "--keep", str(short)), "cannot be used: it is a file"),
         (("read", *model, *story, "--keep-limit", "1"), "--keep-limit is a limit of the folder"),
         (
             ("summarize", *model, *keep, "--input", "x", "--output", "y", "--cluster", "local"),
