@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -14,21 +13,6 @@ from pathlib import Path
 import pytest
 
 from support.commands import TARGET, Finished, Fork, forked, refused
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-STORY = "It was the best of times, it was the worst of times. " * 50
-STEADY = ("--dtype", "float32", "--temperature", "0", "--max-new-tokens", "12")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    folder = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(TARGET, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return "--model", str(folder), "--device", "cpu", *STEADY
 
 
 def type_from(path: Path) -> None:
@@ -44,13 +28,6 @@ def typed(folder: Path, lines: list[str], *command: str) -> Finished:
     path = folder / "typed.txt"
     path.write_text("\n".join(lines))
     return forked(folder, *command, before=partial(type_from, path))
-
-
-@pytest.fixture
-def story(tmp_path: Path) -> tuple[str, str]:
-    path = tmp_path / "story.txt"
-    path.write_text(STORY)
-    return "--document", str(path)
 
 
 def test_a_conversation(model: tuple[str, ...], story: tuple[str, str], tmp_path: Path) -> None:

@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
-from support.commands import TARGET, Fork, forked, refused
-
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-STORY = "It was the best of times, it was the worst of times. " * 50
-STEADY = ("--dtype", "float32", "--temperature", "0", "--max-new-tokens", "12")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    folder = tmp_path_factory.mktemp("chatty") / "model"
-    shutil.copytree(TARGET, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return "--model", str(folder), "--device", "cpu", *STEADY
-
-
-@pytest.fixture
-def story(tmp_path: Path) -> tuple[str, str]:
-    path = tmp_path / "story.txt"
-    path.write_text(STORY)
-    return "--document", str(path)
+from support.chatty import STORY
+from support.commands import Fork, forked, refused
 
 
 def listed(folder: Path) -> list[dict[str, object]]:
