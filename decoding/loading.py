@@ -86,9 +86,10 @@ def _weights(folder: Path, settings: Settings, group: Group) -> Weights | None:
         )
     if group.rank:
         return Weights({}, {})
-    kept = PromptCache(Path(settings.keep)).folder
+    kept = PromptCache(Path(settings.keep))
+    kept.make()
     with _readable(folder):
-        return Weights.of(folder, kept)
+        return Weights.of(folder, kept.folder)
 
 
 def _identity(name: str, folder: Path, target: Llama, weights: Weights | None) -> Identity | None:

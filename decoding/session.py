@@ -82,7 +82,7 @@ class Session:
         self.max_tokens = runtime.needs.max_pass_tokens
         self._make_caches(plan or runtime.plan(len(prompt), new))
         self._keeper, self._name = keeper, name
-        self._saving: Saving | None = None
+        self.saving: Saving | None = None  # of what was read
         self.loaded_tokens = 0  # of the prompt, from disk
         self.is_early = False  # whether its prompt is read in passes of other texts
         self.read_share = 0.0  # what was read so
@@ -251,8 +251,8 @@ class Session:
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         self._reading = self._trouble = None
-        if self._saving is not None:
-            self._saving.wait()
+        if self.saving is not None:
+            self.saving.wait()
         self._end_passes()
         self.peaks["decoding"] = self.runtime.link.peak()
 
@@ -284,18 +284,18 @@ class Session:
         """
         if self._keeper is None:
             return
-        tokens, before = self.prompt.tolist(), self._saving
+        tokens, before = self.prompt.tolist(), self.saving
         is_free = before is None or not before.is_busy  # rank 0's waits for the others'
         may_save = is_free and bool(logits.isfinite().all())
         saving = self._keeper.save(self._identity, self._name, tokens, self.target, may_save)
-        self._saving = saving or before
+        self.saving = saving or before
 
     def _leave_saving(self, kept: int, grows: bool) -> None:
         """Let what is being written not be read where a turn behind `kept` tokens changes it.
 
         It is given up where the turn has nearly all of it, and will be kept in its place.
         """
-        saving = self._saving
+        saving = self.saving
         if saving is None or not (grows or kept < saving.tokens):
             return
         if is_new(saving.tokens, kept):

@@ -153,6 +153,9 @@ class Sessions:
         """End a text on all ranks; for rank 0."""
         try:
             self.lockstep.announce_end(session)
+        except TierForceError:
+            _give_up(session)
+            raise
         finally:
             self.lockstep.close(session)
 
@@ -174,6 +177,10 @@ class Sessions:
                     self._follow_one()
                 else:
                     self.lockstep.close(over)
+        except BaseException:
+            for each in self._sessions():
+                _give_up(each)
+            raise
         finally:
             for text in list(self.lockstep.texts):
                 self.lockstep.close(text)
@@ -273,3 +280,9 @@ class Sessions:
         """Return this rank's plans of the ways that fit all ranks; all call it."""
         common = set.intersection(*self.group.gather(set(plans)))
         return {way: plan for way, plan in plans.items() if way in common}
+
+
+def _give_up(session: Session) -> None:
+    """Let nothing of a text be written any more: a rank is lost, and nobody would keep it."""
+    if session.saving is not None:
+        session.saving.give_up()

@@ -208,7 +208,7 @@ class Settings:
         default="nothing stays",
     )
     keep_limit: int | None = option(
-        "Most that the folder may take. What was used longest ago goes first.",
+        "Most that is kept there. What was used longest ago goes first.",
         value=None,
         group=MEMORY,
         unit="GB",

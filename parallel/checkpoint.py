@@ -118,7 +118,7 @@ class SafetensorsCheckpoint(Checkpoint):
         # by tensor name
         self._paths: dict[str, Path] = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        for path in self._files():
+        for path in weight_files(folder):
             self._scan(path)
 
     @property
@@ -131,42 +131,6 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _file_of(self, name: str) -> Path:
         return self._paths[name]
-
-    def _files(self) -> list[Path]:
-        """Return the files that hold the weights. Raises CheckpointError."""
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            return self._indexed(index)
-        single = self.folder / "model.safetensors"
-        if single.is_file():
-            return [single]
-        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt*")):
-            raise CheckpointError(
-                f"{self.folder} has pickle weights only, which can run code and are not loaded."
-                ' Convert them once: python -c "from transformers import AutoModelForCausalLM as'
-                f" M; M.from_pretrained('{self.folder}', "
-                f"dtype='auto').save_pretrained('{self.folder}')\""
-            )
-        raise CheckpointError(
-            f"{self.folder} has no weights: model.safetensors (or its index) is missing."
-        )
-
-    def _indexed(self, index: Path) -> list[Path]:
-        """Return the files that an index names. Raises CheckpointError."""
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            files = sorted(self.folder / name for name in names)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index} is not a readable weight index: {error}. Fetch it again."
-            ) from error
-        missing = [path.name for path in files if not path.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{self.folder}: {len(missing)} weight files are missing, first {missing[0]}. "
-                "Fetch them again."
-            )
-        return files
 
     def _scan(self, path: Path) -> None:
         """Note each tensor of a file. Raises CheckpointError."""
@@ -191,3 +155,39 @@ class SafetensorsCheckpoint(Checkpoint):
                 f"{path} is not a complete safetensors file ({error}). Was the download "
                 "interrupted? Fetch it again."
             ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that hold a folder's weights. Raises CheckpointError."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed(folder, index)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise CheckpointError(
+            f"{folder} has pickle weights only, which can run code and are not loaded."
+            ' Convert them once: python -c "from transformers import AutoModelForCausalLM as'
+            f" M; M.from_pretrained('{folder}', "
+            f"dtype='auto').save_pretrained('{folder}')\""
+        )
+    raise CheckpointError(f"{folder} has no weights: model.safetensors (or its index) is missing.")
+
+
+def _indexed(folder: Path, index: Path) -> list[Path]:
+    """Return the files that an index names. Raises CheckpointError."""
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = sorted(folder / name for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is not a readable weight index: {error}. Fetch it again."
+        ) from error
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} weight files are missing, first {missing[0]}. "
+            "Fetch them again."
+        )
+    return files

@@ -101,6 +101,7 @@ class Own:
         with tempfile.TemporaryDirectory() as folder:
             keeping = replace(self.settings, keep=folder)
             cache = PromptCache(Path(folder))
+            cache.make()
             with self._engine(self.settings) as plain, self._engine(keeping) as saving:
                 for _ in range(repeats):
                     for each in cache.prompts():

@@ -38,6 +38,7 @@ def drop(folder: Path, ids: Sequence[str], everything: bool) -> None:
         raise TierForceError("say which texts are to go, by their ids, or all of them by --all.")
     cache = _opened(folder)
     cache.warn = say
+    cache.make()
     cache.tidy()
     prompts = {each.id: each for each in cache.prompts()}
     if missing := [each for each in ids if each not in prompts]:

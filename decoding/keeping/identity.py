@@ -14,6 +14,7 @@ import torch
 
 from decoding.keeping.files import write_whole
 from offload.errors import TierForceError
+from parallel.checkpoint import weight_files
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.named import is_gguf
@@ -28,17 +29,17 @@ _DIGESTS = ".digests.json"  # of files that were digested before
 class Weights:
     """The weight files of a model, as they were when they were digested."""
 
-    digests: dict[str, str]  # by name
+    digests: dict[str, str]  # by name, as the index of a folder has it
     marks: dict[Path, str]
 
     @classmethod
     def of(cls, model: Path, folder: Path) -> Weights:
-        """Digest the files of a model, a folder or a GGUF file. Raises OSError.
+        """Digest the files of a model, a folder or a GGUF file. Raises OSError, CheckpointError.
 
         What they digest to is noted in `folder`, by what the system says of them, so that they are
         read once.
         """
-        paths = [model] if is_gguf(model) else sorted(model.glob("*.safetensors"))
+        paths = [model] if is_gguf(model) else weight_files(model)
         notes = folder / _DIGESTS
         known, marks = _known(notes), {path: _mark(path) for path in paths}
         for path, mark in marks.items():
@@ -46,7 +47,10 @@ class Weights:
                 known[mark] = _digest(path)
                 with suppress(OSError):  # another time
                     write_whole(notes, json.dumps(known).encode())
-        return cls({path.name: known[mark] for path, mark in marks.items()}, marks)
+        names = {
+            path: path.name if is_gguf(model) else str(path.relative_to(model)) for path in paths
+        }
+        return cls({names[path]: known[mark] for path, mark in marks.items()}, marks)
 
     def refuse_changed(self) -> None:
         """Raise TierForceError where a file is another one by now. Raises OSError."""

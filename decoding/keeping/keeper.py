@@ -18,7 +18,7 @@ from decoding.keeping.prompt_cache import (
     PromptCache,
     is_new,
 )
-from decoding.keeping.saving import Saving, files_of, is_written, saved
+from decoding.keeping.saving import Saving, files_of, is_written, saved, was_given_up
 from offload.errors import DamagedError, TierForceError, one_line
 from offload.prefill import LAST_ROWS
 from offload.tiered import TieredCache
@@ -56,11 +56,13 @@ class Keeper:
         # on rank 0; from another thread, too
         self.warn: Callable[[str], None] = partial(warnings.warn, stacklevel=2)
         self._cache: PromptCache | None = None
+        self._is_tidy = False
+        self._unreadable = set[Manifest]()  # as it was tried: it is written again
         with group.together():
             if group.rank == 0:
                 self._cache = PromptCache(Path(folder).absolute(), limit)
                 self._cache.warn = self._warn
-                self._cache.tidy()
+                self._cache.make()
 
     def find(self, identity: str, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt need not be read; on rank 0."""
@@ -146,7 +148,10 @@ class Keeper:
         """Return what is kept of a prompt, and how many tokens; nothing if it cannot be told."""
         assert self._cache is not None
         with suppress(TierForceError):  # writing will tell
-            return self._cache.find(identity, prompt) or (None, 0)
+            if not self._is_tidy:
+                self._cache.tidy()
+                self._is_tidy = True
+            return self._cache.find(identity, prompt, self._unreadable) or (None, 0)
         return None, 0
 
     def _found(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
@@ -173,6 +178,7 @@ class Keeper:
         damage = [text for text, is_damage in troubles if is_damage]
         if not damage:
             self._warn(f"{name} cannot be read ({troubles[0][0]}): the text is read anew")
+            self._unreadable.add(kept.manifest)
             return
         self._warn(f"{name} is damaged ({damage[0]}): it is removed, and the text is read anew")
         with suppress(OSError):
@@ -199,10 +205,13 @@ class Keeper:
     ) -> None:
         """Let what all ranks have written be a prompt; on the thread that wrote rank 0's part."""
         assert self._cache is not None
+        is_given_up = False
         try:
             for rank in range(1, self.group.size):
                 Lock.wait(folder, rank)
+            is_given_up = saving.is_given_up
             for rank in range(self.group.size):
+                is_given_up |= was_given_up(folder, rank)
                 if not is_written(folder, rank):
                     trouble = trouble or f"rank {rank} could not write its part"
             if trouble is None:
@@ -211,7 +220,7 @@ class Keeper:
             trouble = one_line(error)
         if trouble is not None:
             self._cache.discard(folder)
-            if not saving.is_given_up:
+            if not is_given_up:
                 self._not_kept(trouble)
 
     def _not_kept(self, why: str) -> None:

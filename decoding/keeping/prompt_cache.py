@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
@@ -83,7 +83,7 @@ class PromptCache:
     """
 
     def __init__(self, folder: Path, limit: int | None = None):
-        """Open the folder, or make it. Raises TierForceError where that cannot be done.
+        """Look into a folder; who writes to it calls `make` first.
 
         Args:
             folder: with nothing else in it, best.
@@ -91,9 +91,12 @@ class PromptCache:
         """
         self.folder, self.limit = folder, limit
         self.warn: Callable[[str], None] = lambda line: None
+
+    def make(self) -> None:
+        """Make the folder, if it is not there. Raises TierForceError where it cannot be used."""
         with self._usable():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with locked(folder / _LOCK):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locked(self.folder / _LOCK):
                 pass
 
     def prompts(self) -> list[KeptPrompt]:
@@ -106,15 +109,18 @@ class PromptCache:
                 found.append(KeptPrompt(path, Manifest.read(path), used))
         return sorted(found, key=lambda each: (each.used, each.id))
 
-    def find(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt, int] | None:
+    def find(
+        self, identity: str, prompt: Sequence[int], unreadable: Collection[Manifest] = ()
+    ) -> tuple[KeptPrompt, int] | None:
         """Return what begins like a prompt with the most tokens, and how many these are.
 
-        None where there is nothing. Tokens are compared, one by one. Raises TierForceError.
+        None where there is nothing but what is `unreadable`. Tokens are compared, one by one.
+        Raises TierForceError.
         """
         best: tuple[KeptPrompt, int] | None = None
         tokens = np.array(prompt, dtype=np.int64)
         for kept in self.prompts():
-            if kept.manifest.identity != identity:
+            if kept.manifest.identity != identity or kept.manifest in unreadable:
                 continue
             count = common_prefix(kept.tokens(), tokens)
             if count and (best is None or count >= best[1]):

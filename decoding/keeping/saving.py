@@ -85,6 +85,10 @@ class Saving:
                 checksums.append(file.write(self._wanted(excerpt)))
             write_synced(_checksums(self._folder, self._rank), json.dumps(checksums).encode())
             trouble = None
+        except GivenUp as error:
+            trouble = str(error)
+            with suppress(OSError):  # before rank 0 asks
+                _given_up(self._folder, self._rank).touch()
         except Exception as error:  # whatever it is, the text goes on
             trouble = one_line(error)
         finally:
@@ -109,6 +113,11 @@ class Saving:
 def is_written(folder: Path, rank: int) -> bool:
     """Return whether a rank has written its part."""
     return _checksums(folder, rank).exists()
+
+
+def was_given_up(folder: Path, rank: int) -> bool:
+    """Return whether a rank has given up its part."""
+    return _given_up(folder, rank).exists()
 
 
 def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int) -> list[KVFile]:
@@ -158,6 +167,10 @@ def _read_checksums(folder: Path, rank: int, layers: int) -> list[list[int]]:
     if len(checksums) != layers:
         raise DamagedError(f"the checksums of rank {rank} are of {len(checksums)} layers")
     return checksums
+
+
+def _given_up(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.given-up"
 
 
 def _checksums(folder: Path, rank: int) -> Path:

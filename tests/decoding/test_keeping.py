@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import multiprocessing
 import os
 import random
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 import decoding.keeping.identity
+import offload.kv_file
 from bench.harness.ranks import PRELOAD, run_ranks
 from decoding import Engine, Sampling, Settings
 from decoding.keeping.identity import Weights, digest_of
@@ -80,6 +82,7 @@ def answers(engine: Engine, sampling: Sampling | None = None) -> list[list[int]]
 
 def prompts_in(folder: str) -> list[KeptPrompt]:
     cache = PromptCache(Path(folder))
+    cache.make()
     cache.tidy()
     return cache.prompts()
 
@@ -205,7 +208,7 @@ def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) ->
     with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW))
         busy = OSError(errno.EMFILE, "Too many open files")
-        with patch("offload.kv_file.os.fstat", side_effect=busy):
+        with patch.object(offload.kv_file._Reader, "__call__", side_effect=busy):
             assert list(engine.generate(PROMPT, NEW)) == wanted
         assert engine.stats.loaded_tokens == 0
         assert "Too many open files" in lines[0]
@@ -316,6 +319,19 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         Keeper(str(tmp_path / "file"), None, IDENTITY, Group())
     with pytest.raises(TierForceError, match="`keep_limit` is a limit of the folder `keep`"):
         Settings(keep_limit=1)
+
+
+def test_the_weights_are_those_that_the_index_names(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(), folder)
+    (folder / "shards").mkdir()
+    (folder / "model.safetensors").rename(folder / "shards" / "1.safetensors")
+    (folder / "consolidated.safetensors").write_bytes(b"nobody loads it")
+    index = {"weight_map": {"lm_head.weight": "shards/1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert list(Weights.of(folder, tmp_path).digests) == ["shards/1.safetensors"]
 
 
 @contextmanager
