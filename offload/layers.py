@@ -39,6 +39,7 @@ class TieredLayer(ABC):
 
     is_late = False  # whether `bring_in` is still to come
     is_near = False  # whether the device holds something of all tokens, to `attend_near`
+    is_cut = False  # whether it can only be filled from what is built in the stage
 
     def chunks(self, boundary: int) -> Sequence[Tensor]:
         """Return what a pass streams of this layer through the ring, in order."""
@@ -93,8 +94,6 @@ class TieredLayer(ABC):
 
     def forget(self, length: int) -> None:
         """Take note that of the prefix the first `length` tokens stand, and no others."""
-
-    is_cut = False  # whether it can only be filled from what is built in the stage
 
     def fill(self, piece: Piece, boundary: int) -> list[Copy]:
         """Hold a piece of a text that is in host memory, where the layer is not `is_cut`.

@@ -87,11 +87,11 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
 
 def describe(stats: Stats) -> str:
     """Say what a text took."""
-    early = f" ({stats.read_early:.0%} of them early)" if stats.read_early else ""
+    before = f" ({stats.read_early:.0%} of them early)" if stats.read_early else ""
     if stats.loaded_tokens:
-        early = f" ({stats.loaded_tokens} of them from disk)"
+        before = f" ({stats.loaded_tokens} of them from disk)"
     parts = [
-        f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s{early}, "
+        f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s{before}, "
         f"{stats.new_tokens} written"
     ]
     if stats.ms_per_token is not None:

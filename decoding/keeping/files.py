@@ -75,7 +75,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether some process holds a file's lock, or would be about to. Raises OSError."""
+    """Tell whether some process holds a file's lock. Raises OSError."""
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

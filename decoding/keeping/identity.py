@@ -47,10 +47,9 @@ class Weights:
                 known[mark] = _digest(path)
                 with suppress(OSError):  # another time
                     write_whole(notes, json.dumps(known).encode())
-        names = {
-            path: path.name if is_gguf(model) else str(path.relative_to(model)) for path in paths
-        }
-        return cls({names[path]: known[mark] for path, mark in marks.items()}, marks)
+        root = model.parent if is_gguf(model) else model
+        digests = {os.path.relpath(path, root): known[mark] for path, mark in marks.items()}
+        return cls(digests, marks)
 
     def refuse_changed(self) -> None:
         """Raise TierForceError where a file is another one by now. Raises OSError."""
