@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from decoding.lengths import Lengths
 from decoding.pace import Pace
 from decoding.planning.fit import ALONE, Sharing
-from decoding.session import Lengths, Session
+from decoding.session import Session
 from decoding.sessions import Sessions
 from decoding.speculation.passes import Clock, Passes
 from decoding.stats import Stats

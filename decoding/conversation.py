@@ -9,7 +9,8 @@ from statistics import median
 from torch import Tensor
 
 from decoding.keeping.prompt_cache import LEAST_TOKENS
-from decoding.session import Lengths, Session
+from decoding.lengths import Lengths
+from decoding.session import Session
 from decoding.sessions import Sessions
 from decoding.speculation.passes import drive
 from decoding.speculation.text import common_prefix
@@ -58,7 +59,7 @@ class Conversation:
         """Yield what follows a prompt, as it is verified; count in `stats`.
 
         A generator that is closed ends the turn: what stands by then stands. Raises DocumentError,
-        and FitError where memory does not do; nothing is kept then.
+        FitError where memory does not do, and GivenUpError; nothing is kept then.
         """
         started = time.perf_counter()
         try:
@@ -100,6 +101,7 @@ class Conversation:
         rooms: list[int] = []
         if len(request.prompt) + new > session.capacity or new > session.new:
             rooms = [new + self._later(request), new]
+        session.is_given_up = request.is_given_up
         try:
             logits = self.sessions.extend(session, request.prompt, kept, rooms, request.progress)
         except FitError:
@@ -113,6 +115,7 @@ class Conversation:
         """Read a prompt into caches of its own; return the logits (1, V) behind it."""
         self.close()
         session = self._session = self._open(request)
+        session.is_given_up = request.is_given_up
         started = time.perf_counter()
         logits = session.prefill(request.progress)
         logits[0, 0].item()  # until all compute is over

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 from decoding.batch import Batch, Written
 from decoding.conversation import ROOM, Conversation
+from decoding.lengths import Lengths
 from decoding.loading import load
 from decoding.pieces import pieces
 from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.runtime import Runtime
-from decoding.session import Lengths
 from decoding.sessions import Sessions
 from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
@@ -24,6 +25,8 @@ from decoding.writing import Progress, Request
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
+
+KEEP_ALIVE_S = 300  # other ranks wait for two hours at most (`Group.from_environment`)
 
 
 class Engine:
@@ -129,8 +132,7 @@ class Engine:
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
         request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress, name)
-        tokens = self._generate(request)
-        with closing(tokens):
+        with closing(self.respond(request)) as tokens:
             yield from pieces(self.tokenizer, tokens)
 
     def generate(
@@ -165,7 +167,24 @@ class Engine:
             prompt, _ = Template.plain(self.tokenizer).fill(self.tokenizer, prompt, sys.maxsize)
         sampling = sampling or Sampling()
         request = Request(list(prompt), max_new_tokens, sampling, 0, progress, name)
-        yield from self._generate(request)
+        yield from self.respond(request)
+
+    def respond(self, request: Request) -> Generator[int, None, None]:
+        """Yield the new tokens of a request as they are verified; for rank 0.
+
+        All is as in `generate`, which makes one. Raises GivenUpError when the request says so while
+        its prompt is read.
+        """
+        self._refuse_another()
+        # before other ranks hear of it
+        request.refuse_senseless(self.context, self.runtime.target.config.vocab)
+        with ExitStack() as stack:
+            stack.enter_context(self._one_text())
+            self.stats = Stats()  # the caches of the text before go before memory is planned
+            conversation = self._conversation
+            if conversation is None:
+                conversation = stack.enter_context(closing(self._new_conversation(0)))
+            yield from conversation.write(request, self.stats)
 
     @contextmanager
     def conversation(self, room: int = ROOM) -> Iterator[None]:
@@ -225,24 +244,33 @@ class Engine:
         while self.sessions.follow():
             pass
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let the other ranks wait as long as the block takes; nothing is generated in it."""
+        if self.group.size == 1:
+            yield
+            return
+        over = Event()
+
+        def keep_alive() -> None:
+            # where a rank is lost, whatever comes next says so
+            with suppress(TierForceError):
+                while not over.wait(KEEP_ALIVE_S):
+                    self.sessions.keep_alive()
+
+        thread = Thread(target=keep_alive, name="keep-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def close(self) -> None:
         """Let go of the link, and on rank 0 of the other ranks."""
         if self.group.rank == 0:
             self.group.broadcast(None)
         self.runtime.link.close()
-
-    def _generate(self, request: Request) -> Generator[int, None, None]:
-        """Write a text, in the conversation that is open or in one of its own."""
-        self._refuse_another()
-        # before other ranks hear of it
-        request.refuse_senseless(self.context, self.runtime.target.config.vocab)
-        with ExitStack() as stack:
-            stack.enter_context(self._one_text())
-            self.stats = Stats()  # the caches of the text before go before memory is planned
-            conversation = self._conversation
-            if conversation is None:
-                conversation = stack.enter_context(closing(self._new_conversation(0)))
-            yield from conversation.write(request, self.stats)
 
     def _new_conversation(self, room: int) -> Conversation:
         return Conversation(self.sessions, self.stop_tokens, self.lengths, self.context, room)

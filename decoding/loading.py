@@ -61,6 +61,7 @@ def load(
             settings.refuse_unsliced(mode, settings.dtype)
         weights = _weights(folder, settings, group)
         target = load_model(folder, group, settings.dtype, config)
+        target.config.inverse_frequencies(1)  # no text is to wait for what this imports
         tokenizer = load_tokenizer(folder)
         small = None
         if draft_folder is not None:

@@ -1,12 +1,16 @@
-"""Reading a prompt: what the draft model reads of it, and how far a part of it is."""
+"""Reading a prompt: what the draft model reads of it, how far a part of it is, and who wants it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from decoding.planning.defaults import DRAFT_SLACK
 from offload.cache import Cache
+from offload.errors import GivenUpError
 from offload.streaming import StreamingCache
+from parallel.group import Group
 from parallel.model import Llama, Progress
 
 
@@ -35,6 +39,13 @@ def of_part(progress: Progress, done: int, part: int, tokens: int) -> Progress:
         progress(done * total + part * units, tokens * total)
 
     return tell
+
+
+def check_wanted(group: Group, is_given_up: Callable[[], bool]) -> None:
+    """Raise GivenUpError on all ranks where rank 0's `is_given_up` says so; all of them call it."""
+    (given_up,) = group.broadcast_numbers([int(group.rank == 0 and is_given_up())], 1)
+    if given_up:
+        raise GivenUpError("the text was given up while its prompt was read.")
 
 
 def _read(model: Llama, cache: StreamingCache, prompt: Tensor) -> None:

@@ -13,21 +13,18 @@ from decoding.hierarchy import Hierarchy
 from decoding.keeping.keeper import Keeper
 from decoding.keeping.prompt_cache import is_new
 from decoding.keeping.saving import Saving
+from decoding.lengths import Lengths, draft_lengths
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
     EARLY_CHUNK,
     FIRST_DRAFT_ON_DEVICE,
     FIRST_DRAFT_OVER_LINK,
     FIRST_INNER_DRAFT,
-    MAX_DRAFT,
-    MAX_INNER_DRAFT,
 )
 from decoding.planning.fit import turn_tokens
-from decoding.reading import of_part, read_draft
+from decoding.reading import check_wanted, of_part, read_draft
 from decoding.runtime import Runtime
-from decoding.settings import Settings
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
-from decoding.speculation.draft_length import Adaptive, DraftLength, Fixed
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
@@ -42,9 +39,6 @@ from parallel.lockstep import Level
 from parallel.model import Llama, Progress
 from parallel.passes import Pass
 from parallel.prefill import Reading, to_the_end
-
-# of each level that verifies, outermost first: how much is put before it
-Lengths = tuple[DraftLength, ...]
 
 
 class Session:
@@ -86,6 +80,7 @@ class Session:
         self.loaded_tokens = 0  # of the prompt, from disk
         self.is_early = False  # whether its prompt is read in passes of other texts
         self.read_share = 0.0  # what was read so
+        self.is_given_up: Callable[[], bool] = lambda: False  # what is being read; rank 0 tells
         self.steps_taken = 0
         self._chunk = runtime.needs.prefill_chunk  # tokens that reading computes at once, at most
         self._reading: Reading | None = None
@@ -94,7 +89,7 @@ class Session:
     def prefill(self, progress: Progress | None = None) -> Tensor:
         """Read the prompt, or what is left of it, on all ranks; return the logits (1, V) behind it.
 
-        Raises FitError, on all ranks.
+        Raises FitError, and GivenUpError where nobody wants it any more, on all ranks.
         """
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
@@ -275,7 +270,7 @@ class Session:
             progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
         with self.target.prefill(len(rest)) as way:
             target = self.runtime.target
-            return (yield from target.reading(rest, way, lambda: self._chunk, progress))
+            return (yield from target.reading(rest, way, self._next_chunk, progress))
 
     def _save(self, logits: Tensor) -> None:
         """Begin to write what was read, unless rank 0 is busy with that or logits are no numbers.
@@ -368,7 +363,13 @@ class Session:
                 progress(1, 1)
             return logits
         with target.prefill(len(part)) as way:
-            return model.prefill(part, way, self._chunk, progress)
+            return to_the_end(model.reading(part, way, self._next_chunk, progress))
+
+    def _next_chunk(self) -> int:
+        """Return how many tokens the next layer computes at once, unless the text is given up."""
+        if not self.is_early:  # the passes that it is read in are those of others
+            check_wanted(self.runtime.target.group, self.is_given_up)
+        return self._chunk
 
     def _read_draft(self, kept: int = 0) -> None:
         """Let the draft's cache stand behind the prompt, of which it may hold `kept` tokens."""
@@ -390,10 +391,3 @@ class Session:
         law = sampling if rows == vocab else sampling.over(vocab)
         own = (level.name, level.model, level.cache, text, law, generator)
         return Autoregressive(*own) if rows == vocab else DraftModel(rows, vocab, *own)
-
-
-def draft_lengths(settings: Settings) -> Lengths:
-    """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
-    inner = (settings.inner_length, MAX_INNER_DRAFT)
-    rows = ((settings.draft_length, MAX_DRAFT), inner, inner)
-    return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)

@@ -24,6 +24,11 @@ from parallel.model import Progress
 
 
 @dataclass(frozen=True)
+class _Nothing:
+    """What rank 0 tells the others while no text is opened."""
+
+
+@dataclass(frozen=True)
 class _Opening:
     """What rank 0 tells the others of a text that is opened."""
 
@@ -159,6 +164,16 @@ class Sessions:
         finally:
             self.lockstep.close(session)
 
+    def keep_alive(self) -> None:
+        """Let the other ranks go on waiting for what rank 0 does next: they do so for hours only.
+
+        For rank 0, between two passes.
+        """
+        if self.lockstep.texts:
+            self.lockstep.announce_nothing()
+        else:
+            self.group.broadcast(_Nothing())
+
     def record(self, session: Session, rounds: list[RoundStats]) -> None:
         """Learn from a text that is done what the next one's mode and budget may go by."""
         self.chooser.record(session.runtime.needs, session.plan, len(session.prompt), rounds)
@@ -188,7 +203,9 @@ class Sessions:
 
     def _follow_one(self) -> bool:
         """Open what rank 0 opens, and read its prompt; return whether there is anything."""
-        request = self.group.broadcast(None)
+        request: _Opening | _Nothing | None = _Nothing()
+        while isinstance(request, _Nothing):
+            request = self.group.broadcast(request)
         if request is None:
             return False
         # raised on rank 0 too, which tells

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.session import Lengths, Session, draft_lengths
+from decoding.lengths import Lengths, draft_lengths
+from decoding.session import Session
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength
 from decoding.speculation.passes import Passes
@@ -33,6 +34,10 @@ class Request:
     progress: Progress | None = None
     name: str = ""  # that people know it by, where it is kept on disk
     watch: Callable[[Stats], None] | None = None  # told of the counts after every round
+    # told of the target's logits (n, V) of the n tokens that a round makes, before any is yielded
+    observe: Callable[[Tensor], None] | None = None
+    # asked before each layer in which the prompt is read, where the text is alone
+    is_given_up: Callable[[], bool] = lambda: False
 
     def refuse_senseless(self, context: int, vocab: int) -> None:
         """Raise DocumentError for a text that makes no sense to a model of this context."""
@@ -92,11 +97,14 @@ class Writing:
         generator = torch.Generator(device).manual_seed(sampling.seed)
         law = sampling.law(logits)[0]
         new = read(draw(law, generator), law)
+        if request.observe:
+            request.observe(logits)
         text = Text([*session.prompt.tolist(), *new])
         runtime = session.runtime
         outer, *inner = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
         recorded = (RecordingLength(outer, stats.rounds), *inner)
         self.decoder = session.decoder(text, sampling, generator, recorded, clock)
+        self.decoder.observe = request.observe
         stats.watch(session, self.decoder)
         stats.first_token_s = time.perf_counter() - self._started
         self._clock, self._decoding_since = clock, clock()

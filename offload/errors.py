@@ -15,6 +15,10 @@ class DocumentError(TierForceError):
     """One document cannot be processed; a batch records it and goes on."""
 
 
+class GivenUpError(TierForceError):
+    """Nobody wants a text any more whose prompt is being read."""
+
+
 class DamagedError(TierForceError):
     """What was written to disk is not there any more as it was written."""
 

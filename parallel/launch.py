@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -15,32 +16,34 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-_PASSED_ON = "SIGTERM,SIGHUP,SIGQUIT"  # signals that torch's launcher sends to the ranks
-_ANSWERS = "TIERFORCE_ANSWERS_INTERRUPTS"  # names a file with the number of the process that does
+_PASSED_ON = "SIGHUP,SIGQUIT"  # signals that torch's launcher sends to the ranks
+# names a file with the number of the process that answers signals itself, and those signals
+_ANSWERS = "TIERFORCE_ANSWERS_SIGNALS"
 
 
-def answer_interrupts() -> None:
-    """Let a launcher of this process pass SIGINT on to it, and end nobody."""
+def answer_signals(*signals: signal.Signals) -> None:
+    """Let a launcher of this process pass these on to it, and end nobody: SIGINT, SIGTERM."""
     if path := os.environ.get(_ANSWERS):
-        Path(path).write_text(str(os.getpid()))
+        Path(path).write_text(json.dumps([os.getpid(), *signals]))
 
 
 def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the
     first rank that failed, or 0.
 
-    SIGINT ends them all, unless one of them answers interrupts. When a rank dies the others are
-    ended. A rank that was killed by a signal could not say so itself, so it is said here.
+    SIGINT and SIGTERM end them all, unless one of them answers these. When a rank dies the others
+    are ended. A rank that was killed by a signal could not say so itself, so it is said here.
     """
 
     def interrupt(number: int, _: object) -> None:
         with suppress(OSError, ValueError):
-            os.kill(int(Path(os.environ.get(_ANSWERS, "")).read_text()), signal.SIGINT)
-            return
+            answering, *answered = json.loads(Path(os.environ.get(_ANSWERS, "")).read_text())
+            if number in answered:
+                os.kill(answering, number)
+                return
         raise SignalException("interrupted", signal.Signals(number))
 
     os.environ.pop(_ANSWERS, None)
-    signal.signal(signal.SIGINT, interrupt)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _PASSED_ON
     # this process has nothing to log but torch's account of what the ranks say themselves
     logging.disable(logging.CRITICAL)
@@ -62,6 +65,8 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
         if hasattr(config, "signals_to_handle"):  # some releases of torch go by this alone
             config.signals_to_handle = _PASSED_ON
         try:
+            signal.signal(signal.SIGINT, interrupt)
+            signal.signal(signal.SIGTERM, interrupt)
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
             return _exit_code(error)

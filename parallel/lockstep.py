@@ -26,6 +26,7 @@ _OPEN = 0  # another text is opened
 _CLOSE = -1  # one is over: its index follows
 _READ = -2  # the prompt of one that was opened early is read to its end: its index follows
 _EXTEND = -3  # one is read on: its index follows, and then a message of its own
+_IDLE = -4  # nothing yet
 _HEADER = 5  # numbers of each text in a pass: text, level, length of the cache, rows, tokens
 
 
@@ -129,6 +130,10 @@ class Lockstep:
         if self.texts:
             self._announce([_OPEN])
 
+    def announce_nothing(self) -> None:
+        """Tell the other ranks, which wait for a pass of a text, to go on waiting."""
+        self._announce([_IDLE])
+
     def announce_reading(self, text: OpenText) -> None:
         """Tell the other ranks to read the prompt of a text that was opened early to its end."""
         self._announce([_READ, self.texts.index(text)])
@@ -158,6 +163,8 @@ class Lockstep:
         """
         while True:
             count, *numbers = self.group.broadcast_numbers([], self._size())
+            if count == _IDLE:
+                continue
             if count == _OPEN:
                 return None
             if count == _CLOSE:

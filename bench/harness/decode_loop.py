@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from decoding import Sampling
-from decoding.session import Lengths, Session, draft_lengths
+from decoding.lengths import Lengths, draft_lengths
+from decoding.session import Session
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength, RoundStats
 from decoding.speculation.passes import drive

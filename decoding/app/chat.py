@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -26,7 +27,7 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from parallel.environment import RankLost
 from parallel.group import Group
-from parallel.launch import answer_interrupts
+from parallel.launch import answer_signals
 
 HELP = """/save FILE   write the conversation to a JSON file
 /load FILE   go on with one that was saved
@@ -46,8 +47,8 @@ class Terminal:
 
     def run(self) -> None:
         """Answer line after line, until there are no more."""
-        self.interrupts.on_interrupt = self._interrupted
-        answer_interrupts()
+        self.interrupts.answers[signal.SIGINT] = self._interrupted
+        answer_signals(signal.SIGINT)
         commands: dict[str, Callable[[str], None]] = {
             "/save": self._save,
             "/load": self._load,
@@ -58,11 +59,11 @@ class Terminal:
         try:
             self._follow(commands)
         finally:
-            self.interrupts.on_interrupt = None
+            self.interrupts.answers.clear()
 
     def _follow(self, commands: dict[str, Callable[[str], None]]) -> None:
         """Do what each line says."""
-        for line in _lines():
+        for line in _lines(self.chat.engine):
             name, _, rest = line.partition(" ")
             if name == "/quit":
                 return
@@ -219,7 +220,7 @@ def _read(chat: Chat, name: str) -> None:
         display.end(name, f"{name}: {what}")
 
 
-def _lines() -> Iterator[str]:
+def _lines(engine: Engine) -> Iterator[str]:
     """Yield what is typed, or what stands in a file, line by line."""
     if sys.stdin is None:
         return
@@ -231,7 +232,8 @@ def _lines() -> Iterator[str]:
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     while True:
         try:
-            line = input(prompt).strip()
+            with engine.idle():
+                line = input(prompt).strip()
         except EOFError:
             return
         try:

@@ -25,8 +25,8 @@ class Interrupts:
 
     def __init__(self, last_words: Callable[[str], None]):
         self.last_words = last_words
-        # what SIGINT makes that thread call first; it tells whether to go on
-        self.on_interrupt: Callable[[], bool] | None = None
+        # what a signal makes that thread call first; it tells whether to go on
+        self.answers: dict[signal.Signals, Callable[[], bool]] = {}
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in _SIGNALS:
@@ -56,7 +56,8 @@ class Interrupts:
         """Wait for a signal that ends the process, and return it."""
         while True:
             number = os.read(self._reading, 1)[0]
-            if number == signal.SIGINT and self.on_interrupt is not None and self.on_interrupt():
+            if number not in _SIGNALS:
                 continue
-            if number in _SIGNALS:
+            answer = self.answers.get(signal.Signals(number))
+            if answer is None or not answer():
                 return signal.Signals(number)

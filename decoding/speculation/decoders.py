@@ -91,6 +91,8 @@ class Decoder(Proposer):
         super().__init__(name, text, cache.length)
         self.model, self.cache = model, cache
         self.sampling, self.generator = sampling, generator
+        # told of the logits (n, V) of the n tokens that each of its passes makes
+        self.observe: Callable[[Tensor], None] | None = None
 
     @abstractmethod
     def round(self, limit: int) -> Passes[list[int]]:
@@ -140,6 +142,8 @@ class Autoregressive(Decoder):
         for _ in range(n):
             logits = yield self._read(rows, 1)
             law = self.sampling.law(logits)  # (1, V)
+            if self.observe:
+                self.observe(logits)
             self.cache.advance(len(rows))
             # (1,), on the device: no waiting until the draft is done
             rows = draw(law[0], self.generator)
@@ -212,6 +216,8 @@ class Speculative(Decoder):
         logits = yield self._read(rows, len(draft.tokens) + 1)
         laws = self.sampling.law(logits)  # (N + 1, V)
         accepted, following = verify(draft, laws, self.generator)
+        if self.observe:
+            self.observe(logits[: accepted + 1])
         self.length.record(
             RoundStats(
                 len(draft.tokens),
