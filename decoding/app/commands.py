@@ -1,5 +1,5 @@
-"""What the command line can do: `summarize`, `generate`, `chat`, `ask`, `read`, `keep`, `plan` and
-`probe`.
+"""What the command line can do: `summarize`, `generate`, `chat`, `ask`, `read`, `serve`, `keep`,
+`plan` and `probe`.
 
 Here is what typer needs to answer `--help` and a mistyped option at once. What takes seconds to
 import stands behind these functions, in modules of the commands' names.
@@ -25,6 +25,7 @@ from decoding.app.options import (
     with_common,
 )
 from decoding.app.plan import plan
+from decoding.app.server.options import ServeOptions
 from decoding.app.terminal import say, warn
 from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
@@ -232,6 +233,38 @@ def read(
     from decoding.app.chat import read as read_it
 
     read_it(common, document)
+
+
+@_command("serve --model TARGET --keep kept")
+@with_common
+def serve(
+    common: Common,
+    host: Annotated[str, described(ServeOptions, "host")] = "127.0.0.1",
+    port: Annotated[int, described(ServeOptions, "port")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File with keys, one on each line, of which clients must send one."),
+    ] = None,
+    queue: Annotated[int, described(ServeOptions, "queue")] = 64,
+    max_body: Annotated[int, described(ServeOptions, "max_body")] = 16,
+) -> None:
+    r"""Answer requests over HTTP, as OpenAI's interface has them, and show a page for people.
+
+    One request is answered after another, and of what a conversation goes on with only what is new
+    is read. Temperature, top-p, top-k and the most tokens are those of requests that do not say.
+    Needs 'tierforce\[server]'.
+    """
+    options = ServeOptions(host, port, queue, max_body)
+    interrupts = _start(common, "interrupted ({name})")
+    try:
+        from decoding.app.server.run import run
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("decoding", "parallel", "offload"):
+            raise
+        raise TierForceError(f"serve needs {name}: pip install 'tierforce[server]'.") from error
+
+    run(common, options, api_key_file, interrupts)
 
 
 @_command("keep list kept", keep_app, "list")

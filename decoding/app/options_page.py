@@ -22,10 +22,10 @@ from decoding.speculation.sampling_options import SamplingOptions
 _KINDS = (JobOptions, SamplingOptions, Settings)
 _INTRODUCTION = """# Options
 
-`summarize`, `generate`, `chat`, `ask` and `read` share the options of the first tables; what each
-command adds follows. From Python the same names, with underscores, are fields of `Settings` and of
-`Sampling`. What is left out is chosen by the engine: from the models, the machine, and the texts
-before.
+`summarize`, `generate`, `chat`, `ask`, `read` and `serve` share the options of the first tables;
+what each command adds follows. From Python the same names, with underscores, are fields of
+`Settings` and of `Sampling`. What is left out is chosen by the engine: from the models, the
+machine, and the texts before.
 
 This page is generated: `python -m decoding.app.options_page > docs/options.md`. A test holds it to
 the code.

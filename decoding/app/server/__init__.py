@@ -1,0 +1,1 @@
+"""`tierforce serve`: the engine behind an OpenAI-compatible interface, and a page for people."""

@@ -1,0 +1,326 @@
+"""The addresses of a server, and how each is answered."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import anyio
+from anyio.to_thread import run_sync
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.exceptions import HTTPException
+
+from decoding.app.server.bodies import ChatBody, CompletionBody
+from decoding.app.server.guards import Refused
+from decoding.app.server.jobs import (
+    Asked,
+    Counted,
+    Done,
+    Event,
+    Failed,
+    Job,
+    JobQueue,
+    QueueFull,
+    Reading,
+    TokenLaw,
+    Waiting,
+    Wrote,
+)
+from decoding.app.server.metrics import Metrics
+from decoding.app.server.page import PAGE, POLICY
+from decoding.app.server.prompts import Prompts
+from decoding.app.server.replies import ChatReplies, Replies, TextReplies, error_of
+from decoding.app.terminal import say
+from decoding.speculation.sampling import Sampling
+from offload.errors import TierForceError, one_line
+
+_TOO_LONG = "context_length_exceeded"
+_LOOK_S = 0.1  # between two looks at whether a client is still there
+_SEPARATOR = "\n"
+_SEED_BITS = 53  # as many as a number in JavaScript has
+
+
+@dataclass(frozen=True)
+class Served:
+    """The model of a server, and how it answers where a request does not say."""
+
+    model: str  # what clients call it
+    alias: str  # what they may call it, too
+    context: int  # tokens of the longest text
+    vocab: int
+    sampling: Sampling  # its seed is not used
+    max_new_tokens: int
+
+
+class Server:
+    """Answers requests through the queue of one engine; in the event loop."""
+
+    def __init__(self, queue: JobQueue, prompts: Prompts, metrics: Metrics, served: Served):
+        """Serve one model, whose jobs go into `queue`."""
+        self.queue, self.prompts, self.metrics, self.served = queue, prompts, metrics, served
+        self._since = int(time.time())
+
+    def app(self) -> FastAPI:
+        """Return the application."""
+        app = FastAPI(title="TierForce", docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_exception_handler(RequestValidationError, _invalid)
+        app.add_exception_handler(HTTPException, _no_such)
+        app.add_exception_handler(Refused, _refused)
+        app.add_exception_handler(Exception, _broken)
+        app.api_route("/", methods=["GET", "HEAD"])(self.page)
+        app.api_route("/health", methods=["GET", "HEAD"])(self.health)
+        app.get("/metrics")(self.show_metrics)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.one_model)
+        app.post("/v1/chat/completions")(self.chat)
+        app.post("/v1/completions")(self.complete)
+        return app
+
+    async def page(self) -> Response:
+        """Show the page for people."""
+        return HTMLResponse(PAGE, headers=POLICY)
+
+    async def health(self) -> Response:
+        """Say whether requests are answered."""
+        state = {
+            "status": "closing" if self.queue.is_closed else "ok",
+            "running": self.queue.running,
+            "waiting": self.queue.waiting,
+        }
+        return JSONResponse(state, 503 if self.queue.is_closed else 200)
+
+    async def show_metrics(self) -> Response:
+        """Show all counters."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self) -> Response:
+        """List the one model."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, name: str) -> Response:
+        """Show a model."""
+        self._check_model(name)
+        return JSONResponse(self._card())
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        messages = [each.as_template() for each in body.messages]
+        prompt = await self._prompt(partial(self.prompts.of_messages, messages), "messages")
+        asked = self._asked(body, prompt, "messages")
+        replies = ChatReplies(self.served.model)
+        return await self._reply(body, asked, replies, request)
+
+    async def complete(self, body: CompletionBody, request: Request) -> Response:
+        """Continue a text."""
+        self._check_model(body.model)
+        prompt = body.prompt
+        if isinstance(prompt, str):
+            prompt = await self._prompt(partial(self.prompts.of_text, prompt), "prompt")
+        elif prompt and not 0 <= min(prompt) <= max(prompt) < self.served.vocab:
+            raise Refused(
+                400,
+                f"the prompt has tokens outside the model's vocabulary of {self.served.vocab:,}.",
+                param="prompt",
+            )
+        asked = self._asked(body, prompt, "prompt")
+        replies = TextReplies(self.served.model)
+        return await self._reply(body, asked, replies, request)
+
+    async def _prompt(self, make: Callable[[], list[int]], param: str) -> list[int]:
+        """Return a prompt's tokens; a long one's take a while."""
+        try:
+            return await run_sync(make)
+        except TierForceError as error:
+            raise Refused(400, str(error), param=param) from error
+
+    def _asked(self, body: ChatBody | CompletionBody, prompt: list[int], param: str) -> Asked:
+        """Return what a body asks for. Raises Refused for what cannot be done."""
+        room = self.served.context - len(prompt)
+        length = {"prompt_tokens": len(prompt), "context": self.served.context}
+        if not prompt:
+            raise Refused(400, "the prompt is empty: there is nothing to read.", param=param)
+        if room < 1:
+            raise Refused(
+                400,
+                f"the prompt has {len(prompt):,} tokens, and the model's context is "
+                f"{self.served.context:,}, answer included: send a shorter one.",
+                _TOO_LONG,
+                param,
+                length,
+            )
+        new = min(self.served.max_new_tokens, room) if body.most is None else body.most
+        if new > room:
+            raise Refused(
+                400,
+                f"the prompt has {len(prompt):,} tokens, and max_tokens {new:,} more are beyond "
+                f"the model's context of {self.served.context:,}: ask for at most {room:,}.",
+                _TOO_LONG,
+                "max_tokens",
+                length,
+            )
+        own = {
+            name: getattr(body, name)
+            for name in ("temperature", "top_p", "top_k", "seed")
+            if getattr(body, name) is not None
+        }
+        try:
+            own = {"seed": secrets.randbits(_SEED_BITS), **own}
+            sampling = replace(self.served.sampling, **own)
+        except TierForceError as error:
+            raise Refused(400, str(error)) from error
+        return Asked(prompt, new, sampling, body.stops, body.top)
+
+    async def _reply(
+        self,
+        body: ChatBody | CompletionBody,
+        asked: Asked,
+        replies: Replies,
+        request: Request,
+    ) -> Response:
+        """Put what is asked in the queue, and answer it."""
+        job = Job(asked)
+        try:
+            self.queue.put(job)
+        except QueueFull as error:
+            raise Refused(429, str(error), "queue_full") from error
+        if body.stream:
+            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+            events = self._streamed(job, replies, with_usage)
+            return EventSourceResponse(events, sep=_SEPARATOR, headers=_UNBUFFERED)
+        return await self._whole(job, replies, request)
+
+    async def _whole(self, job: Job, replies: Replies, request: Request) -> Response:
+        """Wait for the whole answer, unless the client is gone before."""
+        text, laws = list[str](), list[tuple[int, TokenLaw]]()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_client, job, request)
+            async for event in _events_of(job):
+                if isinstance(event, Wrote):
+                    text.append(event.text)
+                    laws += event.laws
+            tasks.cancel_scope.cancel()
+        self.queue.give_up(job)
+        if isinstance(event, Failed):
+            return JSONResponse(error_of(event), event.status)
+        assert isinstance(event, Done)
+        shown = None if job.asked.top_logprobs is None else laws
+        return JSONResponse(replies.whole("".join(text), shown, event.reason, event.counts))
+
+    async def _watch_client(self, job: Job, request: Request) -> None:
+        """End a job whose client is gone."""
+        while not await request.is_disconnected():
+            await anyio.sleep(_LOOK_S)
+        self.queue.give_up(job)
+        job.fail(Failed(499, "the client is gone."))
+
+    async def _streamed(
+        self, job: Job, replies: Replies, with_usage: bool
+    ) -> AsyncIterator[ServerSentEvent]:
+        """Yield the answer as it is written; what else happens goes into comments."""
+        has_laws = job.asked.top_logprobs is not None
+        try:
+            if (first := replies.first()) is not None:
+                yield _data(first)
+            async for event in _events_of(job):
+                if isinstance(event, Wrote):
+                    yield _data(replies.piece(event.text, event.laws if has_laws else None))
+                elif isinstance(event, Done):
+                    yield _data(replies.last(event.reason))
+                    if with_usage:
+                        yield _data(replies.counts(event.counts))
+                    yield ServerSentEvent("[DONE]", sep=_SEPARATOR)
+                elif isinstance(event, Failed):
+                    yield _data(error_of(event))
+                else:
+                    yield ServerSentEvent(comment=json.dumps(_account(event)), sep=_SEPARATOR)
+        finally:
+            self.queue.give_up(job)
+
+    def _check_model(self, name: str) -> None:
+        if name not in (self.served.model, self.served.alias):
+            raise Refused(
+                404,
+                f"the model {name[:200]!r} is not served here: ask for {self.served.model!r}.",
+                "model_not_found",
+                "model",
+            )
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.served.model,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "tierforce",
+            "max_model_len": self.served.context,
+        }
+
+
+_UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
+
+
+async def _events_of(job: Job) -> AsyncIterator[Event]:
+    """Yield what happens to a job, to its end."""
+    while True:
+        event = await job.events.get()
+        yield event
+        if isinstance(event, Done | Failed):
+            return
+
+
+def _account(event: Event) -> dict[str, Any]:
+    """Return what a comment in a stream says of an event."""
+    if isinstance(event, Waiting):
+        return {"waiting": event.before}
+    if isinstance(event, Reading):
+        return {"reading": [event.done, event.total]}
+    assert isinstance(event, Counted)
+    return {"counts": event.counts}
+
+
+def _data(content: dict[str, Any]) -> ServerSentEvent:
+    return ServerSentEvent(json.dumps(content), sep=_SEPARATOR)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {"Retry-After": "5"} if error.failed.status == 429 else {}
+    return JSONResponse(
+        error_of(error.failed, error.param, error.details), error.failed.status, headers
+    )
+
+
+async def _broken(_: Request, error: Exception) -> Response:
+    """Say what nobody foresaw."""
+    say(f"not answered: {type(error).__name__}: {one_line(error)}")
+    failed = Failed(500, "the server failed at this request; its log says how.")
+    return JSONResponse(error_of(failed), 500)
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    """Say what is wrong with a body, and where."""
+    assert isinstance(error, RequestValidationError)
+    # of several, such as those of each kind that a field may be of, what went furthest
+    first = max(error.errors(), key=lambda each: len(each["loc"]))
+    if first["type"] == "json_invalid":
+        message, param = f"the body is not JSON: {first['ctx']['error']}.", None
+    else:
+        parts = [str(part) for part in first["loc"][1:]]
+        param = ".".join(part for part in parts if "[" not in part) or None
+        said = first["msg"].removeprefix("Value error, ")
+        message = f"{param}: {said}." if param else f"{said}."
+    return JSONResponse(error_of(Failed(400, message), param), 400)
+
+
+async def _no_such(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    failed = Failed(error.status_code, f"{error.detail}.")
+    return JSONResponse(error_of(failed), error.status_code, error.headers)

@@ -1,0 +1,186 @@
+"""`serve`: the engine on this thread, and the server on another."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from decoding.app.interrupts import Interrupts
+from decoding.app.job import model_name
+from decoding.app.lines import say_what_fits
+from decoding.app.options import Common
+from decoding.app.server.answering import Answering
+from decoding.app.server.guards import Guards
+from decoding.app.server.jobs import Failed, JobQueue
+from decoding.app.server.metrics import Metrics
+from decoding.app.server.options import ServeOptions, is_local, read_keys
+from decoding.app.server.prompts import Prompts
+from decoding.app.server.routes import Served, Server
+from decoding.app.terminal import say, silence_transformers, warn
+from decoding.engine import Engine
+from decoding.speculation.sampling import Sampling
+from offload.errors import TierForceError, one_line
+from parallel.group import Group
+from parallel.launch import answer_signals
+
+_CLOSING = Failed(503, "the server is being shut down.")
+_LOST = Failed(503, "the engine was lost; the server is being shut down.")
+_LAST_REPLIES_S = 5  # that clients are given to hear of the end
+_MORE_CLIENTS = 256  # that may be connected beside those who wait for an answer
+_SAME_S = 1.0  # a terminal and a launcher send the same signal twice
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+def run(
+    common: Common, options: ServeOptions, key_file: Path | None, interrupts: Interrupts
+) -> None:
+    """Answer requests until a signal ends it; all ranks call it.
+
+    Raises TierForceError for what keeps it from it, and SystemExit with the signal's exit code.
+    """
+    silence_transformers()
+    group = Group.from_environment(common.device)
+    listening: socket.socket | None = None
+    keys: list[str] = []
+    with group.together():
+        if group.rank == 0:
+            # before the models are loaded, which takes a while
+            keys = _keys(options, key_file)
+            listening = _bound(options)
+    engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
+    say_what_fits(engine, None, common)
+    queue = JobQueue(options.queue)
+    ending = _Ending(queue)
+    if listening is None:
+        engine.follow()  # until rank 0 has done what it was told to end with
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        interrupts.answers[number] = ending.told(number)
+    answer_signals(signal.SIGINT, signal.SIGTERM)
+    metrics = Metrics(queue)
+    served = Served(
+        model_name(common.model),
+        common.model,
+        engine.context,
+        engine.runtime.target.config.vocab,
+        Sampling(**vars(common.sampling)),
+        common.max_new_tokens,
+    )
+    server = Server(queue, Prompts(engine.tokenizer), metrics, served)
+    hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
+    guarded = Guards(server.app(), hosts, keys, options.max_body * 10**6, metrics)
+    with _Listening(guarded, listening, queue):
+        say(f"listening on http://{_as_host(options.host)}:{listening.getsockname()[1]}")
+        try:
+            Answering(engine, queue, metrics).run()
+        finally:
+            queue.close(_LOST)  # unless it was told to end
+        engine.close()
+    raise SystemExit(ending.code)
+
+
+class _Ending:
+    """What signals do: the first lets the server end, and another the process."""
+
+    def __init__(self, queue: JobQueue):
+        self._queue = queue
+        self._first: float | None = None
+        self.code = 1
+
+    def told(self, number: signal.Signals) -> Callable[[], bool]:
+        """Return what is to be called at this signal; it tells whether to go on."""
+
+        def answer() -> bool:
+            now = time.monotonic()
+            if self._first is None:
+                self._first, self.code = now, 128 + number
+                say(f"{number.name}: ending, once what is being kept is on disk")
+                self._queue.close(_CLOSING)
+                return True
+            return now - self._first < _SAME_S
+
+        return answer
+
+
+class _Listening:
+    """A server on a thread of its own, inside a `with` block."""
+
+    def __init__(self, app: ASGIApp, at: socket.socket, queue: JobQueue):
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=_LAST_REPLIES_S,
+            limit_concurrency=queue.limit + _MORE_CLIENTS,
+        )
+        self._server, self._at, self._queue = uvicorn.Server(config), at, queue
+        self._trouble: Exception | None = None
+        self._thread = Thread(target=self._serve, name="server", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+        if not self._server.started:
+            why = one_line(self._trouble) if self._trouble is not None else "it has ended"
+            raise TierForceError(f"the server does not start: {why}.")
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(_LAST_REPLIES_S + 1)
+
+    def _serve(self) -> None:
+        try:
+            self._server.run(sockets=[self._at])
+        except Exception as error:
+            self._trouble = error
+        finally:
+            self._queue.close(_CLOSING)  # nobody could ask any more
+
+
+def _keys(options: ServeOptions, path: Path | None) -> list[str]:
+    """Return the keys that clients need. Raises TierForceError where anybody could come without."""
+    if path is not None:
+        keys = read_keys(path)
+        if path.stat().st_mode & 0o077:
+            warn(f"other users of this machine can read {path}: chmod 600 {path}")
+        return keys
+    if not is_local(options.host):
+        raise TierForceError(
+            f"`host` {options.host} can be reached from other machines: name a file with keys as "
+            "`api_key_file`, one on each line, which clients then have to send."
+        )
+    return []
+
+
+def _bound(options: ServeOptions) -> socket.socket:
+    """Return a socket at the address. Raises TierForceError where it cannot be had."""
+    where = f"{_as_host(options.host)}:{options.port}"
+    try:
+        found = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen()  # or another server could still have the port; who comes early waits
+    except OSError as error:
+        raise TierForceError(
+            f"cannot listen on {where}: {error.strerror}. Use another `port` or `host`."
+        ) from error
+    return bound
+
+
+def _as_host(host: str) -> str:
+    """Return an address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host

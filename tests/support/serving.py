@@ -1,0 +1,88 @@
+"""A server in a process of its own, and clients of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from openai import OpenAI
+
+from support.commands import PATIENCE, Finished, Fork
+
+# every token waits for the link
+SLOW = ("--link", "emulated:0.01", "--resident-layers", "0", "--mode", "plain")
+
+
+class Serving:
+    """A running server."""
+
+    def __init__(self, folder: Path, *arguments: str, before: Callable[[], None] | None = None):
+        """`before` is called first in the server's process."""
+        self.job = Fork(folder, "serve", *arguments, "--port", "0", before=before)
+        self.job.wait_for(lambda: "listening on" in self.log)
+        found = re.search(r"listening on (http://\S+)", self.log)
+        assert found is not None
+        self.url = found[1]
+        self.model = self.ask("/v1/models")["data"][0]["id"] if self.is_open else ""
+
+    @property
+    def log(self) -> str:
+        path = self.job.folder / "err"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether no key is needed."""
+        return self.status("/v1/models") == 200
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> Any:
+        """Return what is answered, as JSON or text. Raises HTTPError."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else None
+        sent = {"Content-Type": "application/json", **headers}
+        with urlopen(Request(self.url + path, data, sent), timeout=PATIENCE) as reply:
+            text = reply.read().decode()
+            return json.loads(text) if "json" in reply.headers["Content-Type"] else text
+
+    def status(self, path: str, body: Any = None, **headers: str) -> int:
+        """Return the status of what is answered."""
+        return self.error(path, body, **headers)[0]
+
+    def error(self, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any]]:
+        """Return the status of what is answered, and what is said of an error."""
+        try:
+            self.ask(path, body, **headers)
+        except HTTPError as error:
+            return error.code, json.loads(error.read())["error"]
+        return 200, {}
+
+    def metric(self, name: str) -> float:
+        """Return a number of /metrics, by its name there."""
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.ask("/metrics"), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> Finished:
+        self.job.send_signal(number)
+        return self.job.finish()
+
+
+@contextmanager
+def serving(
+    folder: Path, *arguments: str, before: Callable[[], None] | None = None
+) -> Iterator[Serving]:
+    """Have a server inside, which is ended if it is still there."""
+    server = Serving(folder, *arguments, before=before)
+    try:
+        yield server
+    finally:
+        if not server.job.has_ended():
+            server.end()
