@@ -136,6 +136,8 @@ class Conversation:
         """Return for how many tokens of later turns there is to be room."""
         tokens, end = len(request.prompt), len(request.prompt) + request.new
         room = min(self.room, self.context - end)
+        if self.sessions.runtime.settings.identical:
+            return 0  # they begin anew
         config = self.sessions.runtime.target.config
         while room and not config.turns_alike((tokens, end), (tokens, end + room)):
             room //= 2  # LongRoPE goes by all that may follow
@@ -144,8 +146,8 @@ class Conversation:
     def _kept(self, request: Request) -> int:
         """Return how many tokens of a prompt are not read again; 0 where all of it is."""
         session, writing = self._session, self._writing
-        if session is None or writing is None:
-            return 0
+        if session is None or writing is None or session.runtime.settings.identical:
+            return 0  # passes, and the reading of a shorter prompt, write other bits
         tokens = len(request.prompt)
         if not session.has_angles_of(tokens, request.new):
             return 0

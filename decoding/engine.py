@@ -78,6 +78,10 @@ class Engine:
         return cls(*load(model, draft, settings or Settings(), group))
 
     @property
+    def _is_identical(self) -> bool:
+        return self.runtime.settings.identical
+
+    @property
     def is_busy(self) -> bool:
         """Return whether a text is being generated."""
         return self._busy
@@ -98,7 +102,7 @@ class Engine:
         Each keeps as much of its KV on the device as it would alone. All ranks call it. Raises
         FitError, on all ranks, when one alone would not fit.
         """
-        return self.sessions.that_fit(prompt, new, most)
+        return self.sessions.that_fit(prompt, new, 1 if self._is_identical else most)
 
     def stream(
         self,
@@ -217,7 +221,8 @@ class Engine:
 
         A request is taken when there is room for it, or for reading it early. One that cannot be
         processed is yielded with its error, and the others go on. On ranks other than 0 it takes
-        part until rank 0 closes the engine, and yields nothing.
+        part until rank 0 closes the engine, and yields nothing. Raises TierForceError for several
+        at once that are to be `identical`.
 
         Args:
             requests: the texts, in their order.
@@ -229,6 +234,13 @@ class Engine:
             self.follow()
             return
         self._refuse_another()
+        if self._is_identical:
+            reads_early = False  # in smaller chunks
+            if at_once > 1:
+                raise TierForceError(
+                    f"`texts_at_once` {at_once}, but `identical` texts share no passes: leave it "
+                    "out, or use 1."
+                )
         if self._conversation is not None:
             raise TierForceError("texts are not written together in a conversation: leave it.")
         sharing = Sharing(at_once, reads_early)

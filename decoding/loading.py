@@ -19,6 +19,7 @@ from decoding.keeping.prompt_cache import PromptCache
 from decoding.planning.needs import draft_ranks
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
+from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
 from parallel.config import ModelConfig, token_ids
 from parallel.environment import place_of
@@ -47,7 +48,10 @@ def load(
     Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, FitError.
     """
     if settings.graphs is None:
-        settings = replace(settings, graphs=graphs_work(group))
+        graphs = not settings.identical and graphs_work(group)
+        settings = replace(settings, graphs=graphs)
+    if settings.identical:
+        leave_clocks_out()
     with group.together():
         mode = settings.resolved_mode(draft is not None)
     folder = resolve(str(model), group)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from decoding.hierarchy import Hierarchy
 from decoding.keeping.keeper import Keeper
@@ -24,6 +24,7 @@ from decoding.planning.defaults import (
 from decoding.planning.fit import turn_tokens
 from decoding.reading import check_wanted, of_part, read_draft
 from decoding.runtime import Runtime
+from decoding.speculation.chance import Chance
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
@@ -211,7 +212,7 @@ class Session:
         self,
         text: Text,
         sampling: Sampling,
-        generator: Generator,
+        chance: Chance,
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Decoder:
@@ -228,15 +229,15 @@ class Session:
         verifying = [level for level in self.levels if level.model is runtime.target]
         inner: Proposer | None = None
         for level in self.levels[len(verifying) :]:
-            inner = self._draft_decoder(level, text, sampling, generator)
+            inner = self._draft_decoder(level, text, sampling, chance)
         if ngram := runtime.needs.ngram:
             inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
         for level, length in reversed(list(zip(verifying, lengths, strict=False))):
             name, model, cache = level.name, level.model, level.cache
             if inner is None:
-                inner = Autoregressive(name, model, cache, text, sampling, generator)
+                inner = Autoregressive(name, model, cache, text, sampling, chance)
             else:
-                above = Speculative(name, model, cache, inner, length, sampling, generator)
+                above = Speculative(name, model, cache, inner, length, sampling, chance)
                 above.clock = clock
                 inner = above
         assert isinstance(inner, Decoder)
@@ -384,10 +385,10 @@ class Session:
         level: Level,
         text: Text,
         sampling: Sampling,
-        generator: Generator,
+        chance: Chance,
     ) -> Decoder:
         """Return the draft model's own decoder, whose laws are over the target's vocabulary."""
         rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
         law = sampling if rows == vocab else sampling.over(vocab)
-        own = (level.name, level.model, level.cache, text, law, generator)
+        own = (level.name, level.model, level.cache, text, law, chance)
         return Autoregressive(*own) if rows == vocab else DraftModel(rows, vocab, *own)

@@ -8,7 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from decoding.option import MEMORY, PYTHON, RETRIEVAL, SPECULATION, check_options, option
+from decoding.option import (
+    MEMORY,
+    PYTHON,
+    RETRIEVAL,
+    SAMPLING,
+    SPECULATION,
+    check_options,
+    option,
+)
 from decoding.planning.defaults import DEFAULT_BUDGET
 from offload.errors import TierForceError
 from offload.policies import POLICY_NAMES
@@ -216,6 +224,12 @@ class Settings:
         default="what the disk holds",
         at_least=1,
     )
+    identical: bool = option(
+        "Let the text be a function of model, prompt and seed alone: in 16 bits, too, the same as "
+        "plain decoding writes, token for token, whatever drafts for it. Takes longer.",
+        value=False,
+        group=SAMPLING,
+    )
     prefill_chunk: int | None = option(
         "Tokens that prefill computes at once.",
         value=None,
@@ -230,6 +244,11 @@ class Settings:
         check_options(self)
         if self.keep_limit is not None and self.keep is None:
             raise TierForceError("`keep_limit` is a limit of the folder `keep`: name one.")
+        for name in ("keep", "graphs", "prefill_chunk"):
+            if self.identical and getattr(self, name):
+                raise TierForceError(
+                    f"`{name}` is not for `identical`, which computes in its own way: leave it out."
+                )
         if self.budget is not None and self.chunk_size > self.budget:
             raise TierForceError(
                 f"`chunk_size` {self.chunk_size} is larger than `budget` {self.budget}: no chunk "

@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from decoding.lengths import Lengths, draft_lengths
 from decoding.session import Session
+from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength
 from decoding.speculation.passes import Passes
-from decoding.speculation.sampling import Sampling, draw
+from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.verify import read
 from decoding.stats import Stats
@@ -94,16 +94,16 @@ class Writing:
         """
         session, stats, request = self.session, self.stats, self.request
         sampling, device = request.sampling, session.prompt.device
-        generator = torch.Generator(device).manual_seed(sampling.seed)
-        law = sampling.law(logits)[0]
-        new = read(draw(law, generator), law)
+        runtime = session.runtime
+        chance = chance_of(sampling, device, runtime.settings.identical)
+        law = chance.law(sampling, logits)[0]
+        new = read(chance.draw(law, len(request.prompt)), law)
         if request.observe:
             request.observe(logits)
         text = Text([*session.prompt.tolist(), *new])
-        runtime = session.runtime
         outer, *inner = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
         recorded = (RecordingLength(outer, stats.rounds), *inner)
-        self.decoder = session.decoder(text, sampling, generator, recorded, clock)
+        self.decoder = session.decoder(text, sampling, chance, recorded, clock)
         self.decoder.observe = request.observe
         stats.watch(session, self.decoder)
         stats.first_token_s = time.perf_counter() - self._started

@@ -21,6 +21,8 @@ class Cache(ABC):
 
     # what changes while tokens come, but for buffers that are only added to
     _state: ClassVar[tuple[str, ...]] = ("length",)
+    # whether what a token attends with must not depend on those beside it (`offload.steady`)
+    is_steady = False
 
     def __init__(self, layout: KVLayout):
         self.layout = layout

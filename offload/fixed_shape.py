@@ -43,6 +43,7 @@ class FixedPass:
     """Passes of `rows` tokens on a cache. `prepare` goes before each; all else may be recorded."""
 
     length = 0  # where a pass starts is in device memory
+    is_steady = False
 
     def __init__(self, cache: SlotCache, rows: int):
         kv, _ = cache.buffers(0)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,112 +13,11 @@ from offload.buffers import attend_to, put, span
 from offload.kv_file import Excerpt, Piece, copies_to
 from offload.link import Copy, Link
 from offload.ring import TransferRing
+from offload.steady import steady_attention
 from offload.store import HostLayer
+from offload.tiered_layer import Show, TieredLayer
 from offload.tiered_shape import TieredShape
 from offload.traffic import Traffic
-
-
-class Show(Protocol):
-    """Shows the cache's followers what a layer attends with, and to what (`Follower.observe`)."""
-
-    def __call__(self, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None: ...
-
-
-def show_nobody(head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-    """Take the place of `Show` where a pass is not the target's own."""
-
-
-class TieredLayer(ABC):
-    """The KV of one layer, wherever it lives. Keys and queries that come here are rotated.
-
-    The cache's boundary splits its tokens into a prefix and recent ones. A pass asks a layer for
-    `chunks`, then calls `put` and `attend`. Before a pass the boundary may move, by `write_back`
-    and `drop`. A prompt comes block by block: it is built in `buffer` and handed to `keep`.
-    """
-
-    is_late = False  # whether `bring_in` is still to come
-    is_near = False  # whether the device holds something of all tokens, to `attend_near`
-    is_cut = False  # whether it can only be filled from what is built in the stage
-
-    def chunks(self, boundary: int) -> Sequence[Tensor]:
-        """Return what a pass streams of this layer through the ring, in order."""
-        return ()
-
-    @abstractmethod
-    def put(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
-        """Write k and v (T, Hkv, D) of recent tokens from `start` on."""
-
-    @abstractmethod
-    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        """Return the attention (T, Hq, D) of q (T, Hq, D), which are the last T of `end` tokens.
-
-        Calls `show` for each group of heads, with all its keys and values on the device.
-        """
-
-    def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
-        """Return nearly what `attend` does, of layers `is_near`, from what the device holds.
-
-        Bytes that are attended to count in `traffic`.
-        """
-        raise NotImplementedError
-
-    def write_back(self, boundary: int, count: int) -> Any:
-        """Start writing `count` tokens behind the boundary to where the prefix is.
-
-        Returns the link's ticket; None where there is nothing to write.
-        """
-        return None
-
-    def drop(self, count: int, rest: int) -> None:
-        """Forget the first `count` recent tokens, now written back; `rest` stand behind them."""
-
-    @property
-    def buffer(self) -> Tensor | None:
-        """Where a prompt's KV is built, (2, Hkv, N, D); None for the stage of the prefill."""
-        return None
-
-    @abstractmethod
-    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
-        """Keep KV (2, Hkv, T, D) of a prompt's tokens from `start` on, built in buffer or stage.
-
-        `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None.
-        """
-
-    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
-        """Start bringing the first `length` tokens to kv (2, Hkv, N, D), `buffer` or stage.
-
-        `boundary` is that of these tokens. Returns the link's ticket, or None where they are there.
-        """
-        return None
-
-    def forget(self, length: int) -> None:
-        """Take note that of the prefix the first `length` tokens stand, and no others."""
-
-    def fill(self, piece: Piece, boundary: int) -> list[Copy]:
-        """Hold a piece of a text that is in host memory, where the layer is not `is_cut`.
-
-        `boundary` is that of the text. Returns the copies to the device that are left to make.
-        """
-        raise NotImplementedError
-
-    @abstractmethod
-    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
-        """Return what gives any of the first `length` tokens in host memory.
-
-        `boundary` is that of these tokens, whose compute is over. Another thread may call it while
-        passes are made, as long as the tokens stand.
-        """
-
-    def bring_in(self, length: int) -> None:
-        """Start copying `length` tokens of a late layer to the device.
-
-        Raises torch.OutOfMemoryError where there is no room for them.
-        """
-
-    @property
-    @abstractmethod
-    def device_bytes(self) -> int:
-        """Bytes of device memory that this layer has allocated, or has of the cache's."""
 
 
 class ResidentLayer(TieredLayer):
@@ -165,6 +63,8 @@ class ResidentLayer(TieredLayer):
         prefix = span(self._kv, 0, boundary)
         recent = span(self._kv, boundary, end)
         show(0, q, prefix, recent)
+        if self.is_steady:
+            return steady_attention(q, [span(self._kv, 0, end)], self._traffic)
         return self.attend_near(q, end, boundary, self._traffic)
 
     def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
@@ -247,7 +147,24 @@ class StreamedLayer(TieredLayer):
         put(self._tail, k, v, start - boundary)
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        return self._attend(q, end, boundary, self._come, show, self._traffic)
+        return self._attend_exactly(q, end, boundary, self._come, show)
+
+    def _attend_exactly(
+        self,
+        q: Tensor,
+        end: int,
+        boundary: int,
+        prefix: Callable[[int, int], Tensor],
+        show: Show,
+    ) -> Tensor:
+        """Attend to the layer's own elements; the prefix as in `_attend`."""
+        if not self.is_steady:
+            return self._attend(q, end, boundary, prefix, show, self._traffic)
+        recent = span(self._tail, 0, end - boundary)
+        outs = []
+        for rows, kv, near in self._by_heads(q, boundary, prefix, recent, show):
+            outs.append(steady_attention(rows, [kv, near], self._traffic))
+        return torch.cat(outs, dim=1)
 
     def _attend(
         self,
@@ -265,22 +182,38 @@ class StreamedLayer(TieredLayer):
         count = end - boundary
         recent = span(self._tail, 0, count)
         parts = [attend_to(self._tail, q, count, traffic)]
-        if boundary:
-            heads = recent.shape[1]
-            group = q.shape[1] // heads  # query heads per KV head
-            by_heads = []
-            for head in range(0, heads, self._slot_heads):
-                kv = prefix(head, boundary)
-                last = head + kv.shape[1]
-                rows = q[:, head * group : last * group]
+        by_heads = []
+        for rows, kv, _ in self._by_heads(q, boundary, prefix, recent, show):
+            if boundary:
                 by_heads.append(attend_to(kv, rows, boundary, traffic, causal=False))
-                show(head, rows, kv, recent[:, head:last])
+        if by_heads:
             outs, lses = zip(*by_heads, strict=True)
             parts.append((torch.cat(outs, dim=1), torch.cat(lses, dim=1)))
-        else:
+        return merge(parts)[0]
+
+    def _by_heads(
+        self,
+        q: Tensor,
+        boundary: int,
+        prefix: Callable[[int, int], Tensor],
+        recent: Tensor,
+        show: Show,
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield groups of heads, their queries, prefix and recent tokens, and show them."""
+        if not boundary:
             nothing = span(recent, 0, 0)
             show(0, q, nothing, recent)
-        return merge(parts)[0]
+            yield q, nothing, recent
+            return
+        heads = recent.shape[1]
+        group = q.shape[1] // heads  # query heads per KV head
+        for head in range(0, heads, self._slot_heads):
+            kv = prefix(head, boundary)
+            last = head + kv.shape[1]
+            rows = q[:, head * group : last * group]
+            near = recent[:, head:last]
+            yield rows, kv, near
+            show(head, rows, kv, near)
 
     def _come(self, head: int, boundary: int) -> Tensor:
         """Return the prefix of the next heads, which has come over the link."""

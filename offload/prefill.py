@@ -12,8 +12,8 @@ from torch import Tensor
 from offload.buffers import attend_to, put, span
 from offload.errors import FitError
 from offload.kv_file import Piece, copies_to
-from offload.layers import TieredLayer
 from offload.link import Link
+from offload.tiered_layer import TieredLayer
 
 if TYPE_CHECKING:
     from offload.tiered import TieredCache

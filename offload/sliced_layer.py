@@ -15,13 +15,14 @@ from offload.attention.folding import Partial, merge
 from offload.buffers import attend_to, span
 from offload.fused import fused_kernels
 from offload.kv_file import Excerpt
-from offload.layers import Show, StreamedLayer, show_nobody
+from offload.layers import StreamedLayer
 from offload.link import Link, by_head
 from offload.outliers import Outliers
 from offload.ring import TransferRing
 from offload.slice_format import SPLIT_TOKENS
 from offload.slices import Offsets, SliceCodec
 from offload.store import HostLayer
+from offload.tiered_layer import Show, show_nobody
 from offload.tiered_shape import TieredShape
 from offload.traffic import Traffic
 
@@ -192,7 +193,7 @@ class SlicedLayer(StreamedLayer):
         return None
 
     def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        return self._attend(q, end, boundary, self._exact, show, self._traffic)
+        return self._attend_exactly(q, end, boundary, self._exact, show)
 
     def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
         coding = self._coding

@@ -14,7 +14,7 @@ from torch import Tensor
 from offload.cache import Cache, Follower
 from offload.host_memory import allocate
 from offload.kv_file import Excerpt, whole_heads
-from offload.layers import ResidentLayer, StreamedLayer, TieredLayer
+from offload.layers import ResidentLayer, StreamedLayer
 from offload.layout import shares
 from offload.link import Link
 from offload.prefill import Prefill, bring_in_late
@@ -22,6 +22,7 @@ from offload.ring import Step, TransferRing
 from offload.rotary import Rotary
 from offload.sliced_layer import Coding, Outbox, SlicedLayer
 from offload.store import HostArena, HostLayer
+from offload.tiered_layer import TieredLayer
 from offload.tiered_shape import NEAR, SLICED, TieredShape
 
 
@@ -57,6 +58,9 @@ class TieredCache(Cache):
         if shape.far_layers:
             self._ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
         self.layers = self._make_layers()
+        self.is_steady = shape.steady
+        for layer in self.layers:
+            layer.is_steady = shape.steady
 
     def _make_layers(self) -> list[TieredLayer]:
         shape = self.shape

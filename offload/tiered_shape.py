@@ -42,6 +42,7 @@ class TieredShape:
     slot_heads: int = 1  # KV heads in one slot of the transfer ring
     slots: int = 3
     copies: bool = True  # whether the link copies; if not, ring and prefill stage take nothing
+    steady: bool = False  # whether passes attend in blocks at fixed positions (`offload.steady`)
 
     def __post_init__(self) -> None:
         if self.late_layers and not (self.streams and self.late_layers <= self.resident_layers):

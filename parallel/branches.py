@@ -10,6 +10,7 @@ from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
 from parallel.group import Group, Pending
 from parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from parallel.steady import in_blocks
 
 
 class Branch(Module):
@@ -58,9 +59,13 @@ class Mlp(Branch):
     def forward(self, x: Tensor) -> Pending:
         """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
         gate, up = self.gate_up(self.enter(x))
-        return self.leave(self.down(F.silu(gate) * up))
+        return self.leave(self.down(in_blocks(_gated, gate, up)))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norm(checkpoint, prefix)
         self.gate_up.load(checkpoint, [f"{prefix}.mlp.{name}" for name in self.names])
         self.down.load(checkpoint, f"{prefix}.mlp.down_proj")
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up

@@ -19,6 +19,7 @@ from parallel.group import Group, Pending
 from parallel.layers import empty_parameter
 from parallel.products import linear
 from parallel.sizes import MAX_FIXED_TOKENS
+from parallel.steady import row_by_row
 
 
 class Experts(Branch):
@@ -43,14 +44,18 @@ class Experts(Branch):
 
     def forward(self, x: Tensor) -> Pending:
         """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
-        x = self.enter(x)
+        # how many rows an expert has depends on all of them
+        partial = row_by_row(self._mixed, self.enter(x))
+        return self.leave(self.group.start_all_reduce(partial))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return this rank's part (T, hidden) of what the experts make of x (T, hidden)."""
         scores = linear(x, self.router)
         weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
         # on a GPU a short pass may be recorded, and the host must not wait for the choice
         fixed = self.group.device.type == "cuda" and len(x) <= MAX_FIXED_TOKENS
         mix = mix_in_fixed_shapes if fixed else mix_by_expert
-        partial = mix(x, weights, chosen, self.gate_up, self.down)
-        return self.leave(self.group.start_all_reduce(partial))
+        return mix(x, weights, chosen, self.gate_up, self.down)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norm(checkpoint, prefix)

@@ -17,6 +17,7 @@ from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from parallel.environment import RankLost, place_of
 from parallel.graphs import Recorder
 from parallel.sizes import share
+from parallel.steady import blocks_of
 
 T = TypeVar("T")
 Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
@@ -75,12 +76,15 @@ class Group:
         """Start to sum x over the ranks, in place; nobody may touch x before it is waited for."""
         if self.size == 1:
             return lambda: x
+        # the order in which several ranks sum up goes by size, and by the place in what is sent
+        parts = blocks_of(x) if self.size > 2 else (x,)
         with _peers():
-            work = dist.all_reduce(x, async_op=True)
+            work = [dist.all_reduce(part, async_op=True) for part in parts]
 
         def wait() -> Tensor:
             with _peers():
-                work.wait()  # on a GPU the stream waits, not the host
+                for each in work:
+                    each.wait()  # on a GPU the stream waits, not the host
             return x
 
         return wait

@@ -6,6 +6,7 @@ Source: Shoeybi et al. 2019, Megatron-LM, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from parallel.checkpoint import Checkpoint
 from parallel.group import Group, Pending
 from parallel.products import linear, unrounded_linear
 from parallel.sizes import vocab_rows
+from parallel.steady import in_blocks
 
 
 class RMSNorm(Module):
@@ -31,7 +33,8 @@ class RMSNorm(Module):
         self.weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(self.weight.shape))[:])
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        shape = x.shape[-1:]
+        return in_blocks(lambda rows: F.rms_norm(rows, shape, self.weight, self.eps), x)
 
 
 class HeadNorms(Module):
@@ -51,9 +54,12 @@ class HeadNorms(Module):
         """Norm queries and keys (T, heads * head_dim), or those from `first` on."""
         normed = []
         for x, weight in zip(parts, self.weights[first:], strict=True):
-            heads = x.unflatten(-1, (-1, len(weight)))
-            normed.append(F.rms_norm(heads, weight.shape, weight, self.eps).flatten(1))
+            normed.append(in_blocks(partial(self._norm, weight), x))
         return normed
+
+    def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, len(weight)))
+        return F.rms_norm(heads, weight.shape, weight, self.eps).flatten(1)
 
 
 class WidthNorms(Module):
@@ -80,16 +86,21 @@ class WidthNorms(Module):
 
     def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Norm queries and keys (T, width / ranks), or those from `first` on."""
-        squares = torch.stack([x.float().square().sum(-1) for x in parts])  # (parts, T)
-        squares = self.group.all_reduce(squares)
+        # (T, parts): rows come first, for sums over ranks
+        squares = torch.stack([in_blocks(_square_sums, x) for x in parts], dim=1)
+        squares = self.group.all_reduce(squares).t()
         normed = []
         weights = self.weight.split(self.sizes)[first:]
         for x, weight, width, square in zip(
             parts, weights, self.widths[first:], squares, strict=True
         ):
-            scale = torch.rsqrt(square / width + self.eps)
+            scale = in_blocks(torch.rsqrt, square / width + self.eps)
             normed.append((x.float() * scale[:, None] * weight).to(x.dtype))
         return normed
+
+
+def _square_sums(x: Tensor) -> Tensor:
+    return x.float().square().sum(-1)
 
 
 class ColumnParallelLinear(Module):

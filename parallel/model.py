@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from offload.prefill import LAST_ROWS
+from offload.steady_shape import WIDTH
 from parallel.borrowing import EMBEDDING, HEAD, NORM
 from parallel.branches import Branch, Mlp
 from parallel.checkpoint import Checkpoint
@@ -29,6 +31,7 @@ from parallel.layers import (
 )
 from parallel.prefill import Chunk, Reading, in_chunks, pipelined, to_the_end
 from parallel.sizes import head_rows
+from parallel.steady import steadily
 
 Progress = Callable[[int, int], None]  # units done, units in all
 # of the parts around the layers, as checkpoints call them
@@ -45,6 +48,7 @@ class AttendingCache(Attending, Protocol):
     """What a model asks of a cache."""
 
     length: int
+    is_steady: bool  # whether rows are to be computed in blocks at fixed positions
 
     def begin(self, rows: int) -> None: ...
 
@@ -53,6 +57,26 @@ class PrefillingCache(Attending, Protocol):
     """What a layer-major prefill asks of a prompt's way into a cache."""
 
     def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+
+
+class OwnRows:
+    """A cache in a pass that has other rows, which fill up blocks, beside its own."""
+
+    is_steady = True
+
+    def __init__(self, cache: AttendingCache, own: slice):
+        """`own`: which rows of the pass are those of tokens."""
+        self._cache, self._own = cache, own
+        self.length = cache.length
+
+    def begin(self, rows: int) -> None:
+        self._cache.begin(self._own.stop - self._own.start)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Do as `Cache.attend` with rows of tokens; what fills up blocks gets zeros."""
+        own = self._own
+        out = self._cache.attend(layer, q[own], k[own], v[own], start)
+        return F.pad(out, (0, 0, 0, 0, own.start, len(q) - own.stop))
 
 
 class Attention(Branch):
@@ -167,7 +191,20 @@ class Llama(Module):
         Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
         is written, but they count only once the caller advances the cache.
         """
+        if cache.is_steady:
+            return self._forward_steadily(tokens, cache, rows)
         return self.logits(self.read(tokens, cache)[-rows:])
+
+    def _forward_steadily(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
+        """Do what `forward` does, in blocks of rows that begin at fixed positions of the text."""
+        lead = cache.length % WIDTH
+        end = lead + len(tokens)
+        padded = F.pad(tokens, (lead, -end % WIDTH))
+        first = (end - rows) // WIDTH * WIDTH  # of the blocks whose logits are asked for
+        with steadily():
+            x = self.read(padded, OwnRows(cache, slice(lead, end)))
+            logits = self.logits(x[first:])
+        return logits[end - rows - first : end - first]
 
     @torch.inference_mode()
     def read(self, tokens: Tensor, cache: AttendingCache) -> Tensor:

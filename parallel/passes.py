@@ -39,6 +39,7 @@ class SharedCache:
     """The caches of several texts in a pass they share: each attends with its own rows."""
 
     length = 0  # each cache has its own
+    is_steady = False
 
     def __init__(self, passes: Sequence[Pass]):
         self._caches = [asked.cache for asked in passes]

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offload.processor import multiplies_bfloat16
+from parallel.steady import in_blocks
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
 _WIDENED_ROWS = 7  # with fewer, reading the weights is most of what there is to do
@@ -21,6 +22,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On a processor without instructions for bfloat16 the weight is widened part by part, which loses
     nothing: products are summed in float32 either way, and rounded once.
     """
+    return in_blocks(lambda rows: _linear(rows, weight, bias), x)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _WIDENED_ROWS:
         return F.linear(x, weight, bias) if multiplies_bfloat16() else _widened(x, weight, bias)
     if x.is_cpu and x.dtype == torch.float32 and _is_shared_out_badly(x, weight):
@@ -39,6 +44,10 @@ def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return linear(x, weight)
+    return in_blocks(lambda rows: _unrounded(rows, weight), x)
+
+
+def _unrounded(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cpu:
         return _widened(x, weight, None, torch.float32)
     return torch.mm(x, weight.t(), out_dtype=torch.float32)

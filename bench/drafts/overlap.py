@@ -28,6 +28,7 @@ from bench.drafts.rounding import ROUNDINGS, RoundedCache
 from decoding import Sampling
 from decoding.runtime import Runtime
 from decoding.session import Session
+from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
 from decoding.speculation.passes import drive
@@ -215,12 +216,12 @@ class PolicyTrace:
 
         Returns how many tokens were made, and by how many verifications.
         """
-        generator = Generator(self.first.device).manual_seed(sampling.seed)
-        first = int(draw(sampling.law(self.first)[0], generator))
+        chance = chance_of(sampling, self.first.device, is_coupled=False)
+        first = int(chance.draw(sampling.law(self.first)[0], len(self.session.prompt)))
         text, cache = Text([*self.session.prompt.tolist(), first]), self.caches[variant]
-        inner = Autoregressive("retrieval", self.model, cache, text, sampling, generator)
+        inner = Autoregressive("retrieval", self.model, cache, text, sampling, chance)
         decoder = Speculative(
-            "target", self.model, self.target, inner, Fixed(draft), sampling, generator
+            "target", self.model, self.target, inner, Fixed(draft), sampling, chance
         )
         while (missing := new - decoder.stats.produced) > 0:
             drive(decoder.round(missing), self.session.make)

@@ -6,11 +6,10 @@ import math
 import time
 from dataclasses import dataclass, field
 
-import torch
-
 from decoding import Sampling
 from decoding.lengths import Lengths, draft_lengths
 from decoding.session import Session
+from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import RecordingLength, RoundStats
 from decoding.speculation.passes import drive
@@ -76,9 +75,10 @@ def decode_loop(
 
     Returns what decoded, with its counts, and the seconds it took.
     """
-    generator = torch.Generator(session.prompt.device).manual_seed(sampling.seed)
+    is_coupled = session.runtime.settings.identical
+    chance = chance_of(sampling, session.prompt.device, is_coupled)
     text = Text([*session.prompt.tolist(), first])
-    decoder = session.decoder(text, sampling, generator, lengths)
+    decoder = session.decoder(text, sampling, chance, lengths)
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
         drive(decoder.round(missing), session.make)

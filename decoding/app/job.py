@@ -39,6 +39,7 @@ class Job:
     dtype: str
     rope: str | None
     sampling: Sampling
+    identical: bool = False  # whether the text is that of plain decoding, token for token
 
     def digest(self, text: str) -> str:
         """Return 16 hexadecimal digits that change with the text and with all that shapes its
@@ -63,6 +64,8 @@ class Job:
         }
         if self.rope is not None:
             shaping["rope"] = self.rope
+        if self.identical:
+            shaping["identical"] = True
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
@@ -77,6 +80,7 @@ class Job:
             "top_k": self.sampling.top_k,
             "top_p": self.sampling.top_p,
             "seed": self.sampling.seed,
+            "identical": self.identical,
         }
 
 

@@ -118,7 +118,10 @@ def described(kind: type, name: str, value: Any = MISSING, **said: Any) -> Any:
     each = options_of(kind)[name]
     value = each.default if value is MISSING else value
     option = replace(about(each), **said)
+    # there is no need to say that something is off by default
+    names = [f"--{name.replace('_', '-')}"] if value is False else []
     return typer.Option(
+        *names,
         help=help_of(option),
         show_default=value is not MISSING and value is not None,
         metavar="NAME" if option.choices else option.unit.upper() or None,

@@ -15,6 +15,7 @@ from rich.console import Console
 from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
+from decoding.planning.counted_dtype import counted_dtype
 from decoding.planning.defaults import (
     ACCEPTANCE,
     DEFAULT_BUDGET,
@@ -23,7 +24,7 @@ from decoding.planning.defaults import (
     MAX_TEXTS,
 )
 from decoding.planning.fit import Sharing
-from decoding.planning.needs import TextNeeds, counted_dtype, draft_ranks
+from decoding.planning.needs import TextNeeds, draft_ranks
 from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain, together
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings

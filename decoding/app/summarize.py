@@ -75,7 +75,8 @@ def run(
         longest = longest_prompt(engine, due, template, common.max_new_tokens)
         longest, count = group.broadcast((longest, len(due)))
         at_once = min(count, at_once or texts_at_once(engine, longest, common.max_new_tokens))
-        sharing = Sharing(at_once, read_early and count > at_once)
+        reads_early = read_early and count > at_once and not common.settings.identical
+        sharing = Sharing(at_once, reads_early)
         say_what_fits(engine, longest, common, sharing)
         if records is None:
             engine.follow()
@@ -109,6 +110,7 @@ def job_of(common: Common, folder: Path, instruction: str) -> Job:
         dtype=common.settings.dtype,
         rope=common.settings.rope,
         sampling=Sampling(**vars(common.sampling)),
+        identical=common.settings.identical,
     )
 
 

@@ -6,7 +6,7 @@ All sizes are in tokens or bytes, as named. Bytes are those of one rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from decoding.planning.defaults import (
     ALLOCATOR_FACTOR,
@@ -30,13 +30,13 @@ from decoding.planning.defaults import (
 )
 from decoding.planning.way import Way
 from decoding.settings import LEVELS, Settings
-from decoding.speculation.draft_length import CATCH_UP
-from offload.errors import TierForceError
+from decoding.speculation.draft_length import CATCH_UP, NOISE_POSITIONS
 from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from offload.slice_format import dtype_name, slice_format
+from offload.steady_shape import KEYS, WIDTH
 from offload.streaming_shape import StreamingShape
 from offload.tiered_shape import STREAMED, TieredShape
 from parallel.config import ModelConfig
@@ -49,27 +49,6 @@ from parallel.sizes import (
 
 if TYPE_CHECKING:
     import torch
-
-
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-@dataclass(frozen=True)
-class CountedDtype:
-    """A stand-in for one of torch's dtypes: bytes are counted with it, and torch is not loaded."""
-
-    name: str
-    itemsize: int  # bytes
-
-
-def counted_dtype(name: str) -> torch.dtype:
-    """Return a stand-in for torch's dtype of this name; it may size caches, and not make them.
-
-    Raises TierForceError for what no model is run in.
-    """
-    if name not in _ITEM_BYTES:
-        raise TierForceError(f"`dtype` {name} is not known: use {', '.join(_ITEM_BYTES)}.")
-    return cast("torch.dtype", CountedDtype(name, _ITEM_BYTES[name]))
 
 
 @dataclass(frozen=True)
@@ -287,7 +266,7 @@ class TextNeeds:
         if packed is None:
             packed = self.has_slices and self.copies
         saves = shape.format is not None and shape.format.planes < 2 * self.dtype.itemsize
-        return replace(shape, packed=packed and saves)
+        return replace(shape, packed=packed and saves, steady=self.settings.identical)
 
     @property
     def draft_shape(self) -> StreamingShape:
@@ -340,7 +319,6 @@ class TextNeeds:
         Raises FitError, and ConfigError where there are fewer heads than ranks.
         """
         target, item = self.target, self.dtype.itemsize
-        row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * target.vocab
         layer, choosing = self._retrieval_bytes(prompt, new)
         return Needs(
             target=self.tiers(prompt, new),
@@ -348,11 +326,22 @@ class TextNeeds:
             draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.rotary_dim * item,
             hidden=self.hidden_bytes(prompt),
-            passes=self.max_pass_tokens * row + self._masked_bytes(prompt, new) + self.mixing_bytes,
+            passes=self._pass_bytes(prompt, new),
             slices=self.has_slices,
             streamed_retrieval=0 if self.has_retrieval else layer,
             choosing=0 if self.has_retrieval else choosing,
         )
+
+    def _pass_bytes(self, prompt: int, new: int) -> int:
+        """Return what a pass takes when decoding, beside caches."""
+        item = self.dtype.itemsize
+        row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * self.target.vocab
+        rows, steady = self.max_pass_tokens, 0
+        if self.settings.identical:
+            rows += 2 * WIDTH
+            # what lies across an end of a block of keys, and the last one; noise, float64
+            steady = 2 * self.layout.bytes(KEYS, 1) + 8 * NOISE_POSITIONS * self.target.vocab
+        return rows * row + self._masked_bytes(prompt, new) + self.mixing_bytes + steady
 
     def hidden_bytes(self, tokens: int) -> int:
         """Return what reading so many tokens layer by layer holds of them."""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
+from decoding.speculation.chance import Chance
 from decoding.speculation.draft_length import CATCH_UP, DraftLength, RoundStats
 from decoding.speculation.passes import Passes
-from decoding.speculation.sampling import Sampling, draw
+from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text, common_prefix
-from decoding.speculation.verify import Draft, read, verify
+from decoding.speculation.verify import Draft, read
 from offload.cache import Cache
 from parallel.group import on_device
 from parallel.passes import Pass, Reader
@@ -85,12 +86,12 @@ class Decoder(Proposer):
         cache: Cache,
         text: Text,
         sampling: Sampling,
-        generator: Generator,
+        chance: Chance,
     ):
         """Start where `cache` stands, which has read `text` so far."""
         super().__init__(name, text, cache.length)
         self.model, self.cache = model, cache
-        self.sampling, self.generator = sampling, generator
+        self.sampling, self.chance = sampling, chance
         # told of the logits (n, V) of the n tokens that each of its passes makes
         self.observe: Callable[[Tensor], None] | None = None
 
@@ -112,7 +113,7 @@ class Decoder(Proposer):
         """Return the tokens (P,) whose KV the cache lacks."""
         start = self.cache.length
         tokens = [*self.text.since(start), *self.ahead[max(0, start - len(self.text)) :]]
-        return on_device(tokens, self.generator.device)
+        return on_device(tokens, self.chance.device)
 
     def _read(self, tokens: Tensor, rows: int) -> Pass:
         """Return the pass that reads tokens (T,) behind what the cache holds."""
@@ -137,16 +138,17 @@ class Autoregressive(Decoder):
         return self._stand(read(draft.tokens, draft.probs))
 
     def _drawn(self, n: int) -> Passes[Draft]:
-        tokens, laws = [], []
+        tokens, laws = list[Tensor](), list[Tensor]()
+        position = len(self.text) + len(self.ahead)
         rows = yield from self._caught_up()
         for _ in range(n):
             logits = yield self._read(rows, 1)
-            law = self.sampling.law(logits)  # (1, V)
+            law = self.chance.law(self.sampling, logits)  # (1, V)
             if self.observe:
                 self.observe(logits)
             self.cache.advance(len(rows))
             # (1,), on the device: no waiting until the draft is done
-            rows = draw(law[0], self.generator)
+            rows = self.chance.draw(law[0], position + len(tokens))
             tokens.append(rows)
             laws.append(law)
         self.stats.passes += n
@@ -180,10 +182,10 @@ class Speculative(Decoder):
         inner: Proposer,
         length: DraftLength,
         sampling: Sampling,
-        generator: Generator,
+        chance: Chance,
     ):
         """Start on the text of `inner`, where `cache` stands in it."""
-        super().__init__(name, model, cache, inner.text, sampling, generator)
+        super().__init__(name, model, cache, inner.text, sampling, chance)
         self.inner, self.length = inner, length
         self.clock: Callable[[], float] = time.perf_counter  # of seconds, by which lengths go
 
@@ -193,7 +195,7 @@ class Speculative(Decoder):
             tokens, law = yield from self._verified(missing)
             self.ahead += tokens
             laws.append(law)
-        return Draft(on_device(self.ahead[start:], self.generator.device), torch.cat(laws))
+        return Draft(on_device(self.ahead[start:], self.chance.device), torch.cat(laws))
 
     def round(self, limit: int) -> Passes[list[int]]:
         tokens, _ = yield from self._verified(limit)
@@ -214,8 +216,8 @@ class Speculative(Decoder):
         pending = self._pending()  # (P,)
         rows = torch.cat((pending, draft.tokens))
         logits = yield self._read(rows, len(draft.tokens) + 1)
-        laws = self.sampling.law(logits)  # (N + 1, V)
-        accepted, following = verify(draft, laws, self.generator)
+        laws = self.chance.law(self.sampling, logits)  # (N + 1, V)
+        accepted, following = self.chance.verify(draft, laws, len(self.text) + known)
         if self.observe:
             self.observe(logits[: accepted + 1])
         self.length.record(
@@ -237,7 +239,7 @@ class Speculative(Decoder):
 
     def _draft(self, n: int) -> Passes[Draft]:
         if n == 0:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.generator.device)
-            return Draft(nothing, torch.empty(0, 0, device=self.generator.device))
+            nothing = torch.empty(0, dtype=torch.int64, device=self.chance.device)
+            return Draft(nothing, torch.empty(0, 0, device=self.chance.device))
         self.inner.sync(self.ahead)
         return (yield from self.inner.propose(n))

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+NOISE_POSITIONS = 128  # whose noise is remembered, where it is bound to positions
 CATCH_UP = 32  # pending tokens that a model reads in one pass
 
 

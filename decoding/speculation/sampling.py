@@ -85,9 +85,13 @@ def draw(law: Tensor, generator: Generator) -> Tensor:
     """
     # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
     # vocabulary that are rarer than that
-    noise = (
-        torch.empty_like(law, dtype=torch.float64)
-        .exponential_(generator=generator)
-        .clamp_(min=torch.finfo(torch.float64).tiny)
-    )
-    return (law / noise).argmax(0, keepdim=True)
+    noise = torch.empty_like(law, dtype=torch.float64).exponential_(generator=generator)
+    return first_to_ring(law, noise)
+
+
+def first_to_ring(law: Tensor, noise: Tensor) -> Tensor:
+    """Return the token (1,) whose bell rings first, at rates law (V,), with noise (V,) float64.
+
+    The noise is standard exponential.
+    """
+    return (law / noise.clamp(min=torch.finfo(torch.float64).tiny)).argmax(0, keepdim=True)

@@ -31,8 +31,8 @@ class SamplingOptions:
         value=1.0,
     )
     seed: int = option(
-        "Where the noise starts. The same seed gives the same text only if draft lengths, budget "
-        "and refresh are set too.",
+        "Where the noise starts. The same seed gives the same text with --identical, or if draft "
+        "lengths, budget and refresh are set too.",
         value=0,
         group=SAMPLING,
     )

@@ -19,9 +19,12 @@ _MERGED_KEYS = 4096
 _SMALL_MASK = 1 << 16
 
 
-def cpu_backend(dtype: torch.dtype) -> Backend:
-    """Return the kernels for a dtype. Not for float16, which torch's operator hardly supports."""
-    pairs_rows = dtype != torch.float32 and two_rows_are_faster(dtype)
+def cpu_backend(dtype: torch.dtype, measures: bool) -> Backend:
+    """Return the kernels for a dtype. Not for float16, which torch's operator hardly supports.
+
+    `measures`: whether a clock may decide which.
+    """
+    pairs_rows = measures and dtype != torch.float32 and two_rows_are_faster(dtype)
     kernels = CpuKernels(pairs_rows)
     return Backend(kernels.attend, kernels.op)
 

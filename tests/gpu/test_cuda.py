@@ -24,7 +24,7 @@ from torch import Tensor
 import decoding.keeping.saving
 import parallel.graphs
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Settings
+from decoding import Engine, Sampling, Settings
 from decoding.app.lines import say_what_fits
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
@@ -89,6 +89,22 @@ def wanted() -> list[int]:
 @pytest.mark.parametrize("mode", ["plain", "hierarchical"])
 def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int]) -> None:
     assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
+
+
+def test_identical_texts_are_those_of_plain_decoding() -> None:
+    """In 16 bits, and sampled, wherever the KV lives."""
+    group = Group(device=torch.device("cuda", 0))
+    ways: list[dict[str, Any]] = [
+        {"mode": "plain", "resident_layers": 6},
+        {"mode": "hierarchical", "resident_layers": 2, "draft_length": 9},
+        {"mode": "sliced-retrieval", "resident_layers": 0, "sliced_layers": 3},
+    ]
+    found = []
+    for way in ways:
+        engine = opened(group, identical=True, dtype="bfloat16", **way)
+        found.append(list(engine.generate(PROMPT, NEW, Sampling(0.8, seed=2))))
+        engine.close()
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])

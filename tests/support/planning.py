@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 import decoding.planning.needs
 from decoding import Settings
 from decoding.planning.cost import Acceptance
-from decoding.planning.needs import TextNeeds, counted_dtype
+from decoding.planning.counted_dtype import counted_dtype
+from decoding.planning.needs import TextNeeds
 from decoding.planning.profile import HardwareProfile
 from decoding.planning.way import Way
 from decoding.settings import LEVELS

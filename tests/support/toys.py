@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
+from decoding.speculation.chance import Chance, Independent
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
 from decoding.speculation.lookup import Lookup
@@ -110,7 +111,7 @@ def nest(
     models: Sequence[Toy],
     lengths: Sequence[int | DraftLength],
     sampling: Sampling,
-    generator: Generator,
+    source: Generator | Chance,
     ngram: int = 0,
 ) -> Decoder:
     """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on
@@ -119,24 +120,23 @@ def nest(
     With an n-gram, prompt lookup stands in front of the last model, or below it when it has a
     length too.
     """
+    chance = Independent(source) if isinstance(source, Generator) else source
     text, read = Text(PROMPT), PROMPT[:-1]
     below: Proposer | None = (
-        Lookup(text, ngram, VOCAB, generator.device)
-        if ngram and len(lengths) == len(models)
-        else None
+        Lookup(text, ngram, VOCAB, chance.device) if ngram and len(lengths) == len(models) else None
     )
     for model, length in reversed(list(zip(models, [*lengths, 0][: len(models)], strict=True))):
         cache = HistoryCache()
         cache.write(read)
         cache.advance(len(read))
         if below is None:
-            below = Autoregressive("leaf", model, cache, text, sampling, generator)
+            below = Autoregressive("leaf", model, cache, text, sampling, chance)
             if ngram:
-                below = Lookup(text, ngram, VOCAB, generator.device, below)
+                below = Lookup(text, ngram, VOCAB, chance.device, below)
         else:
             many = Fixed(length) if isinstance(length, int) else length
             name = f"over {below.name}"
-            below = Speculative(name, model, cache, below, many, sampling, generator)
+            below = Speculative(name, model, cache, below, many, sampling, chance)
     assert isinstance(below, Decoder)
     below.sync([])
     return below

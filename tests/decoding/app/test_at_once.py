@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.planning.needs import counted_dtype
+from decoding.planning.counted_dtype import counted_dtype
 from decoding.settings import DTYPES, dtype_of
 from support.commands import DRAFT, TARGET
 from support.gguf import convert

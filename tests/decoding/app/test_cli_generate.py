@@ -116,6 +116,7 @@ COMMON = {
         "--top-k",
         "--top-p",
         "--seed",
+        "--identical",
     ),
     *(
         "--mode",

@@ -11,9 +11,10 @@ import pytest
 from bench.harness.ranks import run_ranks
 from decoding.app.lines import opening
 from decoding.planning.choice import WayChooser
+from decoding.planning.counted_dtype import counted_dtype
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.fit import Memory, affordable, longest_prompt
-from decoding.planning.needs import TextNeeds, counted_dtype
+from decoding.planning.needs import TextNeeds
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.way import Way
 from decoding.settings import Settings

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decoding import Sampling
+from decoding.speculation.chance import Independent
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
 from decoding.speculation.passes import Passes, drive
@@ -168,7 +169,7 @@ def test_a_level_not_asked_for_long_catches_up_in_passes_it_can_make() -> None:
         return model(tokens, cache, rows)
 
     cache, text = HistoryCache(), [*PROMPT, *([1, 2, 3] * 40)]
-    leaf = Autoregressive("leaf", forward, cache, Text(text), FULL, generator())
+    leaf = Autoregressive("leaf", forward, cache, Text(text), FULL, Independent(generator()))
     leaf.sync([])
     draft = propose(leaf, 3)
     assert sizes == [32, 32, 32, 27, 1, 1]

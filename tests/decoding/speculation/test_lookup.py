@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decoding import Sampling
+from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Autoregressive
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.text import Text
@@ -87,8 +88,8 @@ def test_nothing_found_is_nothing_proposed() -> None:
 
 def test_what_is_new_is_left_to_the_level_below() -> None:
     model, sampling, text = Toy(0, 1.5), Sampling(1.0), Text(PROMPT)
-    leaf = Autoregressive("leaf", model, HistoryCache(), text, sampling, torch.Generator())
-    leaf.generator.manual_seed(0)
+    chance = chance_of(sampling, CPU, is_coupled=False)
+    leaf = Autoregressive("leaf", model, HistoryCache(), text, sampling, chance)
     lookup = Lookup(text, 3, VOCAB, CPU, leaf)
     rng, asked = random.Random(1), 0
     for _ in range(200):
