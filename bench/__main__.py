@@ -21,6 +21,7 @@ COMMANDS = {  # name: module, and what it measures
     "needle": ("bench.drafts.needle", "whether what drafts still knows what was said early"),
     "recipes": ("bench.paper.recipes", "the published experiments, at full or reduced size"),
     "loss": ("bench.checks.loss", "the loss per token along a text, and with stretched RoPE"),
+    "fidelity": ("bench.checks.fidelity", "texts and laws beside plain decoding's"),
     "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),
     "memory": ("bench.checks.memory", "plans held to the memory that they ask for"),
     "report": ("bench.harness.report", "the tables of README and docs/results, filled in anew"),

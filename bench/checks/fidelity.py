@@ -1,0 +1,261 @@
+"""How far texts and laws are from plain decoding's, by mode, link and dtype; and with --identical.
+
+A pass over several rows rounds otherwise than a pass over one, and so does attention in other
+pieces. Law and text are exact in the arithmetic of the pass that computes them: what that makes of
+a text is told here. Plain decoding on resident layers writes a text; the others write theirs, and
+then read plain decoding's in passes as long as their verifications, so that laws are compared
+along the same words. transformers, which reads all at once, says what rounding alone does.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from bench.harness.options import (
+    SMOLLM2,
+    Context,
+    Draft,
+    NewTokens,
+    Output,
+    Target,
+    Temperature,
+    Text,
+    Threads,
+    TopP,
+)
+from bench.harness.record import benchmark, prepare, publish
+from bench.harness.tables import say
+from bench.harness.text import prompts, text_tokens
+from bench.peers.hugging_face import load_transformers
+from decoding import Engine, Sampling, Settings
+from decoding.session import Session
+from decoding.speculation.text import common_prefix
+from decoding.writing import Request
+from parallel.config import ModelConfig
+from parallel.group import Group
+from parallel.loading import resolve
+
+PASS = 7  # tokens of a verification, where plain decoding's text is read
+LINK = "emulated:10"
+# ways to decode: the mode, and of all layers the share whose KV stays on the device
+WAYS = {
+    "plain": ("plain", 1.0),
+    "plain, over a link": ("plain", 0.0),
+    "retrieval": ("retrieval", 1.0),
+    "retrieval, over a link": ("retrieval", 0.3),
+    "sliced, over a link": ("sliced", 0.3),
+    "hierarchical, over a link": ("hierarchical", 0.3),
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text, and the logits (N, V) that its tokens were drawn from."""
+
+    tokens: list[int]
+    logits: Tensor
+
+
+@dataclass
+class Divergence:
+    """How far one way is from plain decoding, text by text."""
+
+    equal: list[float] = field(default_factory=list)  # the share of tokens, place by place
+    first: list[int] = field(default_factory=list)  # tokens before the first that differs
+    kl: list[Tensor] = field(default_factory=list)  # (N,) nats, along plain decoding's text
+    top: list[Tensor] = field(default_factory=list)  # (N,) whether the likeliest token is the same
+    ms: list[float] = field(default_factory=list)
+    rejected: list[float] = field(default_factory=list)  # the share of what the target was given
+
+    def compare_texts(self, text: Sequence[int], plain: Sequence[int]) -> None:
+        """Take note of a text beside plain decoding's."""
+        same = [one == other for one, other in zip(text, plain, strict=False)]
+        self.equal.append(sum(same) / len(plain))
+        self.first.append(common_prefix(text, plain))
+
+    def compare_laws(self, logits: Tensor, plain: Tensor) -> None:
+        """Take note of logits (N, V) beside plain decoding's, along the same text."""
+        one, other = plain.double().log_softmax(1), logits.double().log_softmax(1)
+        self.kl.append((one.exp() * (one - other)).sum(1).clamp(min=0))
+        self.top.append(plain.argmax(1) == logits.argmax(1))
+
+
+@dataclass(frozen=True)
+class Row:
+    """How far a way is from plain decoding; None where it writes no text here."""
+
+    way: str
+    dtype: str
+    identical: bool
+    equal_tokens: float | None  # the share of tokens, place by place
+    first_difference: float | None  # tokens before it, the median of all texts
+    mean_kl: float  # nats
+    max_kl: float
+    same_top: float  # the share of places where the likeliest token is the same
+    ms_per_token: float | None = None
+    rejected: float | None = None  # the share of what the target was given
+
+
+def written(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Written:
+    """Return a text behind a prompt, with the logits of each of its tokens."""
+    rows: list[Tensor] = []
+    request = Request(prompt, new, law, observe=lambda logits: rows.extend(logits.float().clone()))
+    tokens = list(engine.respond(request))
+    return Written(tokens, torch.stack(rows[: len(tokens)]))
+
+
+@torch.inference_mode()
+def read(engine: Engine, prompt: list[int], text: list[int], rows: int) -> Tensor:
+    """Return the logits (N, V) before each token of a text that is read `rows` at a time."""
+    session = Session(engine.runtime, prompt, len(text))
+    logits = [session.prefill()]
+    *before, _ = text
+    for part in torch.tensor(before).split(rows):
+        logits.append(engine.runtime.target(part, session.target, len(part)))
+        session.target.advance(len(part))
+    session.close()
+    return torch.cat(logits)
+
+
+@torch.inference_mode()
+def their_logits(model: Any, prompt: list[int], text: list[int]) -> Tensor:
+    """Return what transformers says, which reads all at once (N, V)."""
+    tokens = torch.tensor([[*prompt, *text[:-1]]])
+    return model(tokens, logits_to_keep=len(text)).logits[0].float()
+
+
+def settings_of(way: str, layers: int, dtype: str, identical: bool) -> Settings:
+    """Return the settings of a way."""
+    mode, share = WAYS[way]
+    resident = round(share * layers)
+    sliced = (layers - resident) // 2 if "sliced" in mode else None
+    return Settings(
+        mode=mode,
+        dtype=dtype,
+        resident_layers=resident,
+        sliced_layers=sliced,
+        link=LINK if resident < layers else "auto",
+        identical=identical,
+    )
+
+
+def row_of(way: str, dtype: str, identical: bool, found: Divergence) -> Row:
+    """Return the row of a way, of all its texts."""
+    kl, top = torch.cat(found.kl), torch.cat(found.top)
+    return Row(
+        way,
+        dtype,
+        identical,
+        statistics.mean(found.equal) if found.equal else None,
+        statistics.median(found.first) if found.first else None,
+        float(kl.mean()),
+        float(kl.max()),
+        float(top.double().mean()),
+        statistics.mean(found.ms) if found.ms else None,
+        statistics.mean(found.rejected) if found.rejected else None,
+    )
+
+
+def ways_of(dtype: str, has_draft: bool) -> list[str]:
+    """Return the ways that there are."""
+    levels = {"sliced": dtype != "float32", "hierarchical": has_draft}
+    return [way for way, (mode, _) in WAYS.items() if levels.get(mode, True)]
+
+
+@benchmark
+def main(
+    target: Target = SMOLLM2,
+    draft: Draft = None,
+    text: Text = None,
+    context: Context = 2000,
+    new_tokens: NewTokens = 200,
+    texts: Annotated[int, typer.Option(help="Texts, spread evenly over the given one.")] = 3,
+    dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "bfloat16,float32",
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    threads: Threads = 0,
+    output: Output = Path("results/fidelity.json"),
+) -> None:
+    """Compare texts and laws with those of plain decoding on resident layers."""
+    prepare(threads)
+    law, rows = Sampling(temperature, top_p=top_p), list[Row]()
+    for dtype in dtypes.split(","):
+        for identical in (False, True):
+            plain: list[Written] = []
+            for way in ways_of(dtype, draft is not None):
+                say(f"{way}, {dtype}{', identical' if identical else ''}")
+                small = draft if "hierarchical" in way else None
+                engine = _engine(target, small, way, dtype, identical)
+                if not plain:
+                    tokens = text_tokens(engine.tokenizer, text)
+                    asked = prompts(tokens, context, texts, new_tokens)
+                found = Divergence()
+                for index, prompt in enumerate(asked):
+                    one = written(engine, prompt, new_tokens, law)
+                    if len(plain) == index:
+                        plain.append(one)
+                    _compare(engine, prompt, one, plain[index], found)
+                rows.append(row_of(way, dtype, identical, found))
+                engine.close()
+                del engine
+                gc.collect()
+            if not identical:
+                rows += _theirs(target, dtype, asked, plain, output.parent / "converted")
+    title = f"Beside plain decoding on resident layers, {texts} texts of {new_tokens} tokens"
+    publish(output, title, rows)
+
+
+def _engine(target: str, draft: str | None, way: str, dtype: str, identical: bool) -> Engine:
+    """Return an engine that decodes in a way, without stop tokens."""
+    layers = ModelConfig.from_pretrained(resolve(target, Group())).layers
+    engine = Engine.from_pretrained(
+        target, draft, settings_of(way, layers, dtype, identical), device="cpu"
+    )
+    engine.stop_tokens = frozenset()
+    return engine
+
+
+def _compare(
+    engine: Engine, prompt: list[int], one: Written, plain: Written, found: Divergence
+) -> None:
+    """Take note of one text of a way, and of what it says of plain decoding's."""
+    stats = engine.stats
+    found.compare_texts(one.tokens, plain.tokens)
+    if stats.ms_per_token is not None:
+        found.ms.append(stats.ms_per_token)
+    rate = stats.acceptance.get("target")
+    if rate is not None:
+        found.rejected.append(1 - rate)
+    if one is plain:
+        found.compare_laws(one.logits, plain.logits)
+        return
+    rows = 1 if stats.mode == "plain" else PASS
+    found.compare_laws(read(engine, prompt, plain.tokens, rows), plain.logits)
+
+
+def _theirs(
+    target: str, dtype: str, asked: list[list[int]], plain: list[Written], scratch: Path
+) -> list[Row]:
+    """Return what transformers' ways to attend say along plain decoding's texts."""
+    rows = []
+    for attention in ("eager", "sdpa"):
+        say(f"transformers, {attention}, {dtype}")
+        model = load_transformers(
+            resolve(target, Group()), dtype, scratch, attn_implementation=attention
+        )
+        found = Divergence()
+        for prompt, one in zip(asked, plain, strict=True):
+            found.compare_laws(their_logits(model, prompt, one.tokens), one.logits)
+        rows.append(row_of(f"transformers: {attention}", dtype, False, found))
+        del model
+        gc.collect()
+    return rows
