@@ -132,12 +132,12 @@ def on_one_of_three(folder: Path) -> list[Text]:
     group = Group.from_environment("cpu")
     models = Pair(folder, folder, group, dtype="bfloat16")
     found = []
-    for name in ("lookup", "viewed", "retrieval"):
+    for name in ("viewed", "retrieval"):
         with models.engine(identical=True, **SMALL | WAYS[name]) as engine:
             if group.rank:
                 engine.follow()
             else:
-                found.append(written(engine, PROMPT[:200], SAMPLINGS[1]))
+                found.append(written(engine, PROMPT[:100], SAMPLINGS[1], 20))
                 engine.close()
     return found
 
