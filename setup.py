@@ -42,9 +42,10 @@ setup(
         "flash": ["flash-attn>=2.6"],
         "bench": ["matplotlib>=3.8"],
         "server": [
-            "fastapi>=0.115",
+            "fastapi>=0.115.12",
+            "pydantic>=2.8",
             "uvicorn>=0.32",
-            "sse-starlette>=2.2",
+            "sse-starlette>=2.3.2",
             "prometheus-client>=0.21",
         ],
         "cluster": ["ray[data]>=2.60,<2.64"],
