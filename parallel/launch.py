@@ -50,7 +50,7 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
     # else torch warns and takes 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     with tempfile.TemporaryDirectory(prefix="tierforce-") as logs:
-        os.environ[_ANSWERS] = str(Path(logs) / "answers-interrupts")
+        os.environ[_ANSWERS] = str(Path(logs) / "answers-signals")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -15,6 +15,7 @@ from decoding.app.lines import describe
 from decoding.app.options import as_flags
 from decoding.app.server.counts import counts_of
 from decoding.app.server.jobs import (
+    BROKEN,
     Asked,
     Counted,
     Done,
@@ -38,7 +39,6 @@ from parallel.environment import RankLost
 
 _NAME = "request"  # what prompts are called that are kept on disk
 _LEAST_S = 0.1  # between two reports of how far something is
-_BROKEN = Failed(500, "the server failed at this request; its log says how.")
 
 
 class Answering:
@@ -79,7 +79,7 @@ class Answering:
         except Exception as error:
             if self.engine.group.size > 1:  # the others are in the middle of a pass
                 raise
-            job.fail(_BROKEN)
+            job.fail(BROKEN)
             say(f"not answered: {type(error).__name__}: {one_line(error)}")
         if self.engine.stats is not before:
             self.metrics.count(self.engine.stats, time.perf_counter() - started)
@@ -91,7 +91,7 @@ def _told(error: TierForceError) -> Failed:
         return Failed(400, str(error))
     if isinstance(error, FitError):
         return Failed(503, as_flags(str(error)), "out_of_memory")
-    return _BROKEN
+    return BROKEN
 
 
 class _Answer:

@@ -20,6 +20,7 @@ from decoding.app.server.replies import error_of
 
 _OPEN = ("/", "/health")  # what is shown to everybody
 _BAD_KEY = "invalid_api_key"
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}  # by status
 _AT_ONCE = 64  # requests that are being received
 _BODY_S = 60.0  # that a client may take to send its request
 _READ_AWAY_S = 10.0  # that a request which is too large is read for, so that its client hears so
@@ -38,7 +39,12 @@ class Refused(Exception):
     ):
         super().__init__(message)
         self.failed = Failed(status, message, code)
-        self.param, self.details = param, details  # what it is about, and numbers for programs
+        self._about = param, details  # a field, and numbers for programs
+
+    def reply(self) -> JSONResponse:
+        """Return what its client is told."""
+        status = self.failed.status
+        return JSONResponse(error_of(self.failed, *self._about), status, _HEADERS.get(status))
 
 
 class Guards:
@@ -88,10 +94,8 @@ class Guards:
                 async with self._receiving:
                     body = await self._body(headers, incoming)
         except Refused as refused:
-            failed = refused.failed
             await incoming.read_away()
-            reply = JSONResponse(error_of(failed), failed.status, _headers(failed))
-            await reply(scope, receive, counted)
+            await refused.reply()(scope, receive, counted)
             return
         except _Gone:
             return
@@ -176,10 +180,6 @@ def _check_type(headers: Headers) -> None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
-
-
-def _headers(failed: Failed) -> dict[str, str]:
-    return {"WWW-Authenticate": "Bearer"} if failed.status == 401 else {}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

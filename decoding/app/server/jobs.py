@@ -82,6 +82,7 @@ class Failed:
     code: str | None = None
 
 
+BROKEN = Failed(500, "the server failed at this request; its log says how.")
 Event = Waiting | Reading | Wrote | Counted | Done | Failed
 
 

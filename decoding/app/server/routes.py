@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from decoding.app.server.bodies import ChatBody, CompletionBody
 from decoding.app.server.guards import Refused
 from decoding.app.server.jobs import (
+    BROKEN,
     Asked,
     Counted,
     Done,
@@ -292,17 +293,13 @@ def _data(content: dict[str, Any]) -> ServerSentEvent:
 
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
-    headers = {"Retry-After": "5"} if error.failed.status == 429 else {}
-    return JSONResponse(
-        error_of(error.failed, error.param, error.details), error.failed.status, headers
-    )
+    return error.reply()
 
 
 async def _broken(_: Request, error: Exception) -> Response:
     """Say what nobody foresaw."""
     say(f"not answered: {type(error).__name__}: {one_line(error)}")
-    failed = Failed(500, "the server failed at this request; its log says how.")
-    return JSONResponse(error_of(failed), 500)
+    return JSONResponse(error_of(BROKEN), BROKEN.status)
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

@@ -57,11 +57,11 @@ def run(
             listening = _bound(options)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     say_what_fits(engine, None, common)
-    queue = JobQueue(options.queue)
-    ending = _Ending(queue)
     if listening is None:
         engine.follow()  # until rank 0 has done what it was told to end with
         return
+    queue = JobQueue(options.queue)
+    ending = _Ending(queue)
     for number in (signal.SIGINT, signal.SIGTERM):
         interrupts.answers[number] = ending.told(number)
     answer_signals(signal.SIGINT, signal.SIGTERM)
