@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from parallel.environment import RankLost, place_of
+from parallel.environment import Place, RankLost, place_of
 from parallel.graphs import Recorder
 from parallel.sizes import share
 from parallel.steady import blocks_of
+from parallel.watchdog import Watchdog
 
 T = TypeVar("T")
 Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
+MEET = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
 
 
 class Group:
@@ -29,10 +31,17 @@ class Group:
     With one rank every collective is a no-op, so callers never ask.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | None = None):
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        watchdog: Watchdog | None = None,
+    ):
         self.rank = rank
         self.size = size
         self.device = device or torch.device("cpu")
+        self.watchdog = watchdog
         self.recorder = Recorder(self.device)
 
     @classmethod
@@ -53,16 +62,21 @@ class Group:
         else:
             where = torch.device("cpu")
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
+        watchdog = None
         if place.size > 1 and not dist.is_initialized():
+            store = _meet(place)
+            watchdog = Watchdog(place.rank, place.size, store)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpus else "gloo",
+                store=store,
                 rank=place.rank,
                 world_size=place.size,
                 timeout=timedelta(hours=2),
             )
+            watchdog.start()
             if gpus:
                 _start_nccl(where)
-        return cls(place.rank, place.size, where)
+        return cls(place.rank, place.size, where, watchdog)
 
     def share(self, total: int, unit: int = 1) -> slice:
         """Return this rank's part of `total` rows or columns, in whole units."""
@@ -78,11 +92,11 @@ class Group:
             return lambda: x
         # the order in which several ranks sum up goes by size, and by the place in what is sent
         parts = blocks_of(x) if self.size > 2 else (x,)
-        with _peers():
+        with self._peers():
             work = [dist.all_reduce(part, async_op=True) for part in parts]
 
         def wait() -> Tensor:
-            with _peers():
+            with self._peers():
                 for each in work:
                     each.wait()  # on a GPU the stream waits, not the host
             return x
@@ -97,7 +111,7 @@ class Group:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with _peers():
+        with self._peers():
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
 
@@ -106,7 +120,7 @@ class Group:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        with _peers():
+        with self._peers():
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
@@ -114,7 +128,7 @@ class Group:
         """Return every rank's small Python value, by rank, on every rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            with _peers():
+            with self._peers():
                 dist.all_gather_object(values, value)
         return values
 
@@ -123,7 +137,7 @@ class Group:
         if self.size == 1:
             return numbers
         message = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
-        with _peers():
+        with self._peers():
             dist.broadcast(message, src=0)
         return message.tolist()
 
@@ -152,8 +166,25 @@ class Group:
 
     def close(self) -> None:
         """Leave the group; no collective can follow."""
+        if self.watchdog:
+            self.watchdog.stop()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Raise RankLost for what every backend raises when a peer's connection closes."""
+        if self.watchdog:
+            self.watchdog.arrive()
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise RankLost("another rank ended unexpectedly (killed, or out of memory).") from error
+        finally:
+            if self.watchdog:
+                self.watchdog.leave()
 
     def _first_error(self, own: TierForceError | None) -> TierForceError | None:
         """Return the error of the lowest rank that has one; where that is this rank's, `own`."""
@@ -174,6 +205,19 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     if device.type == "cpu":
         return on_host
     return on_host.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait
+
+
+def _meet(place: Place) -> dist.Store:
+    """Return the store through which the ranks find each other. Raises TierForceError."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=MEET))
+    except RuntimeError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise TierForceError(
+            f"rank {place.rank} of {place.size} does not find the others at {address} "
+            f"({one_line(error)}): start all of them, or unset RANK and WORLD_SIZE to work alone."
+        ) from error
+    return store
 
 
 def _usable_gpus(device: str, ranks: int) -> int:
@@ -203,14 +247,3 @@ def _start_nccl(device: torch.device) -> None:
         raise TierForceError(
             f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more."
         ) from error
-
-
-@contextmanager
-def _peers() -> Iterator[None]:
-    """Raise RankLost for what every backend raises when a peer's connection closes."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        raise RankLost("another rank ended unexpectedly (killed, or out of memory).") from error
