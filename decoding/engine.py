@@ -21,7 +21,7 @@ from decoding.sessions import Sessions
 from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
-from decoding.writing import Progress, Request
+from decoding.writing import Progress, Request, refuse_no_text
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
@@ -132,6 +132,7 @@ class Engine:
         if self.group.rank:
             self.sessions.follow()
             return
+        refuse_no_text(text, max_new_tokens, sampling)
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
@@ -166,6 +167,7 @@ class Engine:
         if self.group.rank:
             self.sessions.follow()
             return
+        refuse_no_text(prompt, max_new_tokens, sampling)
         if isinstance(prompt, str):
             # never cut: what is too long for the context is refused
             prompt, _ = Template.plain(self.tokenizer).fill(self.tokenizer, prompt, sys.maxsize)

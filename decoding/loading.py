@@ -28,7 +28,7 @@ from parallel.graphs import graphs_work
 from parallel.group import Group
 from parallel.loading import Lender, load_model, resolve
 from parallel.model import Llama
-from parallel.named import is_gguf
+from parallel.named import find_local, is_gguf
 
 
 def load(
@@ -58,6 +58,9 @@ def load(
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:
         draft_folder = resolve(str(draft), group)
+    elif draft is not None:
+        with group.together():
+            find_local(str(draft))  # a slip in its name is told, although nothing is read of it
     with group.together():
         config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
         settings.refuse_missing_layers(config.layers)
@@ -72,6 +75,7 @@ def load(
             lender = Lender(target, folder)
             small = _load_draft(draft_folder, lender, tokenizer, settings.shard_draft)
         stop_tokens = load_stop_tokens(folder) or target.config.stop_tokens
+        _refuse_unknown(stop_tokens, folder, target.config.vocab)
         identity = _identity(str(model), folder, target, weights)
         return Runtime.make(target, small, mode, settings, identity), tokenizer, stop_tokens
 
@@ -145,16 +149,28 @@ def load_stop_tokens(folder: Path) -> frozenset[int]:
     if not os.path.lexists(path):  # a link that leads nowhere is a broken file
         return frozenset()
     try:
-        given = dict(json.loads(path.read_text(encoding="utf-8"))).get("eos_token_id")
-    except (OSError, ValueError, TypeError) as error:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError) as error:
         raise TierForceError(
             f"{path} cannot be read ({one_line(error)}): it says which tokens end a text. Fetch it "
             "again, or remove it to go by config.json."
         ) from error
     try:
-        return token_ids(given)
+        return token_ids(fields.get("eos_token_id"))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> None:
+    """Raise ConfigError where there are tokens that end a text, and the model has none of them."""
+    if stop_tokens and min(stop_tokens) >= vocab:
+        raise ConfigError(
+            f"{folder}: by generation_config.json or config.json texts end with token "
+            f"{min(stop_tokens)}, but the model has {vocab} tokens, so none would end: correct "
+            "eos_token_id there."
+        )
 
 
 def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> None:

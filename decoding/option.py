@@ -58,7 +58,9 @@ def check_options(settings: Any) -> None:
     for name, each in options_of(type(settings)).items():
         value, said = getattr(settings, name), about(each)
         kind = (kinds[name] | int) if kinds[name] is float else kinds[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        if not isinstance(value, kind) or (
+            isinstance(value, bool) and bool not in (kind, *get_args(kind))
+        ):
             raise TierForceError(f"`{name}` must be {kind_in_words(kind)}, found {value!r}.")
         if value is None:
             continue

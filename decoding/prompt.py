@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 from offload.errors import DocumentError, TierForceError, one_line
 
 INSTRUCTION = "Summarize the text above."
+RENDER_S = 10.0  # which no template that ends comes near
+_MAX_GROWTH = 1 << 20  # characters that a template puts around messages
 _MARK = "\ue000document\ue000"  # stands for the text while a chat template is rendered
 
 
@@ -45,6 +49,7 @@ class Template:
         """
         if tokenizer.chat_template:
             return cls.chat(tokenizer, f"{_MARK}\n\n{instruction}")
+        refuse_half_characters(instruction)
         after = tokenizer(f"\n\n{instruction}\n\n", add_special_tokens=False).input_ids
         return cls(tokenizer("").input_ids, after)
 
@@ -71,7 +76,19 @@ class Template:
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text, in which nothing is taken for a special token."""
+    refuse_half_characters(text)
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def refuse_half_characters(text: str) -> None:
+    """Raise DocumentError for a text that cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DocumentError(
+            f"the text has half a character, or bytes that are not UTF-8: a lone surrogate at "
+            f"index {error.start}."
+        ) from error
 
 
 def parts_around(
@@ -83,10 +100,10 @@ def parts_around(
     `what` they stand for.
     """
     parts = []
+    for message in messages:
+        refuse_half_characters(message["content"])
     try:
-        rest = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        rest = _rendered(tokenizer, messages)
         for mark in marks:
             part, rest = rest.split(mark)
             parts.append(part)
@@ -95,3 +112,37 @@ def parts_around(
             f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
         ) from error
     return [tokenizer(part, add_special_tokens=False).input_ids for part in (*parts, rest)]
+
+
+def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+    """Return messages as a chat template writes them. Raises whatever its code raises.
+
+    A template is code that came with the model. transformers runs it in a sandbox, which keeps it
+    from the machine, but neither from looping for ever nor from writing gigabytes.
+    """
+    outcome: list[str | Exception] = []
+
+    def render() -> None:
+        try:
+            outcome.append(
+                tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception as error:
+            outcome.append(error)
+
+    thread = Thread(target=render, name="chat template", daemon=True)
+    thread.start()
+    thread.join(RENDER_S)
+    if not outcome:
+        # raised in that thread before its next step in Python
+        identity = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit))
+        raise TimeoutError(f"it has not ended after {RENDER_S:g} s")
+    (rendered,) = outcome
+    if isinstance(rendered, Exception):
+        raise rendered
+    if len(rendered) > _MAX_GROWTH + 4 * sum(len(each["content"]) for each in messages):
+        raise ValueError(f"it writes {len(rendered):,} characters")
+    return rendered

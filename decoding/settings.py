@@ -242,6 +242,8 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise TierForceError for a value that is not allowed."""
         check_options(self)
+        if self.keep == "":
+            raise TierForceError("`keep` is empty: name a folder.")
         if self.keep_limit is not None and self.keep is None:
             raise TierForceError("`keep_limit` is a limit of the folder `keep`: name one.")
         for name in ("keep", "graphs", "prefill_chunk"):

@@ -58,6 +58,26 @@ class Request:
                 )
 
 
+def refuse_no_text(text: object, new: object, sampling: object) -> None:
+    """Raise DocumentError for arguments of a type that no text can be made of."""
+    wrong: tuple[str, str, object] | None = None
+    if not isinstance(text, str) and not _are_tokens(text):
+        wrong = ("the text", "a text, or whole numbers that are token ids", text)
+    elif not isinstance(new, int) or isinstance(new, bool):
+        wrong = ("`max_new_tokens`", "a whole number", new)
+    elif sampling is not None and not isinstance(sampling, Sampling):
+        wrong = ("`sampling`", "a Sampling", sampling)
+    if wrong is not None:
+        name, kind, found = wrong
+        raise DocumentError(f"{name} must be {kind}, found {repr(found)[:80]}.")
+
+
+def _are_tokens(given: object) -> bool:
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+        return False
+    return all(isinstance(token, int) for token in given)
+
+
 class Writing:
     """A text whose session is open: the prompt is read first, then round after round is made."""
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from offload.errors import TierForceError
 from offload.host_memory import allocate, host_available, process_peak
 
+LEAST_RATE = 1e-3  # GB/s of an emulated link: at less a text takes days
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
 
@@ -268,10 +269,12 @@ def make_link(spec: str, device: torch.device) -> Link:
         return ViewLink(device)
     if device.type == "cpu" and name == "emulated":
         try:
-            return EmulatedLink(device, float(rate) * 1e9)
+            speed = float(rate)
+            if not 0 < speed < LEAST_RATE:
+                return EmulatedLink(device, speed * 1e9)
         except ValueError:
             pass
     raise TierForceError(
         f"`link` {spec} is not a link for {device.type}: use auto, or on a CPU view or "
-        "emulated:RATE (GB/s, as in emulated:0.5)"
+        f"emulated:RATE (GB/s, at least {LEAST_RATE:g}, as in emulated:0.5)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel.errors import CheckpointError
+from parallel.gguf_header import LFS, refuse_pointer
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # may be left over: computed from the config, or a copy of tied embeddings
@@ -73,6 +75,19 @@ class Checkpoint(ABC):
                 f"{self.path}: {len(leftovers)} tensors have no place in the model that "
                 f"{self.described_by} describes, first {leftovers[0]}. The config does not belong "
                 "to these weights, or the architecture has parts that are not supported."
+            )
+
+    def refuse_absurd(self, layers: int, numbers: int) -> None:
+        """Refuse a config that describes far more than is there, before memory is taken for it.
+
+        `layers` and `numbers`, of one rank's weights, are the model's. Raises CheckpointError.
+        """
+        stored = sum(prod(shape) for shape in self._shapes.values())
+        if layers > len(self._shapes) or numbers > 2 * stored:
+            raise CheckpointError(
+                f"{self.path}: {self.described_by} describes {layers} layers and at least "
+                f"{numbers:,} weights, but the files hold {len(self._shapes)} tensors with "
+                f"{stored:,} in all. They do not belong together: fetch both again."
             )
 
     @property
@@ -136,6 +151,11 @@ class SafetensorsCheckpoint(Checkpoint):
         """Note each tensor of a file. Raises CheckpointError."""
         with self._open(path) as file:
             for name in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
+                if name in self._paths:
+                    raise CheckpointError(
+                        f"{self.folder}: tensor {name} is in {self._paths[name].name} and in "
+                        f"{path.name}, and only one can be meant. Fetch the model again."
+                    )
                 tensor = file.get_slice(name)
                 self._paths[name] = path
                 self._shapes[name] = tuple(tensor.get_shape())
@@ -148,6 +168,11 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._dtypes[name] = _DTYPES[kind]
 
     def _open(self, path: Path) -> Any:
+        try:
+            with path.open("rb") as file:
+                refuse_pointer(path, file.read(len(LFS)))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
@@ -180,10 +205,15 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         files = sorted(folder / name for name in names)
+        outside = sorted(name for name in names if Path(name).name != name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not a readable weight index: {error}. Fetch it again."
         ) from error
+    if outside:
+        raise CheckpointError(
+            f"{index} names {outside[0]}, which is not a file of its own folder: fetch it again."
+        )
     missing = [path.name for path in files if not path.is_file()]
     if missing:
         raise CheckpointError(

@@ -131,6 +131,7 @@ class ModelConfig:
             return cls._read(folder)
         path = _config_file(folder)
         _given(path)
+        cls._read(path)  # which says what is wrong in words of ours
         from transformers import AutoConfig
 
         try:
@@ -304,17 +305,21 @@ class ModelConfig:
         text = length if self.rope["rope_type"] == "longrope" else tokens
         return self.inverse_frequencies(text)
 
+    def refuse_ranks(self, ranks: int) -> None:
+        """Raise ConfigError when there are too few heads for so many ranks."""
+        if self.kv_heads < ranks:
+            raise ConfigError(
+                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: use `gpus` "
+                f"{self.kv_heads} or less."
+            )
+
     def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
         """Return the KV geometry of one of `ranks` ranks.
 
         Without `rank` it is the last one's, which holds no fewer heads than any other. Raises
         ConfigError when there are too few heads.
         """
-        if self.kv_heads < ranks:
-            raise ConfigError(
-                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: use at most "
-                "as many GPUs as heads."
-            )
+        self.refuse_ranks(ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
         return KVLayout(self.layers, heads, self.head_dim, dtype)
 
@@ -334,7 +339,9 @@ def _given(path: Path) -> dict[str, Any]:
     is.
     """
     try:
-        given = dict(json.loads(path.read_text(encoding="utf-8")))
+        given = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError("it is not a JSON object")
     except Exception as error:  # no file, no text, no JSON, no object
         raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
     if missing := missing_fields(given):

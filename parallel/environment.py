@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from offload.errors import TierForceError
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class RankLost(TierForceError):
@@ -64,6 +69,16 @@ def under_launcher(variables: Mapping[str, str] = os.environ) -> bool:
     Raises TierForceError for a broken environment.
     """
     return place_of(variables).size > 1 or "TORCHELASTIC_RUN_ID" in variables
+
+
+def end_with_launcher() -> None:
+    """Let the kernel end this rank when its launcher dies, whichever way: it would keep its GPU.
+
+    What is finished is on disk, so there is nothing to unwind. Does nothing without a launcher.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, AttributeError):  # another system than Linux
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:

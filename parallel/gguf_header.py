@@ -35,7 +35,7 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 _ALIGNMENT = 32  # of tensors, where the file says nothing
 _SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-_LFS = b"version https://git-lfs"
+LFS = b"version https://git-lfs"
 _AGAIN = "Was the download interrupted? Fetch it again."
 
 
@@ -67,7 +67,7 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with path.open("rb") as file:
-            start = file.read(len(_LFS))
+            start = file.read(len(LFS))
             _refuse_other_kinds(path, start)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
                 return _Parser(path, blob).header()
@@ -88,12 +88,17 @@ def refuse_parts(path: Path, parts: int = 1) -> None:
         )
 
 
-def _refuse_other_kinds(path: Path, start: bytes) -> None:
-    """Raise CheckpointError unless a file starts as GGUF files do that are read here."""
-    if start == _LFS:
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """Raise CheckpointError for what Git LFS leaves in place of a file, by its first bytes."""
+    if start == LFS:
         raise CheckpointError(
             f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder."
         )
+
+
+def _refuse_other_kinds(path: Path, start: bytes) -> None:
+    """Raise CheckpointError unless a file starts as GGUF files do that are read here."""
+    refuse_pointer(path, start)
     if start[:4] != b"GGUF":
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {start[:4]!r}.")
     if len(start) < 8:

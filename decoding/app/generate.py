@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -91,9 +92,17 @@ def show(
     """Write pieces to standard output as they come, and a line's end, until it `is_stopped`."""
     for piece in pieces:
         display.stop()  # the text takes over the terminal
-        sys.stdout.write(piece)
-        sys.stdout.flush()
+        _write(piece)
         if is_stopped():
             break
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    _write("\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard output at once. Raises TierForceError, and nothing is tried again."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left of the text has no place
+        raise TierForceError(f"standard output cannot be written: {error.strerror}.") from error

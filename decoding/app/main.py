@@ -17,8 +17,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from decoding.app.terminal import Unread, say
     from offload.errors import TierForceError
-    from parallel.environment import place_of
+    from parallel.environment import end_with_launcher, place_of
 
+    end_with_launcher()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -74,6 +74,7 @@ class JobOptions:
         value=None,
         default="1",
         at_least=1,
+        at_most=64,
     )
     device: str = option(
         "Where the models run. auto is the GPU where there is one.",

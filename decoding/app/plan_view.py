@@ -137,7 +137,7 @@ def plan_picture(path: Path, model: str, ahead: Outlook) -> None:
     )
     figure.tight_layout()
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
     except (OSError, ValueError) as error:
         raise TierForceError(f"--plot {path} cannot be written ({error}).") from error
     pyplot.close(figure)

@@ -95,6 +95,11 @@ def listed(source: Path, output: Path) -> list[Document]:
     listing = find_documents(source, output)
     if listing.skipped:
         say(f"skipped {listing.skipped} files that are not {' or '.join(SUFFIXES)}")
+    if listing.unread:
+        warn(
+            f"{len(listing.unread)} folders or links in {source} cannot be read, first "
+            f"{listing.unread[0]}: what lies there is left out."
+        )
     return listing.documents
 
 

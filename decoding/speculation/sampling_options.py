@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from decoding.option import SAMPLING, check_options, option
 from offload.errors import TierForceError
 
+LEAST_TEMPERATURE = 1e-3  # logits divided by less may overflow, and the law is greedy anyway
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -42,6 +44,11 @@ class SamplingOptions:
         check_options(self)
         if self.temperature == float("inf"):
             raise TierForceError("`temperature` must be a finite number, found inf.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise TierForceError(
+                f"`temperature` must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, found "
+                f"{self.temperature:g}."
+            )
         if not 0 < self.top_p <= 1:
             raise TierForceError(f"`top_p` must be above 0 and at most 1, found {self.top_p}.")
         if not 0 <= self.seed < 2**63:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from decoding import Sampling, Settings
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.loading import parameter_bytes
 from support.engines import Pair
@@ -161,3 +163,49 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
         assert list(engine.generate(PROMPT, 20)) == pair.text("plain", PROMPT, 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "reason"),
+    [
+        (None, {}, "the text must be a text, or whole numbers that are token ids, found None"),
+        (7, {}, "found 7"),
+        ([1, "two"], {}, "token ids"),
+        (b"It was", {}, "token ids"),
+        (PROMPT, {"max_new_tokens": "ten"}, "`max_new_tokens` must be a whole number, found 'ten'"),
+        (PROMPT, {"max_new_tokens": True}, "found True"),
+        (PROMPT, {"max_new_tokens": 2.5}, "found 2.5"),
+        (PROMPT, {"max_new_tokens": 0}, "0 new tokens"),
+        (PROMPT, {"sampling": 0.6}, "`sampling` must be a Sampling, found 0.6"),
+        ([], {}, "the prompt is empty"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_a_line(
+    text: Any, more: dict[str, Any], reason: str, pair: Pair
+) -> None:
+    with pair.engine("plain") as engine:
+        with pytest.raises(DocumentError, match=reason):
+            list(engine.generate(text, **more))
+        assert list(engine.generate(PROMPT, 5))  # and the engine is good for the next
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context", True),
+        ("device_memory", True),
+        ("resident_layers", False),
+        ("keep", ""),
+        ("budget", 10.5),
+        ("budget", "1024"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(TierForceError, match=f"`{name}`"):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize("values", [("hot",), (True,), (1e-40,), (0.6, 0, True)])
+def test_a_law_of_another_kind_is_refused(values: tuple[Any, ...]) -> None:
+    with pytest.raises(TierForceError, match=r"`temperature`|`top_p`"):
+        Sampling(*values)

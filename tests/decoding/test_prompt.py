@@ -4,12 +4,15 @@ speaks in special tokens.
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from decoding import prompt
 from decoding.prompt import INSTRUCTION, Template
 from offload.errors import DocumentError, TierForceError
 from support.commands import TARGET
@@ -120,3 +123,35 @@ def test_a_chat_template_that_cannot_take_a_document_is_refused(chat: str, token
     tokenizer.chat_template = chat
     with pytest.raises(TierForceError, match="chat template cannot take a document"):
         Template.summary(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "has not ended after 0.5 s"),
+        ("{{ 'A' * 30000000 }}", "it writes 30,000,000 characters"),
+        ("{{ messages[0]['nothing']['at all'] }}", "chat template cannot take a document"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_a_template_that_does_harm_is_given_up(
+    tokenizer: Any, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt, "RENDER_S", 0.5)
+    tokenizer.chat_template = template
+    with pytest.raises(TierForceError, match=reason):
+        Template.summary(tokenizer)
+    for _ in range(100):  # and no thread goes on with it
+        if not any(thread.name == "chat template" for thread in threading.enumerate()):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the template is still at it")
+
+
+def test_half_a_character_is_refused_wherever_it_stands(tokenizer: Any) -> None:
+    with pytest.raises(DocumentError, match="index 3"):
+        Template.plain(tokenizer).fill(tokenizer, "caf\udce9", 1000)
+    for template in (CHAT, None):
+        tokenizer.chat_template = template
+        with pytest.raises(DocumentError, match="half a character"):
+            Template.summary(tokenizer, "caf\udce9")

@@ -157,6 +157,46 @@ def test_an_index_that_forgets_a_tensor(copy: Copy) -> None:
     assert (model.norm.weight != 0).all()
 
 
+def test_a_tensor_that_two_files_have(copy: Copy) -> None:
+    folder = copy(max_shard_size="10KB")
+    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: torch.zeros_like(tensor)}, second)
+    refuse(folder, CheckpointError, f"{name} is in {first.name} and in {second.name}")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_that_leads_out_of_its_folder(copy: Copy, name: str) -> None:
+    folder = copy(max_shard_size="10KB")
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    path.write_text(json.dumps(index))
+    refuse(folder, CheckpointError, f"names {name}, which is not a file of its own folder")
+
+
+def test_a_pointer_of_git_lfs_in_place_of_weights(copy: Copy) -> None:
+    folder = copy()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+    (folder / "model.safetensors").write_text(pointer)
+    refuse(folder, CheckpointError, "Git LFS pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_hidden_layers": 10**8}, {"vocab_size": 10**11}, {"intermediate_size": 10**9}],
+    ids=str,
+)
+def test_a_config_of_absurd_size_takes_no_memory(copy: Copy, fields: dict[str, int]) -> None:
+    folder = edit_config(copy(), **fields)
+    refuse(folder, CheckpointError, "config.json describes", "do not belong together")
+
+
+def test_a_config_without_heads(copy: Copy) -> None:
+    folder = edit_config(copy(), num_attention_heads=0, num_key_value_heads=0)
+    refuse(folder, ConfigError, "heads = 0; it must be a whole number of at least 1")
+
+
 def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
     folder = copy()
     tensor = SafetensorsCheckpoint(folder).tensor("model.norm.weight", (32,))
@@ -167,15 +207,26 @@ def test_a_file_that_breaks_after_it_was_looked_at(copy: Copy) -> None:
         tensor[:]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"model_type": "lama"}', "layers"])
-def test_a_broken_config(copy: Copy, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "config.json cannot be read"),
+        ("{", "config.json cannot be read"),
+        ("[]", "config.json cannot be read"),
+        ("7", "config.json cannot be read"),
+        ("{}", "model_type None is not supported; supported are"),
+        ('{"model_type": "lama"}', "model_type 'lama' is not supported; supported are"),
+        ("layers", "layers = 'many'; it must be a whole number"),
+    ],
+)
+def test_a_broken_config(copy: Copy, text: str, reason: str) -> None:
     folder = copy()
     if text == "layers":
         text = json.dumps(
             {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": "many"}
         )
     (folder / "config.json").write_text(text)
-    refuse(folder, ConfigError, "config.json cannot be read")
+    refuse(folder, ConfigError, reason)
     (folder / "config.json").unlink()
     refuse(folder, ConfigError, f"{folder} has no config.json")
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import parallel.hub
 from decoding.app.records import Records
-from support.commands import MODELS, TARGET, forked, records, refused, variant
+from support.commands import MODELS, TARGET, Fork, forked, records, refused, variant
 
 GENERATE = ("generate", "--prompt", "It was")
 
@@ -30,6 +30,11 @@ def summarize(folder: Path, output: Path, *more: str) -> tuple[str, ...]:
 OPTIONS = {
     "--temperature -1": "temperature",
     "--temperature nan": "temperature",
+    "--temperature 1e-40": "at least 0.001",
+    "--gpus 65": "at most 64",
+    "--gpus 64": "--gpus 4 or less",
+    "--link emulated:1e-6": "at least 0.001",
+    "--rope x": "yarn",
     "--top-p 2": "top-p",
     "--top-p 0": "top-p",
     "--top-k -1": "top-k",
@@ -65,6 +70,29 @@ def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) ->
     )
     assert option.split()[0].removeprefix("--") in line
     assert OPTIONS[option] in line
+
+
+@pytest.mark.parametrize("mode", ["plain", "hierarchical"])
+def test_a_draft_that_is_not_there_is_told_in_any_mode(mode: str, tmp_path: Path) -> None:
+    command = (*GENERATE, "--model", str(TARGET), "--draft", "./nowhere", "--mode", mode)
+    line = refused(forked(tmp_path, *command))
+    assert line == "tierforce: ./nowhere: there is no such folder or file.\n"
+
+
+def test_standard_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    command = (*GENERATE, "--model", str(TARGET), "--device", "cpu", "--max-new-tokens", "4")
+    result = Fork(tmp_path, *command, out=Path("/dev/full")).finish()
+    assert result.code == 1
+    assert result.err.splitlines()[-1] == (
+        "tierforce: standard output cannot be written: No space left on device."
+    )
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_beforehand(tmp_path: Path) -> None:
+    for path in (tmp_path, Path("/dev/full")):
+        command = ("plan", "--model", str(TARGET), "--plot", str(path))
+        assert "is not a regular file" in refused(forked(tmp_path, *command))
+    assert not tmp_path.with_suffix(".png").exists()
 
 
 def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_them(

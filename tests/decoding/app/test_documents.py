@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,9 @@ def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
         (b"\xef\xbb\xbf", "empty"),
         (b"abc\0def", "NUL"),
         (b"It was\xff\xfe", "byte 6 is 0xff"),
-        ("It was".encode("utf-16"), "NUL"),
+        ("It was".encode("utf-16"), "UTF-16.* iconv -f utf-16"),
+        ("It was".encode("utf-16-le"), "NUL"),
+        ("Müller".encode("latin1"), "iconv -f latin1"),
     ],
 )
 def test_what_is_no_text_is_told_when_it_is_read(
@@ -91,6 +94,8 @@ def test_a_document_that_went_away_is_told_when_it_is_read(tmp_path: Path) -> No
         ('{"id": "a", "text": null}', "a", '"text"'),
         ('{"id": "a", "text": "  "}', "a", "empty"),
         ('{"id": 1.5, "text": "x"}', "line 2", '"id"'),
+        ('{"id": true, "text": "x"}', "line 2", '"id"'),
+        ('{"id": "", "text": "x"}', "line 2", "not empty"),
         ('{"id": "a", "text": "x\\u0000y", "b": "\0"}', "line 2", "NUL"),
         ('{"id": "a", "text": "\\udc00"}', "a", "surrogate"),
         ('"text"', "line 2", '"id"'),
@@ -149,3 +154,64 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         Document("pipe.txt", tmp_path / "pipe.txt", 0).read()
     with pytest.raises(TierForceError, match="nothing to summarise"):
         find_documents(tmp_path)
+
+
+def test_a_line_without_an_id_takes_nobody_elses(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "line 2", "text": "x"}\nbroken\n{"id": "line 3", "text": "y"}\n[]\n')
+    names = [document.id for document in find_documents(path).documents]
+    assert names == ["line 2", "line 2 (no id)", "line 3", "line 4"]
+
+
+def test_json_that_is_no_jsonl_is_not_taken_for_prose(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text('[{"id": "a", "text": "x"}]')
+    with pytest.raises(TierForceError, match=r"jq -c '\.\[\]' list\.json > list\.jsonl"):
+        find_documents(path)
+
+
+def test_links_are_followed_once_and_what_leads_nowhere_is_told(tmp_path: Path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "other"
+    for place in (folder / "sub", other):
+        place.mkdir(parents=True)
+        (place / "a.txt").write_text("x")
+    (folder / "linked").symlink_to(other)
+    (folder / "again").symlink_to(folder / "sub")
+    (folder / "sub/up").symlink_to(folder)
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (folder / "loop.txt").symlink_to(folder / "loop.txt")
+    listing = find_documents(folder)
+    assert [document.id for document in listing.documents] == ["linked/a.txt", "sub/a.txt"]
+    assert listing.unread == (folder / "gone.txt", folder / "loop.txt")
+
+
+def test_a_folder_that_cannot_be_listed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    scan = os.scandir
+
+    def refused(folder: Path) -> Any:
+        if folder == tmp_path / "closed":  # whoever runs this may be allowed everything
+            raise PermissionError(13, "Permission denied")
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    listing = find_documents(tmp_path)
+    assert [document.id for document in listing.documents] == ["a.txt"]
+    assert listing.unread == (tmp_path / "closed",)
+
+
+def test_a_folder_of_any_depth_is_searched(tmp_path: Path) -> None:
+    deep = tmp_path
+    for _ in range(1100):
+        deep = deep / "d"
+        deep.mkdir()
+    text = deep / "a.txt"
+    text.write_text("x")
+    assert len(find_documents(tmp_path).documents) == 1
+    text.unlink()  # pytest would not get there
+    while deep != tmp_path:
+        deep.rmdir()
+        deep = deep.parent
