@@ -131,6 +131,8 @@ def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
             )
         except Exception as error:
             outcome.append(error)
+        except SystemExit:
+            pass  # it has been given up
 
     thread = Thread(target=render, name="chat template", daemon=True)
     thread.start()

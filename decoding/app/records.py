@@ -99,10 +99,12 @@ class Records:
         *lines, last = content.split(b"\n")
         if not _torn(last):
             lines.append(last)
-        kept = []
-        for number, line in enumerate(lines, 1):
-            record = _record(line)
+        records = [_record(line) for line in lines]
+        kept, ours = [], any(records)
+        for number, (line, record) in enumerate(zip(lines, records, strict=True), 1):
             if record is None:
+                if ours and not line.strip(_PADDING):
+                    continue
                 raise TierForceError(
                     f"--output {self.path} exists, but its line {number} is not a summary record; "
                     "choose another file."
@@ -150,6 +152,9 @@ class Records:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_PADDING = b"\0 \t\r"  # what file systems leave of a line whose bytes a power loss took
 
 
 def _write(file: FileIO, content: bytes) -> None:

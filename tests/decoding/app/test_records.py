@@ -147,6 +147,17 @@ def test_a_file_of_another_kind_is_refused_and_left_as_it_is(content: str, tmp_p
     assert path.read_text() == content
 
 
+@pytest.mark.parametrize("left", ["\0" * 4096, "\n", "\0" * 100 + "\n\n", "\r\n"])
+def test_what_a_power_loss_leaves_of_a_line_is_no_record(left: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "out.jsonl", record("a"))
+    with path.open("a") as file:
+        file.write(left)
+    with Records(path) as output:
+        assert output.finished.keys() == {"a"}
+        output.append(record("b"))
+    assert records(path) == [record("a"), record("b")]
+
+
 def test_what_the_disk_does_not_take_is_told_and_can_be_gone_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
