@@ -205,14 +205,16 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
         files = sorted(folder / name for name in names)
-        outside = sorted(name for name in names if Path(name).name != name)
+        outside = sorted(
+            name for name in names if Path(name).is_absolute() or ".." in Path(name).parts
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index} is not a readable weight index: {error}. Fetch it again."
         ) from error
     if outside:
         raise CheckpointError(
-            f"{index} names {outside[0]}, which is not a file of its own folder: fetch it again."
+            f"{index} names {outside[0]}, which lies outside its folder: fetch it again."
         )
     missing = [path.name for path in files if not path.is_file()]
     if missing:

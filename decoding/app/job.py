@@ -13,6 +13,7 @@ from typing import Any
 
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
+from parallel.errors import CheckpointError
 from parallel.gguf_header import read_header
 from parallel.named import find_local, is_gguf
 
@@ -88,7 +89,10 @@ def model_name(name: str) -> str:
     """Return how records call a model: a hub name as it is, of a folder or a GGUF file its own
     name and no path.
     """
-    local = find_local(name)
+    try:
+        local = find_local(name)
+    except CheckpointError:  # where all is finished nobody minds
+        return Path(name).name
     if local is None:
         return name
     return local.name if is_gguf(local) else local.resolve().name

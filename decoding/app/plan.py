@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from decoding.app.files import check_writable
+from decoding.app.files import refuse_irregular
 from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
@@ -96,7 +96,7 @@ def plan(
     """
     JobOptions(model, draft, max_new_tokens=max_new_tokens)  # which checks them
     if plot is not None:
-        check_writable("--plot", plot)
+        refuse_irregular("--plot", plot)
     machine = HardwareProfile.find(hardware)
     if host_memory is not None:
         machine = replace(machine, host_memory=host_memory * 1e9)

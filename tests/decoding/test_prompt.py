@@ -129,7 +129,7 @@ def test_a_chat_template_that_cannot_take_a_document_is_refused(chat: str, token
     ("template", "reason"),
     [
         ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "has not ended after 0.5 s"),
-        ("{{ 'A' * 30000000 }}", "it writes 30,000,000 characters"),
+        ("{{ 'A' * 3000000 }}", "it writes 3,000,000 characters"),
         ("{{ messages[0]['nothing']['at all'] }}", "chat template cannot take a document"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],

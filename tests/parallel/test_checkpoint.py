@@ -165,14 +165,14 @@ def test_a_tensor_that_two_files_have(copy: Copy) -> None:
     refuse(folder, CheckpointError, f"{name} is in {first.name} and in {second.name}")
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors"])
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/../../b"])
 def test_an_index_that_leads_out_of_its_folder(copy: Copy, name: str) -> None:
     folder = copy(max_shard_size="10KB")
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["model.norm.weight"] = name
     path.write_text(json.dumps(index))
-    refuse(folder, CheckpointError, f"names {name}, which is not a file of its own folder")
+    refuse(folder, CheckpointError, f"names {name}, which lies outside its folder")
 
 
 def test_a_pointer_of_git_lfs_in_place_of_weights(copy: Copy) -> None:
