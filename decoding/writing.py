@@ -60,16 +60,17 @@ class Request:
 
 def refuse_no_text(text: object, new: object, sampling: object) -> None:
     """Raise DocumentError for arguments of a type that no text can be made of."""
-    wrong: tuple[str, str, object] | None = None
+    wrong: tuple[str, str, str] | None = None
     if not isinstance(text, str) and not _are_tokens(text):
-        wrong = ("the text", "a text, or whole numbers that are token ids", text)
+        # what it says is nobody's business but its owner's
+        wrong = ("the text", "a text, or whole numbers that are token ids", type(text).__name__)
     elif not isinstance(new, int) or isinstance(new, bool):
-        wrong = ("`max_new_tokens`", "a whole number", new)
+        wrong = ("`max_new_tokens`", "a whole number", repr(new))
     elif sampling is not None and not isinstance(sampling, Sampling):
-        wrong = ("`sampling`", "a Sampling", sampling)
+        wrong = ("`sampling`", "a Sampling", repr(sampling))
     if wrong is not None:
         name, kind, found = wrong
-        raise DocumentError(f"{name} must be {kind}, found {repr(found)[:80]}.")
+        raise DocumentError(f"{name} must be {kind}, found {found[:80]}.")
 
 
 def _are_tokens(given: object) -> bool:

@@ -168,8 +168,8 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
 @pytest.mark.parametrize(
     ("text", "more", "reason"),
     [
-        (None, {}, "the text must be a text, or whole numbers that are token ids, found None"),
-        (7, {}, "found 7"),
+        (None, {}, "the text must be a text, or whole numbers that are token ids, found NoneType"),
+        (7, {}, "found int"),
         ([1, "two"], {}, "token ids"),
         (b"It was", {}, "token ids"),
         (PROMPT, {"max_new_tokens": "ten"}, "`max_new_tokens` must be a whole number, found 'ten'"),
