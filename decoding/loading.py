@@ -74,8 +74,9 @@ def load(
         if draft_folder is not None:
             lender = Lender(target, folder)
             small = _load_draft(draft_folder, lender, tokenizer, settings.shard_draft)
-        stop_tokens = load_stop_tokens(folder) or target.config.stop_tokens
+        stop_tokens = load_stop_tokens(folder)
         _refuse_unknown(stop_tokens, folder, target.config.vocab)
+        stop_tokens = stop_tokens or target.config.stop_tokens
         identity = _identity(str(model), folder, target, weights)
         return Runtime.make(target, small, mode, settings, identity), tokenizer, stop_tokens
 
@@ -167,9 +168,8 @@ def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> No
     """Raise ConfigError where there are tokens that end a text, and the model has none of them."""
     if stop_tokens and min(stop_tokens) >= vocab:
         raise ConfigError(
-            f"{folder}: by generation_config.json or config.json texts end with token "
-            f"{min(stop_tokens)}, but the model has {vocab} tokens, so none would end: correct "
-            "eos_token_id there."
+            f"{folder}: by generation_config.json texts end with token {min(stop_tokens)}, but "
+            f"the model has {vocab} tokens, so none would end: correct eos_token_id there."
         )
 
 

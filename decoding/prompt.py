@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from threading import Thread
 from typing import Any
 
@@ -120,6 +121,7 @@ def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     A template is code that came with the model. transformers runs it in a sandbox, which keeps it
     from the machine, but neither from looping for ever nor from writing gigabytes.
     """
+    import_module("jinja2.sandbox")  # which may take longer, once
     outcome: list[str | Exception] = []
 
     def render() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def refuse_no_text(text: object, new: object, sampling: object) -> None:
     if not isinstance(text, str) and not _are_tokens(text):
         # what it says is nobody's business but its owner's
         wrong = ("the text", "a text, or whole numbers that are token ids", type(text).__name__)
-    elif not isinstance(new, int) or isinstance(new, bool):
+    elif not isinstance(new, Integral) or isinstance(new, bool):
         wrong = ("`max_new_tokens`", "a whole number", repr(new))
     elif sampling is not None and not isinstance(sampling, Sampling):
         wrong = ("`sampling`", "a Sampling", repr(sampling))
@@ -74,9 +75,9 @@ def refuse_no_text(text: object, new: object, sampling: object) -> None:
 
 
 def _are_tokens(given: object) -> bool:
-    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
         return False
-    return all(isinstance(token, int) for token in given)
+    return all(isinstance(token, Integral) for token in given)
 
 
 class Writing:

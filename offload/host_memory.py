@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,16 @@ def process_peak() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), None)
+
+
+def give_back() -> None:
+    """Return to the system what this process has freed and still holds.
+
+    Caches of texts come and go in all sizes. Where several are there at once, what glibc keeps of
+    them between others grew by a third in 500 documents. It takes milliseconds.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def allocate(numel: int, dtype: torch.dtype) -> Tensor:

@@ -76,9 +76,12 @@ def end_with_launcher() -> None:
 
     What is finished is on disk, so there is nothing to unwind. Does nothing without a launcher.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if os.environ.get("TORCHELASTIC_RUN_ID") and "RANK" in os.environ:
+        launcher = os.getppid()
         with suppress(OSError, AttributeError):  # another system than Linux
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it has died meanwhile
+            os._exit(128 + signal.SIGKILL)
 
 
 def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:

@@ -22,6 +22,7 @@ from parallel.watchdog import Watchdog
 
 T = TypeVar("T")
 Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
+PATIENCE = timedelta(hours=2)  # for a rank that computes, or waits for a person
 MEET = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
 
 
@@ -71,7 +72,7 @@ class Group:
                 store=store,
                 rank=place.rank,
                 world_size=place.size,
-                timeout=timedelta(hours=2),
+                timeout=PATIENCE,
             )
             watchdog.start()
             if gpus:
@@ -217,6 +218,7 @@ def _meet(place: Place) -> dist.Store:
             f"rank {place.rank} of {place.size} does not find the others at {address} "
             f"({one_line(error)}): start all of them, or unset RANK and WORLD_SIZE to work alone."
         ) from error
+    store.set_timeout(PATIENCE)
     return store
 
 

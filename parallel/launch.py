@@ -37,14 +37,14 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
     """
 
     def interrupt(number: int, _: object) -> None:
+        for rank in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                rank.send_signal(signal.SIGCONT)  # one that is stopped would hear nothing
         with suppress(OSError, ValueError):
             answering, *answered = json.loads(Path(os.environ.get(_ANSWERS, "")).read_text())
             if number in answered:
                 os.kill(answering, number)
                 return
-        for rank in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):
-                rank.send_signal(signal.SIGCONT)  # one that is stopped would not hear the end
         raise SignalException("interrupted", signal.Signals(number))
 
     os.environ.pop(_ANSWERS, None)

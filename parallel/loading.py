@@ -147,9 +147,10 @@ def load_model(
     checkpoint.decode_to(chosen)
     checkpoint.refuse_absurd(config.layers, 0)
     model = _meta_model(config, group)
-    if lender is None:
-        checkpoint.refuse_absurd(config.layers, sum(each.numel() for each in model.parameters()))
     unlent = [] if lender is None else lender.lend(model)
+    if not unlent:
+        own = (each for each in model.parameters() if each.is_meta)
+        checkpoint.refuse_absurd(config.layers, sum(each.numel() for each in own))
     _allocate(model, chosen)
     with torch.inference_mode():
         model.load(checkpoint)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offload.cache import Cache
 from offload.errors import TierForceError
+from offload.host_memory import give_back
 from parallel.group import Group, on_device
 from parallel.model import Llama
 from parallel.passes import Pass, make_together
@@ -106,6 +107,7 @@ class Lockstep:
         self.texts.remove(text)
         self._is_read(text)
         text.close()
+        give_back()
 
     # -- rank 0 ------------------------------------------------------------------------------------
 

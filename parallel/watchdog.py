@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistStoreError, PrefixStore, Store
 
 SILENT_S = 60.0  # seconds after which a rank is named
 _BEATS = 12  # in that time
@@ -71,9 +71,8 @@ class Watchdog:
     def stop(self) -> None:
         """Take leave: this rank's silence means nothing from now on."""
         self._over.set()
-        self._thread.join(1)
-        with suppress(DistError, RuntimeError):
-            self._store.set(str(self.rank), _BYE)
+        if self._thread.is_alive():
+            self._thread.join(1)
 
     def _watch(self) -> None:
         every = self._silent_s / _BEATS
@@ -82,13 +81,18 @@ class Watchdog:
             try:
                 self._beat()
                 beats = self._store.multi_get([str(other) for other in self._others])
-            except (DistError, RuntimeError):
-                return  # the store is gone, and with it the launcher or rank 0
+            except DistStoreError:  # who holds the store is stopped: rank 0, where no launcher does
+                self._say("whoever brought the ranks together does not answer any more.")
+                return
+            except RuntimeError:  # or is gone
+                return
             now = time.monotonic()
             # this process was itself stopped, and knows nothing of the time between
             blind = now - last > self._silent_s / 2
             last = now
             self._look(dict(zip(self._others, beats, strict=True)), now, blind)
+        with suppress(RuntimeError):
+            self._store.set(str(self.rank), _BYE)
 
     def _beat(self) -> None:
         self._looks += 1
@@ -112,7 +116,10 @@ class Watchdog:
         late = {
             number
             for number, other in self._others.items()
-            if waited and number and number not in silent and other.come_to < come_to
+            if waited
+            and number not in silent | {0}
+            and other.beat != _BYE.encode()
+            and other.come_to < come_to
         }
         # of those who can speak, the lowest does
         speaks = all(other in silent or other in late for other in range(self.rank))
@@ -133,10 +140,7 @@ class Watchdog:
             else f"rank {number} runs, but for {self._silent_s:.0f} s has not come to where rank "
             f"{self.rank} waits for it"
         )
-        return (
-            f"{found}. The job waits for it. To end the job press Ctrl-C: finished records are "
-            "safe, and the same command goes on behind them."
-        )
+        return f"{found}. The job waits for it. Ctrl-C ends it."
 
     def _print(self, line: str) -> None:
         # of other ranks than the first, standard error is silenced

@@ -95,15 +95,18 @@ def strike(
 ) -> bool:
     """Wait for the moment, and send the signal; tell whether it came to that."""
     number, victim, moment = kind
+    until = time.monotonic() + _END_S
     while not _BEGUN.search(job.said()):
-        if job.process.poll() is not None:
+        if job.process.poll() is not None or time.monotonic() > until:
             return False
         time.sleep(0.01)
     ranks = job.ranks()
     if moment == "record":
         before = _size(job.output)
         while _size(job.output) == before and job.process.poll() is None:
-            pass
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.0005)
     elif moment == "reading":
         time.sleep(chance.uniform(0, batch.reading_s))
     else:
@@ -132,6 +135,8 @@ def once(
     if "Traceback" in job.said():
         wrong.append(f"{kind[0].name} to {kind[1]}: a traceback")
     if not struck:
+        if code:
+            wrong.append(f"a job that nobody struck ended with {code}: {job.said()[-300:]}")
         return None, wrong
     lost = len(before - {record["id"] for record in whole_records(output)})
     took = time.monotonic() - since

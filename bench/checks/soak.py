@@ -124,7 +124,9 @@ def complaints(records: list[dict[str, Any]], count: int, kinds: Counter[str]) -
     wrong = []
     ids = Counter(record["id"] for record in records)
     if len(ids) != count or set(ids.values()) != {1}:
-        wrong.append(f"{len(ids)} of {count} documents have records, {max(ids.values())} at most")
+        wrong.append(
+            f"{len(ids)} of {count} documents have records, {max(ids.values(), default=0)} at most"
+        )
     failed = sum("error" in record for record in records)
     if failed != (broken := kinds["empty"] + kinds["binary"] + kinds["not UTF-8"]):
         wrong.append(f"{failed} records tell an error, but {broken} documents are broken")
@@ -141,6 +143,9 @@ def main(
     text: Text = None,
     documents: Annotated[int, typer.Option(help="How many.")] = 500,
     early: Annotated[int, typer.Option(help="Documents after which memory is settled.")] = 50,
+    at_once: Annotated[
+        int, typer.Option(help="Texts at once; of several it goes by chance which meet.")
+    ] = 1,
     longest: Annotated[int, typer.Option(help="Tokens; the shortest have an eighth.")] = 8192,
     output: Output = Path("results/soak.json"),
 ) -> None:
@@ -159,7 +164,14 @@ def main(
         *texts, too_long = pieces_of_text(text, tokenizer, [*lengths, 2 * longest])
         kinds = write_documents(folder, documents, texts, too_long)
         arguments = ["--model", target, "--draft", draft, "--gpus", "2", "--device", "cpu"]
-        sizes = ["--context", str(longest + 200), "--max-new-tokens", "32"]
+        sizes = [
+            "--texts-at-once",
+            str(at_once),
+            "--context",
+            str(longest * 5 // 4),
+            "--max-new-tokens",
+            "32",
+        ]
         job = Summarizing(
             [*arguments, *sizes, "--input", str(folder)],
             Path(place) / "out.jsonl",

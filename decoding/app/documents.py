@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE, BOM_UTF32_LE
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ class Document:
                 raw = file.read() if self.offset is None else file.readline()
         except OSError as error:
             raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
-        if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+        if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and not raw.startswith(BOM_UTF32_LE):
             raise DocumentError(
                 "the document is UTF-16, not UTF-8. Convert it first: iconv -f utf-16 -t utf-8."
             )
@@ -88,7 +88,7 @@ def find_documents(source: Path, output: Path | None = None) -> Listing:
             raise TierForceError(
                 f"--input {source} is JSON, and would be read as one text: give a .jsonl file with "
                 f"an object a line. From a list: jq -c '.[]' {source.name} > "
-                f"{source.with_suffix('.jsonl').name}"
+                f"{source.with_suffix('.jsonl').name}; if it has an object a line, name it so."
             )
         elif source.suffix.lower() == ".jsonl":
             listing = Listing(_lines(source))
@@ -124,7 +124,7 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
     places = set[tuple[int, int]]()
     folders, links = [source], list[Path]()
     while folders or links:
-        folder = folders.pop() if folders else links.pop()
+        folder = folders.pop() if folders else links.pop(0)
         try:
             if (place := _place(folder)) in places:
                 continue

@@ -100,7 +100,8 @@ class Records:
         if not _torn(last):
             lines.append(last)
         records = [_record(line) for line in lines]
-        kept, ours = [], any(records)
+        # a file that has nothing else was ours too, before a power loss
+        kept, ours = [], any(records) or not content.strip(_PADDING + b"\n")
         for number, (line, record) in enumerate(zip(lines, records, strict=True), 1):
             if record is None:
                 if ours and not line.strip(_PADDING):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decoding.option import SAMPLING, check_options, option
 from offload.errors import TierForceError
 
-LEAST_TEMPERATURE = 1e-3  # logits divided by less may overflow, and the law is greedy anyway
+LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow
 
 
 @dataclass(frozen=True)

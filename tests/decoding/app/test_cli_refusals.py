@@ -30,7 +30,7 @@ def summarize(folder: Path, output: Path, *more: str) -> tuple[str, ...]:
 OPTIONS = {
     "--temperature -1": "temperature",
     "--temperature nan": "temperature",
-    "--temperature 1e-40": "at least 0.001",
+    "--temperature 1e-40": "at least 1e-30",
     "--gpus 65": "at most 64",
     "--gpus 64": "--gpus 4 or less",
     "--link emulated:1e-6": "at least 0.001",

@@ -136,7 +136,7 @@ def test_a_second_job_is_refused_while_one_holds_the_file(tmp_path: Path) -> Non
         '{"id": "a", "summary": "Of a.", "versions": {}}\n\n{"id": "b"}\n',
         '["id", "summary", "versions"]\n',
         "7\n",
-        "\0\0\0\n",
+        "\0\0a\n",
     ],
 )
 def test_a_file_of_another_kind_is_refused_and_left_as_it_is(content: str, tmp_path: Path) -> None:
@@ -156,6 +156,10 @@ def test_what_a_power_loss_leaves_of_a_line_is_no_record(left: str, tmp_path: Pa
         assert output.finished.keys() == {"a"}
         output.append(record("b"))
     assert records(path) == [record("a"), record("b")]
+    path.write_text(left)  # of the first
+    with Records(path) as output:
+        output.append(record("b"))
+    assert records(path) == [record("b")]
 
 
 def test_what_the_disk_does_not_take_is_told_and_can_be_gone_on_from(
