@@ -157,7 +157,7 @@ def summarize(
 def generate(
     common: Common,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue.")
+        Path | None, typer.Option(help="File with the text to continue; - is standard input.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue itself.")] = None,
     chat: Annotated[

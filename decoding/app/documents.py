@@ -38,26 +38,32 @@ class Document:
                 raw = file.read() if self.offset is None else file.readline()
         except OSError as error:
             raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
-        if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and not raw.startswith(BOM_UTF32_LE):
-            raise DocumentError(
-                "the document is UTF-16, not UTF-8. Convert it first: iconv -f utf-16 -t utf-8."
-            )
-        if b"\0" in raw:
-            raise DocumentError(
-                "the document is binary (it has NUL bytes); only text can be summarised."
-            )
-        try:
-            text = raw.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DocumentError(
-                f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert"
-                " it first, if it is Latin-1 with: iconv -f latin1 -t utf-8."
-            ) from error
+        text = decoded(raw)
         if self.offset is not None:
-            text = _text(text)
+            text = _text(text, self.id)
         if not text.strip():
             raise DocumentError("the document is empty.")
         return text
+
+
+def decoded(raw: bytes) -> str:
+    """Return the text of a document's bytes. Raises DocumentError where they are none in UTF-8."""
+    if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and not raw.startswith(BOM_UTF32_LE):
+        raise DocumentError(
+            "the document is UTF-16, not UTF-8. Convert it first: iconv -f utf-16 -t utf-8."
+        )
+    if b"\0" in raw:
+        raise DocumentError(
+            "the document is binary (it has NUL bytes); only text can be summarised."
+        )
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DocumentError(
+            f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert"
+            " it first, if it is Latin-1 with: iconv -f latin1 -t utf-8."
+        ) from error
+    return text
 
 
 @dataclass(frozen=True)
@@ -209,8 +215,14 @@ def _is_id(given: object) -> bool:
     return isinstance(given, str | int) and not isinstance(given, bool) and given != ""
 
 
-def _text(line: str) -> str:
-    text = _object(line).get("text")
+def _text(line: str, name: str) -> str:
+    """Return the text of a line. Raises DocumentError, also where it is now another document's."""
+    value = _object(line)
+    if str(value["id"]) != name:
+        raise DocumentError(
+            "the file has changed since it was listed: another document is in this one's place."
+        )
+    text = value.get("text")
     if not isinstance(text, str):
         raise DocumentError('the line must have "text", a string.')
     refuse_half_characters(text)

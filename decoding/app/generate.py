@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from decoding.app.documents import Document
+from decoding.app.documents import Document, decoded
 from decoding.app.files import check_writable, write_json
 from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
@@ -23,6 +23,9 @@ from offload.errors import TierForceError
 from parallel.group import Group
 
 PROMPT = "prompt"  # what the one text is called
+
+
+STDIN = Path("-")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
     with group.together():
         prompt = request.text or ""
         if request.file is not None:
-            prompt = Document(request.file.name, request.file, 0).read()
+            prompt = _read(request.file, group.size)
         if request.stats is not None and group.rank == 0:
             check_writable("--stats", request.stats)
             if request.file is not None and request.stats.resolve() == request.file.resolve():
@@ -65,6 +68,18 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
         if request.stats is not None:
             write_json("--stats", request.stats, engine.stats.as_dict())
     engine.close()
+
+
+def _read(file: Path, ranks: int) -> str:
+    """Return the text of a file, or of standard input for `-`. Raises TierForceError."""
+    if file != STDIN:
+        return Document(file.name, file, 0).read()
+    if ranks > 1 or sys.stdin is None:  # a launcher keeps it from its ranks
+        raise TierForceError("--prompt-file - is standard input, which several GPUs do not get.")
+    text = decoded(sys.stdin.buffer.read())
+    if not text.strip():
+        raise TierForceError("standard input is empty.")
+    return text
 
 
 def stream(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display: Display) -> None:

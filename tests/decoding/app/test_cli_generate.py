@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from support.commands import MODELS, STEADY, TARGET, TORCHRUN, Fork, forked, refused, tierforce
+from support.commands import BIN, MODELS, STEADY, TARGET, TORCHRUN, Fork, forked, refused, tierforce
 
 PROMPT = "It was the best of times, it was the worst of times"
 NEW = ("--max-new-tokens", "40")
@@ -181,3 +182,17 @@ def test_an_option_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     result = forked(tmp_path, *JOB, "--flux", "1")
     assert result.code == 2
     assert "--flux" in result.err
+
+
+def test_a_text_may_come_from_standard_input() -> None:
+    command = [str(BIN / "tierforce"), "generate", *MODELS, *STEADY, "--max-new-tokens", "4"]
+
+    def written(*how: str, said: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([*command, *how], input=said, capture_output=True, check=False)
+
+    piped = written("--prompt-file", "-", said="It was, Müller said".encode())
+    assert piped.returncode == 0, piped.stderr
+    assert piped.stdout == written("--prompt", "It was, Müller said").stdout
+    empty = written("--prompt-file", "-")
+    assert empty.returncode == 1
+    assert b"tierforce: standard input is empty." in empty.stderr

@@ -163,6 +163,16 @@ def test_a_line_without_an_id_takes_nobody_elses(tmp_path: Path) -> None:
     assert names == ["line 2", "line 2 (no id)", "line 3", "line 4"]
 
 
+def test_a_line_that_is_anothers_by_now_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a", "text": "x"}\n{"id": "b", "text": "y"}\n')
+    first, second = find_documents(path).documents
+    path.write_text('{"id": "b", "text": "y"}\n{"id": "b", "text": "z"}\n')
+    with pytest.raises(DocumentError, match="has changed since it was listed"):
+        first.read()
+    assert second.read() == "z"
+
+
 def test_json_that_is_no_jsonl_is_not_taken_for_prose(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
     path.write_text('[{"id": "a", "text": "x"}]')
