@@ -130,7 +130,6 @@ class ModelConfig:
         if is_gguf(folder):
             return cls._read(folder)
         path = _config_file(folder)
-        _given(path)
         cls._read(path)  # which says what is wrong in words of ours
         from transformers import AutoConfig
 

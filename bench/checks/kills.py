@@ -23,12 +23,21 @@ import typer
 from transformers import AutoTokenizer
 
 from bench.harness.options import Output, Text
-from bench.harness.record import benchmark, prepare, publish
-from bench.harness.summarizing import Summarizing, pieces_of_text, whole_records
+from bench.harness.record import benchmark, prepare
+from bench.harness.summarizing import (
+    DRAFT,
+    TARGET,
+    Draft,
+    Summarizing,
+    Target,
+    conclude,
+    on_two_ranks,
+    pieces_of_text,
+    whole_records,
+)
 from bench.harness.tables import say
 from offload.errors import TierForceError
 
-_DEMO = Path(__file__).parents[2] / "demo"
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _VICTIMS = ("launcher", "rank 0", "rank 1")
 _MOMENTS = ("reading", "writing", "record")
@@ -124,9 +133,10 @@ def once(
     batch: Batch, output: Path, kind: tuple[signal.Signals, str, str], chance: random.Random
 ) -> tuple[Row | None, list[str]]:
     """Begin or go on with a job and strike it. Return what came of it, and what is wrong."""
+    before = _finished(output)  # which the job repairs when it starts
     job = batch.start(output)
     struck = strike(job, batch, kind, chance)
-    before = {record["id"] for record in whole_records(output)}
+    before |= _finished(output)
     since = time.monotonic()
     code = job.wait(_END_S)
     wrong = batch.complaints(output)
@@ -138,9 +148,13 @@ def once(
         if code:
             wrong.append(f"a job that nobody struck ended with {code}: {job.said()[-300:]}")
         return None, wrong
-    lost = len(before - {record["id"] for record in whole_records(output)})
+    lost = len(before - _finished(output))
     took = time.monotonic() - since
     return Row(kind[0].name, kind[1], 1, str(code), took, lost), wrong
+
+
+def _finished(output: Path) -> set[str]:
+    return {record["id"] for record in whole_records(output)}
 
 
 def _size(path: Path) -> int:
@@ -162,8 +176,8 @@ def summed(rows: Sequence[Row]) -> list[Row]:
 
 @benchmark
 def main(
-    target: Annotated[str, typer.Option(help="Target model.")] = str(_DEMO / "target"),
-    draft: Annotated[str, typer.Option(help="Draft model.")] = str(_DEMO / "draft"),
+    target: Target = TARGET,
+    draft: Draft = DRAFT,
     text: Text = None,
     kills: Annotated[int, typer.Option(help="How many.")] = 60,
     documents: Annotated[int, typer.Option(help="Of a job.")] = 4,
@@ -186,7 +200,7 @@ def main(
             (place / f"documents/{number}.txt").write_text(piece, encoding="utf-8")
         batch = Batch.make(
             [
-                *("--model", target, "--draft", draft, "--gpus", "2", "--device", "cpu"),
+                *on_two_ranks(target, draft),
                 *("--dtype", "float32", "--temperature", "0"),
                 *("--max-new-tokens", str(new_tokens), "--input", str(place / "documents")),
             ],
@@ -207,8 +221,4 @@ def main(
             if len(whole_records(place / f"{number}.jsonl")) != documents:
                 wrong.append(f"job {number} has not all of its {documents} records")
     wrong += [f"{row.lost} records lost by {row.signal}" for row in rows if row.lost]
-    publish(output, f"{len(rows)} kills over {jobs + 1} jobs", summed(rows), wrong=wrong)
-    for line in wrong:
-        say(line)
-    if wrong:
-        raise typer.Exit(1)
+    conclude(output, f"{len(rows)} kills over {jobs + 1} jobs", summed(rows), wrong)

@@ -19,12 +19,21 @@ import typer
 from transformers import AutoTokenizer
 
 from bench.harness.options import Output, Text
-from bench.harness.record import benchmark, prepare, publish
-from bench.harness.summarizing import Summarizing, pieces_of_text, whole_records
+from bench.harness.record import benchmark, prepare
+from bench.harness.summarizing import (
+    DRAFT,
+    TARGET,
+    Draft,
+    Summarizing,
+    Target,
+    conclude,
+    on_two_ranks,
+    pieces_of_text,
+    whole_records,
+)
 from bench.harness.tables import say
 from offload.errors import TierForceError
 
-_DEMO = Path(__file__).parents[2] / "demo"
 _POLL_S = 0.02
 _EVERY = 10  # documents, of which the last is broken
 _GROWTH = 1.02  # of resident memory, at most
@@ -138,8 +147,8 @@ def complaints(records: list[dict[str, Any]], count: int, kinds: Counter[str]) -
 
 @benchmark
 def main(
-    target: Annotated[str, typer.Option(help="Target model.")] = str(_DEMO / "target"),
-    draft: Annotated[str, typer.Option(help="Draft model.")] = str(_DEMO / "draft"),
+    target: Target = TARGET,
+    draft: Draft = DRAFT,
     text: Text = None,
     documents: Annotated[int, typer.Option(help="How many.")] = 500,
     early: Annotated[int, typer.Option(help="Documents after which memory is settled.")] = 50,
@@ -163,7 +172,6 @@ def main(
         folder.mkdir()
         *texts, too_long = pieces_of_text(text, tokenizer, [*lengths, 2 * longest])
         kinds = write_documents(folder, documents, texts, too_long)
-        arguments = ["--model", target, "--draft", draft, "--gpus", "2", "--device", "cpu"]
         sizes = [
             "--texts-at-once",
             str(at_once),
@@ -173,7 +181,7 @@ def main(
             "32",
         ]
         job = Summarizing(
-            [*arguments, *sizes, "--input", str(folder)],
+            [*on_two_ranks(target, draft), *sizes, "--input", str(folder)],
             Path(place) / "out.jsonl",
             Path(place) / "log",
         )
@@ -189,8 +197,4 @@ def main(
     ]
     if len(rows) != 2 or not all(row.held for row in rows):
         wrong.append("a rank holds more than it did early in the job, or was not seen")
-    publish(output, f"{documents} documents", rows, wrong=wrong, kinds=kinds)
-    for line in wrong:
-        say(line)
-    if wrong:
-        raise typer.Exit(1)
+    conclude(output, f"{documents} documents", rows, wrong, kinds=kinds)

@@ -10,13 +10,21 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
+import typer
 
+from bench.harness.record import publish
+from bench.harness.tables import say
 from bench.harness.text import long_text
 
 _ROOT = Path(__file__).parents[2]
+
+
+Target = Annotated[str, typer.Option(help="Target model; by default the built-in pair's.")]
+Draft = Annotated[str, typer.Option(help="Draft model, likewise.")]
+TARGET, DRAFT = (str(_ROOT / "demo" / name) for name in ("target", "draft"))
 
 
 class Summarizing:
@@ -69,6 +77,20 @@ class Summarizing:
                 return None
             time.sleep(0.02)
         return int(self.process.wait())
+
+
+def on_two_ranks(target: str, draft: str) -> list[str]:
+    """Return the options of a job of two ranks on the processor."""
+    return ["--model", target, "--draft", draft, "--gpus", "2", "--device", "cpu"]
+
+
+def conclude(output: Path, title: str, rows: Sequence[Any], wrong: list[str], **more: Any) -> None:
+    """Publish rows with what is wrong, in words; raises typer.Exit where anything is."""
+    publish(output, title, rows, wrong=wrong, **more)
+    for line in wrong:
+        say(line)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def whole_records(output: Path) -> list[dict[str, Any]]:

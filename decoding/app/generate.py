@@ -23,8 +23,6 @@ from offload.errors import TierForceError
 from parallel.group import Group
 
 PROMPT = "prompt"  # what the one text is called
-
-
 STDIN = Path("-")
 
 
