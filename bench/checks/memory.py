@@ -11,6 +11,8 @@ half of that, which must fail, or the limit would show nothing.
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +27,7 @@ from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.planning.defaults import USABLE_SHARE
 from offload.errors import TierForceError
-from offload.memory_plan import device_tiers
+from offload.memory_plan import MemoryPlan, device_tiers
 from parallel.config import ModelConfig
 from parallel.loading import parameter_bytes
 
@@ -91,6 +93,27 @@ def data_bytes() -> int:
     return int(status.split("VmData:")[1].split()[0]) << 10
 
 
+def planned_bytes(place: MemoryPlan) -> int:
+    """Return the memory that a text takes by its plan, on the device and the host."""
+    return place.device_bytes + place.host_bytes
+
+
+@contextmanager
+def limit_memory(place: MemoryPlan, share: float) -> Iterator[None]:
+    """Let this process take no more memory than `share` of what a plan asks to be free."""
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = data_bytes() + _allowed(place, share)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def _allowed(place: MemoryPlan, share: float) -> int:
+    return int(share * planned_bytes(place) / USABLE_SHARE)
+
+
 def engine_for(setting: Setting, job: Job) -> Engine:
     """Load the models; where layers are to be late, with no more memory than that takes."""
     layers = int(setting.resident * ModelConfig.find(job.target).layers)
@@ -117,19 +140,17 @@ def engine_for(setting: Setting, job: Job) -> Engine:
 def limited(setting: Setting, share: float, job: Job) -> Row:
     """Decode under `share` of the memory that the plan asks for.
 
-    In a process of its own, for the limit stays.
+    In a process of its own: nothing else may take memory meanwhile.
     """
     prepare(0)
     engine, new = engine_for(setting, job), job.new
     list(engine.generate([1] * 300, 20))  # threads and their memory
     prompt = prompt_tokens(engine.tokenizer, int(setting.part * job.context))
     place = engine.runtime.plan(len(prompt), new)
-    before, wanted = data_bytes(), place.device_bytes + place.host_bytes
-    limit = before + int(share * wanted / USABLE_SHARE)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     tokens = 0
     try:
-        tokens = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
+        with limit_memory(place, share):
+            tokens = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
         ended = str(engine.stats.finish_reason)
     except (MemoryError, RuntimeError, TierForceError) as error:
         ended = type(error).__name__
@@ -137,11 +158,11 @@ def limited(setting: Setting, share: float, job: Job) -> Row:
         **asdict(replace(setting, mode=engine.runtime.mode)),
         context=len(prompt),
         share=share,
-        planned_mb=wanted / 1e6,
+        planned_mb=planned_bytes(place) / 1e6,
         device_mb=place.device_bytes / 1e6,
         planned_layers=place.resident_layers,
         planned_late_layers=place.late_layers,
-        limit_mb=(limit - before) / 1e6,
+        limit_mb=_allowed(place, share) / 1e6,
         tokens=tokens,
         ended=ended,
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from decoding import Sampling
 from decoding.lengths import Lengths, draft_lengths
@@ -70,15 +73,18 @@ def decode_loop(
     sampling: Sampling,
     lengths: Lengths | None = None,
     limit: float = math.inf,
+    observe: Callable[[Tensor], None] | None = None,
 ) -> tuple[Decoder, float]:
     """Decode all new tokens of a session but the first, which is given; or until `limit` seconds.
 
-    Returns what decoded, with its counts, and the seconds it took.
+    `observe` is told of the logits of each round's tokens (`Request`). Returns what decoded, with
+    its counts, and the seconds it took.
     """
     is_coupled = session.runtime.settings.identical
     chance = chance_of(sampling, session.prompt.device, is_coupled)
     text = Text([*session.prompt.tolist(), first])
     decoder = session.decoder(text, sampling, chance, lengths)
+    decoder.observe = observe
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
         drive(decoder.round(missing), session.make)
