@@ -37,6 +37,8 @@ def say_what_fits(
             "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
             "--device cpu."
         )
+    for line in doubts(engine, common):
+        warn(line)
     if longest is not None:
         try:
             new, texts = common.max_new_tokens, sharing.texts
@@ -60,6 +62,25 @@ def say_what_fits(
             )
     line = opening(engine, longest.tokens if longest else 0, place)
     say(f"{line}; {sharing.texts} texts at once" if sharing.texts > 1 else line)
+
+
+def doubts(engine: Engine, common: Common) -> list[str]:
+    """Return what a user may not have meant by these models, a line each."""
+    lines = []
+    vocab, known = engine.runtime.target.config.vocab, len(engine.tokenizer)
+    if 2 * known < vocab:
+        lines.append(
+            f"{common.model} has {vocab:,} tokens, its tokenizer {known:,}: it may be that of "
+            "another model, and texts would be nonsense."
+        )
+    if not engine.stop_tokens:
+        lines.append(
+            f"{common.model} names no token that ends a text (eos_token_id): every text goes on to "
+            f"--max-new-tokens {common.max_new_tokens}."
+        )
+    if common.draft is not None and engine.runtime.draft is None:
+        lines.append(f"--draft {common.draft} has no part in --mode {engine.runtime.mode}.")
+    return lines
 
 
 def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:

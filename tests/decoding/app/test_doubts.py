@@ -1,0 +1,49 @@
+"""What a user may not have meant by models is told before work begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from decoding.app.lines import doubts
+from decoding.app.options import Common
+from decoding.settings import Settings
+from decoding.speculation.sampling_options import SamplingOptions
+from support.engines import Pair
+
+COMMON = Common(model="a", draft="b", settings=Settings(), sampling=SamplingOptions())
+
+
+class OtherTokenizer:
+    """A tokenizer of so many tokens."""
+
+    def __init__(self, tokens: int):
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self._tokens
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Callable[..., Path]) -> Pair:
+    return Pair(checkpoint(), checkpoint(seed=1, num_hidden_layers=1))
+
+
+def test_models_that_go_together_raise_no_doubt(pair: Pair) -> None:
+    with pair.engine("hierarchical", stop=[3]) as engine:
+        engine.tokenizer = OtherTokenizer(pair.target.config.vocab)
+        assert doubts(engine, COMMON) == []
+
+
+def test_what_cannot_be_meant_is_told(pair: Pair) -> None:
+    vocab = pair.target.config.vocab
+    with pair.engine("plain") as engine:
+        engine.tokenizer = OtherTokenizer(vocab // 3)
+        engine.runtime = replace(engine.runtime, draft=None)
+        other, endless, unused = doubts(engine, COMMON)
+        assert f"a has {vocab:,} tokens, its tokenizer {vocab // 3:,}" in other
+        assert "no token that ends a text" in endless
+        assert unused == "--draft b has no part in --mode plain."
