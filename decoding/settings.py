@@ -19,8 +19,10 @@ from decoding.option import (
 )
 from decoding.planning.defaults import DEFAULT_BUDGET
 from offload.errors import TierForceError
+from offload.link_name import emulated_rate
 from offload.policies import POLICY_NAMES
 from offload.slice_format import SLICED_DTYPES
+from parallel.rope import stretch_factor
 
 if TYPE_CHECKING:
     import torch
@@ -242,6 +244,9 @@ class Settings:
     def __post_init__(self) -> None:
         """Raise TierForceError for a value that is not allowed."""
         check_options(self)
+        emulated_rate(self.link)
+        if self.rope is not None:
+            stretch_factor(self.rope)
         if self.keep == "":
             raise TierForceError("`keep` is empty: name a folder.")
         if self.keep_limit is not None and self.keep is None:

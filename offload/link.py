@@ -25,8 +25,8 @@ from torch import Tensor
 
 from offload.errors import TierForceError
 from offload.host_memory import allocate, host_available, process_peak
+from offload.link_name import emulated_rate
 
-LEAST_RATE = 1e-3  # GB/s of an emulated link: at less a text takes days
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
 
@@ -192,10 +192,6 @@ class EmulatedLink(Link):
 
     def __init__(self, device: torch.device, rate: float):
         """Start the thread; `rate` is in bytes a second."""
-        if not rate > 0:
-            raise TierForceError(
-                f"an emulated link needs a rate above 0 GB/s, found {rate / 1e9:g}"
-            )
         super().__init__(device)
         self.rate = rate
         self._waited = 0.0
@@ -258,23 +254,11 @@ def make_link(spec: str, device: torch.device) -> Link:
     It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
     Raises TierForceError for any other.
     """
-    name, _, rate = spec.partition(":")
-    if name == "auto" and not rate:
-        if device.type != "cuda":
-            return ViewLink(device)
-        from offload.cuda_link import CudaLink
+    rate = emulated_rate(spec)
+    if device.type == "cpu":
+        return ViewLink(device) if rate is None else EmulatedLink(device, rate * 1e9)
+    if spec != "auto":
+        raise TierForceError(f"`link` {spec} is for a CPU: leave it out on {device.type}.")
+    from offload.cuda_link import CudaLink
 
-        return CudaLink(device)
-    if device.type == "cpu" and spec == "view":
-        return ViewLink(device)
-    if device.type == "cpu" and name == "emulated":
-        try:
-            speed = float(rate)
-            if not 0 < speed < LEAST_RATE:
-                return EmulatedLink(device, speed * 1e9)
-        except ValueError:
-            pass
-    raise TierForceError(
-        f"`link` {spec} is not a link for {device.type}: use auto, or on a CPU view or "
-        f"emulated:RATE (GB/s, at least {LEAST_RATE:g}, as in emulated:0.5)"
-    )
+    return CudaLink(device)

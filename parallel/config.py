@@ -29,7 +29,7 @@ from parallel.gguf_families import config_fields
 from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
 from parallel.named import find_local, is_gguf
-from parallel.rope import inverse_frequencies, is_positive, read_rope
+from parallel.rope import inverse_frequencies, is_positive, read_rope, stretch_factor
 from parallel.sizes import share_size
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from offload.rotary import Rotary
 
 
-MAX_STRETCH = 64  # times as many positions
 _COUNTS = (
     "layers",
     "hidden",
@@ -235,16 +234,7 @@ class ModelConfig:
         """
         if rope is None:
             return self
-        kind, _, given = rope.partition(":")
-        try:
-            factor = float(given)
-        except ValueError:
-            factor = 0.0
-        if kind != "yarn" or not 1 < factor <= MAX_STRETCH:
-            raise ConfigError(
-                f"`rope` {rope} is not known: use yarn:FACTOR, such as yarn:4, with a factor above "
-                f"1 and up to {MAX_STRETCH}."
-            )
+        factor = stretch_factor(rope)
         if self.rope["rope_type"] != "default" or "frequency_factors" in self.rope:
             raise ConfigError(
                 f"`rope` {rope}: the model stretches its positions itself, by RoPE type "
@@ -252,7 +242,7 @@ class ModelConfig:
             )
         stretched = {
             **self.rope,
-            "rope_type": kind,
+            "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": self.max_positions,
         }

@@ -11,6 +11,7 @@ from parallel.families import Family
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_STRETCH = 64  # times as many positions
 _NEEDED = {  # the parameters without which a type means nothing
     "default": (),
     "linear": ("factor",),
@@ -21,6 +22,21 @@ _NEEDED = {  # the parameters without which a type means nothing
 }
 _STRETCHED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
 _LONG_FACTORS = ("short_factor", "long_factor")
+
+
+def stretch_factor(rope: str) -> float:
+    """Return by how much `yarn:FACTOR` stretches positions. Raises ConfigError for other words."""
+    kind, _, given = rope.partition(":")
+    try:
+        factor = float(given)
+    except ValueError:
+        factor = 0.0
+    if kind != "yarn" or not 1 < factor <= MAX_STRETCH:
+        raise ConfigError(
+            f"`rope` {rope} is not known: use yarn:FACTOR, such as yarn:4, with a factor above 1 "
+            f"and up to {MAX_STRETCH}."
+        )
+    return factor
 
 
 def read_rope(

@@ -48,14 +48,17 @@ def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[in
 def read(numbers: Tensor, *laws: Tensor) -> list[int]:
     """Return whole numbers (N,) from the device, after one wait.
 
-    Raises DocumentError where one of these laws is not made of numbers, as the same wait tells.
+    The first of the laws is the model's own, the other one what was proposed was drawn from.
+    Raises DocumentError where one is not made of numbers, as the same wait tells.
     """
     # a sum with a NaN in it is one
-    good = torch.stack([law.sum() for law in laws]).sum(0, keepdim=True).isfinite()
-    *values, fine = torch.cat((numbers, good.to(numbers.dtype))).tolist()
-    if not fine:
+    good = torch.stack([law.sum() for law in laws]).isfinite()
+    read = torch.cat((numbers, good.to(numbers.dtype))).tolist()
+    values, fine = read[: len(numbers)], read[len(numbers) :]
+    if not all(fine):
+        whose = "the model's" if not fine[0] else "the draft's"
         raise DocumentError(
-            "a model's logits are not numbers (NaN): its weights, or this text in its dtype, "
+            f"{whose} logits are not numbers (NaN): its weights, or this text in its dtype, "
             "overflow."
         )
     return values
