@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from decoding.engine import Engine
     from decoding.settings import Settings
-    from decoding.speculation.sampling import Sampling
+    from decoding.speculation.sampling import GREEDY, Sampling
 
-__all__ = ["Engine", "Sampling", "Settings"]
+__all__ = ["GREEDY", "Engine", "Sampling", "Settings"]
 _HOMES = {
     "Engine": "decoding.engine",
+    "GREEDY": "decoding.speculation.sampling",
     "Sampling": "decoding.speculation.sampling",
     "Settings": "decoding.settings",
 }

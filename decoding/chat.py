@@ -64,7 +64,7 @@ class Chat:
         Args:
             engine: on rank 0.
             max_new_tokens: of an answer, at most.
-            sampling: the law of answers; greedy by default.
+            sampling: the law of answers; by default `Sampling()`, as of the command line.
             document: a text to talk about; of one too long for the context the end is dropped.
             name: what people call it, where it is kept on disk (`Settings.keep`).
         """

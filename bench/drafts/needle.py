@@ -109,7 +109,8 @@ def judge(
     runtime: Runtime, prompt: list[int], answer: list[int], variants: Sequence[Variant]
 ) -> dict[str, Scores]:
     """Return means over the answer by policy, with a verification every INTERVAL tokens."""
-    trace, sampling = PolicyTrace(runtime, prompt, len(answer), variants, INTERVAL), Sampling(1.0)
+    trace = PolicyTrace(runtime, prompt, len(answer), variants, INTERVAL)
+    sampling = Sampling(1.0, top_p=1)
     model, target = trace.model, trace.target
     # the prompt's last token is read once more, so that the first of the answer is judged too
     target.crop(len(prompt) - 1)

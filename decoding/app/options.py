@@ -25,8 +25,6 @@ EXIT_CODES = (
     "wrong; 128 + n ended by signal n. TIERFORCE_DEBUG=1 in the environment shows where an "
     "unexpected error came from."
 )
-# the command line samples as people like to read; from Python nothing is warped
-DEFAULTS = {"temperature": 0.6, "top_p": 0.9}
 
 TextsAtOnce = Annotated[
     int | None,
@@ -167,13 +165,12 @@ def _shared_parameters() -> list[inspect.Parameter]:
 
 def _parameter(kind: type, name: str) -> inspect.Parameter:
     each = options_of(kind)[name]
-    default = DEFAULTS.get(name, each.default)
     hint = float | None if about(each).scale is not None else get_type_hints(kind)[name]
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if default is MISSING else default,
-        annotation=Annotated[hint, described(kind, name, default)],
+        default=inspect.Parameter.empty if each.default is MISSING else each.default,
+        annotation=Annotated[hint, described(kind, name, each.default)],
     )
 
 

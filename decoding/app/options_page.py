@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 import typer
 
 from decoding.app.commands import app
-from decoding.app.options import DEFAULTS, EXIT_CODES, JobOptions
+from decoding.app.options import EXIT_CODES, JobOptions
 from decoding.option import GROUPS, PYTHON, about, kind_in_words, least_in_words, options_of
 from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
@@ -24,14 +24,11 @@ _INTRODUCTION = """# Options
 
 `summarize`, `generate`, `chat`, `ask`, `read` and `serve` share the options of the first tables;
 what each command adds follows. From Python the same names, with underscores, are fields of
-`Settings` and of `Sampling`. What is left out is chosen by the engine: from the models, the
-machine, and the texts before.
+`Settings` and of `Sampling`, with the same defaults. What is left out is chosen by the engine: from
+the models, the machine, and the texts before.
 
 This page is generated: `python -m decoding.app.options_page > docs/options.md`. A test holds it to
 the code.
-"""
-_SAMPLING = """`Sampling()` from Python is greedy and keeps all tokens; the command line starts at
-`--temperature 0.6` and `--top-p 0.9`.
 """
 
 
@@ -40,7 +37,6 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for group in (*GROUPS, PYTHON):
         parts.append(f"## {group or 'What most people need'}\n\n{_shared(group)}")
-    parts.append(f"## Defaults of sampling\n\n{_SAMPLING}")
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     parts += [f"## `tierforce {name}`\n\n{_own(each)}" for name, each in _leaves(commands)]
     codes, _, debug = EXIT_CODES.partition(". ")
@@ -73,8 +69,7 @@ def _shared(group: str | None) -> str:
 def _row(kind: type, each: Field[Any]) -> tuple[str, str, str, str]:
     said = about(each)
     flag = f"`{each.name}`" if said.group == PYTHON else f"`--{each.name.replace('_', '-')}`"
-    value = DEFAULTS.get(each.name, each.default)
-    default = said.default or f"`{value}`"
+    default = said.default or f"`{each.default}`"
     if each.default is MISSING:
         default = "must be given"
     return flag, _values(kind, each), default, said.help

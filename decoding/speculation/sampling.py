@@ -37,6 +37,9 @@ class Sampling(SamplingOptions):
         return probs if self.top_p == 1 else nucleus(probs, self.top_p)
 
 
+GREEDY = Sampling(temperature=0)  # the likeliest token is taken
+
+
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
     """Return laws (T, V) cut to the fewest likeliest tokens whose mass reaches top_p.
 

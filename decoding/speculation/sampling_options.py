@@ -12,11 +12,11 @@ LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How logits are warped: not at all by default, and the likeliest token is taken."""
+    """How logits are warped."""
 
     temperature: float = option(
         "How bold the choice of each token is.",
-        value=0.0,
+        value=0.6,
         zero="greedy",
         at_least=0,
     )
@@ -30,7 +30,7 @@ class SamplingOptions:
     )
     top_p: float = option(
         "Keep only the likeliest tokens that together have this probability, which is at most 1.",
-        value=1.0,
+        value=0.9,
     )
     seed: int = option(
         "Where the noise starts. The same seed gives the same text with --identical, or if draft "

@@ -26,7 +26,7 @@ from bench.peers.base import Job, Result, Unavailable
 from bench.peers.compare import Row, Runs, main, ratios, run
 from bench.peers.hugging_face import assisted
 from bench.peers.registry import PEERS
-from decoding import Sampling
+from decoding import GREEDY
 from parallel.config import ModelConfig
 from support.engines import DEMO
 from support.gguf import Kind, convert
@@ -51,7 +51,7 @@ def job(**changes: object) -> Job:
         rope=None,
         prompt=random_tokens(300).tolist(),
         new=6,
-        sampling=Sampling(),
+        sampling=GREEDY,
         dtype="float32",
         budget=None,
         link="emulated:50",

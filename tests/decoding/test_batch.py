@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.ranks import run_ranks
-from decoding import Sampling
+from decoding import GREEDY, Sampling
 from decoding.session import Session
 from decoding.sessions import Sessions
 from decoding.writing import Request
@@ -35,7 +35,7 @@ PLACES: list[dict[str, Any]] = [
 ]
 # prompts of some and of many tokens, texts of one token and of many
 SIZES = [(90, 20), (7, 25), (140, 1), (33, 18), (61, 12)]
-GREEDY, FULL = Sampling(), Sampling(1.0, seed=4)
+FULL = Sampling(1.0, top_p=1, seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +259,7 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
     monkeypatch.setattr(Sessions, "open", watched)
     asked = requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])
     with pair.engine(mode, **SMALL) as engine:
-        list(engine.generate(asked[0].prompt, 3))
+        list(engine.generate(asked[0].prompt, 3, GREEDY))
         for text in engine.write(asked, 2):
             assert text.stats.as_dict()["passes"]
         levels = len(engine.stats.levels)
@@ -273,7 +273,7 @@ def test_giving_up_ends_all_texts(pair: Pair) -> None:
         want = alone(engine, asked)
         for _ in engine.write(asked, 3):
             with pytest.raises(TierForceError, match="one text at a time"):
-                next(engine.generate(asked[0].prompt, 5))
+                next(engine.generate(asked[0].prompt, 5, GREEDY))
             break
         assert not engine.sessions.lockstep.texts
         assert alone(engine, asked) == want

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.group import Group
 from parallel.loading import Lender, load_model, parameter_bytes
@@ -65,7 +65,7 @@ def write(group: Group, mode: str, draft: Path, shard: bool | None, tokens: list
     if group.rank:
         engine.follow()
         return []
-    text = list(engine.generate(tokens, NEW))
+    text = list(engine.generate(tokens, NEW, GREEDY))
     level = engine.stats.levels[-2 if mode == "hierarchical" else 0]
     assert level.stats.accepted > 0
     engine.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from decoding.chat import Chat, Dialogue
 from offload.errors import DocumentError, TierForceError
 from parallel.group import Group
@@ -39,7 +39,7 @@ def rendered(engine: Engine, messages: list[dict[str, str]]) -> str:
 
 @pytest.mark.parametrize("document", [None, STORY])
 def test_what_is_read_is_what_the_template_renders(document: str | None, engine: Engine) -> None:
-    chat = Chat(engine, 16, document=document)
+    chat = Chat(engine, 16, GREEDY, document=document)
     with engine.conversation():
         for question in QUESTIONS:
             answer = "".join(chat.ask(question))
@@ -52,7 +52,7 @@ def test_what_is_read_is_what_the_template_renders(document: str | None, engine:
 
 
 def test_answers_are_those_of_the_whole_prompt(engine: Engine) -> None:
-    chat = Chat(engine, 16, document=STORY)
+    chat = Chat(engine, 16, GREEDY, document=STORY)
     found = []
     with engine.conversation():
         chat.read()
@@ -63,11 +63,11 @@ def test_answers_are_those_of_the_whole_prompt(engine: Engine) -> None:
             # all but the turn itself, and the last token before it
             assert engine.stats.reused_tokens > engine.stats.prompt_tokens - 60
     for asked, answer in found:
-        assert engine.tokenizer.decode(list(engine.generate(asked, 16))) == answer
+        assert engine.tokenizer.decode(list(engine.generate(asked, 16, GREEDY))) == answer
 
 
 def test_an_answer_that_is_given_up_counts_as_far_as_it_went(engine: Engine) -> None:
-    chat = Chat(engine, 40)
+    chat = Chat(engine, 40, GREEDY)
     with engine.conversation():
         answer = chat.ask(QUESTIONS[0])
         shown = "".join(islice(answer, 3))
@@ -80,12 +80,12 @@ def test_an_answer_that_is_given_up_counts_as_far_as_it_went(engine: Engine) -> 
 
 
 def test_what_was_said_can_be_restored_and_forgotten(engine: Engine) -> None:
-    chat = Chat(engine, 16, document=STORY)
+    chat = Chat(engine, 16, GREEDY, document=STORY)
     with engine.conversation():
         for question in QUESTIONS[:2]:
             "".join(chat.ask(question))
         said, tokens = list(chat.messages), list(chat.tokens)
-        again = Chat(engine, 16, document=STORY)
+        again = Chat(engine, 16, GREEDY, document=STORY)
         again.restore((said[at]["content"], said[at + 1]["content"]) for at in (0, 2))
         assert again.messages == said
         assert engine.tokenizer.decode(again.tokens) == engine.tokenizer.decode(tokens)
@@ -97,7 +97,7 @@ def test_what_was_said_can_be_restored_and_forgotten(engine: Engine) -> None:
 
 
 def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
-    chat = Chat(engine, 100, document=STORY * 20)
+    chat = Chat(engine, 100, GREEDY, document=STORY * 20)
     assert chat.dropped_tokens > 1000
     with engine.conversation():
         chat.read()
@@ -111,7 +111,7 @@ def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
         chat.clear()
         assert "".join(chat.ask(QUESTIONS[0]))
     with pytest.raises(DocumentError, match="no room left for the document"):
-        Chat(engine, 400, document=STORY)
+        Chat(engine, 400, GREEDY, document=STORY)
 
 
 @pytest.mark.parametrize(

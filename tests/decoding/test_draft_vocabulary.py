@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.group import Group
 from support.engines import DEMO, EVERY_LEVEL, Pair
@@ -85,7 +85,7 @@ def test_the_text_is_the_target_own(
     settings = Settings(mode=mode, **EVERY_LEVEL)
     engine = Engine.from_pretrained(DEMO / "target", drafts[kind], settings, group=Group())
     engine.stop_tokens = frozenset()
-    assert list(engine.generate(prompt("typing")[:READ], NEW)) == plain
+    assert list(engine.generate(prompt("typing")[:READ], NEW, GREEDY)) == plain
     draft = engine.stats.levels[-2 if mode == "hierarchical" else 0]
     assert draft.stats.accepted > 0
     engine.close()
@@ -104,7 +104,7 @@ def split(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
         if group.rank:
             engine.follow()
         else:
-            texts.append(list(engine.generate(tokens, NEW)))
+            texts.append(list(engine.generate(tokens, NEW, GREEDY)))
             engine.close()
     return texts
 

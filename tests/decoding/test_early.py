@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.harness.ranks import run_ranks
-from decoding import Sampling
+from decoding import GREEDY, Sampling
 from decoding.batch import Written
 from decoding.pace import Pace
 from decoding.session import Session
@@ -31,7 +31,7 @@ from support.models import TINY
 
 FAR: dict[str, Any] = {"resident_layers": 1, "link": "emulated:50", "prefill_chunk": 16}
 SIZES = [(290, 20), (277, 25), (340, 8), (333, 18), (561, 12)]  # each has a prefix on the host
-GREEDY, FULL = Sampling(), Sampling(1.0, seed=4)
+FULL = Sampling(1.0, top_p=1, seed=4)
 
 
 @pytest.fixture(scope="module")

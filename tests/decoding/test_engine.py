@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from decoding import Engine, Sampling, Settings
+from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.planning.defaults import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive
 from offload.errors import TierForceError
@@ -32,7 +32,7 @@ SMALL = {
     "inner_length": 2,
     "refresh": 1,
 }
-FULL = Sampling(1.0, seed=5)
+FULL = Sampling(1.0, top_p=1, seed=5)
 PROMPT = random_tokens(90).tolist()
 OTHER = random_tokens(140, seed=1).tolist()
 
@@ -75,7 +75,9 @@ def test_memory_and_link_do_not_change_a_sampled_text(
 def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
     with pair.engine(mode, **SMALL) as engine:
         first, other, again = (
-            list(engine.generate(PROMPT, 40, Sampling(1.0, seed=seed))) for seed in (1, 2, 1)
+            list(engine.generate(PROMPT, 40, Sampling(1.0, top_p=1, seed=seed)))
+            for seed in (1, 2, 1)
+            for seed in (1, 2, 1)
         )
     assert first == again
     assert first != other
@@ -125,7 +127,7 @@ def test_a_window_shorter_than_a_draft(
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 8])
 def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain: list[int]) -> None:
     with pair.engine(mode, **SMALL) as engine:
-        assert list(engine.generate(PROMPT, new)) == plain[:new]
+        assert list(engine.generate(PROMPT, new, GREEDY)) == plain[:new]
         assert engine.stats.new_tokens == new
         assert engine.stats.finish_reason == "length"
 
@@ -162,7 +164,7 @@ def test_a_text_given_up_leaves_no_trace(mode: str, pair: Pair) -> None:
     want = pair.text(mode, PROMPT, 40, FULL, **choices)
     with pair.engine(mode, **choices) as engine:
         for given_up in (1, 2, 11):
-            for count, _ in enumerate(engine.generate(OTHER, 40), start=1):
+            for count, _ in enumerate(engine.generate(OTHER, 40, GREEDY), start=1):
                 if count == given_up:
                     break
             assert engine.stats.finish_reason is None
@@ -174,12 +176,12 @@ def test_texts_do_not_mix(pair: Pair) -> None:
     # they share one host arena: a second text would overwrite the first one's KV
     want = pair.text("hierarchical", PROMPT, 30, resident_layers=0)
     with pair.engine("hierarchical", resident_layers=0) as engine:
-        text = engine.generate(PROMPT, 30)
+        text = engine.generate(PROMPT, 30, GREEDY)
         found = [next(text), next(text)]
         with pytest.raises(TierForceError, match="one text at a time"):
-            next(engine.generate(OTHER, 30))
+            next(engine.generate(OTHER, 30, GREEDY))
         assert [*found, *text] == want
-        assert list(engine.generate(PROMPT, 30)) == want
+        assert list(engine.generate(PROMPT, 30, GREEDY)) == want
 
 
 def test_a_string_is_its_tokens() -> None:
@@ -187,8 +189,8 @@ def test_a_string_is_its_tokens() -> None:
         DEMO / "target", settings=Settings(dtype="float32"), group=Group()
     )
     text = "The sun was low over the hills, and nobody spoke."
-    assert list(engine.generate(text, 12)) == list(
-        engine.generate(engine.tokenizer(text).input_ids, 12)
+    assert list(engine.generate(text, 12, GREEDY)) == list(
+        engine.generate(engine.tokenizer(text).input_ids, 12, GREEDY)
     )
     assert engine.stats.prompt_tokens == len(engine.tokenizer(text).input_ids) > 5
     engine.close()

@@ -12,7 +12,7 @@ from psutil import Process
 
 import decoding.planning.fit
 import decoding.planning.needs
-from decoding import Engine, Sampling
+from decoding import GREEDY, Engine, Sampling
 from decoding.planning.defaults import SELECTION_INTERVAL_ON_DEVICE
 from decoding.session import Session
 from offload.memory_plan import MemoryPlan, Needs, plan_memory
@@ -91,7 +91,7 @@ def test_plain_decoding_streams_the_host_prefix_once_a_token(
     with pair.engine("plain", link=link, resident_layers=resident) as engine:
         assert engine.runtime.needs.recent(20, new) == (0, BLOCK)
         monkeypatch.setattr(decoding.planning.needs, "BOUNDARY_BLOCK", SHORT_BLOCK)
-        assert len(list(engine.generate(PROMPT[:20], new))) == new
+        assert len(list(engine.generate(PROMPT[:20], new, GREEDY))) == new
         # by the pass for each token but the first
         written = [(20 + index) // SHORT_BLOCK * SHORT_BLOCK for index in range(new - 1)]
         streamed = sum(written)
@@ -113,7 +113,7 @@ def test_only_the_target_uses_the_link_and_once_a_pass(
 ) -> None:
     prompt = PROMPT * 3  # past the block of the modes that have one of 256
     with pair.engine(mode, link=link, resident_layers=1, **SMALL) as engine:
-        list(engine.generate(prompt, 60, Sampling(1.0)))
+        list(engine.generate(prompt, 60, Sampling(1.0, top_p=1)))
         wanted = [
             2 * token_bytes(engine) * boundary(engine, length, 60) for length in passes.lengths
         ]
@@ -143,7 +143,7 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
         with pair.engine(mode, resident_layers=1, **choices) as engine:
             assert engine.runtime.needs.recent(len(PROMPT), 40) == (4, 8)
             passes.lengths, passes._before = [], []
-            list(engine.generate(PROMPT, 40, Sampling(1.0)))
+            list(engine.generate(PROMPT, 40, Sampling(1.0, top_p=1)))
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
                 by_length.setdefault(length, set()).add(streamed)
             assert engine.stats.retrieval is not None
@@ -180,7 +180,7 @@ def test_the_plan_asks_for_what_the_session_allocates(
 
     monkeypatch.setattr(decoding.planning.fit, "plan_memory", noted)
     with pair.engine("hierarchical", resident_layers=1, policy=policy, **SMALL) as engine:
-        next(engine.generate(PROMPT, new, Sampling(1.0)))
+        next(engine.generate(PROMPT, new, Sampling(1.0, top_p=1)))
         layout = engine.runtime.target.config.kv_layout(1, engine.runtime.dtype)
         levels, middle = engine.stats.levels, engine.stats.retrieval
         target = levels[0].cache
@@ -204,7 +204,7 @@ def test_the_plan_asks_for_what_the_session_allocates(
 @pytest.mark.parametrize("mode", MODES)
 def test_a_text_that_fits_the_device_leaves_the_link_alone(mode: str, pair: Pair) -> None:
     with pair.engine(mode, **SMALL) as engine:
-        list(engine.generate(PROMPT, 40))
+        list(engine.generate(PROMPT, 40, GREEDY))
         assert engine.stats.plan is not None
         assert engine.stats.plan.resident_layers == 3
         assert engine.stats.link_bytes_per_token == engine.stats.prefill_link_out == 0
@@ -213,7 +213,7 @@ def test_a_text_that_fits_the_device_leaves_the_link_alone(mode: str, pair: Pair
 @pytest.mark.parametrize("mode", MODES)
 def test_the_levels_account_for_every_token(mode: str, pair: Pair) -> None:
     with pair.engine(mode, lookup=0, **SMALL) as engine:  # every level a model
-        text = list(engine.generate(PROMPT, 70, Sampling(1.0)))
+        text = list(engine.generate(PROMPT, 70, Sampling(1.0, top_p=1)))
         stats, levels = engine.stats, engine.stats.levels
         top = levels[0].stats
         assert stats.new_tokens == len(text) == 70
@@ -244,7 +244,7 @@ def test_a_draft_that_is_the_target_is_always_right(
     with Pair(folder, folder).engine(
         mode, budget=300, window=300, draft_length=6, inner_length=3
     ) as engine:
-        list(engine.generate(PROMPT, 200, Sampling(1.0)))
+        list(engine.generate(PROMPT, 200, Sampling(1.0, top_p=1)))
         assert list(engine.stats.acceptance.values()) == [1.0] * (len(engine.stats.levels) - 1)
         assert engine.stats.levels[0].stats.proposed > 150
 
@@ -253,9 +253,9 @@ def test_counts_start_anew_with_each_text(pair: Pair) -> None:
     with pair.engine("hierarchical", **SMALL) as engine:
         held = Process().memory_info().rss
         torch.ones(1 << 30, dtype=torch.uint8)  # a peak before the text
-        list(engine.generate(PROMPT, 30))
+        list(engine.generate(PROMPT, 30, GREEDY))
         first = engine.stats.as_dict()
-        list(engine.generate(PROMPT, 30))
+        list(engine.generate(PROMPT, 30, GREEDY))
         second = engine.stats.as_dict()
     # of this process, for here it is the device
     for peaks in (first.pop("peak_memory_bytes"), second.pop("peak_memory_bytes")):

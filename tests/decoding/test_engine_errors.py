@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from decoding import Sampling, Settings
+from decoding import GREEDY, Sampling, Settings
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.loading import parameter_bytes
 from support.engines import Pair
@@ -47,8 +47,8 @@ def test_a_text_that_makes_no_sense_is_refused(
 ) -> None:
     with pair.engine("hierarchical", context=100) as engine:
         with pytest.raises(DocumentError, match=message):
-            list(engine.generate(prompt, new))
-        assert len(list(engine.generate([1] * 96, 4))) == 4
+            list(engine.generate(prompt, new, GREEDY))
+        assert len(list(engine.generate([1] * 96, 4, GREEDY))) == 4
 
 
 def test_a_context_longer_than_the_model_is_refused(pair: Pair) -> None:
@@ -81,8 +81,8 @@ def test_a_prompt_that_gives_nan_fails_alone(
     with spoilt(folders, token, "target").engine(mode, budget=200, resident_layers=1) as engine:
         for _ in range(2):
             with pytest.raises(DocumentError, match="not numbers"):
-                list(engine.generate(bad, 25))
-            assert list(engine.generate(PROMPT, 25)) == want
+                list(engine.generate(bad, 25, GREEDY))
+            assert list(engine.generate(PROMPT, 25, GREEDY)) == want
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -96,7 +96,7 @@ def test_a_text_that_runs_into_nan_is_right_up_to_there(
         spoilt(folders, want[place], "target").engine(mode) as engine,
         pytest.raises(DocumentError, match="not numbers"),
     ):
-        found.extend(engine.generate(PROMPT, 40))  # keeps what came before the error
+        found.extend(engine.generate(PROMPT, 40, GREEDY))  # keeps what came before the error
     assert found == want[: len(found)]
     assert mode != "plain" or len(found) == place + 1
 
@@ -104,9 +104,9 @@ def test_a_text_that_runs_into_nan_is_right_up_to_there(
 def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: tuple[Path, Path]) -> None:
     with (
         spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine,
-        pytest.raises(DocumentError, match="not numbers"),
+        pytest.raises(DocumentError, match="the draft's logits are not numbers"),
     ):
-        list(engine.generate(PROMPT, 25))
+        list(engine.generate(PROMPT, 25, GREEDY))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -117,7 +117,7 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> 
         with pytest.raises(
             FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available"
         ) as caught:
-            list(engine.generate(PROMPT * 10, 20))
+            list(engine.generate(PROMPT * 10, 20, GREEDY))
         needed, available = (
             float(x) for x in re.findall(r"(\d\.\d+) GB (?:of device|are)", str(caught.value))
         )
@@ -127,7 +127,7 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> 
 def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pair) -> None:
     assert pair.draft is not None
     with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
-        list(engine.generate(PROMPT, 4))
+        list(engine.generate(PROMPT, 4, GREEDY))
         assert engine.stats.plan is not None
         room = (
             parameter_bytes(pair.target)
@@ -137,7 +137,7 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pa
     with pair.engine(
         "retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room
     ) as engine:
-        assert len(list(engine.generate(PROMPT, 4))) == 4
+        assert len(list(engine.generate(PROMPT, 4, GREEDY))) == 4
     larger = pair.engine(
         "retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room
     )
@@ -145,7 +145,7 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pa
         larger as engine,
         pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller `budget`"),
     ):
-        list(engine.generate(PROMPT, 4))
+        list(engine.generate(PROMPT, 4, GREEDY))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,10 +159,10 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
                 FitError,
                 match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available",
             ):
-                list(engine.generate(PROMPT, 20))
+                list(engine.generate(PROMPT, 20, GREEDY))
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
-        assert list(engine.generate(PROMPT, 20)) == pair.text("plain", PROMPT, 20)
+        assert list(engine.generate(PROMPT, 20, GREEDY)) == pair.text("plain", PROMPT, 20)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_arguments_of_another_kind_are_refused_in_a_line(
     with pair.engine("plain") as engine:
         with pytest.raises(DocumentError, match=reason):
             list(engine.generate(text, **more))
-        assert list(engine.generate(PROMPT, 5))  # and the engine is good for the next
+        assert list(engine.generate(PROMPT, 5, GREEDY))  # and the engine is good for the next
 
 
 @pytest.mark.parametrize(

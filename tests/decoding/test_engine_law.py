@@ -27,9 +27,9 @@ PROMPT = random_tokens(70, seed=2).tolist()
 CELLS = 5
 VOCAB = TINY["vocab_size"]
 SAMPLINGS = {
-    "full": Sampling(1.0, seed=1),
+    "full": Sampling(1.0, top_p=1, seed=1),
     "nucleus": Sampling(0.6, top_p=0.9, seed=1),
-    "top-k": Sampling(0.9, top_k=12, seed=1),
+    "top-k": Sampling(0.9, 12, 1, seed=1),
 }
 # lengths that adapt go by the clock, and give another text each time
 SMALL: dict[str, Any] = {

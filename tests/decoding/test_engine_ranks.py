@@ -15,7 +15,7 @@ from torch import Tensor
 
 import decoding.runtime
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Sampling
+from decoding import GREEDY, Engine, Sampling
 from offload.errors import DocumentError, FitError
 from offload.layers import ResidentLayer
 from parallel.group import Group
@@ -26,7 +26,7 @@ from support.models import random_tokens
 
 NEW = 24
 DEEP = 8
-FULL = Sampling(1.0, seed=3)
+FULL = Sampling(1.0, top_p=1, seed=3)
 PROMPT, OTHER, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 90, 2_000))
 SMALL = {
     "budget": 32,
@@ -99,10 +99,10 @@ def given_up(engine: Engine) -> list[list[int]]:
     """Texts behind others that were given up after some tokens, or were refused."""
     texts = []
     for count in (1, 2, 9):
-        for _ in islice(engine.generate(OTHER, NEW), count):
+        for _ in islice(engine.generate(OTHER, NEW, GREEDY), count):
             pass
         with pytest.raises(DocumentError):
-            next(engine.generate([], NEW))
+            next(engine.generate([], NEW, GREEDY))
         texts.append(whole(engine))
     return texts
 
@@ -116,7 +116,8 @@ def plans_differ(pair: Pair) -> tuple[int, list[int]]:
         needed = parameter_bytes(pair.target) + engine.runtime.plan(len(LONG), NEW).device_bytes
     room = pair.group.all_gather(torch.tensor([needed])).tolist()[1]
     with pair.engine("hierarchical", device_memory=room, **choices) as engine:
-        return engine.runtime.plan(len(LONG), NEW).resident_layers, list(engine.generate(LONG, NEW))
+        text = list(engine.generate(LONG, NEW, GREEDY))
+        return engine.runtime.plan(len(LONG), NEW).resident_layers, text
 
 
 def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
@@ -168,14 +169,14 @@ def nan_in_one_text(pair: Pair) -> list[str | list[int]]:
     """A text, one with a token whose embedding becomes NaN, and the first again."""
     found: list[str | list[int]] = []
     with pair.engine("plain", **SMALL) as engine:
-        found.append(list(engine.generate(OTHER, 5)))
+        found.append(list(engine.generate(OTHER, 5, GREEDY)))
         spoilt = next(
             token for token in range(101) if token not in {*OTHER, *pair.group.broadcast(found[0])}
         )
         spoil(pair.target.embed, spoilt)
         for prompt in ([*OTHER, spoilt], OTHER):
             try:
-                found.append(list(engine.generate(prompt, 5)))
+                found.append(list(engine.generate(prompt, 5, GREEDY)))
             except DocumentError as error:
                 found.append(str(error))
     return found

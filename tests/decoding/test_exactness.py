@@ -10,7 +10,7 @@ import pytest
 
 import decoding.planning.needs
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from offload.selection import POLICIES
 from parallel.group import Group
 from support.engines import DEMO, Pair
@@ -54,7 +54,7 @@ def test_every_proposer_and_length_write_the_target_own_text(
     mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
 ) -> None:
     with pair.engine(mode, lookup=lookup, budget=300, refresh=9, **lengths, **LINKED) as engine:
-        assert list(engine.generate(prompt("typing"), NEW)) == plain
+        assert list(engine.generate(prompt("typing"), NEW, GREEDY)) == plain
         names = [level.name for level in engine.stats.levels]
         assert ("lookup" in names) == (lookup > 0)
         assert all(length is not None for length in engine.stats.draft_lengths.values())
@@ -65,7 +65,7 @@ def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
     alone = Pair(DEMO / "target", DEMO / "draft")
     alone.draft = None
     with alone.engine("speculative", **choices) as engine:
-        assert list(engine.generate(prompt("typing"), NEW)) == plain
+        assert list(engine.generate(prompt("typing"), NEW, GREEDY)) == plain
         assert [level.name for level in engine.stats.levels] == ["target", "lookup"]
         assert engine.stats.tokens_per_verification > 1
 
@@ -110,7 +110,7 @@ def split_draft(
     if group.rank:
         engine.follow()
         return [], draft.group.size if draft else 0
-    text = list(engine.generate(tokens, FEW))
+    text = list(engine.generate(tokens, FEW, GREEDY))
     engine.close()
     return text, draft.group.size if draft else 0
 

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.harness.ranks import run_ranks
+from decoding import GREEDY
 from parallel.group import Group
 from support.engines import Pair
 from support.families import OTHERS
@@ -54,7 +55,7 @@ def test_what_the_target_would_write_stands(checkpoint: Checkpoints, name: str) 
     pair = Pair(folder, folder)
     whole = {"budget": 4096, "window": 256, "draft_length": 6, "inner_length": 3}
     with pair.engine("hierarchical", **whole) as engine:
-        list(engine.generate(PROMPT, NEW))
+        list(engine.generate(PROMPT, NEW, GREEDY))
         assert engine.stats.acceptance == {"target": 1.0, "retrieval": 1.0}
 
 
@@ -66,7 +67,7 @@ def on_a_rank(folders: list[Path]) -> list[list[int]]:
             if group.rank:
                 engine.follow()
             else:
-                texts.append(list(engine.generate(PROMPT, NEW)))
+                texts.append(list(engine.generate(PROMPT, NEW, GREEDY)))
                 engine.close()
     return texts
 

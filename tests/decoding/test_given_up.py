@@ -14,7 +14,7 @@ from torch import Tensor
 
 import decoding.engine
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Sampling
+from decoding import GREEDY, Engine, Sampling
 from decoding.writing import Request
 from offload.errors import GivenUpError
 from parallel.group import Group
@@ -56,7 +56,7 @@ def given_up_after(layers: int, prompt: list[int]) -> tuple[Request, list[float]
     request = Request(
         prompt,
         NEW,
-        Sampling(),
+        GREEDY,
         progress=lambda done, total: shares.append(done / total),
         is_given_up=is_given_up,
     )
@@ -76,13 +76,13 @@ def give_up(engine: Engine, layers: int, prompt: list[int]) -> None:
 def test_no_layer_is_read_for_nobody(mode: str, layers: int, models: Pair) -> None:
     """Neither of a prompt nor of a later turn, and the next text is what it is alone."""
     with models.engine(mode, **CHUNKED) as engine:
-        expected = list(engine.generate(PROMPT, NEW))
+        expected = list(engine.generate(PROMPT, NEW, GREEDY))
         give_up(engine, layers, LONG)
-        assert list(engine.generate(PROMPT, NEW)) == expected
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
         with engine.conversation(room=1000):
-            assert list(engine.generate(PROMPT, NEW)) == expected
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
             give_up(engine, layers, [*PROMPT, *expected, *LONG])
-            assert list(engine.generate(PROMPT, NEW)) == expected
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
 
 
 def test_two_ranks_give_up_together(folders: Folders) -> None:
@@ -96,7 +96,7 @@ def on_a_rank(folders: Folders) -> tuple[list[int], list[list[int]]]:
         if group.rank:
             engine.follow()
             return [], []
-        expected = list(engine.generate(PROMPT, NEW))
+        expected = list(engine.generate(PROMPT, NEW, GREEDY))
         found = []
         with patch.object(decoding.engine, "KEEP_ALIVE_S", 0.001):
             with engine.conversation(room=1000):
@@ -104,20 +104,20 @@ def on_a_rank(folders: Folders) -> tuple[list[int], list[list[int]]]:
                     with engine.idle():  # before a text is open, and while one is
                         sleep(0.05)
                     give_up(engine, layers, LONG)
-                    found.append(list(engine.generate(PROMPT, NEW)))
+                    found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
                     with engine.idle():
                         sleep(0.05)
                     give_up(engine, layers, [*PROMPT, *found[-1], *LONG])
-                    found.append(list(engine.generate(PROMPT, NEW)))
+                    found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
             with engine.idle():
                 sleep(0.05)
-        found.append(list(engine.generate(PROMPT, NEW)))
+        found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         engine.close()
     return expected, found
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4)])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_p=1, seed=4)])
 def test_each_token_is_seen_with_its_logits(mode: str, sampling: Sampling, models: Pair) -> None:
     """One row for each, before it is yielded, and the row is the target's behind all before it."""
     rows: list[Tensor] = []

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.harness.ranks import run_ranks
+from decoding import GREEDY
 from parallel.group import Group
 from support.engines import DEMO, Pair
 from support.texts import LENGTHS, prompt
@@ -97,7 +98,7 @@ def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[li
             if group.rank:
                 engine.follow()
             else:
-                texts.append(list(engine.generate(tokens, new)))
+                texts.append(list(engine.generate(tokens, new, GREEDY)))
                 engine.close()
     return texts
 

@@ -25,7 +25,7 @@ import torch
 import decoding.keeping.identity
 import offload.kv_file
 from bench.harness.ranks import PRELOAD, run_ranks
-from decoding import Engine, Sampling, Settings
+from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.keeping.identity import Weights, digest_of
 from decoding.keeping.keeper import Keeper
 from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
@@ -47,7 +47,7 @@ FOLDERS = tuple[Path, Path]
 SMALL: dict[str, Any] = {**batches.SMALL, "prefill_chunk": 200}
 PROMPT = random_tokens(700, seed=1).tolist()
 QUESTIONS = [random_tokens(count, seed=count).tolist() for count in (5, 20, 35)]
-SAMPLED = Sampling(1.0, seed=5)
+SAMPLED = Sampling(1.0, top_p=1, seed=5)
 PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
 
 
@@ -75,7 +75,7 @@ def told(engine: Engine) -> Iterator[list[str]]:
     yield lines
 
 
-def answers(engine: Engine, sampling: Sampling | None = None) -> list[list[int]]:
+def answers(engine: Engine, sampling: Sampling = GREEDY) -> list[list[int]]:
     prompts = [[*PROMPT, *question] for question in QUESTIONS]
     return [list(engine.generate(prompt, NEW, sampling)) for prompt in prompts]
 
@@ -104,7 +104,7 @@ def test_answers_are_those_behind_what_was_read(
         # of the last, all but its own question
         assert engine.stats.loaded_tokens == len(PROMPT)
         assert engine.stats.traffic["target"].link_out < max(1, read)
-        list(engine.generate([*PROMPT, *QUESTIONS[0]], NEW))
+        list(engine.generate([*PROMPT, *QUESTIONS[0]], NEW, GREEDY))
         tokens = len(PROMPT) + len(QUESTIONS[0]) - LAST_ROWS  # that followers are to see
         assert engine.stats.loaded_tokens == tokens
 
@@ -138,14 +138,14 @@ def test_the_longest_beginning_is_found_token_by_token(models: Pair, kept: str) 
     with models.engine("plain", **SMALL) as engine:
         prompts = [PROMPT[:length] + [3] * 40 for length in (310, 500, 640)]
         prompts += [PROMPT[:200] + [4] * 200, [5, *PROMPT]]
-        wanted = [list(engine.generate(prompt, NEW)) for prompt in prompts]
+        wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
     with models.engine("plain", **SMALL, keep=kept) as engine:
-        list(engine.generate(PROMPT[:400], NEW))
-        list(engine.generate(PROMPT, NEW))
+        list(engine.generate(PROMPT[:400], NEW, GREEDY))
+        list(engine.generate(PROMPT, NEW, GREEDY))
         assert [each.manifest.tokens for each in prompts_in(kept)] == [700]  # it has the other one
         loaded = []
         for prompt, want in zip(prompts, wanted, strict=True):
-            assert list(engine.generate(prompt, NEW)) == want
+            assert list(engine.generate(prompt, NEW, GREEDY)) == want
             loaded.append(engine.stats.loaded_tokens)
         # too few in common, or none: read
         assert loaded == [310, 500, 640, 0, 0]
@@ -173,14 +173,14 @@ def damaged(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept: str) -> None:
     choices = {**SMALL, "link": link, "resident_layers": 1, "keep": kept}
     with models.engine("hierarchical", **choices) as engine, told(engine) as lines:
-        wanted = list(engine.generate(PROMPT, NEW, name="a book"))
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY, name="a book"))
         (prompt,) = prompts_in(kept)
         _, harm = list(damaged(prompt.folder))[which]
         harm()
-        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert engine.stats.loaded_tokens == 0
         assert "a book is damaged" in lines[0]
-        assert list(engine.generate(PROMPT, NEW)) == wanted  # it was kept again
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted  # it was kept again
         assert engine.stats.loaded_tokens
         assert len(lines) == 1
 
@@ -191,14 +191,14 @@ def test_what_cannot_be_found_is_kept_again(
     name: str, content: bytes | None, models: Pair, kept: str
 ) -> None:
     with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
-        wanted = list(engine.generate(PROMPT, NEW))
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY))
         (prompt,) = prompts_in(kept)
         if content is None:
             (prompt.folder / name).unlink()
         else:
             (prompt.folder / name).write_bytes(content)
         for loaded in (False, True):
-            assert list(engine.generate(PROMPT, NEW)) == wanted
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
             assert bool(engine.stats.loaded_tokens) == loaded
         assert len(lines) == 1
         assert "is damaged" in lines[0]
@@ -206,17 +206,17 @@ def test_what_cannot_be_found_is_kept_again(
 
 def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) -> None:
     with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
-        wanted = list(engine.generate(PROMPT, NEW))
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY))
         busy = OSError(errno.EMFILE, "Too many open files")
         with patch.object(offload.kv_file._Reader, "__call__", side_effect=busy):
-            assert list(engine.generate(PROMPT, NEW)) == wanted
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert engine.stats.loaded_tokens == 0
         assert "Too many open files" in lines[0]
-        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert engine.stats.loaded_tokens
         # a folder that is gone keeps nobody from reading
         shutil.rmtree(kept)
-        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "not kept: `keep`" in lines[1]
         assert "No such file" in lines[1]
 
@@ -227,7 +227,7 @@ def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
     (other / "manifest.json").write_text('{"name": "holiday"}')
     (Path(kept) / "notes.txt").write_text("notes")
     with models.engine("plain", **SMALL, keep=kept, keep_limit=400_000) as engine:
-        list(engine.generate(PROMPT, NEW))
+        list(engine.generate(PROMPT, NEW, GREEDY))
     assert (other / "manifest.json").exists()
     assert (Path(kept) / "notes.txt").exists()
 
@@ -275,41 +275,41 @@ def test_what_was_used_longest_ago_goes_first(models: Pair, kept: str) -> None:
     limited = models.engine("plain", **SMALL, keep=kept, keep_limit=2 * size)
     with limited as engine, told(engine) as lines:
         for name, text in zip("abc", texts, strict=False):
-            list(engine.generate(text, NEW, name=name))
+            list(engine.generate(text, NEW, GREEDY, name=name))
             time.sleep(0.02)  # files have times of their own
         assert [each.manifest.name for each in prompts_in(kept)] == ["b", "c"]
-        list(engine.generate(texts[1], NEW))
-        list(engine.generate(texts[3], NEW, name="d"))
+        list(engine.generate(texts[1], NEW, GREEDY))
+        list(engine.generate(texts[3], NEW, GREEDY, name="d"))
         assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
         assert not lines
-        list(engine.generate(PROMPT * 2, NEW))
+        list(engine.generate(PROMPT * 2, NEW, GREEDY))
         assert "more than `keep_limit`" in lines[0]
         assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
 
 
 def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None:
     with models.engine("plain", **SMALL) as engine:
-        wanted = list(engine.generate(PROMPT, NEW))
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY))
     full = OSError(errno.ENOSPC, "No space left on device")
     with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
         with patch.object(KVFile, "write", side_effect=full):
-            assert list(engine.generate(PROMPT, NEW)) == wanted
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "not kept" in lines[0]
         assert "No space left" in lines[0]
         usage = shutil.disk_usage(kept)
         with patch("shutil.disk_usage", return_value=usage._replace(free=1000)):
-            assert list(engine.generate(PROMPT, NEW)) == wanted
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "0.00 GB free" in lines[1]
         for trouble in (ValueError("odd"), MemoryError()):
             with patch.object(TieredCache, "excerpts", side_effect=trouble):
                 if isinstance(trouble, MemoryError):
-                    assert list(engine.generate(PROMPT, NEW)) == wanted
+                    assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
             with patch.object(KVFile, "write", side_effect=trouble):
-                assert list(engine.generate(PROMPT, NEW)) == wanted
+                assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert len(lines) == 5
         assert all("not kept" in line for line in lines)
         assert not [each for each in os.listdir(kept) if each.startswith(".writing")]
-        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
     assert len(prompts_in(kept)) == 1
 
 
@@ -359,9 +359,9 @@ def test_turns_go_on_while_the_text_is_written(
         prompt, wanted = PROMPT, list[list[int]]()
         for turn in turns:
             prompt = [*prompt, *turn]
-            wanted.append(list(engine.generate(prompt, NEW)))
+            wanted.append(list(engine.generate(prompt, NEW, GREEDY)))
             prompt = [*prompt, *wanted[-1]]
-        wanted.append(list(engine.generate(other, NEW)))
+        wanted.append(list(engine.generate(other, NEW, GREEDY)))
     with (
         slow_writes(0.05),
         models.engine(mode, **choices, keep=kept) as engine,
@@ -370,22 +370,22 @@ def test_turns_go_on_while_the_text_is_written(
         prompt, found = PROMPT, list[list[int]]()
         for turn in turns:
             prompt = [*prompt, *turn]
-            found.append(list(engine.generate(prompt, NEW)))
+            found.append(list(engine.generate(prompt, NEW, GREEDY)))
             prompt = [*prompt, *found[-1]]
-        found.append(list(engine.generate(other, NEW)))
+        found.append(list(engine.generate(other, NEW, GREEDY)))
     assert found == wanted
     # the first turn's is part of the last one's
     texts = sorted((each.tokens().tolist() for each in prompts_in(kept)), key=len)
     assert texts == [other, prompt[:-NEW]]
     assert all(whole(each, models) for each in prompts_in(kept))
     with models.engine(mode, **choices, keep=kept) as engine:
-        assert list(engine.generate(prompt[:-NEW], NEW)) == wanted[2]
+        assert list(engine.generate(prompt[:-NEW], NEW, GREEDY)) == wanted[2]
         assert engine.stats.loaded_tokens == len(prompt) - NEW - LAST_ROWS
 
 
 def test_a_text_given_up_is_kept_all_the_same(models: Pair, kept: str) -> None:
     with slow_writes(0.02), models.engine("plain", **SMALL, keep=kept) as engine:
-        assert list(islice(engine.generate(PROMPT, NEW), 1))
+        assert list(islice(engine.generate(PROMPT, NEW, GREEDY), 1))
     assert len(prompts_in(kept)) == 1
 
 
@@ -394,10 +394,10 @@ def test_texts_together_are_kept_too(early: bool, models: Pair, kept: str) -> No
     prompts = [[*random_tokens(400, seed=seed).tolist(), 7] for seed in range(3)]
     choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
     with models.engine("retrieval", **choices) as engine:
-        wanted = [list(engine.generate(prompt, NEW)) for prompt in prompts]
+        wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
     for turn in range(2):
         with models.engine("retrieval", **choices, keep=kept) as engine:
-            asked = [Request(prompt, NEW, Sampling()) for prompt in prompts]
+            asked = [Request(prompt, NEW, GREEDY) for prompt in prompts]
             texts = batches.written(engine, asked, 1 if early else 2, early)
             assert batches.tokens(texts) == wanted
             assert all(bool(text.stats.loaded_tokens) == bool(turn) for text in texts)
@@ -417,7 +417,7 @@ def read_for_ever(folders: FOLDERS, kept: str, seed: int) -> None:
     models = Pair(*folders)
     with models.engine("plain", **SMALL, keep=kept, keep_limit=2_000_000) as engine:
         for number in count(1000 * seed):
-            list(engine.generate(random_tokens(400, seed=number).tolist(), 2))
+            list(engine.generate(random_tokens(400, seed=number).tolist(), 2, GREEDY))
 
 
 def test_a_kill_leaves_whole_prompts_or_none(folders: FOLDERS, models: Pair, kept: str) -> None:
@@ -444,7 +444,7 @@ def test_a_kill_leaves_whole_prompts_or_none(folders: FOLDERS, models: Pair, kep
     assert left  # some were killed while they wrote
     assert seen
     with models.engine("plain", **SMALL, keep=kept) as engine:
-        list(engine.generate(prompts_in(kept)[-1].tokens().tolist(), NEW))
+        list(engine.generate(prompts_in(kept)[-1].tokens().tolist(), NEW, GREEDY))
         assert engine.stats.loaded_tokens
 
 
@@ -454,17 +454,17 @@ def test_what_is_no_number_is_not_kept(models: Pair, kept: str) -> None:
         good = weight.data.clone()
         weight.data[PROMPT[-1]] = float("nan")
         with pytest.raises(DocumentError):
-            list(engine.generate(PROMPT, NEW))
+            list(engine.generate(PROMPT, NEW, GREEDY))
         weight.data.copy_(good)
         assert not prompts_in(kept)
-        list(engine.generate(PROMPT, NEW))
+        list(engine.generate(PROMPT, NEW, GREEDY))
         assert len(prompts_in(kept)) == 1
 
 
 def test_an_interrupt_gives_up_what_is_being_written(models: Pair, kept: str) -> None:
     """Nothing reads the memory any more that the next text is given."""
     with models.engine("plain", **SMALL) as engine:
-        wanted = list(engine.generate(PROMPT, NEW))
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY))
     join, interrupts = Thread.join, iter([True])
 
     def interrupted(thread: Thread, timeout: float | None = None) -> None:
@@ -478,10 +478,10 @@ def test_an_interrupt_gives_up_what_is_being_written(models: Pair, kept: str) ->
             patch.object(Thread, "join", interrupted),
             pytest.raises(KeyboardInterrupt),
         ):
-            list(engine.generate(PROMPT, NEW))
+            list(engine.generate(PROMPT, NEW, GREEDY))
         assert not [each for each in threading.enumerate() if each.name == "keep"]
         assert not prompts_in(kept)
-        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert not lines
     assert len(prompts_in(kept)) == 1
 
@@ -514,7 +514,7 @@ def on_two_ranks(folders: FOLDERS, kept: str, how: str) -> tuple[list[list[int]]
             if rank:
                 engine.follow()
                 continue
-            found.append(list(engine.generate([*PROMPT, turn], NEW)))
+            found.append(list(engine.generate([*PROMPT, turn], NEW, GREEDY)))
             loaded.append((engine.stats.loaded_tokens, len(lines)))
             engine.close()
             loaded[-1] = (loaded[-1][0], len(lines))
@@ -539,7 +539,7 @@ def test_two_ranks_keep_as_one(
 ) -> None:
     (found, loaded), _ = run_ranks(2, on_two_ranks, folders, kept, how)
     with models.engine("plain", **SMALL) as engine:
-        assert found == [list(engine.generate([*PROMPT, turn], NEW)) for turn in range(3)]
+        assert found == [list(engine.generate([*PROMPT, turn], NEW, GREEDY)) for turn in range(3)]
     assert loaded == wanted
     (prompt,) = prompts_in(kept)
     assert prompt.manifest.ranks == 2

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from bench.harness.text import long_text
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from decoding.app.job import model_name
 from decoding.loading import load_tokenizer
 from decoding.prompt import Template
@@ -131,4 +131,4 @@ def test_logits_and_greedy_text_are_those_of_transformers(engine: Any, reference
     assert wanted.std() > 1
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
     engine.stop_tokens = frozenset()
-    assert list(engine.generate(tokens, NEW)) == text[0, TOKENS:].tolist()
+    assert list(engine.generate(tokens, NEW, GREEDY)) == text[0, TOKENS:].tolist()

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decoding import Engine, Sampling, Settings
+from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.pieces import pieces
 from offload.errors import DocumentError
 from parallel.group import Group
@@ -66,27 +66,27 @@ def test_pieces_are_shown_as_soon_as_they_are_whole(engine: Engine) -> None:
 def test_a_text_longer_than_the_context_loses_its_beginning(engine: Engine) -> None:
     text = "The sun was low over the hills, and nobody spoke. " * 20
     tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
-    written = "".join(engine.stream(text, 20, Sampling(0.7, seed=3)))
+    written = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
     assert engine.stats.dropped_tokens == len(tokens) - 80 > 100
     assert engine.stats.prompt_tokens == 80
-    new = list(engine.generate(tokens[-80:], 20, Sampling(0.7, seed=3)))
+    new = list(engine.generate(tokens[-80:], 20, Sampling(0.7, top_p=1, seed=3)))
     assert written == engine.tokenizer.decode(new, skip_special_tokens=True)
     assert engine.stats.dropped_tokens == 0
 
 
 def test_a_context_with_no_room_for_text_is_refused(engine: Engine) -> None:
     with pytest.raises(DocumentError, match="no room left"):
-        next(engine.stream("a text", 100))
+        next(engine.stream("a text", 100, GREEDY))
 
 
 def test_what_looks_like_a_special_token_is_plain_text(engine: Engine) -> None:
     text = "It ends with </s> and begins with <s> again"
     tokens = engine.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
     assert not {0, 1} & set(tokens)
-    assert list(engine.generate(text, 8)) == list(engine.generate(tokens, 8))
+    assert list(engine.generate(text, 8, GREEDY)) == list(engine.generate(tokens, 8, GREEDY))
     assert engine.stats.prompt_tokens == len(tokens)
-    assert "".join(engine.stream(text, 8)) == engine.tokenizer.decode(
-        list(engine.generate(text, 8)), skip_special_tokens=True
+    assert "".join(engine.stream(text, 8, GREEDY)) == engine.tokenizer.decode(
+        list(engine.generate(text, 8, GREEDY)), skip_special_tokens=True
     )
 
 
@@ -95,7 +95,7 @@ def test_a_message_is_asked_through_the_chat_template(
 ) -> None:
     template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
-    written = "".join(engine.stream("What is it?", 8, chat=True))
+    written = "".join(engine.stream("What is it?", 8, GREEDY, chat=True))
     parts = ("<s>user: ", "What is it?", "</s>bot:")
     asked = [
         token
@@ -104,14 +104,14 @@ def test_a_message_is_asked_through_the_chat_template(
     ]
     assert (asked[0], asked.count(1)) == (0, 1)  # the template's own special tokens
     assert written == engine.tokenizer.decode(
-        list(engine.generate(asked, 8)), skip_special_tokens=True
+        list(engine.generate(asked, 8, GREEDY)), skip_special_tokens=True
     )
     assert engine.stats.prompt_tokens == len(asked)
 
 
 def test_a_stream_given_up_leaves_the_engine_good(engine: Engine) -> None:
-    want = list(engine.stream("Once upon a time", 12))
-    given_up = engine.stream("Once upon a time", 12)
+    want = list(engine.stream("Once upon a time", 12, GREEDY))
+    given_up = engine.stream("Once upon a time", 12, GREEDY)
     assert next(given_up) == want[0]
     given_up.close()  # type: ignore[attr-defined]
-    assert list(engine.stream("Once upon a time", 12)) == want
+    assert list(engine.stream("Once upon a time", 12, GREEDY)) == want

@@ -24,7 +24,7 @@ from torch import Tensor
 import decoding.keeping.saving
 import parallel.graphs
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Sampling, Settings
+from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.lines import say_what_fits
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
@@ -74,7 +74,7 @@ def text(group: Group, mode: str, **choices: Any) -> list[int]:
     if group.rank:
         engine.follow()
         return []
-    tokens = list(engine.generate(PROMPT, NEW))
+    tokens = list(engine.generate(PROMPT, NEW, GREEDY))
     engine.close()
     return tokens
 
@@ -102,7 +102,7 @@ def test_identical_texts_are_those_of_plain_decoding() -> None:
     found = []
     for way in ways:
         engine = opened(group, identical=True, dtype="bfloat16", **way)
-        found.append(list(engine.generate(PROMPT, NEW, Sampling(0.8, seed=2))))
+        found.append(list(engine.generate(PROMPT, NEW, Sampling(0.8, top_p=1, seed=2))))
         engine.close()
     assert all(each == found[0] for each in found)
 
@@ -119,7 +119,7 @@ def test_recorded_passes_write_the_same(
     for graphs in (True, False):
         engine = opened(group, mode, graphs=graphs, **choices)
         for _ in range(2 if graphs else 1):  # the second text records anew
-            assert list(engine.generate(PROMPT, NEW)) == wanted
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
             if graphs:
                 assert engine.stats.fixed_shapes is not None
                 assert engine.stats.fixed_shapes["replayed"] > 0
@@ -148,18 +148,18 @@ def test_a_conversation_goes_on_over_tiers_and_recordings(
     asked = []
     with engine.conversation(room=60):
         for tokens in (PROMPT, PROMPT[:250] + PROMPT[:90], PROMPT[:250] + PROMPT[90:100]):
-            asked.append((tokens, list(engine.generate(tokens, NEW))))
+            asked.append((tokens, list(engine.generate(tokens, NEW, GREEDY))))
         assert engine.stats.reused_tokens == 250
         (session,) = engine.sessions.lockstep.texts
         session.turn_tokens = 70
         longer = PROMPT + PROMPT[:150]
         monkeypatch.setattr(engine._conversation, "_token_s", 1e9)
-        asked.append((longer, list(engine.generate(longer, NEW))))
+        asked.append((longer, list(engine.generate(longer, NEW, GREEDY))))
         assert engine.stats.reused_tokens == 250
         assert session.capacity > 400
     if dtype == "float32":
         assert [text for _, text in asked] == [
-            list(engine.generate(tokens, NEW)) for tokens, _ in asked
+            list(engine.generate(tokens, NEW, GREEDY)) for tokens, _ in asked
         ]
     engine.close()
 
@@ -188,7 +188,7 @@ def test_what_is_kept_is_what_was_computed(
         engine = opened(group, mode, dtype=dtype, graphs=True, keep=str(tmp_path), **fixed)
         assert engine.sessions.keeper is not None
         engine.sessions.keeper.warn = pytest.fail
-        texts.append(list(engine.generate(PROMPT, NEW)))
+        texts.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         loaded = engine.stats.loaded_tokens
         engine.close()
     assert loaded == len(PROMPT) - LAST_ROWS
@@ -241,7 +241,7 @@ def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
     engine = opened(
         Group(device=torch.device("cuda", 0)), mode, resident_layers=resident, graphs=False
     )
-    text = engine.generate(PROMPT, NEW)
+    text = engine.generate(PROMPT, NEW, GREEDY)
     tokens = [next(text)]
     gpu.waits.clear()
     while engine.stats.new_tokens < NEW:
@@ -263,7 +263,7 @@ def test_slices_are_cut_and_joined_on_a_gpu(sliced: int | None) -> None:
     group = Group(device=torch.device("cuda", 0))
     choices: dict[str, Any] = {"resident_layers": 1, "draft_length": 5, "inner_length": 2}
     engine = opened(group, "sliced-hierarchical", dtype="bfloat16", sliced_layers=sliced, **choices)
-    assert len(list(engine.generate(PROMPT, NEW))) == NEW
+    assert len(list(engine.generate(PROMPT, NEW, GREEDY))) == NEW
     stats = engine.stats
     assert stats.acceptance["target"] is not None
     assert stats.acceptance["target"] > 0.6
@@ -311,12 +311,12 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(
     engine = opened(Group(device=torch.device("cuda", 0)), "plain", resident_layers=2)
     gc.disable()  # what only a collection frees is still there when the next text is planned
     try:
-        texts = [list(engine.generate(PROMPT, NEW))]
+        texts = [list(engine.generate(PROMPT, NEW, GREEDY))]
         peaks = [engine.stats.peaks]
         monkeypatch.setattr(Attention, "forward", failing(layer, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            list(engine.generate(PROMPT, NEW))
-        texts.append(list(engine.generate(PROMPT, NEW)))
+            list(engine.generate(PROMPT, NEW, GREEDY))
+        texts.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         peaks.append(engine.stats.peaks)
     finally:
         gc.enable()
@@ -335,8 +335,8 @@ def test_a_gpu_that_is_full_fails_one_text(
         Attention, "forward", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory."))
     )
     with pytest.raises(FitError, match="out of memory"):
-        list(engine.generate(PROMPT, NEW))
-    assert list(engine.generate(PROMPT, NEW)) == wanted
+        list(engine.generate(PROMPT, NEW, GREEDY))
+    assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
     engine.close()
 
 
@@ -344,7 +344,7 @@ def test_what_others_have_is_not_planned_with() -> None:
     device = torch.device("cuda", 0)
     engine = opened(Group(device=device), "plain", device_memory=1 << 50)
     free = engine.runtime.link.device_available()
-    next(engine.generate(PROMPT, NEW))
+    next(engine.generate(PROMPT, NEW, GREEDY))
     assert engine.stats.plan is not None
     assert engine.stats.plan.device_bytes <= 0.9 * free
     engine.close()

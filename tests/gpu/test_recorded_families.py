@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import parallel.graphs
+from decoding import GREEDY
 from parallel.group import Group
 from support.engines import Pair
 from support.families import OTHERS
@@ -30,7 +31,7 @@ def test_recorded_passes_write_what_a_cpu_writes(
     wanted = Pair(folder, folder).text("plain", PROMPT, NEW)
     pair = Pair(folder, folder, Group(device=torch.device("cuda", 0)))
     with pair.engine("hierarchical", inner_length=2, graphs=True, **CHOICES) as engine:
-        assert list(engine.generate(PROMPT, NEW)) == wanted
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         shapes = engine.stats.fixed_shapes
         assert shapes is not None
         assert shapes["replayed"] > 0

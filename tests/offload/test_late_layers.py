@@ -124,7 +124,7 @@ def test_the_engine_spends_on_layers_what_hidden_states_took(
         checkpoint(seed=1, num_hidden_layers=1),
     )
     assert models.draft is not None
-    prompt, new, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0)
+    prompt, new, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0, top_p=1)
     more = {
         "budget": 64,
         "chunk_size": 4,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import parallel.graphs
 from bench.harness.ranks import run_ranks
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from offload.streaming import StreamingCache
 from offload.streaming_shape import StreamingShape
 from parallel.graphs import GraphRunner, Recorder, graphs_work
@@ -250,7 +250,7 @@ def test_every_level_proposes_the_same(
     runs = []
     for graphs in (True, False):
         with demo.engine(mode, graphs=graphs, **choices) as engine:
-            text = list(engine.generate(prompt("typing"), 20))
+            text = list(engine.generate(prompt("typing"), 20, GREEDY))
             kinds = engine.stats.as_dict()["fixed_shapes"]
             if graphs:
                 assert kinds["replayed"] > 0
@@ -295,7 +295,7 @@ def text_of(
     if group.rank:
         engine.follow()
         return [], graphs_work(group), None
-    text = list(engine.generate(tokens, FEW))
+    text = list(engine.generate(tokens, FEW, GREEDY))
     engine.close()
     return text, graphs_work(group), engine.stats.fixed_shapes
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from decoding import Engine, Sampling, Settings
+from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.keeping.keeper import Identity
 from decoding.runtime import Runtime
 from parallel.group import Group
@@ -64,7 +64,7 @@ class Pair:
         mode: str,
         prompt: Sequence[int],
         new: int,
-        sampling: Sampling | None = None,
+        sampling: Sampling = GREEDY,
         **choices: Any,
     ) -> list[int]:
         """What an engine of its own writes behind the prompt; [] on ranks other than 0."""

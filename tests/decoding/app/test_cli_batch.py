@@ -15,7 +15,7 @@ import torch
 
 from decoding.app.job import Job, model_digest, model_name
 from decoding.app.terminal import printable
-from decoding.speculation.sampling import Sampling
+from decoding.speculation.sampling import GREEDY
 from offload.errors import TierForceError
 from parallel.environment import Place, ignored_variables, place_of
 from parallel.model import Llama
@@ -280,7 +280,7 @@ def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Pa
     assert model_name("someone/model") == "someone/model"
     with pytest.raises(TierForceError, match="No such file"):
         model_digest(tmp_path / "missing")
-    job = Job("m", None, "w", "i", 8, None, "auto", None, Sampling())
+    job = Job("m", None, "w", "i", 8, None, "auto", None, GREEDY)
     assert job.digest("half a pair: \ud800") != job.digest("half a pair: \ud801")
 
 

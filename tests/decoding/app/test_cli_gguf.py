@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from decoding.app.job import model_digest, model_name
 from support.commands import DRAFT, MODELS, STEADY, TARGET, forked, records, refused
 from support.gguf import convert
@@ -45,7 +45,7 @@ def test_from_python(files: tuple[Path, Path]) -> None:
     texts = []
     for model, draft in (files, (TARGET, DRAFT)):
         engine = Engine.from_pretrained(model, draft, Settings(dtype="float32"), device="cpu")
-        texts.append("".join(engine.stream(PROMPT, 16)))
+        texts.append("".join(engine.stream(PROMPT, 16, GREEDY)))
         assert engine.stop_tokens == {1}
         engine.close()
     assert texts[0] == texts[1] != ""

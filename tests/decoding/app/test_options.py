@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from decoding.app.commands import summarize
-from decoding.app.options import as_flags, described
+from decoding import Engine, Sampling
+from decoding.app.commands import generate, summarize
+from decoding.app.options import JobOptions, as_flags, described
 from decoding.app.options_page import page
+from decoding.chat import Chat
 from decoding.option import MAIN, PYTHON, about, options_of
 from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
@@ -63,6 +65,9 @@ def test_ten_options_come_first() -> None:
         ({"policy": "best"}, "`policy` best is not known: use attention, static"),
         ({"mode": 3}, "`mode` must be a text"),
         ({"graphs": 1}, "`graphs` must be true or false"),
+        ({"link": "pcie"}, "`link` pcie is not known: use auto"),
+        ({"link": "emulated:1e-6"}, "`link` emulated:1e-6 is not known: use auto"),
+        ({"rope": "linear:4"}, "`rope` linear:4 is not known: use yarn:FACTOR"),
         ({"budget": 4}, "`chunk_size` 8 is larger than `budget` 4"),
     ],
     ids=str,
@@ -89,3 +94,11 @@ def test_help_says_what_holds_by_default() -> None:
     info = described(Settings, "lookup")
     assert info.help.endswith("0 is off. By default 3 without a draft model, else off.")
     assert info.metavar == "TOKENS"
+
+
+def test_python_starts_where_the_command_line_does() -> None:
+    for call in (Engine.generate, Engine.stream, Chat):
+        default = inspect.signature(call).parameters["max_new_tokens"].default
+        assert default == options_of(JobOptions)["max_new_tokens"].default
+    for name, each in options_of(Sampling).items():
+        assert inspect.signature(generate).parameters[name].default == each.default

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decoding import Engine
+from decoding import GREEDY, Engine
 from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
 from decoding.planning.fit import affordable as affordable_with
@@ -174,14 +174,14 @@ def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(
 ) -> None:
     seen: list[bool] = []
     with pair.engine("hierarchical", link="emulated:50", resident_layers=1) as engine:
-        list(engine.generate(random_tokens(600).tolist(), 9))
+        list(engine.generate(random_tokens(600).tolist(), 9, GREEDY))
         assert engine.stats.retrieval is not None
         before = weakref.ref(engine.stats.retrieval)
         planned = Sessions.choose
         monkeypatch.setattr(
             Sessions, "choose", lambda *given: (seen.append(before() is None), planned(*given))[1]
         )
-        list(engine.generate(random_tokens(700).tolist(), 9))
+        list(engine.generate(random_tokens(700).tolist(), 9, GREEDY))
     assert seen == [True]
 
 
@@ -210,7 +210,7 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
         ) as engine:
             for attempt in (
                 lambda: engine.check(PROMPT, NEW),
-                lambda: list(engine.generate(random_tokens(PROMPT).tolist(), NEW)),
+                lambda: list(engine.generate(random_tokens(PROMPT).tolist(), NEW, GREEDY)),
             ):
                 with pytest.raises(FitError, match="GB are available"):
                     attempt()
@@ -234,7 +234,7 @@ def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) ->
     with pair.engine(
         "hierarchical", link="emulated:0.5", device_memory=memory, draft_length=8, prefill_chunk=256
     ) as engine:
-        assert [list(engine.generate(prompt, 40)) for prompt in prompts] == plain
+        assert [list(engine.generate(prompt, 40, GREEDY)) for prompt in prompts] == plain
         found = engine.stats.as_dict()
     assert found["budget"] in BUDGETS
     assert "ms/token predicted" in found["budget_because"]
@@ -243,11 +243,11 @@ def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) ->
 def test_a_budget_that_is_set_is_said_to_be(pair: Pair) -> None:
     with pair.engine("retrieval", budget=300) as engine:
         assert isinstance(engine, Engine)
-        list(engine.generate(random_tokens(700).tolist(), 5))
+        list(engine.generate(random_tokens(700).tolist(), 5, GREEDY))
         assert (engine.stats.as_dict()["budget"], engine.stats.as_dict()["budget_because"]) == (
             300,
             "set",
         )
     with pair.engine("plain") as engine:
-        list(engine.generate(random_tokens(70).tolist(), 5))
+        list(engine.generate(random_tokens(70).tolist(), 5, GREEDY))
         assert engine.stats.as_dict()["budget"] is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.harness.ranks import run_ranks
+from decoding import GREEDY
 from decoding.app.lines import opening
 from decoding.planning.choice import WayChooser
 from decoding.planning.counted_dtype import counted_dtype
@@ -163,7 +164,7 @@ def test_an_engine_goes_over_to_slices(pair: Pair) -> None:
         place = engine.check(len(DOCUMENT), 48)
         assert ", hierarchical or sliced-hierarchical, " in opening(engine, len(DOCUMENT), place)
         for _ in range(2):
-            assert len(list(engine.generate(DOCUMENT, 48))) == 48
+            assert len(list(engine.generate(DOCUMENT, 48, GREEDY))) == 48
             seen.append(engine.stats.as_dict())
     assert [each["mode"] for each in seen] == ["hierarchical", "sliced-hierarchical"]
     assert [each["sliced_layers"] for each in seen] == [0, 5]
@@ -178,7 +179,7 @@ def auto_on_two_ranks(folder: Path) -> None:
             engine.follow()
             return
         for mode in ("hierarchical", "sliced-hierarchical"):
-            assert len(list(engine.generate(DOCUMENT, 48))) == 48
+            assert len(list(engine.generate(DOCUMENT, 48, GREEDY))) == 48
             assert engine.stats.mode == mode
         engine.close()
     (folder / "done").touch()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoding.speculation.chance import Coupled
-from decoding.speculation.sampling import Sampling
+from decoding.speculation.sampling import GREEDY, Sampling
 from decoding.speculation.verify import Draft
 from offload.errors import DocumentError
 from support.laws import LIKELY, frequencies, p_value
@@ -16,7 +16,7 @@ from support.toys import VOCAB, Toy, go_on, nest, number
 
 CPU = torch.device("cpu")
 LENGTHS: list[list[int]] = [[1], [4], [1, 1], [4, 1], [2, 3], [3, 2, 2]]
-SAMPLINGS = [Sampling(1.0), Sampling(0.6, top_p=0.9), Sampling(2.0, top_k=3), Sampling()]
+SAMPLINGS = [Sampling(1.0, top_p=1), Sampling(0.6, top_p=0.9), Sampling(2.0, 3, 1), GREEDY]
 
 
 def strangers(levels: int) -> list[Toy]:

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from decoding import Sampling
+from decoding import GREEDY, Sampling
 from decoding.speculation.chance import Independent
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
@@ -30,7 +30,7 @@ from support.toys import (
     restart,
 )
 
-FULL = Sampling(1.0)
+FULL = Sampling(1.0, top_p=1)
 LENGTHS = [[1], [4], [1, 1], [4, 1], [2, 3], [4, 2], [3, 2, 2]]
 
 
@@ -94,7 +94,7 @@ def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [4, 2], [3, 2, 2]])
-@pytest.mark.parametrize("sampling", [FULL, Sampling(0.6, top_p=0.9), Sampling()])
+@pytest.mark.parametrize("sampling", [FULL, Sampling(0.6, top_p=0.9), GREEDY])
 def test_the_law_reported_for_a_token_is_the_model_law_there(
     lengths: list[int], sampling: Sampling
 ) -> None:
@@ -125,8 +125,8 @@ def test_a_level_that_drafts_with_its_own_model_is_never_corrected(lengths: list
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_greedy_text_is_the_target_own(lengths: list[int]) -> None:
     models = strangers(len(lengths) + 1)
-    want = go_on(nest(models[:1], [], Sampling(), generator()), 60)
-    assert go_on(nest(models, lengths, Sampling(), generator()), 60) == want
+    want = go_on(nest(models[:1], [], GREEDY, generator()), 60)
+    assert go_on(nest(models, lengths, GREEDY, generator()), 60) == want
     assert len(set(want)) == VOCAB
 
 

@@ -17,7 +17,7 @@ from decoding.speculation.verify import Draft
 from support.laws import BROKEN, LIKELY, frequencies, p_value
 from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart, trace
 
-NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0), Sampling(1.0, top_k=3)
+NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0, top_p=1), Sampling(1.0, 3, 1)
 TOKENS = 4
 TEXTS = 1_000  # planted errors are found from 800 on
 

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from decoding import Sampling
+from decoding import GREEDY, Sampling
 from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Autoregressive
 from decoding.speculation.lookup import Lookup
@@ -87,7 +87,7 @@ def test_nothing_found_is_nothing_proposed() -> None:
 
 
 def test_what_is_new_is_left_to_the_level_below() -> None:
-    model, sampling, text = Toy(0, 1.5), Sampling(1.0), Text(PROMPT)
+    model, sampling, text = Toy(0, 1.5), Sampling(1.0, top_p=1), Text(PROMPT)
     chance = chance_of(sampling, CPU, is_coupled=False)
     leaf = Autoregressive("leaf", model, HistoryCache(), text, sampling, chance)
     lookup = Lookup(text, 3, VOCAB, CPU, leaf)
@@ -111,7 +111,7 @@ def test_what_is_new_is_left_to_the_level_below() -> None:
 
 
 def test_a_text_that_repeats_itself_is_copied() -> None:
-    certain = Sampling()  # a greedy toy is soon in a loop
+    certain = GREEDY  # a greedy toy is soon in a loop
     decoder = nest([Toy(3, 20.0)], [8], certain, torch.Generator(), ngram=2)
     plain = nest([Toy(3, 20.0)], [], certain, torch.Generator())
     assert go_on(decoder, 200) == go_on(plain, 200)

@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decoding import Sampling
+from decoding import GREEDY, Sampling
 from decoding.speculation.sampling import draw
 from offload.errors import TierForceError
 from support.laws import LIKELY, frequencies, p_value
@@ -59,7 +59,7 @@ def test_top_p_is_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> N
 
 def test_top_k_keeps_ties() -> None:
     tied = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
-    assert (Sampling(temperature=1, top_k=2).law(tied) > 0).tolist() == [[True, True, True, False]]
+    assert (Sampling(1, top_k=2, top_p=1).law(tied) > 0).tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.9, 0.999])
@@ -89,14 +89,20 @@ def test_top_k_comes_before_top_p() -> None:
 
 
 def test_greedy_is_one_hot_at_the_greatest_logit() -> None:
-    law = Sampling().law(logits())
+    law = GREEDY.law(logits())
     assert torch.equal(law.argmax(1), logits().argmax(1))
     assert torch.equal(law.sort(1).values[:, -2:], torch.tensor([0.0, 1.0]).expand(len(law), 2))
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(1.0), Sampling(0.6, top_p=0.9), Sampling(1.0, 5), Sampling(1.0, 5, 0.9)],
+    [
+        GREEDY,
+        Sampling(1.0, top_p=1),
+        Sampling(0.6, top_p=0.9),
+        Sampling(1.0, 5, 1),
+        Sampling(1.0, 5, 0.9),
+    ],
 )
 def test_a_row_with_a_nan_stays_nan_and_spares_the_others(sampling: Sampling) -> None:
     spoilt = logits(3)
