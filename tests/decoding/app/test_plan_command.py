@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,16 @@ def test_tables_for_people(tmp_path: Path) -> None:
     assert "Fits 1x4090. Predicted, not measured" in done.out
     assert "a document of 99,488 tokens" in done.out
     assert "a token, plain" in done.out
+
+
+def test_a_terminal_without_a_width_hides_nothing(tmp_path: Path) -> None:
+    done = forked(tmp_path, "plan", "--model", str(DEMO / "target"), before=_no_width)
+    assert done.code == 0, done.err
+    assert "Predicted, not measured" in done.out
+
+
+def _no_width() -> None:
+    os.environ["COLUMNS"] = "0"
 
 
 @pytest.mark.parametrize(
