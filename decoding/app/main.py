@@ -23,7 +23,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    if os.environ.get("COLUMNS") == "0":  # of a terminal that has no width: rich would print nothing
+    if os.environ.get("COLUMNS") == "0":  # a terminal without a width: rich prints nothing
         del os.environ["COLUMNS"]
     sys.stderr = cast(Any, Unread(sys.stderr))
     code = 1

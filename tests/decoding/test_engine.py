@@ -77,7 +77,6 @@ def test_the_seed_makes_a_text(mode: str, pair: Pair) -> None:
         first, other, again = (
             list(engine.generate(PROMPT, 40, Sampling(1.0, top_p=1, seed=seed)))
             for seed in (1, 2, 1)
-            for seed in (1, 2, 1)
         )
     assert first == again
     assert first != other

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,7 +25,9 @@ import parallel.graphs
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.lines import say_what_fits
+from decoding.app.options import Common
 from decoding.speculation.decoders import Speculative
+from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import FitError, TierForceError
 from offload.fused import fused_kernels
 from offload.prefill import LAST_ROWS
@@ -280,7 +281,8 @@ def test_slices_without_kernels_are_warned_of(
     if gpu is None:
         pytest.skip("only a stand-in lacks them")
     engine = opened(Group(device=torch.device("cuda", 0)), "sliced", dtype="bfloat16")
-    say_what_fits(engine, None, SimpleNamespace(gpus=None, device="auto"))
+    common = Common(model="m", draft=None, settings=Settings(), sampling=SamplingOptions())
+    say_what_fits(engine, None, common)
     engine.close()
     said = capsys.readouterr().err
     assert "cannot be used here (RuntimeError: a stand-in compiles nothing): plain" in said

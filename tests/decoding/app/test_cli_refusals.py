@@ -42,7 +42,7 @@ OPTIONS = {
     "--mode x": "hierarchical",
     "--mode speculative": "--draft",
     "--link x": "emulated:RATE",
-    "--link emulated:0": "above 0 GB/s",
+    "--link emulated:0": "GB/s, at least 0.001",
     "--resident-layers 99": "6 layers",
     "--resident-layers -1": "0 or more",
     "--device x": "cuda",
