@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from offload.few_shapes import ROWS
 from offload.layout import ceil_div, shares
 from parallel.group import Pending
 
@@ -50,10 +51,13 @@ class Chunk:
 def in_chunks(x: Tensor, most: int) -> Iterator[Chunk]:
     """Yield all tokens of x (T, ...) in even chunks, of `most` at most.
 
-    Even, for the last rows are what followers of a cache see.
+    Even, for the last rows are what followers of a cache see. All but the last are whole units, so
+    that prompts of many lengths have few shapes: kernels are made for each.
     """
     start = 0
-    sizes = shares(len(x), ceil_div(len(x), most))
+    unit = 1 if most % ROWS else ROWS
+    sizes = [unit * each for each in shares(ceil_div(len(x), unit), ceil_div(len(x), most))]
+    sizes[-1] -= sum(sizes) - len(x)
     for part in x.split(sizes):
         yield Chunk(part, start)
         start += len(part)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offload.few_shapes import filled_up, is_compiled
 from offload.processor import multiplies_bfloat16
 from parallel.steady import in_blocks
 
@@ -14,6 +15,7 @@ _WIDENED_ROWS = 7  # with fewer, reading the weights is most of what there is to
 # x W^T of few rows is shared out badly over a CPU's threads: with a large weight it takes up to
 # twice as long as W x^T, which is the same. One thread alone is faster with the first.
 _FEW_ROWS, _LARGE_WEIGHT = 128, 1 << 19
+_EVEN_ROWS = 512  # where products are compiled for their number of rows: a multiple of it at once
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -26,12 +28,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.is_cpu and x.dtype == torch.bfloat16 and len(x) >= _WIDENED_ROWS:
-        return F.linear(x, weight, bias) if multiplies_bfloat16() else _widened(x, weight, bias)
+    many = x.is_cpu and len(x) >= _WIDENED_ROWS
+    if many and x.dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return _widened(x, weight, bias)
+    if is_compiled(x):
+        return _in_few_shapes(x, weight, bias)
     if x.is_cpu and x.dtype == torch.float32 and _is_shared_out_badly(x, weight):
         out = torch.mm(weight, x.t()).t().contiguous()
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
+
+
+def _in_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b, the rows behind a multiple of _EVEN_ROWS by themselves, and filled up."""
+    even = len(x) // _EVEN_ROWS * _EVEN_ROWS
+    last = filled_up(x[even:])
+    out = x.new_empty(even + len(last), len(weight))
+    for rows, place in ((x[:even], out[:even]), (last, out[even:])):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=place)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=place)
+    return out[: len(x)]
 
 
 def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:

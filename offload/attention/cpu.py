@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Backend, Partial, attend_causally, attend_folded, merge
+from offload.few_shapes import filled_up, is_compiled
 from offload.layout import ceil_div
 
 # torch's operator works through so many rows and keys at a time
@@ -37,6 +38,21 @@ class CpuKernels:
         self._pairs_rows = pairs_rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+        if not is_compiled(q):
+            return self._attend(q, k, v, causal)
+        filled = filled_up(q)
+        parts = []
+        prefix = len(k) - len(q) if causal else len(k)
+        if prefix:
+            parts.append(self._attend(filled, k[:prefix], v[:prefix], False))
+        if causal:  # what is filled up stands behind all rows, which do not see it
+            keys = filled_up(k[prefix:])
+            values = filled_up(v[prefix:])
+            parts.append(self._attend(filled, keys, values, True))
+        out, lse = merge(parts)
+        return out[: len(q)], lse[: len(q)]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         scores = len(q) * len(k)  # of a head
         if causal and scores <= _SMALL_MASK:
             return attend_causally(self.op, q, k, v)

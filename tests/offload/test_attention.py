@@ -89,6 +89,34 @@ def test_a_lone_row_may_have_a_twin(heads: tuple[int, int], rows: int, pairs_row
     agree(attend_with_mask(kernels.op, q, k, v, by_head), q, k, v, False, mask)
 
 
+@heads
+@pytest.mark.parametrize("rows", [65, 100, 128, 300])
+@pytest.mark.parametrize("prefix", [0, 7, 600])
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_rows_are_filled_up_behind_what_they_see(
+    heads: tuple[int, int], rows: int, prefix: int, causal: bool
+) -> None:
+    q, k, v = draw(rows, prefix + rows, heads, torch.bfloat16)
+    agree(partial_attention(q, k, v, causal), q, k, v, causal)
+
+
+def test_prompts_of_many_lengths_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def noting(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None
+    ) -> Partial:
+        seen.add((q.shape[2], k.shape[2]))
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    monkeypatch.setattr(cpu, "_flash", noting)
+    kernels = CpuKernels(pairs_rows=False)
+    for rows in range(65, 641, 3):
+        kernels.attend(*draw(rows, 512 + rows, (1, 1), torch.bfloat16), True)
+    sizes = range(128, 641, 64)
+    assert seen == {(size, 512) for size in sizes} | {(size, size) for size in sizes}
+
+
 def test_kernels_are_chosen_once() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert attention.backend("cpu", dtype) is attention.backend("cpu", dtype)

@@ -9,9 +9,25 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from parallel.prefill import Chunk, pipelined
+from offload.layout import ceil_div
+from parallel.prefill import Chunk, in_chunks, pipelined
 
 Event = tuple[str, int]
+
+
+@pytest.mark.parametrize("most", [45, 64, 256, 512])
+@pytest.mark.parametrize("tokens", [1, 44, 64, 500, 513, 1003, 5003])
+def test_chunks_are_even_and_all_but_the_last_whole_units(tokens: int, most: int) -> None:
+    x = torch.arange(tokens)
+    chunks = list(in_chunks(x, most))
+    assert torch.equal(torch.cat([chunk.x for chunk in chunks]), x)
+    assert [chunk.start for chunk in chunks] == [int(chunk.x[0]) for chunk in chunks]
+    sizes = [len(chunk.x) for chunk in chunks]
+    assert len(sizes) == ceil_div(tokens, most)
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) < 2 * 64
+    if most % 64 == 0:
+        assert not any(size % 64 for size in sizes[:-1])
 
 
 def noting(events: list[Event], names: str) -> list[Callable[[int], object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from parallel import products
 
@@ -47,6 +48,35 @@ def test_few_rows_the_other_way_round_are_the_product(
     torch.testing.assert_close(out, same, rtol=1e-5, atol=1e-4)
     if threads == 1 or rows in (1, 129) or shape == (7, 5):
         assert torch.equal(out, same)  # it is the ordinary one
+
+
+@pytest.mark.parametrize("rows", [65, 128, 500, 512, 1024, 1030])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_many_rows_in_few_shapes_are_the_product(
+    rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    x, weight = torch.randn(rows, 40).bfloat16(), torch.randn(30, 40).bfloat16()
+    bias = torch.randn(30).bfloat16() if has_bias else None
+    out = products.linear(x, weight, bias)
+    assert out.shape == (rows, 30)
+    same = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(out.float(), same, rtol=2**-7, atol=0.05)
+
+
+def test_numbers_of_rows_that_are_compiled_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def noting(rows: Tensor, weight: Tensor, out: Tensor) -> None:
+        seen.add(len(rows))
+        out.zero_()
+
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(torch, "mm", noting)
+    weight = torch.zeros(2, 3).bfloat16()
+    for rows in range(65, 2049):
+        products.linear(torch.zeros(rows, 3).bfloat16(), weight)
+    assert seen == {0, *range(64, 513, 64), 1024, 1536, 2048}
 
 
 def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
