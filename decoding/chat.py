@@ -10,6 +10,7 @@ from typing import Any
 from decoding.conversation import ROOM
 from decoding.engine import Engine
 from decoding.pieces import pieces
+from decoding.planning.defaults import NEW_TOKENS
 from decoding.prompt import parts_around, plain_tokens
 from decoding.speculation.sampling import Sampling
 from decoding.writing import Progress
@@ -54,7 +55,7 @@ class Chat:
     def __init__(
         self,
         engine: Engine,
-        max_new_tokens: int = 512,
+        max_new_tokens: int = NEW_TOKENS,
         sampling: Sampling | None = None,
         document: str | None = None,
         name: str = "",
@@ -64,7 +65,7 @@ class Chat:
         Args:
             engine: on rank 0.
             max_new_tokens: of an answer, at most.
-            sampling: the law of answers; by default `Sampling()`, as of the command line.
+            sampling: the law of answers; by default `Sampling()`, as on the command line.
             document: a text to talk about; of one too long for the context the end is dropped.
             name: what people call it, where it is kept on disk (`Settings.keep`).
         """

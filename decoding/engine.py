@@ -14,6 +14,7 @@ from decoding.conversation import ROOM, Conversation
 from decoding.lengths import Lengths
 from decoding.loading import load
 from decoding.pieces import pieces
+from decoding.planning.defaults import NEW_TOKENS
 from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.runtime import Runtime
@@ -107,7 +108,7 @@ class Engine:
     def stream(
         self,
         text: str,
-        max_new_tokens: int = 512,
+        max_new_tokens: int = NEW_TOKENS,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
         chat: bool = False,
@@ -121,7 +122,7 @@ class Engine:
         Args:
             text: the text to continue, in which nothing is taken for a special token.
             max_new_tokens: tokens to write at most.
-            sampling: the law they are drawn from; by default `Sampling()`, as of the command line.
+            sampling: the law they are drawn from; by default `Sampling()`, as on the command line.
             progress: called with units of prefill done, and in all.
             chat: ask the text as a user's message, through the tokenizer's chat template.
             name: what people call the text, where it is kept on disk (`Settings.keep`).
@@ -143,7 +144,7 @@ class Engine:
     def generate(
         self,
         prompt: str | Sequence[int],
-        max_new_tokens: int = 512,
+        max_new_tokens: int = NEW_TOKENS,
         sampling: Sampling | None = None,
         progress: Progress | None = None,
         name: str = "",
@@ -157,7 +158,7 @@ class Engine:
         Args:
             prompt: token ids, or a text, in which nothing is taken for a special token.
             max_new_tokens: tokens to write at most; with the prompt they must fit the context.
-            sampling: the law they are drawn from; by default `Sampling()`, as of the command line.
+            sampling: the law they are drawn from; by default `Sampling()`, as on the command line.
             progress: called with units of prefill done, and in all.
             name: what people call the text, where it is kept on disk (`Settings.keep`).
 

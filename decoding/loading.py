@@ -21,6 +21,7 @@ from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
 from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
+from offload.link_name import refuse_on_gpu
 from parallel.config import ModelConfig, token_ids
 from parallel.environment import place_of
 from parallel.errors import ConfigError
@@ -54,6 +55,7 @@ def load(
         leave_clocks_out()
     with group.together():
         mode = settings.resolved_mode(draft is not None)
+        refuse_on_gpu(settings.link, group.device.type)  # before weights are read
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:

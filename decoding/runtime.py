@@ -50,7 +50,7 @@ class Runtime:
     ) -> Runtime:
         """Put models to work in this mode, on a link and an arena of their own.
 
-        Raises TierForceError for an unknown link.
+        Raises TierForceError for a link that the device cannot have.
         """
         link = make_link(settings.link, target.group.device)
         arena = HostArena(link, target.embed.weight.dtype)

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.errors import TierForceError
 from offload.host_memory import allocate, host_available, process_peak
-from offload.link_name import emulated_rate
+from offload.link_name import emulated_rate, refuse_on_gpu
 
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
@@ -252,13 +251,12 @@ def make_link(spec: str, device: torch.device) -> Link:
     """Return the link that `spec` names.
 
     It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
-    Raises TierForceError for any other.
+    Raises TierForceError for any other, and as `refuse_on_gpu` does.
     """
     rate = emulated_rate(spec)
     if device.type == "cpu":
         return ViewLink(device) if rate is None else EmulatedLink(device, rate * 1e9)
-    if spec != "auto":
-        raise TierForceError(f"`link` {spec} is for a CPU: leave it out on {device.type}.")
+    refuse_on_gpu(spec, device.type)
     from offload.cuda_link import CudaLink
 
     return CudaLink(device)

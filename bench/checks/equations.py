@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 _PIECE = 16_384  # keys at a time
 
 # returns the keys and values (N, D) from one position to another of a layer
-Keys = Callable[[int, int], tuple[Tensor, Tensor]]
+KeysAndValues = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 class Equations:
@@ -48,7 +48,7 @@ class Equations:
         values = self._product(f"layers.{layer}.self_attn.v_proj", normed)
         return self._rotated(keys[:, None], positions)[:, 0], values
 
-    def layer(self, layer: int, hidden: Tensor, positions: Tensor, keys: Keys) -> Tensor:
+    def layer(self, layer: int, hidden: Tensor, positions: Tensor, keys: KeysAndValues) -> Tensor:
         """Return what leaves a layer (P, hidden), of what enters it at `positions` (P,)."""
         name = f"layers.{layer}"
         normed = self._norm(f"{name}.input_layernorm", hidden)
@@ -65,25 +65,25 @@ class Equations:
         """Return the logits (P, V) of what leaves the last layer."""
         return self._norm("norm", hidden) @ self._weights["lm_head.weight"].T
 
-    def _attended(self, queries: Tensor, positions: Tensor, keys: Keys) -> Tensor:
+    def _attended(self, queries: Tensor, positions: Tensor, keys: KeysAndValues) -> Tensor:
         """Attend with (P, H, D) to all keys up to each position; return (P, H * D).
 
         Piece by piece with a running maximum (Milakov and Gimelshein, arXiv 1805.02867).
         """
-        most = torch.full(queries.shape[:2], -torch.inf, dtype=torch.float64)
-        total = torch.zeros_like(most)
+        maximum = torch.full(queries.shape[:2], -torch.inf, dtype=torch.float64)
+        total = torch.zeros_like(maximum)
         out = torch.zeros_like(queries)
         for start, end in _pieces(int(positions.max()) + 1):
             k, v = keys(start, end)
             scores = queries @ k.double().T / self._width**0.5
             later = torch.arange(start, end) > positions[:, None]
             scores = scores.masked_fill(later[:, None], -torch.inf)
-            higher = torch.maximum(most, scores.amax(dim=2))
-            kept = torch.exp(most - higher).nan_to_num()  # nothing so far
-            weights = torch.exp(scores - higher[..., None]).nan_to_num()  # nor here
+            higher = torch.maximum(maximum, scores.amax(dim=2))
+            kept = torch.exp(maximum - higher)
+            weights = torch.exp(scores - higher[..., None])
             total = total * kept + weights.sum(dim=2)
             out = out * kept[..., None] + weights @ v.double()
-            most = higher
+            maximum = higher
         return (out / total[..., None]).flatten(1)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from decoding.app.options import Common, as_flags
 from decoding.app.terminal import say, warn
 from decoding.engine import Engine
 from decoding.planning.fit import ALONE, Sharing
+from decoding.settings import LEVELS
 from decoding.stats import Stats
 from offload.errors import FitError
 from offload.fused import fused_kernels
@@ -75,10 +76,10 @@ def doubts(engine: Engine, common: Common) -> list[str]:
         )
     if not engine.stop_tokens:
         lines.append(
-            f"{common.model} names no token that ends a text (eos_token_id): every text goes on to "
-            f"--max-new-tokens {common.max_new_tokens}."
+            f"{common.model} names no token that ends a text (eos_token_id): texts end only where "
+            "they have as many tokens as are asked for."
         )
-    if common.draft is not None and engine.runtime.draft is None:
+    if common.draft is not None and "draft" not in LEVELS[engine.runtime.mode]:
         lines.append(f"--draft {common.draft} has no part in --mode {engine.runtime.mode}.")
     return lines
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from decoding.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
-from decoding.planning.defaults import MAX_TEXTS
+from decoding.planning.defaults import MAX_TEXTS, NEW_TOKENS
 from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import TierForceError
@@ -81,7 +81,7 @@ class JobOptions:
         choices=DEVICES,
     )
     max_new_tokens: int = option(
-        "Most tokens to write for a text.", value=512, unit="tokens", at_least=1
+        "Most tokens to write for a text.", value=NEW_TOKENS, unit="tokens", at_least=1
     )
 
     def __post_init__(self) -> None:

@@ -24,8 +24,8 @@ _INTRODUCTION = """# Options
 
 `summarize`, `generate`, `chat`, `ask`, `read` and `serve` share the options of the first tables;
 what each command adds follows. From Python the same names, with underscores, are fields of
-`Settings` and of `Sampling`, with the same defaults. What is left out is chosen by the engine: from
-the models, the machine, and the texts before.
+`Settings` and of `Sampling`, or arguments of `Engine`, with the same defaults. What is left out is
+chosen by the engine: from the models, the machine, and the texts before.
 
 This page is generated: `python -m decoding.app.options_page > docs/options.md`. A test holds it to
 the code.

@@ -23,6 +23,7 @@ from decoding.planning.defaults import (
     INNER_ACCEPTANCE,
     INNER_DRAFT,
     MAX_TEXTS,
+    NEW_TOKENS,
 )
 from decoding.planning.fit import Sharing
 from decoding.planning.needs import TextNeeds, draft_ranks
@@ -48,7 +49,7 @@ def plan(
     draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
     context: Annotated[int | None, described(Settings, "context")] = None,
     rope: Annotated[str | None, described(Settings, "rope")] = None,
-    max_new_tokens: Annotated[int, described(JobOptions, "max_new_tokens")] = 512,
+    max_new_tokens: Annotated[int, described(JobOptions, "max_new_tokens")] = NEW_TOKENS,
     hardware: Annotated[
         str, typer.Option(help="2x4090, 1x4090, 2x3090, 1x5090, 1xA100-80, or a JSON file.")
     ] = "2x4090",

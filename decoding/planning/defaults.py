@@ -53,6 +53,11 @@ BOUNDARY_BLOCK = 256
 SLICED_RECENT = 64
 SLICED_BLOCK = 64
 
+# -- texts ----------------------------------------------------------------------------------------
+
+# Tokens that are written for a text, at most, where nobody says otherwise.
+NEW_TOKENS = 512
+
 # -- prefill ---------------------------------------------------------------------------------------
 
 # Bytes that the activations of one chunk may take, and tokens of a chunk at most: few enough to

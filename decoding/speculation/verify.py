@@ -48,20 +48,20 @@ def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[in
 def read(numbers: Tensor, *laws: Tensor) -> list[int]:
     """Return whole numbers (N,) from the device, after one wait.
 
-    The first of the laws is the model's own, the other one what was proposed was drawn from.
+    The first of the laws is the model's own, the other one that of the level which drafted.
     Raises DocumentError where one is not made of numbers, as the same wait tells.
     """
     # a sum with a NaN in it is one
     good = torch.stack([law.sum() for law in laws]).isfinite()
-    read = torch.cat((numbers, good.to(numbers.dtype))).tolist()
-    values, fine = read[: len(numbers)], read[len(numbers) :]
-    if not all(fine):
-        whose = "the model's" if not fine[0] else "the draft's"
+    values = torch.cat((numbers, good.to(numbers.dtype))).tolist()
+    own, *others = values[len(numbers) :]
+    if not all((own, *others)):
+        whose = "a draft was drawn from" if own else "the model computed"
         raise DocumentError(
-            f"{whose} logits are not numbers (NaN): its weights, or this text in its dtype, "
+            f"the logits that {whose} are not numbers (NaN): weights, or this text in their dtype, "
             "overflow."
         )
-    return values
+    return values[: len(numbers)]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

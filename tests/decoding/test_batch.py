@@ -175,7 +175,7 @@ def test_a_text_that_fails_leaves_the_others_alone(folders: tuple[Path, Path]) -
         assert alone(engine, asked) == want
     errors = [text.error for text in texts if text.error is not None]
     assert [str(error).split(":")[0][:25] for error in errors] == [
-        "the model's logits are no",
+        "the logits that the model",
         "the prompt is empty",
         "4090 prompt tokens and 20",
     ]

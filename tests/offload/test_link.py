@@ -15,6 +15,7 @@ import torch
 from offload.errors import FitError, TierForceError
 from offload.host_memory import host_available, process_peak
 from offload.link import EmulatedLink, Link, ViewLink, make_link
+from offload.link_name import refuse_on_gpu
 from offload.store import HostArena
 from support.links import CPU, make_test_link
 
@@ -109,6 +110,16 @@ def test_links_by_name() -> None:
 def test_names_of_no_link(spec: str) -> None:
     with pytest.raises(TierForceError, match=f"`link` {spec} is not known: use auto"):
         make_link(spec, CPU)
+
+
+def test_a_link_for_a_cpu_is_refused_on_a_gpu() -> None:
+    refuse_on_gpu("emulated:1", "cpu")
+    refuse_on_gpu("auto", "cuda")
+    for name in ("view", "emulated:1"):
+        with pytest.raises(TierForceError, match=f"`link` {name} is for a CPU: leave it out on"):
+            refuse_on_gpu(name, "cuda")
+        with pytest.raises(TierForceError, match="is for a CPU"):
+            make_link(name, torch.device("cuda"))
 
 
 def test_the_peak_is_what_came_and_went_since_the_last_call() -> None:

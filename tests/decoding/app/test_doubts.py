@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from decoding.app.lines import doubts
 from decoding.app.options import Common
 from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
+from support.commands import DRAFT, MODELS, forked
 from support.engines import Pair
 
 COMMON = Common(model="a", draft="b", settings=Settings(), sampling=SamplingOptions())
@@ -42,8 +42,14 @@ def test_what_cannot_be_meant_is_told(pair: Pair) -> None:
     vocab = pair.target.config.vocab
     with pair.engine("plain") as engine:
         engine.tokenizer = OtherTokenizer(vocab // 3)
-        engine.runtime = replace(engine.runtime, draft=None)
         other, endless, unused = doubts(engine, COMMON)
         assert f"a has {vocab:,} tokens, its tokenizer {vocab // 3:,}" in other
         assert "no token that ends a text" in endless
         assert unused == "--draft b has no part in --mode plain."
+
+
+def test_a_command_tells_its_doubts(tmp_path: Path) -> None:
+    prompt = ("--prompt", "It was", "--max-new-tokens", "1")
+    done = forked(tmp_path, "generate", *MODELS, *prompt, "--mode", "plain")
+    assert done.code == 0, done.err
+    assert f"warning: --draft {DRAFT} has no part in --mode plain." in done.err
