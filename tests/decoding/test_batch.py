@@ -25,7 +25,7 @@ from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.model import Llama
 from support.batches import MODES, SMALL, alone, requests, tokens, written
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.models import TINY
 
 PLACES: list[dict[str, Any]] = [
@@ -38,16 +38,6 @@ SIZES = [(90, 20), (7, 25), (140, 1), (33, 18), (61, 12)]
 FULL = Sampling(1.0, top_p=1, seed=4)
 
 
-@pytest.fixture(scope="module")
-def folders(checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
-    return checkpoint(max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def pair(folders: tuple[Path, Path]) -> Pair:
-    return Pair(*folders)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("sampling", "place"),
@@ -55,10 +45,10 @@ def pair(folders: tuple[Path, Path]) -> Pair:
     ids=["sampled", "greedy over a link", "sampled over a link", "sampled by views"],
 )
 def test_texts_at_once_are_those_alone(
-    mode: str, sampling: Sampling, place: dict[str, Any], pair: Pair
+    mode: str, sampling: Sampling, place: dict[str, Any], models: Pair
 ) -> None:
     asked = requests(sampling, SIZES)
-    with pair.engine(mode, **SMALL, **place) as engine:
+    with models.engine(mode, **SMALL, **place) as engine:
         want = alone(engine, asked)
         # how many go together is the batch's affair, and no level's
         for at_once in (1, 2, 3, 9) if (mode, place) == ("hierarchical", PLACES[1]) else (3,):
@@ -68,13 +58,13 @@ def test_texts_at_once_are_those_alone(
     assert len({token for text in want for token in text}) > 10
 
 
-def test_texts_of_lookup_and_of_stop_tokens(pair: Pair) -> None:
+def test_texts_of_lookup_and_of_stop_tokens(models: Pair) -> None:
     asked = requests(FULL, SIZES)
-    with pair.engine("hierarchical", **{**SMALL, "lookup": 1}) as engine:
+    with models.engine("hierarchical", **{**SMALL, "lookup": 1}) as engine:
         want = alone(engine, asked)
         assert tokens(written(engine, asked, 3)) == want
     stop = want[0][17]
-    with pair.engine("hierarchical", stop=[stop], **{**SMALL, "lookup": 1}) as engine:
+    with models.engine("hierarchical", stop=[stop], **{**SMALL, "lookup": 1}) as engine:
         texts = written(engine, asked, 3)
     for text, whole in zip(texts, want, strict=True):
         place = whole.index(stop) if stop in whole else len(whole)
@@ -102,42 +92,42 @@ class Counting:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_text_makes_the_passes_it_makes_alone(
-    mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, count = requests(FULL, SIZES)[:1], Counting(monkeypatch)
-    with pair.engine(mode, **SMALL) as engine:
+    with models.engine(mode, **SMALL) as engine:
         alone(engine, asked)
         passes = count.take()
         written(engine, asked, 4)
         assert count.take() == passes
-        assert engine.stats.levels[0].stats.passes <= len(passes[id(pair.target)])
+        assert engine.stats.levels[0].stats.passes <= len(passes[id(models.target)])
 
 
-def test_plain_texts_share_every_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_texts_share_every_pass(models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, count = requests(GREEDY, [(20, 30), (40, 30), (60, 30)]), Counting(monkeypatch)
-    with pair.engine("plain") as engine:
+    with models.engine("plain") as engine:
         written(engine, asked, 3)
     # the first token of each is prefill's; who comes later is alone for no pass
-    assert count.take() == {id(pair.target): [3] * 29}
+    assert count.take() == {id(models.target): [3] * 29}
 
 
 def test_texts_of_one_length_share_at_every_level(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, count = requests(FULL, [(90, 40), (120, 40), (150, 40)]), Counting(monkeypatch)
-    with pair.engine("hierarchical", **SMALL) as engine:
+    with models.engine("hierarchical", **SMALL) as engine:
         alone(engine, asked)
         apart = {model: len(rows) for model, rows in count.take().items()}
         texts = written(engine, asked, 3)
         shared = {model: len(rows) for model, rows in count.take().items()}
-    assert shared.keys() == apart.keys() == {id(pair.target), id(pair.draft)}
+    assert shared.keys() == apart.keys() == {id(models.target), id(models.draft)}
     for model, passes in shared.items():
         assert passes < 0.6 * apart[model]
     # the target's own passes: as many as the text has that takes most
     assert texts[0].stats.levels[0].name == "target"
 
 
-def test_a_text_joins_when_another_is_over(pair: Pair) -> None:
+def test_a_text_joins_when_another_is_over(models: Pair) -> None:
     """So no more are open at once than were asked for, and none waits for a whole batch."""
     taken: list[int] = []
 
@@ -147,7 +137,7 @@ def test_a_text_joins_when_another_is_over(pair: Pair) -> None:
             yield request
 
     over: list[tuple[int, list[int]]] = []
-    with pair.engine("plain") as engine:
+    with models.engine("plain") as engine:
         for text in engine.write(watched(), 2):
             assert len(engine.sessions.lockstep.texts) <= 2
             over.append((text.request.new, list(taken)))
@@ -155,7 +145,7 @@ def test_a_text_joins_when_another_is_over(pair: Pair) -> None:
     assert over == [(4, [0, 1]), (4, [0, 1, 2]), (4, [0, 1, 2, 3]), (40, [0, 1, 2, 3])]
 
 
-def test_a_text_that_fails_leaves_the_others_alone(folders: tuple[Path, Path]) -> None:
+def test_a_text_that_fails_leaves_the_others_alone(folders: Folders) -> None:
     asked = requests(GREEDY, SIZES)
     spoilt = Pair(*folders)
     whole = {**SMALL, "budget": 200}  # lest a draft strays onto what is spoilt
@@ -183,7 +173,7 @@ def test_a_text_that_fails_leaves_the_others_alone(folders: tuple[Path, Path]) -
     assert tokens([text for text in texts if text.error is None]) == want
 
 
-def test_texts_that_run_into_nan_amid_others(folders: tuple[Path, Path]) -> None:
+def test_texts_that_run_into_nan_amid_others(folders: Folders) -> None:
     asked = requests(GREEDY, [(9, 30), (7, 25), (12, 40)])
     spoilt = Pair(*folders)
     with spoilt.engine("plain") as engine:
@@ -203,10 +193,10 @@ def test_texts_that_run_into_nan_amid_others(folders: tuple[Path, Path]) -> None
 
 
 def test_memory_that_runs_out_together_does_alone(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = requests(FULL, SIZES)
-    with pair.engine("retrieval", **SMALL) as engine:
+    with models.engine("retrieval", **SMALL) as engine:
         want = alone(engine, asked)
         read, refused = Llama.read, list[int]()
 
@@ -229,13 +219,13 @@ def test_memory_that_runs_out_together_does_alone(
         assert not engine.sessions.lockstep.texts
 
 
-def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(pair: Pair) -> None:
+def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(models: Pair) -> None:
     def broken(done: int, total: int) -> None:
         raise OSError("no terminal")
 
     asked = requests(FULL, SIZES)
     asked[2] = replace(asked[2], progress=broken)
-    with pair.engine("hierarchical", **SMALL) as engine:
+    with models.engine("hierarchical", **SMALL) as engine:
         with pytest.raises(OSError, match="no terminal"):
             written(engine, asked, 3)
         assert not engine.sessions.lockstep.texts
@@ -244,7 +234,7 @@ def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(pair: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_caches_of_a_text_are_gone_before_another_is_opened(
-    mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caches: list[weakref.ref[Any]] = []
     alive: list[int] = []
@@ -258,7 +248,7 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
 
     monkeypatch.setattr(Sessions, "open", watched)
     asked = requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])
-    with pair.engine(mode, **SMALL) as engine:
+    with models.engine(mode, **SMALL) as engine:
         list(engine.generate(asked[0].prompt, 3, GREEDY))
         for text in engine.write(asked, 2):
             assert text.stats.as_dict()["passes"]
@@ -267,9 +257,9 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
     assert alive == [0, 0, levels, levels, levels]
 
 
-def test_giving_up_ends_all_texts(pair: Pair) -> None:
+def test_giving_up_ends_all_texts(models: Pair) -> None:
     asked = requests(FULL, SIZES)
-    with pair.engine("hierarchical", **SMALL) as engine:
+    with models.engine("hierarchical", **SMALL) as engine:
         want = alone(engine, asked)
         for _ in engine.write(asked, 3):
             with pytest.raises(TierForceError, match="one text at a time"):
@@ -281,13 +271,13 @@ def test_giving_up_ends_all_texts(pair: Pair) -> None:
 
 def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    pair, asked = Pair(deep, deep), requests(GREEDY, [(2000, 10)] * 4)
-    with pair.engine("plain", link="emulated:50", device_memory=10**9) as engine:
+    models, asked = Pair(deep, deep), requests(GREEDY, [(2000, 10)] * 4)
+    with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         want = alone(engine, asked)
         whole, weights = engine.check(2000, 10), engine.runtime.weight_bytes
     assert whole.resident_layers == 8
     limit = weights + 3 * (whole.device_bytes - 1)
-    with pair.engine("plain", link="emulated:50", device_memory=limit) as engine:
+    with models.engine("plain", link="emulated:50", device_memory=limit) as engine:
         assert engine.check(2000, 10) == whole
         texts = written(engine, asked, 3)
         assert tokens(texts) == want
@@ -303,12 +293,12 @@ def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., 
 
 def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    pair, asked = Pair(deep, deep), requests(GREEDY, [(100, 30), (3000, 10), (120, 20), (90, 9)])
-    with pair.engine("plain", device_memory=10**9) as engine:
+    models, asked = Pair(deep, deep), requests(GREEDY, [(100, 30), (3000, 10), (120, 20), (90, 9)])
+    with models.engine("plain", device_memory=10**9) as engine:
         want = alone(engine, asked)
         need, weights = engine.check(3000, 10).device_bytes, engine.runtime.weight_bytes
     choices = {"device_memory": weights + need + 1000, "resident_layers": 8}
-    with pair.engine("plain", **choices) as engine:
+    with models.engine("plain", **choices) as engine:
         texts = list(engine.write(asked, 3))
         assert len(engine.sessions._arenas) == 1
     assert [text.stats.texts_at_once for text in texts] == [3, 3, 3, 1]
@@ -317,14 +307,14 @@ def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..
     assert tokens(sorted(texts, key=lambda text: order[id(text.request)])) == want
 
 
-def on_a_rank(folders: tuple[Path, Path]) -> list[list[int]]:
-    pair, texts = Pair(*folders, Group.from_environment("cpu")), list[list[int]]()
+def on_a_rank(folders: Folders) -> list[list[int]]:
+    models, texts = Pair(*folders, Group.from_environment("cpu")), list[list[int]]()
     for mode in ("plain", "hierarchical"):
-        with pair.engine(mode, **SMALL, **PLACES[1]) as engine:
+        with models.engine(mode, **SMALL, **PLACES[1]) as engine:
             asked = requests(FULL, SIZES)
             asked.insert(2, Request([], 5, FULL))
             found = list(engine.write(asked, 3))
-            if pair.group.rank == 0:
+            if models.group.rank == 0:
                 order = {id(request): at for at, request in enumerate(asked)}
                 found.sort(key=lambda text: order[id(text.request)])
                 assert isinstance(found.pop(2).error, DocumentError)
@@ -334,10 +324,10 @@ def on_a_rank(folders: tuple[Path, Path]) -> list[list[int]]:
     return texts
 
 
-def test_two_ranks_write_what_one_writes(folders: tuple[Path, Path], pair: Pair) -> None:
+def test_two_ranks_write_what_one_writes(folders: Folders, models: Pair) -> None:
     want: list[list[int]] = []
     for mode in ("plain", "hierarchical"):
-        with pair.engine(mode, **SMALL) as engine:
+        with models.engine(mode, **SMALL) as engine:
             want += alone(engine, requests(FULL, SIZES))
             want.append(want[-len(SIZES)])
     found, nothing = run_ranks(2, on_a_rank, folders)

@@ -22,11 +22,10 @@ from offload.layout import ceil_div
 from parallel.group import Group
 from support import batches
 from support.batches import MODES
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.models import long_rope, random_tokens, rope
 
 NEW = 12
-FOLDERS = tuple[Path, Path]
 SMALL: dict[str, Any] = {**batches.SMALL, "refresh": None, "lookup": None, "prefill_chunk": 64}
 PROMPT = random_tokens(300, seed=1).tolist()
 # behind the answer: less than a pass takes, more than one, and more than is computed at once
@@ -35,16 +34,6 @@ TURNS = [random_tokens(count, seed=count).tolist() for count in (1, 20, 200)]
 RETURNS = [(330, 9), (310, 150), (299, 1), (70, 40), (0, 80)]
 RANKED = ["plain", "hierarchical"]
 Asked = list[tuple[list[int], list[int]]]  # prompts, and what was written behind them
-
-
-@pytest.fixture(scope="module")
-def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
-    return checkpoint(max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def models(folders: FOLDERS) -> Pair:
-    return Pair(*folders)
 
 
 def talk(engine: Engine, sampling: Sampling = GREEDY) -> Asked:
@@ -81,7 +70,7 @@ def test_turns_are_those_of_one_long_prompt(
 
 
 @pytest.mark.parametrize("mode", ["sliced", "sliced-retrieval", "sliced-hierarchical"])
-def test_so_are_nearly_all_in_16_bits(mode: str, folders: FOLDERS) -> None:
+def test_so_are_nearly_all_in_16_bits(mode: str, folders: Folders) -> None:
     """Passes of other widths round otherwise: at near-ties texts part."""
     models = Pair(*folders, dtype="bfloat16")
     with models.engine(mode, link="emulated:50", sliced_layers=1, **SMALL) as engine:
@@ -92,7 +81,7 @@ def test_so_are_nearly_all_in_16_bits(mode: str, folders: FOLDERS) -> None:
     assert sum(same) >= 0.7 * len(same)
 
 
-def test_packed_layers_change_nothing(folders: FOLDERS) -> None:
+def test_packed_layers_change_nothing(folders: Folders) -> None:
     models = Pair(*folders, dtype="bfloat16")
     choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
     with models.engine("plain", packed=True, **choices) as engine:
@@ -160,7 +149,7 @@ def test_a_stop_token_inside_a_round_ends_a_turn(models: Pair) -> None:
 @pytest.mark.parametrize("mode", [*MODES, "sliced-hierarchical"])
 @pytest.mark.parametrize("link", ["view", "emulated:50"])
 def test_a_text_that_outgrows_its_caches_gets_larger_ones(
-    mode: str, link: str, models: Pair, folders: FOLDERS
+    mode: str, link: str, models: Pair, folders: Folders
 ) -> None:
     sliced = "sliced" in mode
     if sliced:
@@ -347,7 +336,7 @@ def test_one_conversation_at_a_time(models: Pair) -> None:
         assert len(list(engine.generate(PROMPT, NEW, GREEDY))) == NEW
 
 
-def test_two_ranks_talk_as_one_does(folders: FOLDERS, models: Pair) -> None:
+def test_two_ranks_talk_as_one_does(folders: Folders, models: Pair) -> None:
     found = run_ranks(2, on_a_rank, folders)[0]
     with models.engine("plain") as engine:
         for mode in RANKED:
@@ -356,7 +345,7 @@ def test_two_ranks_talk_as_one_does(folders: FOLDERS, models: Pair) -> None:
         assert found["parts"] == list(engine.generate([*PROMPT, *TURNS[2]], NEW, GREEDY))
 
 
-def on_a_rank(folders: FOLDERS) -> dict[Any, Any]:
+def on_a_rank(folders: Folders) -> dict[Any, Any]:
     group = Group.from_environment("cpu")
     models = Pair(*folders, group)
     found: dict[Any, Any] = {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,22 +11,12 @@ import torch
 from decoding import GREEDY, Sampling, Settings
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.loading import parameter_bytes
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 PROMPT = random_tokens(90).tolist()
 VOCAB = 101
-
-
-@pytest.fixture(scope="module")
-def folders(checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
-    return checkpoint(max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def pair(folders: tuple[Path, Path]) -> Pair:
-    return Pair(*folders)
 
 
 @pytest.mark.parametrize(
@@ -43,38 +31,38 @@ def pair(folders: tuple[Path, Path]) -> Pair:
     ],
 )
 def test_a_text_that_makes_no_sense_is_refused(
-    prompt: list[int], new: int, message: str, pair: Pair
+    prompt: list[int], new: int, message: str, models: Pair
 ) -> None:
-    with pair.engine("hierarchical", context=100) as engine:
+    with models.engine("hierarchical", context=100) as engine:
         with pytest.raises(DocumentError, match=message):
             list(engine.generate(prompt, new, GREEDY))
         assert len(list(engine.generate([1] * 96, 4, GREEDY))) == 4
 
 
-def test_a_context_longer_than_the_model_is_refused(pair: Pair) -> None:
+def test_a_context_longer_than_the_model_is_refused(models: Pair) -> None:
     with (
         pytest.raises(TierForceError, match="4097 is more than the model's 4096"),
-        pair.engine("plain", context=4097),
+        models.engine("plain", context=4097),
     ):
         pass
 
 
-def spoilt(folders: tuple[Path, Path], token: int, where: str) -> Pair:
-    pair = Pair(*folders)
-    model = pair.target if where == "target" else pair.draft
+def spoilt(folders: Folders, token: int, where: str) -> Pair:
+    models = Pair(*folders)
+    model = models.target if where == "target" else models.draft
     assert model is not None
     assert not model.config.tied  # else its logits would be NaN everywhere
     with torch.inference_mode():
         model.embed.weight[token] = torch.nan
-    return pair
+    return models
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", [0, 50, 89], ids=["first", "amid", "last"])
 def test_a_prompt_that_gives_nan_fails_alone(
-    mode: str, place: int, folders: tuple[Path, Path], pair: Pair
+    mode: str, place: int, folders: Folders, models: Pair
 ) -> None:
-    want = pair.text("plain", PROMPT, 25)
+    want = models.text("plain", PROMPT, 25)
     token = next(token for token in range(VOCAB) if token not in {*PROMPT, *want})
     bad = [*PROMPT[:place], token, *PROMPT[place + 1 :]]
     # lest a draft strays onto it
@@ -87,9 +75,9 @@ def test_a_prompt_that_gives_nan_fails_alone(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_text_that_runs_into_nan_is_right_up_to_there(
-    mode: str, folders: tuple[Path, Path], pair: Pair
+    mode: str, folders: Folders, models: Pair
 ) -> None:
-    want = pair.text("plain", PROMPT, 40)
+    want = models.text("plain", PROMPT, 40)
     place = next(place for place in range(3, 40) if want[place] not in {*PROMPT, *want[:place]})
     found: list[int] = []
     with (
@@ -101,7 +89,7 @@ def test_a_text_that_runs_into_nan_is_right_up_to_there(
     assert mode != "plain" or len(found) == place + 1
 
 
-def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: tuple[Path, Path]) -> None:
+def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: Folders) -> None:
     with (
         spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine,
         pytest.raises(DocumentError, match="a draft was drawn from are not numbers"),
@@ -110,10 +98,10 @@ def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: tuple[Path, Path
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> None:
-    assert pair.draft is not None
-    weights = parameter_bytes(pair.target) + parameter_bytes(pair.draft)
-    with pair.engine(mode, device_memory=weights + 100_000) as engine:
+def test_a_device_too_small_is_told_with_both_figures(mode: str, models: Pair) -> None:
+    assert models.draft is not None
+    weights = parameter_bytes(models.target) + parameter_bytes(models.draft)
+    with models.engine(mode, device_memory=weights + 100_000) as engine:
         with pytest.raises(
             FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available"
         ) as caught:
@@ -124,21 +112,21 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, pair: Pair) -> 
         assert needed > available
 
 
-def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pair) -> None:
-    assert pair.draft is not None
-    with pair.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
+def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: Pair) -> None:
+    assert models.draft is not None
+    with models.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
         list(engine.generate(PROMPT, 4, GREEDY))
         assert engine.stats.plan is not None
         room = (
-            parameter_bytes(pair.target)
-            + parameter_bytes(pair.draft)
+            parameter_bytes(models.target)
+            + parameter_bytes(models.draft)
             + engine.stats.plan.device_bytes
         )
-    with pair.engine(
+    with models.engine(
         "retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room
     ) as engine:
         assert len(list(engine.generate(PROMPT, 4, GREEDY))) == 4
-    larger = pair.engine(
+    larger = models.engine(
         "retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room
     )
     with (
@@ -150,9 +138,9 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(pair: Pa
 
 @pytest.mark.parametrize("mode", MODES)
 def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
-    mode: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+    mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pair.engine(mode, resident_layers=0) as engine:
+    with models.engine(mode, resident_layers=0) as engine:
         with monkeypatch.context() as little:
             little.setattr("decoding.runtime.host_available", lambda: 10_000)
             with pytest.raises(
@@ -162,7 +150,7 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
                 list(engine.generate(PROMPT, 20, GREEDY))
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
-        assert list(engine.generate(PROMPT, 20, GREEDY)) == pair.text("plain", PROMPT, 20)
+        assert list(engine.generate(PROMPT, 20, GREEDY)) == models.text("plain", PROMPT, 20)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +169,9 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
     ],
 )
 def test_arguments_of_another_kind_are_refused_in_a_line(
-    text: Any, more: dict[str, Any], reason: str, pair: Pair
+    text: Any, more: dict[str, Any], reason: str, models: Pair
 ) -> None:
-    with pair.engine("plain") as engine:
+    with models.engine("plain") as engine:
         with pytest.raises(DocumentError, match=reason):
             list(engine.generate(text, **more))
         assert list(engine.generate(PROMPT, 5, GREEDY))  # and the engine is good for the next

@@ -18,7 +18,7 @@ from decoding import Sampling
 from decoding.writing import Request
 from offload.selection import POLICIES, Attention, ObservedRows
 from parallel.config import ModelConfig
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.laws import BROKEN, LIKELY, p_value
 from support.models import TINY, random_tokens, reference_logits
 
@@ -41,11 +41,10 @@ SMALL: dict[str, Any] = {
     "draft_length": 4,
     "inner_length": 2,
 }
-FOLDERS = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
+def folders(checkpoint: Callable[..., Path]) -> Folders:
     """A target of a layer on the device and one on the host, and a draft that knows nothing of
     it.
     """
@@ -55,7 +54,7 @@ def folders(checkpoint: Callable[..., Path]) -> FOLDERS:
     )
 
 
-def places(text: list[int], sampling: Sampling, folders: FOLDERS) -> Tensor:
+def places(text: list[int], sampling: Sampling, folders: Folders) -> Tensor:
     """Where each new token stands in its law, (N,): uniform in [0, 1] and independent if that is
     the target's.
 
@@ -86,7 +85,7 @@ def dtype_for(mode: str) -> str:
     return "bfloat16" if "sliced" in mode else "float32"
 
 
-def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choices: Any) -> float:
+def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **choices: Any) -> float:
     pair = Pair(*folders, dtype=dtype_for(mode))
     text = pair.text(mode, PROMPT, new, sampling, **{**SMALL, **choices})
     found = places(text, sampling, folders)
@@ -106,7 +105,7 @@ def likelihood(mode: str, sampling: Sampling, folders: FOLDERS, new: int, **choi
         ("hierarchical", "top-k"),
     ],
 )
-def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: FOLDERS) -> None:
+def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: Folders) -> None:
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500) > LIKELY
 
 
@@ -115,7 +114,7 @@ def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: F
     [("plain", "full"), ("hierarchical", "nucleus")],
 )
 def test_three_texts_at_once_follow_the_target_law(
-    mode: str, sampling: str, folders: FOLDERS
+    mode: str, sampling: str, folders: Folders
 ) -> None:
     """Each has noise of its own: their places are independent, and uniform together."""
     law = SAMPLINGS[sampling]
@@ -133,7 +132,7 @@ def test_three_texts_at_once_follow_the_target_law(
     [("plain", "full"), ("hierarchical", "nucleus"), ("sliced-hierarchical", "full")],
 )
 def test_a_turn_of_a_conversation_follows_the_target_law(
-    mode: str, sampling: str, folders: FOLDERS
+    mode: str, sampling: str, folders: Folders
 ) -> None:
     law, pair = SAMPLINGS[sampling], Pair(*folders, dtype=dtype_for(mode))
     with (
@@ -157,7 +156,7 @@ def test_a_turn_of_a_conversation_follows_the_target_law(
     ],
 )
 def test_a_long_text_follows_the_target_law_with_slices(
-    mode: str, sampling: str, sliced: int, folders: FOLDERS
+    mode: str, sampling: str, sliced: int, folders: Folders
 ) -> None:
     """In 16 bits: what rounding changes of a law, so few tokens do not tell."""
     chosen = {"sliced_layers": sliced, "link": "emulated:50", "lookup": 1}
@@ -168,7 +167,7 @@ def test_a_long_text_follows_the_target_law_with_slices(
     ("mode", "rows"), [("speculative", VOCAB - 30), ("hierarchical", VOCAB + 30)]
 )
 def test_a_long_text_follows_the_target_law_with_a_draft_of_other_rows(
-    mode: str, rows: int, folders: FOLDERS, checkpoint: Callable[..., Path]
+    mode: str, rows: int, folders: Folders, checkpoint: Callable[..., Path]
 ) -> None:
     draft = checkpoint(seed=1, num_hidden_layers=1, vocab_size=rows, max_position_embeddings=4096)
     sampling = SAMPLINGS["nucleus" if mode == "hierarchical" else "full"]
@@ -177,7 +176,7 @@ def test_a_long_text_follows_the_target_law_with_a_draft_of_other_rows(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_long_text_follows_the_target_law_whatever_is_selected(
-    policy: str, folders: FOLDERS
+    policy: str, folders: Folders
 ) -> None:
     choices = {"policy": policy, "budget": 64, "refresh": 1}
     assert likelihood("hierarchical", SAMPLINGS["full"], folders, 500, **choices) > LIKELY
@@ -185,7 +184,7 @@ def test_a_long_text_follows_the_target_law_whatever_is_selected(
 
 @pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
 def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
-    mode: str, folders: FOLDERS
+    mode: str, folders: Folders
 ) -> None:
     assert (
         likelihood(
@@ -203,7 +202,7 @@ def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical", "sliced-speculative"])
 def test_a_plain_redraw_is_found_out(
-    mode: str, folders: FOLDERS, monkeypatch: pytest.MonkeyPatch
+    mode: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding.speculation.verify, "residual", lambda p, q: p)
     # the latest chunks, for a good selection drafts too well for it to matter much

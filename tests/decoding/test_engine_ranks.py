@@ -21,7 +21,7 @@ from offload.layers import ResidentLayer
 from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.loading import parameter_bytes
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.models import random_tokens
 
 NEW = 24
@@ -39,13 +39,7 @@ SMALL = {
     "inner_length": 2,
 }
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-Folders = tuple[Path, Path]
 Report = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def folders(checkpoint: Callable[..., Path]) -> Folders:
-    return checkpoint(max_position_embeddings=4096), checkpoint(seed=1, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

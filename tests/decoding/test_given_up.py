@@ -19,12 +19,11 @@ from decoding.writing import Request
 from offload.errors import GivenUpError
 from parallel.group import Group
 from support.batches import MODES, SMALL
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.models import random_tokens
 
 NEW = 12
 LAYERS = 6
-Folders = tuple[Path, Path]
 PROMPT, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 900))
 CHUNKED: dict[str, Any] = {
     **SMALL,
@@ -38,11 +37,6 @@ CHUNKED: dict[str, Any] = {
 def folders(checkpoint: Callable[..., Path]) -> Folders:
     target = checkpoint(num_hidden_layers=LAYERS, max_position_embeddings=4096)
     return target, checkpoint(seed=1, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def models(folders: Folders) -> Pair:
-    return Pair(*folders)
 
 
 def given_up_after(layers: int, prompt: list[int]) -> tuple[Request, list[float]]:

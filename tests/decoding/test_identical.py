@@ -18,7 +18,7 @@ from offload.errors import TierForceError
 from offload.steady_shape import KEYS
 from parallel.group import Group
 from support.commands import TARGET, forked
-from support.engines import Pair
+from support.engines import Folders, Pair
 from support.families import OTHERS
 from support.models import random_tokens
 
@@ -42,7 +42,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "sliced": {"mode": "sliced", "resident_layers": 0, "sliced_layers": 2, **LINK},
     "all": {"mode": "sliced-hierarchical", "resident_layers": 0, "sliced_layers": 1, **LINK},
 }
-Folders = tuple[Path, Path]
 Text = tuple[list[int], Tensor]  # tokens, and the logits (N, V) that they were drawn from
 
 

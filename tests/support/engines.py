@@ -29,6 +29,8 @@ EVERY_LEVEL: dict[str, Any] = {
 }
 IDENTITY = Identity("0123", "a pair")  # where prompts are kept: each test in a folder of its own
 
+Folders = tuple[Path, Path]  # of a target and its draft
+
 
 class Pair:
     """A target and a draft on this rank; engines in any mode and with any settings share their

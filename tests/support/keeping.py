@@ -1,0 +1,41 @@
+"""Prompts that are kept on disk: what is asked behind them, and what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from decoding import GREEDY, Engine, Sampling
+from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
+from support import batches
+from support.models import random_tokens
+
+NEW = 12
+SMALL: dict[str, Any] = {**batches.SMALL, "prefill_chunk": 200}
+PROMPT = random_tokens(700, seed=1).tolist()
+QUESTIONS = [random_tokens(count, seed=count).tolist() for count in (5, 20, 35)]
+SAMPLED = Sampling(1.0, top_p=1, seed=5)
+PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
+
+
+@contextmanager
+def told(engine: Engine) -> Iterator[list[str]]:
+    """What an engine warns of."""
+    lines: list[str] = []
+    assert engine.sessions.keeper is not None
+    engine.sessions.keeper.warn = lines.append
+    yield lines
+
+
+def answers(engine: Engine, sampling: Sampling = GREEDY) -> list[list[int]]:
+    prompts = [[*PROMPT, *question] for question in QUESTIONS]
+    return [list(engine.generate(prompt, NEW, sampling)) for prompt in prompts]
+
+
+def prompts_in(folder: str) -> list[KeptPrompt]:
+    cache = PromptCache(Path(folder))
+    cache.make()
+    cache.tidy()
+    return cache.prompts()
