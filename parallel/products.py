@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offload.few_shapes import filled_up, is_compiled
 from offload.processor import multiplies_bfloat16
+from offload.steady_shape import WIDTH
 from parallel.steady import in_blocks
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
@@ -31,7 +32,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     many = x.is_cpu and len(x) >= _WIDENED_ROWS
     if many and x.dtype == torch.bfloat16 and not multiplies_bfloat16():
         return _widened(x, weight, bias)
-    if is_compiled(x):
+    if is_compiled(x, WIDTH):  # blocks of as many rows are one shape
         return _in_few_shapes(x, weight, bias)
     if x.is_cpu and x.dtype == torch.float32 and _is_shared_out_badly(x, weight):
         out = torch.mm(weight, x.t()).t().contiguous()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Backend, Partial, attend_causally, attend_folded, merge
-from offload.few_shapes import filled_up, is_compiled
+from offload.few_shapes import ROWS, filled_up, is_compiled
 from offload.layout import ceil_div
 
 # torch's operator works through so many rows and keys at a time
@@ -38,7 +38,7 @@ class CpuKernels:
         self._pairs_rows = pairs_rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-        if not is_compiled(q):
+        if not is_compiled(q, ROWS):
             return self._attend(q, k, v, causal)
         filled = filled_up(q)
         parts = []
