@@ -347,7 +347,9 @@ def test_characters_of_several_tokens_come_whole(server: Serving, tokenizer: Aut
 
 
 def test_comments_tell_how_far_it_is(server: Serving) -> None:
-    body = chat(messages=[{"role": "user", "content": STORY}], stream=True)
+    talk = [{"role": "user", "content": STORY}]
+    # long enough that its counts are told before it has ended
+    body = chat(messages=talk, stream=True, max_tokens=600, temperature=0)
     lines = server.ask(CHAT, body).splitlines()
     told = [json.loads(line[2:]) for line in lines if line.startswith(": {")]
     kinds = {next(iter(each)) for each in told}
