@@ -60,6 +60,7 @@ def plan(
     budget: Annotated[int | None, described(Settings, "budget", default=PREDICTED)] = None,
     resident_layers: Annotated[int | None, described(Settings, "resident_layers")] = None,
     sliced_layers: Annotated[int | None, described(Settings, "sliced_layers")] = None,
+    packed: Annotated[bool | None, described(Settings, "packed")] = None,
     draft_length: Annotated[
         int | None, described(Settings, "draft_length", default=PREDICTED)
     ] = None,
@@ -109,6 +110,7 @@ def plan(
         budget=budget,
         resident_layers=resident_layers,
         sliced_layers=sliced_layers,
+        packed=packed,
         draft_length=draft_length,
         context=context,
         rope=rope,

@@ -164,6 +164,15 @@ def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Pa
         assert "sliced" not in done.out
 
 
+def test_packed_layers_take_three_quarters(tmp_path: Path) -> None:
+    options = ["--hardware", "1x4090", "--context", "100000", "--resident-layers", "0", "--json"]
+    options += ["--mode", "retrieval", "--budget", "512"]
+    whole = json.loads(plan(tmp_path, *options).out)
+    packed = json.loads(plan(tmp_path, *options, "--packed").out)
+    assert packed["plan"]["host_bytes"] == 0.75 * whole["plan"]["host_bytes"]
+    assert packed["forecast"]["token_s"] < whole["forecast"]["token_s"]
+
+
 def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
     """And no other would be predicted to be faster."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
@@ -249,6 +258,7 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
         ),
         (["--resident-layers", "99"], "--resident-layers 99: the model has 6 layers"),
         (["--dtype", "int4"], "--dtype int4 is not known"),
+        (["--packed", "--dtype", "float32"], "--packed saves nothing of float32"),
         (
             ["--hardware", "1x4090", "--plot", "no/such/folder/plan.png"],
             "--plot no/such/folder/plan.png cannot be written",
