@@ -113,6 +113,8 @@ class _Reader:
         per_token = layout.layer_token_bytes // layout.heads
         before = self.head * file.tokens + self.start
         at = before * per_token
+        if file.path.exists() and not file.path.is_file():  # a pipe would be waited for
+            raise DamagedError(f"{file.path.name} is no regular file")
         with file.path.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.nbytes:

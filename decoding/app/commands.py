@@ -56,7 +56,7 @@ keep_app = typer.Typer(
     help="What --keep has kept: texts that need not be read again.", no_args_is_help=True
 )
 app.add_typer(keep_app, name="keep")
-KeepFolder = Annotated[Path, typer.Argument(help="The folder that --keep was given.")]
+KeepFolder = Annotated[str, typer.Argument(help="The folder that --keep was given.")]
 
 
 def _command(

@@ -40,3 +40,5 @@ def _writing(option: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TierForceError(f"{option} {path} cannot be written ({error.strerror}).") from error
+    except ValueError as error:
+        raise TierForceError(f"{option} {path} is no name of a file ({error}).") from error

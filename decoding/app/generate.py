@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -112,10 +111,6 @@ def show(
 
 
 def _write(text: str) -> None:
-    """Write to standard output at once. Raises TierForceError, and nothing is tried again."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is left of the text has no place
-        raise TierForceError(f"standard output cannot be written: {error.strerror}.") from error
+    """Write to standard output at once. Raises TierForceError where it cannot be."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

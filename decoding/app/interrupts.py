@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 
+from decoding.app.terminal import show_cursor
 from parallel.environment import under_launcher
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -50,6 +51,7 @@ class Interrupts:
             number = self._ending()
             self.last_words(number.name)
         finally:
+            show_cursor()  # progress that begins at this moment hides it once more
             os._exit(128 + number)
 
     def _ending(self) -> signal.Signals:

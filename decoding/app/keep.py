@@ -18,7 +18,7 @@ from offload.errors import TierForceError
 _WIDTH = 160  # columns, where nobody looks on
 
 
-def show(folder: Path, as_json: bool) -> None:
+def show(folder: str, as_json: bool) -> None:
     """Print what a folder keeps, the most recently used first. Raises TierForceError."""
     prompts = _opened(folder).prompts()[::-1]
     if as_json:
@@ -32,7 +32,7 @@ def show(folder: Path, as_json: bool) -> None:
     say(f"{_amount(prompts)}, in {folder}")
 
 
-def drop(folder: Path, ids: Sequence[str], everything: bool) -> None:
+def drop(folder: str, ids: Sequence[str], everything: bool) -> None:
     """Remove texts from a folder. Raises TierForceError for one that is not there."""
     if everything == bool(ids):
         raise TierForceError("say which texts are to go, by their ids, or all of them by --all.")
@@ -73,10 +73,10 @@ def _amount(prompts: Sequence[KeptPrompt]) -> str:
     return f"{len(prompts)} text{'' if len(prompts) == 1 else 's'}, {total:.2f} GB"
 
 
-def _opened(folder: Path) -> PromptCache:
-    if not folder.is_dir():
-        raise TierForceError(f"{folder} is no folder: name one that --keep was given.")
-    return PromptCache(folder)
+def _opened(folder: str) -> PromptCache:
+    if not folder or not Path(folder).is_dir():
+        raise TierForceError(f"{folder!r} is no folder: name one that --keep was given.")
+    return PromptCache(Path(folder))
 
 
 def _used(kept: KeptPrompt) -> str:

@@ -15,17 +15,17 @@ def main() -> None:
     """Run the command line, and leave."""
     # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from decoding.app.terminal import Unread, say
+    from decoding.app.terminal import Output, Unread, say
     from offload.errors import TierForceError
     from parallel.environment import end_with_launcher, place_of
 
     end_with_launcher()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    if sys.stderr is None:  # closed by whoever started this
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if os.environ.get("COLUMNS") == "0":  # a terminal without a width: rich prints nothing
         del os.environ["COLUMNS"]
     sys.stderr = cast(Any, Unread(sys.stderr))
+    sys.stdout = cast(Any, Output(sys.stdout))
     code = 1
     try:
         rank = place_of().rank
@@ -37,9 +37,9 @@ def main() -> None:
         say(f"tierforce: {error}")
     try:
         sys.stdout.flush()
-    except OSError as error:
+    except TierForceError as error:
         if not code:
-            say(f"tierforce: standard output cannot be written: {error.strerror}.")
+            say(f"tierforce: {error}")
         code = code or 1
     os._exit(code)  # a group that lost a rank would wait for it in its own clean-up
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
+from typing import TextIO
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -63,19 +66,54 @@ class Lock:
         return folder / f"rank-{rank}.lock"
 
 
+def read_regular(path: Path) -> bytes:
+    """Return what is in a file. Raises OSError, also for a pipe, which would be waited for."""
+    refuse_irregular(path)
+    return path.read_bytes()
+
+
+def refuse_irregular(path: Path) -> None:
+    """Raise OSError for what is there and no regular file."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, f"{path.name} in it is no regular file")
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Wait for a file's lock, and hold it; the file is made where there is none. Raises OSError."""
+def locked(path: Path, limit_s: float | None = None) -> Iterator[None]:
+    """Wait for a file's lock, and hold it; the file is made where there is none.
+
+    Raises OSError, also where somebody else has held it for `limit_s` seconds.
+    """
+    refuse_irregular(path)
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        _lock(file, limit_s)
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def _lock(file: TextIO, limit_s: float | None) -> None:
+    if limit_s is None:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    until = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > until:
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"another job has held its {Path(file.name).name} for {limit_s:g} s",
+                ) from error
+        time.sleep(0.02)
+
+
 def is_locked(path: Path) -> bool:
     """Tell whether some process holds a file's lock. Raises OSError."""
+    refuse_irregular(path)
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

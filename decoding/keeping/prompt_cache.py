@@ -8,7 +8,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -18,7 +18,14 @@ from secrets import token_hex
 import numpy as np
 import numpy.typing as npt
 
-from decoding.keeping.files import Lock, is_locked, locked, sync_folder, write_synced
+from decoding.keeping.files import (
+    Lock,
+    is_locked,
+    locked,
+    read_regular,
+    sync_folder,
+    write_synced,
+)
 from decoding.speculation.text import common_prefix
 from offload.errors import TierForceError
 
@@ -26,6 +33,7 @@ LEAST_TOKENS = 256  # fewer are read again as soon
 _MANIFEST, _TOKENS, _LOCK = "manifest.json", "tokens.bin", ".lock"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _ID = "[0-9a-f]{12}"
+_LOCKED_S = 60.0  # that other jobs, which only rename and remove under it, hold the lock at most
 _GROWTH = 16  # a prompt is new where more than a part of this is
 _NONE = (ValueError, TypeError, KeyError, RecursionError)  # what reading no manifest raises
 
@@ -46,10 +54,12 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read what is said of a folder's prompt. Raises OSError, and _NONE for what is nothing."""
-        said = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+        said = json.loads(read_regular(folder / _MANIFEST))
         for each in fields(cls):
             if type(said[each.name]).__name__ != each.type:
                 raise TypeError(each.name)
+            if each.type == "int" and not 0 <= said[each.name] < 2**63:
+                raise ValueError(each.name)
         return cls(**{each.name: said[each.name] for each in fields(cls)})
 
 
@@ -69,7 +79,7 @@ class KeptPrompt:
         """Return its token ids (T,); none where they are not there as they were written."""
         raw = b""
         with suppress(OSError):
-            raw = (self.folder / _TOKENS).read_bytes()
+            raw = read_regular(self.folder / _TOKENS)
         if zlib.crc32(raw) != self.manifest.checksum:
             raw = b""
         return np.frombuffer(raw, dtype=np.int64)
@@ -96,7 +106,7 @@ class PromptCache:
         """Make the folder, if it is not there. Raises TierForceError where it cannot be used."""
         with self._usable():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with locked(self.folder / _LOCK):
+            with self._locked():
                 pass
 
     def prompts(self) -> list[KeptPrompt]:
@@ -134,7 +144,7 @@ class PromptCache:
 
     def drop(self, kept: KeptPrompt) -> None:
         """Remove a prompt, unless there is another one in its place by now. Raises OSError."""
-        with locked(self.folder / _LOCK):
+        with self._locked():
             with suppress(*_NONE):
                 if Manifest.read(kept.folder) != kept.manifest:
                     return
@@ -145,7 +155,7 @@ class PromptCache:
 
         Raises TierForceError.
         """
-        with self._usable(), locked(self.folder / _LOCK):
+        with self._usable(), self._locked():
             self._clean()
             self._make_room()
 
@@ -161,7 +171,7 @@ class PromptCache:
             raise TierForceError(
                 f"it takes {nbytes / 1e9:.2f} GB, more than `keep_limit` {self.limit / 1e9:g} GB."
             )
-        with self._usable(), locked(self.folder / _LOCK):
+        with self._usable(), self._locked():
             self._clean()
             free = shutil.disk_usage(self.folder).free
             if nbytes > free:
@@ -184,7 +194,7 @@ class PromptCache:
         kept = self.folder / sha256(manifest.identity.encode() + tokens).hexdigest()[:12]
         write_synced(written / _TOKENS, tokens)
         write_synced(written / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
-        with locked(self.folder / _LOCK):
+        with self._locked():
             self._remove(kept)  # which was damaged, or is as good
             for path in written.glob(Lock.PATTERN):
                 path.unlink()
@@ -199,8 +209,11 @@ class PromptCache:
 
     def discard(self, written: Path) -> None:
         """Let go of what was begun and will not be a prompt."""
-        with suppress(OSError), locked(self.folder / _LOCK):
+        with suppress(OSError), self._locked():
             self._remove(written)
+
+    def _locked(self) -> AbstractContextManager[None]:
+        return locked(self.folder / _LOCK, _LOCKED_S)
 
     def _folders(self) -> list[Path]:
         """Return the folders that may be prompts. Raises TierForceError."""
@@ -270,7 +283,7 @@ def _goes_on(manifest: Manifest, prompt: Sequence[int], other: KeptPrompt) -> bo
 def _is_damaged(folder: Path) -> bool:
     """Tell whether a prompt's folder does not say which prompt it is of."""
     try:
-        tokens = (folder / _TOKENS).read_bytes()
+        tokens = read_regular(folder / _TOKENS)
         return zlib.crc32(tokens) != Manifest.read(folder).checksum
     except _NONE:
         return True

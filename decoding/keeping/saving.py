@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from decoding.keeping.files import Lock, write_synced
+from decoding.keeping.files import Lock, read_regular, write_synced
 from offload.errors import DamagedError, one_line
 from offload.kv_file import Excerpt, KVFile, Piece
 from offload.layout import KVLayout
@@ -160,7 +160,7 @@ def _ahead(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], T]]) -> Iterat
 def _read_checksums(folder: Path, rank: int, layers: int) -> list[list[int]]:
     """Return a rank's checksums by layer. Raises DamagedError, OSError."""
     try:
-        raw = json.loads(_checksums(folder, rank).read_text(encoding="utf-8"))
+        raw = json.loads(read_regular(_checksums(folder, rank)))
         checksums = [list(map(int, each)) for each in raw]
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise DamagedError(f"the checksums of rank {rank} are none") from error

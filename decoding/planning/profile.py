@@ -6,13 +6,14 @@ Some profiles are shipped (`profiles.json`); files of the same form are read too
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import MISSING, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from offload.errors import TierForceError
+
+_MOST = 1e30  # of any number of a machine
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,11 @@ class HardwareProfile:
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int | float)
-                or not math.isfinite(value)
-                or value < 0
+                or not 0 <= value < _MOST
             ):
                 raise TierForceError(
-                    f"hardware {self.name}: {field.name} must be a number, found {value!r}."
+                    f"hardware {self.name}: {field.name} must be a number of 0 or more, found "
+                    f"{value!r}."
                 )
             if not value and not zero:
                 raise TierForceError(f"hardware {self.name}: {field.name} must be above 0.")
@@ -104,7 +105,7 @@ class HardwareProfile:
             )
         try:
             content = json.loads(Path(name).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise TierForceError(f"--hardware {name} cannot be read as JSON ({error}).") from error
         return cls._of(Path(name).stem, content)
 

@@ -8,6 +8,7 @@ from decoding.option import SAMPLING, check_options, option
 from offload.errors import TierForceError
 
 LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow
+LEAST_TOP_P = 1e-30  # less is nothing in float32
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class SamplingOptions:
                 f"`temperature` must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, found "
                 f"{self.temperature:g}."
             )
-        if not 0 < self.top_p <= 1:
-            raise TierForceError(f"`top_p` must be above 0 and at most 1, found {self.top_p}.")
+        if not LEAST_TOP_P <= self.top_p <= 1:
+            raise TierForceError(
+                f"`top_p` must be at least {LEAST_TOP_P:g} and at most 1, found {self.top_p}."
+            )
         if not 0 <= self.seed < 2**63:
             raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")

@@ -19,10 +19,14 @@ import torch
 import decoding.keeping.identity
 import offload.kv_file
 from decoding import GREEDY, Settings
+from decoding.keeping import prompt_cache
+from decoding.keeping.files import locked
 from decoding.keeping.identity import Weights, digest_of
 from decoding.keeping.keeper import Keeper
-from offload.errors import TierForceError
+from decoding.keeping.prompt_cache import PromptCache
+from offload.errors import DamagedError, TierForceError
 from offload.kv_file import KVFile
+from offload.layout import KVLayout
 from offload.prefill import LAST_ROWS
 from offload.tiered import TieredCache
 from parallel.config import ModelConfig
@@ -229,6 +233,42 @@ def test_models_are_told_apart(checkpoint: Callable[..., Path], tmp_path: Path) 
     weights.write_bytes(raw)
     with pytest.raises(TierForceError, match="was changed while it was loaded"):
         now.refuse_changed()
+
+
+def test_pipes_and_absurd_numbers_are_no_prompts(models: Pair, kept: str) -> None:
+    with models.engine("plain", **SMALL, keep=kept) as engine:
+        list(engine.generate(PROMPT, NEW, GREEDY))
+    (prompt,) = prompts_in(kept)
+    manifest = prompt.folder / "manifest.json"
+    said = json.loads(manifest.read_text())
+    for number in (-5, 10**400):
+        manifest.write_text(json.dumps({**said, "nbytes": number}))
+        assert PromptCache(Path(kept)).prompts() == []
+    manifest.write_text(json.dumps(said))
+    layer = next(prompt.folder.glob("rank-0-layer-*.kv"))
+    for path in (prompt.folder / "tokens.bin", layer, manifest):
+        path.unlink()
+        os.mkfifo(path)
+    assert len(prompt.tokens()) == 0
+    assert PromptCache(Path(kept)).prompts() == []
+    layout = KVLayout(1, 1, 4, torch.float32)
+    (read,) = KVFile(layer, layout, 3).readers(3, [0])
+    with pytest.raises(DamagedError, match="no regular file"):
+        read()
+
+
+def test_a_lock_that_is_never_let_go_of_is_told(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_cache, "_LOCKED_S", 0.1)
+    cache = PromptCache(Path(kept))
+    cache.make()
+    lock = Path(kept) / ".lock"
+    with locked(lock), pytest.raises(TierForceError, match=r"job has held its .lock for 0.1 s"):
+        cache.make()
+    cache.make()
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(TierForceError, match=r".lock in it is no regular file"):
+        cache.make()
 
 
 def test_what_was_used_longest_ago_goes_first(models: Pair, kept: str) -> None:

@@ -78,6 +78,8 @@ def test_what_is_kept_is_listed_and_dropped(
     assert "1 text," in table.err
     for wrong, reason in (
         (("list", str(tmp_path / "nowhere")), "is no folder"),
+        (("list", ""), "'' is no folder"),
+        (("drop", "", "--all"), "'' is no folder"),
         (("drop", str(kept)), "say which texts are to go"),
         (("drop", str(kept), "--all", str(about["id"])), "say which texts are to go"),
         (("drop", str(kept), "0123"), "keeps no text with the id 0123"),

@@ -38,6 +38,7 @@ OPTIONS = {
     "--top-p 2": "top-p",
     "--top-p 0": "top-p",
     "--top-k -1": "top-k",
+    "--top-p 1e-46": "at least 1e-30",
     "--seed -1": "seed",
     "--mode x": "hierarchical",
     "--mode speculative": "--draft",
@@ -86,6 +87,16 @@ def test_standard_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert result.err.splitlines()[-1] == (
         "tierforce: standard output cannot be written: No space left on device."
     )
+
+
+def test_a_plan_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    for more in ((), ("--json",)):
+        command = ("plan", "--model", str(TARGET), *more)
+        result = Fork(tmp_path, *command, out=Path("/dev/full")).finish()
+        assert result.code == 1
+        assert result.err == (
+            "tierforce: standard output cannot be written: No space left on device.\n"
+        )
 
 
 def test_a_picture_that_cannot_be_drawn_is_told_beforehand(tmp_path: Path) -> None:

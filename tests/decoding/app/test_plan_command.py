@@ -251,7 +251,7 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
         (["--context", "100"], "--context 100 leaves no room for a prompt before 512 new tokens"),
         (["--acceptance", "1.5"], "--acceptance must be between 0 and 1, found 1.5"),
         (["--budget", "-1"], "--budget must be at least 1, found -1"),
-        (["--host-memory", "-3"], "host_memory must be a number, found"),
+        (["--host-memory", "-3"], "host_memory must be a number of 0 or more, found"),
         (
             ["--host-memory", "0.01", "--context", "131072", "--resident-layers", "0"],
             "tokens of context would fit",
@@ -285,10 +285,11 @@ def test_a_config_with_gaps_is_refused(tmp_path: Path) -> None:
     ("change", "line"),
     [
         ({"link_in": 0}, "link_in must be above 0"),
-        ({"link_in": {"value": "fast"}}, "link_in must be a number, found 'fast'"),
-        ({"link_in": {"source": "none"}}, "link_in must be a number, found None"),
+        ({"link_in": {"value": "fast"}}, "link_in must be a number of 0 or more, found 'fast'"),
+        ({"link_in": {"source": "none"}}, "link_in must be a number of 0 or more, found None"),
         ({"gpus": 1.5}, "gpus must be a whole number, found 1.5"),
-        ({"matmul": None}, "matmul must be a number, found None"),
+        ({"matmul": 10**400}, "matmul must be a number of 0 or more, found 1000"),
+        ({"matmul": None}, "matmul must be a number of 0 or more, found None"),
     ],
 )
 def test_hardware_that_makes_no_sense_is_refused(

@@ -135,7 +135,7 @@ def test_runs_ahead_is_true_or_false(value: object) -> None:
     "name", ["kv_rate", "attention", "prefill_attention", "score_rate", "sample_s"]
 )
 def test_absurd_numbers_are_refused(name: str) -> None:
-    with pytest.raises(TierForceError, match=f"{name} must be a number, found -1"):
+    with pytest.raises(TierForceError, match=f"{name} must be a number of 0 or more, found -1"):
         HardwareProfile._of("mine", {**vars(SERIAL), name: -1})
 
 
