@@ -46,7 +46,8 @@ class Output:
         self._is_closed = stream is None
         self._stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what its encoding does not have
+            with suppress(OSError):  # characters that its encoding lacks are spelt out
+                stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         if not isinstance(text, str):  # click tries whether it can have bytes
