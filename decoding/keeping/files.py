@@ -98,26 +98,27 @@ def _lock(file: TextIO, limit_s: float | None) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         return
     until = time.monotonic() + limit_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > until:
-                raise OSError(
-                    errno.ETIMEDOUT,
-                    f"another job has held its {Path(file.name).name} for {limit_s:g} s",
-                ) from error
+    while not _try_lock(file):
+        if time.monotonic() > until:
+            name = Path(file.name).name
+            raise OSError(errno.ETIMEDOUT, f"another job has held its {name} for {limit_s:g} s")
         time.sleep(0.02)
+
+
+def _try_lock(file: TextIO) -> bool:
+    """Take a file's lock if nobody holds it; tell whether that is so."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def is_locked(path: Path) -> bool:
     """Tell whether some process holds a file's lock. Raises OSError."""
     refuse_irregular(path)
     with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _try_lock(file):
             return True
         fcntl.flock(file, fcntl.LOCK_UN)
     return False
