@@ -106,6 +106,8 @@ def parts_around(
     try:
         rest = _rendered(tokenizer, messages)
         for mark in marks:
+            if (times := rest.count(mark)) != 1:
+                raise ValueError("it leaves it out" if not times else f"it has it {times} times")
             part, rest = rest.split(mark)
             parts.append(part)
     except Exception as error:  # jinja's, or whatever the template's own code raises

@@ -107,6 +107,11 @@ class ModelConfig:
                     f"the model's config gives {name} = {value!r}; it must be a whole number of at "
                     "least 1."
                 )
+        if not is_positive(self.norm_eps) and self.norm_eps != 0:
+            raise ConfigError(
+                f"the model's config gives norm_eps = {self.norm_eps!r}; it must be a number of 0 "
+                "or more."
+            )
         for name in _MULTIPLIERS:
             if not is_positive(getattr(self, name)):
                 raise ConfigError(
@@ -192,11 +197,11 @@ class ModelConfig:
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
         head_dim = given.get("head_dim") or family.head_dim or hidden // heads
         rope, rotary_dim = read_rope(given, family, head_dim)
-        biases = {name: bool(given.get(name)) for name in family.optional_biases}
+        biases = {name: _flag(given, name, False) for name in family.optional_biases}
         attention_bias = biases.get("attention_bias", False)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        tied = bool(given.get("tie_word_embeddings", family.tied))
+        tied = _flag(given, "tie_word_embeddings", family.tied)
         return cls(
             family=given["model_type"],
             layers=given["num_hidden_layers"],
@@ -331,6 +336,8 @@ def _given(path: Path) -> dict[str, Any]:
         given = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(given, dict):
             raise ValueError("it is not a JSON object")
+        if not isinstance(kind := given.get("model_type", ""), str):
+            raise ValueError(f"its model_type is {str(kind)[:60]}, which is no name")
     except Exception as error:  # no file, no text, no JSON, no object
         raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
     if missing := missing_fields(given):
@@ -342,6 +349,14 @@ def _foreign_code(path: Path) -> ConfigError:
     return ConfigError(
         f"{path} would run code that came with the model (auto_map), which is never done here."
     )
+
+
+def _flag(given: Mapping[str, Any], name: str, otherwise: bool) -> bool:
+    """Return what a field says; null is false, too. Raises ConfigError for anything else."""
+    value = given.get(name, otherwise)
+    if not isinstance(value, bool | None):
+        raise ConfigError(f"the model's config gives {name} = {value!r}; it must be true or false.")
+    return bool(value)
 
 
 def _unrotated(given: Mapping[str, Any]) -> frozenset[int]:

@@ -47,7 +47,12 @@ def read_rope(
     The config may be of any year. Of a head's dimensions the first turn. Raises ConfigError for a
     kind of RoPE that is not supported, and for numbers that are none.
     """
-    rope = dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
+    said = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if not isinstance(said, Mapping):
+        raise ConfigError(
+            f"the model's config says of RoPE {str(said)[:60]!r}, which is no object of parameters."
+        )
+    rope = dict(said)
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", given.get("rope_theta", family.rope_theta))
     if rope["rope_type"] in family.rope_aliases:

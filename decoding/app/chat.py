@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Any
 from decoding.app.documents import Document
 from decoding.app.files import check_writable, write_json
 from decoding.app.generate import show, stream
-from decoding.app.interrupts import Interrupts
+from decoding.app.interrupts import TWICE_S, Interrupts
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common, as_flags
 from decoding.app.progress import Display
@@ -44,6 +46,7 @@ class Terminal:
     chat: Chat
     interrupts: Interrupts
     is_stopped: bool = False  # the answer under way
+    stopped_at: float = 0.0  # of the clock, where it is
 
     def run(self) -> None:
         """Answer line after line, until there are no more."""
@@ -87,18 +90,20 @@ class Terminal:
         return self.chat.ask(question, lambda done, total: display.prefill("answer", done, total))
 
     def _interrupted(self) -> bool:
-        """End the answer, and at the second time everything; on the thread that has the signals."""
+        """End the answer, and where that takes too long everything; on the signals' thread."""
         if not self.chat.engine.is_busy:
             say("")
             say("/quit or Ctrl-D leaves")
             sys.stdout.write(_prompt())
             sys.stdout.flush()
             return True
-        is_first, self.is_stopped = not self.is_stopped, True
-        return is_first
+        now = time.monotonic()
+        if not self.is_stopped:
+            self.is_stopped, self.stopped_at = True, now
+        return now - self.stopped_at < TWICE_S
 
     def _save(self, name: str) -> None:
-        path = Path(name)
+        path = _path(name)
         if not name:
             raise TierForceError("/save needs the name of a file.")
         check_writable("/save", path)
@@ -108,7 +113,7 @@ class Terminal:
         say(f"saved {len(self.chat.messages)} messages in {name}")
 
     def _load(self, name: str) -> None:
-        turns = read_conversation(Path(name))
+        turns = read_conversation(_path(name))
         self.chat.restore(turns)
         say(f"{len(turns)} questions and answers from {name}")
 
@@ -243,6 +248,11 @@ def _lines(engine: Engine) -> Iterator[str]:
             continue
         if line:
             yield line
+
+
+def _path(name: str) -> Path:
+    """Return the path of a name as it is typed, with no shell to read it."""
+    return Path(os.path.expanduser(name))
 
 
 def _prompt() -> str:

@@ -54,7 +54,8 @@ def decoded(raw: bytes) -> str:
         )
     if b"\0" in raw:
         raise DocumentError(
-            "the document is binary (it has NUL bytes); only text can be summarised."
+            "the document is binary, or UTF-16 that does not say so (it has NUL bytes): only text "
+            "in UTF-8 can be read."
         )
     try:
         text = raw.decode("utf-8-sig")

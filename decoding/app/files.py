@@ -34,6 +34,20 @@ def refuse_irregular(option: str, path: Path) -> None:
         raise TierForceError(f"{option} {path} is not a regular file.")
 
 
+def refuse_other_than_json(option: str, path: Path) -> None:
+    """Raise TierForceError where something else stands that would be written over."""
+    with _writing(option, path):
+        content = path.read_bytes() if path.exists() else b""
+    try:
+        is_ours = not content or isinstance(json.loads(content), dict)
+    except (ValueError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise TierForceError(
+            f"{option} {path} is there already, and is no JSON object: name another file."
+        )
+
+
 @contextmanager
 def _writing(option: str, path: Path) -> Iterator[None]:
     try:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from decoding.app.documents import Document, decoded
-from decoding.app.files import check_writable, write_json
+from decoding.app.files import check_writable, refuse_other_than_json, write_json
 from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
@@ -45,8 +45,7 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
             prompt = _read(request.file, group.size)
         if request.stats is not None and group.rank == 0:
             check_writable("--stats", request.stats)
-            if request.file is not None and request.stats.resolve() == request.file.resolve():
-                raise TierForceError(f"--stats {request.stats} would overwrite the text to read.")
+            refuse_other_than_json("--stats", request.stats)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     if request.chat:
         with group.together():
@@ -71,7 +70,9 @@ def _read(file: Path, ranks: int) -> str:
     """Return the text of a file, or of standard input for `-`. Raises TierForceError."""
     if file != STDIN:
         return Document(file.name, file, 0).read()
-    if ranks > 1 or sys.stdin is None:  # a launcher keeps it from its ranks
+    if sys.stdin is None:
+        raise TierForceError("--prompt-file - is standard input, which is closed.")
+    if ranks > 1:  # a launcher keeps it from its ranks
         raise TierForceError("--prompt-file - is standard input, which several GPUs do not get.")
     text = decoded(sys.stdin.buffer.read())
     if not text.strip():

@@ -9,6 +9,7 @@ from decoding.app.terminal import show_cursor
 from parallel.environment import under_launcher
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TWICE_S = 1.0  # a terminal and a launcher send the same signal twice
 
 
 def culprit(name: str) -> str:

@@ -101,6 +101,8 @@ def plan(
         refuse_irregular("--plot", plot)
     machine = HardwareProfile.find(hardware)
     if host_memory is not None:
+        if not 0 <= host_memory < float("inf"):
+            raise TierForceError(f"--host-memory must be 0 or more GB, found {host_memory}.")
         machine = replace(machine, host_memory=host_memory * 1e9)
     for name, rate in (("acceptance", acceptance), ("inner-acceptance", inner_acceptance)):
         if not 0 <= rate <= 1:

@@ -111,17 +111,19 @@ def test_a_context_that_the_template_alone_fills_leaves_no_room(room: int, token
 
 
 @pytest.mark.parametrize(
-    "chat",
+    ("chat", "reason"),
     [
-        "{{ raise_exception('Only code') }}",
-        "{% if %}",
-        "nothing of the message",
-        "{{ messages[0].content * 2 }}",
+        ("{{ raise_exception('Only code') }}", "Only code"),
+        ("{% if %}", "Expected an expression"),
+        ("nothing of the message", "it leaves it out"),
+        ("{{ messages[0].content * 2 }}", "it has it 2 times"),
     ],
 )
-def test_a_chat_template_that_cannot_take_a_document_is_refused(chat: str, tokenizer: Any) -> None:
+def test_a_chat_template_that_cannot_take_a_document_is_refused(
+    chat: str, reason: str, tokenizer: Any
+) -> None:
     tokenizer.chat_template = chat
-    with pytest.raises(TierForceError, match="chat template cannot take a document"):
+    with pytest.raises(TierForceError, match=f"template cannot take a document \\({reason}"):
         Template.summary(tokenizer)
 
 

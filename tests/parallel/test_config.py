@@ -293,6 +293,15 @@ def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> Non
     [
         {"model_type": "qwen3_moe", "decoder_sparse_step": 0, "num_experts": 4},
         {"model_type": "smollm3", "no_rope_layers": [1]},
+        {"model_type": ["llama"]},
+        {"model_type": ["llama"], "auto_map": {}},
+        {"model_type": "llama", "rms_norm_eps": -1e-5},
+        {"model_type": "llama", "rms_norm_eps": "1e-5"},
+        {"model_type": "llama", "rms_norm_eps": float("nan")},
+        {"model_type": "llama", "attention_bias": "no"},
+        {"model_type": "llama", "tie_word_embeddings": "false"},
+        {"model_type": "llama", "rope_scaling": "yarn"},
+        {"model_type": "llama", "rope_parameters": ["yarn", 4.0]},
     ],
     ids=str,
 )

@@ -122,9 +122,9 @@ class _Body(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def most(self) -> int | None:
-        """Return the most tokens to write."""
-        return self.max_tokens
+    def most(self) -> tuple[str, int | None]:
+        """Return the most tokens to write, behind the field that says so."""
+        return "max_tokens", self.max_tokens
 
     @property
     def top(self) -> int | None:
@@ -179,8 +179,10 @@ class ChatBody(_Body):
         return self
 
     @property
-    def most(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def most(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().most
+        return "max_completion_tokens", self.max_completion_tokens
 
     @property
     def top(self) -> int | None:

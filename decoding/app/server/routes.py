@@ -158,14 +158,15 @@ class Server:
                 param,
                 length,
             )
-        new = min(self.served.max_new_tokens, room) if body.most is None else body.most
+        field, most = body.most
+        new = min(self.served.max_new_tokens, room) if most is None else most
         if new > room:
             raise Refused(
                 400,
-                f"the prompt has {len(prompt):,} tokens, and max_tokens {new:,} more are beyond "
+                f"the prompt has {len(prompt):,} tokens, and {field} {new:,} more are beyond "
                 f"the model's context of {self.served.context:,}: ask for at most {room:,}.",
                 _TOO_LONG,
-                "max_tokens",
+                field,
                 length,
             )
         own = {

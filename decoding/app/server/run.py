@@ -13,7 +13,7 @@ from threading import Thread
 import uvicorn
 from starlette.types import ASGIApp
 
-from decoding.app.interrupts import Interrupts
+from decoding.app.interrupts import TWICE_S, Interrupts
 from decoding.app.job import model_name
 from decoding.app.lines import say_what_fits
 from decoding.app.options import Common
@@ -35,7 +35,6 @@ _CLOSING = Failed(503, "the server is being shut down.")
 _LOST = Failed(503, "the engine was lost; the server is being shut down.")
 _LAST_REPLIES_S = 5  # that clients are given to hear of the end
 _MORE_CLIENTS = 256  # that may be connected beside those who wait for an answer
-_SAME_S = 1.0  # a terminal and a launcher send the same signal twice
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -105,7 +104,7 @@ class _Ending:
                 say(f"{number.name}: ending, once what is being kept is on disk")
                 self._queue.close(_CLOSING)
                 return True
-            return now - self._first < _SAME_S
+            return now - self._first < TWICE_S
 
         return answer
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from decoding.app.interrupts import TWICE_S
 from support.commands import TARGET, Finished, Fork, forked, refused
 
 
@@ -23,17 +24,22 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def type_at_home(path: Path) -> None:
+    os.environ["HOME"] = str(path.parent)
+    type_from(path)
+
+
 def typed(folder: Path, lines: list[str], *command: str) -> Finished:
     """Run a command with these lines for its standard input."""
     path = folder / "typed.txt"
     path.write_text("\n".join(lines))
-    return forked(folder, *command, before=partial(type_from, path))
+    return forked(folder, *command, before=partial(type_at_home, path))
 
 
 def test_a_conversation(model: tuple[str, ...], story: tuple[str, str], tmp_path: Path) -> None:
     saved, other = tmp_path / "saved.json", tmp_path / "other.txt"
     other.write_text("no conversation\n")
-    lines = ["Who?", "/stats", "Why?", f"/save {saved}", f"/save {other}", "/nonsense", "/help"]
+    lines = ["Who?", "/stats", "Why?", "/save ~/saved.json", f"/save {other}", "/nonsense", "/help"]
     found = typed(
         tmp_path, [*lines, "/clear", "Who?", "/quit", "never asked"], "chat", *model, *story
     )
@@ -107,9 +113,9 @@ def test_a_second_interrupt_ends_all(
         keyboard.write("Who?\n")
         keyboard.flush()
         job.wait_for(lambda: size(out))
-        for _ in range(2):
+        for _ in range(2):  # sooner, it could be the same one sent twice
             job.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            time.sleep(TWICE_S + 0.3)
         found = job.finish(10)
     assert found.code == 130
     assert "interrupted (SIGINT)" in found.err

@@ -77,6 +77,11 @@ def test_what_a_text_took_is_written_where_it_is_asked_for(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     line = refused(forked(tmp_path, *JOB, "--stats", str(tmp_path / "pipe")))
     assert "is not a regular file" in line
+    book = tmp_path / "book.txt"
+    book.write_text(PROMPT)
+    line = refused(forked(tmp_path, *JOB, "--stats", str(book)))
+    assert "book.txt is there already, and is no JSON object: name another file" in line
+    assert book.read_text() == PROMPT
 
 
 def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
         (["--context", "100"], "--context 100 leaves no room for a prompt before 512 new tokens"),
         (["--acceptance", "1.5"], "--acceptance must be between 0 and 1, found 1.5"),
         (["--budget", "-1"], "--budget must be at least 1, found -1"),
-        (["--host-memory", "-3"], "host_memory must be a number of 0 or more, found"),
+        (["--host-memory", "-3"], "--host-memory must be 0 or more GB, found -3.0"),
         (
             ["--host-memory", "0.01", "--context", "131072", "--resident-layers", "0"],
             "tokens of context would fit",

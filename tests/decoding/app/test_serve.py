@@ -179,6 +179,7 @@ BAD = {
     "top alone": (CHAT, chat(top_logprobs=2), 400, "logprobs: true"),
     "seed": (CHAT, chat(seed=2**63), 400, "seed"),
     "too much": (CHAT, chat(max_tokens=131_072), 400, "ask for at most 131,0"),
+    "too much more": (CHAT, chat(max_completion_tokens=131_072), 400, "max_completion_tokens 131"),
     "another model": (CHAT, chat(model="gpt-4"), 404, "ask for 'model'"),
     "two prompts": (TEXT, {"model": "model", "prompt": ["a", "b"]}, 400, "send one"),
     "no prompt": (TEXT, {"model": "model", "prompt": []}, 400, "empty"),
