@@ -7,11 +7,23 @@ many, so rows are taken in numbers of which there are few.
 
 from __future__ import annotations
 
+import os
+
 import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 64  # more are taken in multiples of it
 _FEW_ROWS = 16  # up to ROWS, in multiples of this
+_KERNELS = 256  # of a process; oneDNN's own limit is 1,024
+
+
+def keep_few_kernels() -> None:
+    """Let oneDNN keep fewer kernels, before it makes the first; what the user says of it holds.
+
+    Attention to each number of keys makes some, and hardly a text has those of another. What is
+    kept grows up to the limit, at 70 KB each.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KERNELS))
 
 
 def is_compiled(x: Tensor, beyond: int) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
+from offload.few_shapes import keep_few_kernels
 from parallel.environment import Place, RankLost, place_of
 from parallel.graphs import Recorder
 from parallel.sizes import share
@@ -63,6 +64,7 @@ class Group:
         else:
             where = torch.device("cpu")
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
+            keep_few_kernels()
         watchdog = None
         if place.size > 1 and not dist.is_initialized():
             store = _meet(place)
