@@ -103,6 +103,13 @@ class Settings:
         group=RETRIEVAL,
         choices=POLICY_NAMES,
     )
+    int8_retrieval: bool | None = option(
+        "Keep what the retrieval cache selects in 8 bits an element: of as much memory, nearly "
+        "twice as many tokens.",
+        value=None,
+        group=RETRIEVAL,
+        default="where the KV cache has 16 bits an element",
+    )
     refresh: int | None = option(
         "Tokens that one selection serves at least.",
         value=None,

@@ -19,9 +19,10 @@ from offload.rotary import Rotary
 
 
 class SlotCache(Cache):
-    """A cache of one buffer a layer, as a `FixedPass` asks for it."""
+    """A cache with a slot for each token that a pass attends to, as a `FixedPass` asks for it."""
 
-    slots: int  # tokens a head in a layer's buffer
+    slots: int  # tokens a head that a pass may attend to
+    first_own = 0  # the slot that a layer's own buffer begins with
     rotary: Rotary
 
     @abstractmethod
@@ -35,8 +36,22 @@ class SlotCache(Cache):
     def buffers(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Return the layer's KV (2, Hkv, slots, D) and its keys as computed, if it keeps them.
 
-        Those are (Hkv, slots, D). All keep their addresses; whatever a slot holds is finite.
+        Those are (Hkv, slots, D). All keep their addresses; whatever a slot holds is finite. The
+        slots before `first_own` are not in it.
         """
+
+    def first_seen(self) -> int:
+        """Return the first slot that holds a token."""
+        return 0
+
+    def bytes_of(self, first: int, end: int) -> int:
+        """Return the bytes that all layers keep in the slots from `first` to `end`."""
+        return self.layout.bytes(end - first)
+
+    def attended(self, layer: int) -> Tensor:
+        """Return the KV (2, Hkv, slots, D) that a pass attends to, of all slots."""
+        kv, _ = self.buffers(layer)
+        return kv
 
 
 class FixedPass:
@@ -52,6 +67,7 @@ class FixedPass:
         # of the first row
         self._slot = torch.zeros(1, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._seen_from = torch.zeros(1, dtype=torch.int64, device=device)
         self._first = 0  # the slot of the first row, as `prepare` knows it
         self._steps = torch.arange(rows, device=device)
         self._columns = torch.arange(cache.slots, device=device)
@@ -69,7 +85,8 @@ class FixedPass:
         self._first = slot
         self._slot.fill_(slot)
         self._position.fill_(position)
-        cache.traffic.attended += cache.layout.bytes(cache.slots)
+        self._seen_from.fill_(cache.first_seen())
+        cache.traffic.attended += cache.bytes_of(0, cache.slots)
 
     def rows(self) -> Tensor:
         """Return the first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself.
@@ -77,17 +94,20 @@ class FixedPass:
         A pass should write it there.
         """
         kv, _ = self._cache.buffers(0)
-        end = self._first + len(self._steps)
-        return kv[:, :, self._first : end]
+        first = self._first - self._cache.first_own
+        end = first + len(self._steps)
+        return kv[:, :, first:end]
 
     def begin(self, rows: int) -> None:
         """Start a pass, as models do: find slots, angles and mask from what is in device memory."""
-        self._where = self._slot + self._steps  # (T,)
+        slots = self._slot + self._steps  # (T,)
+        self._where = slots - self._cache.first_own  # in a layer's own buffer
         positions = self._position + self._steps
         self._angles = self._cache.rotary.at(positions)
-        later = self._columns > self._where[:, None]  # (T, slots)
-        mask = torch.zeros_like(later, dtype=torch.float32)
-        self._mask = mask.masked_fill(later, -torch.inf)
+        later = self._columns > slots[:, None]  # (T, slots)
+        unseen = later | (self._columns < self._seen_from)
+        mask = torch.zeros_like(unseen, dtype=torch.float32)
+        self._mask = mask.masked_fill(unseen, -torch.inf)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
@@ -100,8 +120,9 @@ class FixedPass:
         if raw is not None:
             self._write(raw, k)
         q = rotary.turn(q, self._angles, layer)
-        keys = keys.transpose(0, 1)  # (slots, Hkv, D)
-        values = values.transpose(0, 1)
+        seen = self._cache.attended(layer)
+        keys = seen[0].transpose(0, 1)  # (slots, Hkv, D)
+        values = seen[1].transpose(0, 1)
         out, _ = masked_attention(q, keys, values, self._mask)
         return out
 

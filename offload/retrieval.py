@@ -10,24 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from offload.buffers import attend_to, put, span
+from offload.attention import partial_attention
+from offload.buffers import put, span
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.retrieval_shape import OBSERVED_KEYS, RetrievalShape
+from offload.retrieval_store import make_store
 from offload.rotary import Rotary
 from offload.selection import ObservedRows, SelectionPolicy
 
 
 class RetrievalCache(SlotCache):
-    """A follower of a TieredCache, with one buffer per layer (2, Hkv, slots, D).
+    """A follower of a TieredCache, with slots of its own (2, Hkv, slots, D) in each layer.
 
-    The buffer holds selected tokens, then the window and whatever is drafted: a pass attends to one
-    segment. Keys are rotated at their absolute positions.
+    They hold selected tokens, then the window and whatever is drafted: a pass attends to one
+    segment. Keys are rotated at their absolute positions. A `RetrievalStore` keeps all of it.
     """
 
     _state: ClassVar[tuple[str, ...]] = (
@@ -37,7 +39,6 @@ class RetrievalCache(SlotCache):
         "_base",
         "_selected",
         "_selected_at",
-        "_kv",
     )
 
     def __init__(
@@ -77,27 +78,52 @@ class RetrievalCache(SlotCache):
         self._selected = 0  # slots in front of the window
         self._selected_at: int | None = None  # tokens of text at the last selection
         self._selecting = False  # whether the target's pass under way is one that selects
-        buffers = shape.kv_buffer(replace(layout, layers=len(layers)))
-        self._kv = torch.zeros(buffers, dtype=layout.dtype, device=device)
+        self._store = make_store(replace(layout, layers=len(layers)), shape, device)
+        self.first_own = self._store.first_own
 
     @property
     def device_bytes(self) -> int:
-        return self._kv.nbytes
+        return self._store.nbytes
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        slot = self._slot(start)
-        kv, _ = self.buffers(layer)
-        put(kv, self.rotary(k, start, layer), v, slot)
+        k = self.rotary(k, start, layer)
         q = self.rotary(q, start, layer)
-        end = slot + len(q)
-        out, _ = attend_to(kv, q, end, self.traffic)
+        self._put(layer, slice(None), k, v, start)
+        first = self.first_seen()
+        end = self._slot(start) + len(q)
+        seen = self._store.attended(self._index[layer], first, end)
+        self.traffic.attended += self._store.bytes_of(first, end)
+        seen = span(seen, first, end)
+        keys = seen[0].transpose(0, 1)  # (N, Hkv, D)
+        values = seen[1].transpose(0, 1)
+        out, _ = partial_attention(q, keys, values, causal=True)
         return out
 
     def place(self, start: int) -> tuple[int, int]:
         return self._slot(start), start
 
     def buffers(self, layer: int) -> tuple[Tensor, None]:
-        return self._kv[self._index[layer]], None
+        return self._store.own(self._index[layer]), None
+
+    def first_seen(self) -> int:
+        first, _ = self._store.slots_of(self._selected)
+        return first
+
+    def bytes_of(self, first: int, end: int) -> int:
+        return len(self._index) * self._store.bytes_of(first, end)
+
+    def attended(self, layer: int) -> Tensor:
+        return self._store.attended(self._index[layer], 0, self.slots)
+
+    def snapshot(self) -> dict[str, Any]:
+        return super().snapshot() | {"store": [each.clone() for each in self._store.tensors]}
+
+    @torch.inference_mode()
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        rest = dict(snapshot)
+        for tensor, kept in zip(self._store.tensors, rest.pop("store"), strict=True):
+            tensor.copy_(kept)
+        super().restore(rest)
 
     def crop(self, length: int) -> None:
         self._refuse_inside_selection(length)
@@ -119,33 +145,40 @@ class RetrievalCache(SlotCache):
     def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
         if layer not in self._index:
             return
-        heads = prefix.shape[1]
-        whole, _ = self.buffers(layer)
-        kv = whole[:, head : head + heads]
+        heads = slice(head, head + prefix.shape[1])
         if not self._selecting:
             # the target's own KV takes the place of what this level computed from a partial context
             count = recent.shape[2]
             first_own = count - len(q)
             own = span(recent, first_own, count)
             start = prefix.shape[2] + first_own
-            self._place_window(kv, own, start)
+            self._place_window(layer, heads, own, start)
             return
-        self._place_window(kv, recent, self._base)
-        group = q.shape[1] // heads  # query heads per KV head
+        self._place_window(layer, heads, recent, self._base)
+        count = prefix.shape[1]
+        group = q.shape[1] // count  # query heads per KV head
         tokens = max(1, prefix.shape[2])
         step = max(1, OBSERVED_KEYS // tokens)  # KV heads
-        for first in range(0, heads, step):
+        for first in range(0, count, step):
             last = first + step
             rows = q[:, first * group : last * group]
             part = prefix[:, first:last]
             keys = recent[0, first:last]
             self._select(layer, head + first, rows, part, keys)
 
-    def _place_window(self, kv: Tensor, new: Tensor, start: int) -> None:
+    def _place_window(self, layer: int, heads: slice, new: Tensor, start: int) -> None:
         """Write the tokens from `start` on, new (2, h, T, D), where they are in the window."""
         k = new[0].transpose(0, 1)
         v = new[1].transpose(0, 1)
-        put(kv, k, v, self._slot(start))
+        self._put(layer, heads, k, v, start)
+
+    def _put(self, layer: int, heads: slice, k: Tensor, v: Tensor, start: int) -> None:
+        """Write k and v (T, h, D) of these heads where the window has the tokens from `start` on.
+
+        Raises ValueError where they do not fit.
+        """
+        kv, _ = self.buffers(layer)
+        put(kv[:, heads], k, v, self._slot(start) - self.first_own)
 
     def advanced(self, length: int) -> None:
         if length == 0:
@@ -173,15 +206,16 @@ class RetrievalCache(SlotCache):
         q (T, h * G, D), prefix (2, h, N, D), recent keys (h, M, D).
         """
         heads, tokens = prefix.shape[1:3]
-        whole, _ = self.buffers(layer)
-        selected = span(whole[:, head : head + heads], 0, self._selected)
+        index = self._index[layer]
         if self._selected == tokens:
-            selected.copy_(prefix)
+            self._store.select(index, head, prefix)
             return
         chunk = self.shape.chunk
         rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
         chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
+        selected = self._store.room(index, head, heads, self._selected)
         self._copy_chunks(selected, prefix, chunks)
+        self._store.select(index, head, selected)
 
     def _copy_chunks(self, selected: Tensor, prefix: Tensor, chunks: Tensor) -> None:
         """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
@@ -204,4 +238,5 @@ class RetrievalCache(SlotCache):
         """Return where the token at this position is, or goes, in the window."""
         if position < self._base:
             raise ValueError(f"the selection covers the first {self._base}, with {position}")
-        return self._selected + position - self._base
+        _, window = self._store.slots_of(self._selected)
+        return window + position - self._base

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from offload.layout import KVLayout, ceil_div
 
 # keys, over all heads, that a selection looks at in one go: bounds its scratch memory
 OBSERVED_KEYS = 1 << 18
+# elements that are quantised at a time, in float32: bounds the same
+QUANTISED_ELEMENTS = 1 << 22
 _FLOAT32 = 4  # bytes
 
 
@@ -29,6 +30,7 @@ class RetrievalShape:
     context: int  # tokens of the whole text
     rows: int  # tokens of the largest pass
     append_room: int  # tokens that may come between two selections, or behind the only one
+    quantised: bool = False  # whether selected tokens are kept in 8 bits
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.budget:
@@ -63,27 +65,58 @@ class RetrievalShape:
         return min(chunks * self.chunk, prefix)
 
     @property
+    def selected_slots(self) -> int:
+        """Tokens a head that selected ones have slots of their own for, where they are quantised.
+
+        A text within the budget is selected whole, but for its window.
+        """
+        return self.budget
+
+    @property
     def slots(self) -> int:
-        """Tokens a head that must fit the buffer."""
+        """Tokens a head that a pass may attend to."""
         window = self.window + self.block + self.rows
+        if self.quantised:
+            return self.selected_slots + window + self.append_room
         return max(self.budget, self.chunk + window) + self.append_room
 
     def kv_buffer(self, layout: KVLayout) -> tuple[int, ...]:
         """Return the shape of keys and values (layers, 2, Hkv, slots, D)."""
         return layout.shape(layout.layers, self.slots)
 
+    def layer_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes of device memory that each layer takes."""
+        if not self.quantised:
+            return layout.bytes(self.slots, 1)
+        window = self.slots - self.selected_slots
+        return self.quantised_bytes(layout, self.selected_slots, window)
+
+    @staticmethod
+    def quantised_bytes(layout: KVLayout, selected: int, window: int) -> int:
+        """Return what a layer takes for so many quantised tokens, and for so many whole ones."""
+        elements = 2 * layout.heads * layout.head_dim
+        scales = 2 * layout.heads * layout.dtype.itemsize
+        return selected * (elements + scales) + layout.bytes(window, 1)
+
+    def shared_bytes(self, layout: KVLayout) -> int:
+        """Return the bytes of device memory that all layers share."""
+        return layout.bytes(self.slots, 1) if self.quantised else 0
+
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory the cache takes."""
-        return prod(self.kv_buffer(layout)) * layout.dtype.itemsize
+        return layout.layers * self.layer_bytes(layout) + self.shared_bytes(layout)
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
         """Return the bytes that selecting takes while it is done, `rows` rows having a say.
 
         They are a few float32 arrays of a value for each key and row, mean keys, and a copy of keys
-        that lie apart.
+        that lie apart; and what is quantised at a time.
         """
         at_once = min(OBSERVED_KEYS, self.context * layout.heads)
         keys = max(at_once, self.context)
         means = layout.head_dim // self.chunk
-        values = 4 * rows + means + layout.head_dim
-        return _FLOAT32 * keys * values
+        values = keys * (4 * rows + means + layout.head_dim)
+        if self.quantised:
+            elements = 2 * layout.heads * self.selected_slots * layout.head_dim
+            values += 2 * min(QUANTISED_ELEMENTS, elements)
+        return _FLOAT32 * values

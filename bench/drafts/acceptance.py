@@ -21,12 +21,13 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import torch
 import typer
 from torch import Tensor
 
 from bench.drafts.low_rank import LOW_RANKS
-from bench.drafts.overlap import ALL, OURS, STATIC, Chain, PolicyTrace, Variant
+from bench.drafts.overlap import ALL, OURS, STATIC, WHOLE, Chain, PolicyTrace, Variant
 from bench.drafts.rounding import ROUNDINGS
 from bench.harness.options import (
     NATIVE,
@@ -48,6 +49,7 @@ from decoding import Engine, Sampling, Settings
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
 SHORT_INTERVALS = (16, 64)
 SLICES_INTERVALS = (16, 32, 64)
+MEMORY_SHARE = 0.5  # of what is free, for the caches of variants that are led at once
 SEEDS = 2  # counted runs of one text
 PARTS = "policies,budgets,chunks,temperatures,slices,counts"
 ALONG = ("target", "book")
@@ -60,7 +62,8 @@ class Row:
     """One variant, along some texts; by tokens between refreshes."""
 
     context: int
-    budget: int
+    budget: int  # tokens in 16 bits that take as much memory
+    tokens: int  # that it holds, a head
     temperature: float
     policy: str
     rejected: dict[int, float]  # the share of proposals
@@ -123,6 +126,7 @@ class Study:
             row = Row(
                 context,
                 variant.budget,
+                variant.tokens(self.engine.runtime.needs.layout),
                 sampling.temperature,
                 variant.name,
                 rejected[variant],
@@ -149,7 +153,7 @@ class Study:
         selected = [
             replace(each, budget=size)
             for size in (context // 10, context // 4, context // 2)
-            for each in (STATIC, OURS)
+            for each in (STATIC, WHOLE, OURS)
         ]
         return self.rows(context, [*selected, *low_rank, *rounded], SLICES_INTERVALS)
 
@@ -179,14 +183,37 @@ class Study:
         return chains
 
     def _lead(self, prompt: list[int], text: Tensor, chains: Chains, sampling: Sampling) -> None:
-        """Lead all variants along one text, and add to `chains`; their caches go with the call."""
+        """Lead all variants along one text, and add to `chains`; their caches go with the call.
+
+        Where not all of them fit the memory at once, the prompt is read again for each part.
+        """
         intervals = list(next(iter(chains.values())))
-        trace = PolicyTrace(self.engine.runtime, prompt, self.new, list(chains), max(intervals))
-        if self.along == "target":
-            text = trace.text(len(text), sampling)
-        for interval in intervals:
-            for variant, each in trace.chains(text, interval, sampling).items():
-                chains[variant][interval] += each
+        is_drawn = self.along == "book"
+        for part in self._parts(list(chains), len(prompt)):
+            trace = PolicyTrace(self.engine.runtime, prompt, self.new, part, max(intervals))
+            if not is_drawn:
+                text, is_drawn = trace.text(len(text), sampling), True
+            for interval in intervals:
+                for variant, each in trace.chains(text, interval, sampling).items():
+                    chains[variant][interval] += each
+            del trace
+            gc.collect()
+
+    def _parts(self, variants: Sequence[Variant], context: int) -> list[list[Variant]]:
+        """Return the variants in parts whose caches take a share of the free memory at most."""
+        layout = self.engine.runtime.needs.layout
+        gc.collect()
+        room = MEMORY_SHARE * psutil.virtual_memory().available
+        parts: list[list[Variant]] = [[]]
+        taken = 0
+        for variant in variants:
+            tokens = context if variant.holds_all else 2 * variant.tokens(layout)  # and a snapshot
+            if parts[-1] and taken + layout.bytes(tokens) > room:
+                parts.append([])
+                taken = 0
+            parts[-1].append(variant)
+            taken += layout.bytes(tokens)
+        return parts
 
     def counts(
         self, contexts: Sequence[int], temperatures: Sequence[float], draft: int
@@ -262,7 +289,8 @@ def main(
     tokens = text_tokens(engine.tokenizer, text)
     study = Study(engine, tokens, texts, new_tokens, Sampling(temperature, top_p=top_p), along)
     degrees, both = decimals(temperatures), (STATIC, OURS)
-    by_budget = [replace(each, budget=size) for size in integers(budgets) for each in both]
+    every = (STATIC, WHOLE, OURS)
+    by_budget = [replace(each, budget=size) for size in integers(budgets) for each in every]
     by_chunk = [replace(OURS, chunk=size) for size in integers(chunks)]
     tasks: dict[str, Callable[[], list[Any]]] = {
         "policies": lambda: [

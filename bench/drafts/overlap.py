@@ -34,6 +34,7 @@ from decoding.speculation.draft_length import Fixed
 from decoding.speculation.passes import drive
 from decoding.speculation.sampling import draw
 from decoding.speculation.text import Text
+from offload.layout import KVLayout
 from offload.policies import PolicyTraits
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
@@ -82,14 +83,32 @@ class Variant:
     """A way to spend the device memory of `budget` tokens a head."""
 
     policy: str
-    budget: int
+    budget: int  # tokens in 16 bits that take as much memory
     chunk: int = 8
+    bits: int = 16  # of an element of selected tokens
 
     @property
     def name(self) -> str:
         if self.policy in ROUNDINGS or self.policy in LOW_RANKS:
             return self.policy
-        return f"{self.policy}, chunk {self.chunk}"
+        name = f"{self.policy}, chunk {self.chunk}"
+        return name if self.bits == 16 else f"{name}, {self.bits} bits"
+
+    @property
+    def holds_all(self) -> bool:
+        """Return whether it has something of every token, so that it takes as long a buffer."""
+        return self.policy in ROUNDINGS or self.policy in LOW_RANKS
+
+    def tokens(self, layout: KVLayout) -> int:
+        """Return how many tokens a head fit its memory, of a layout's layers in 16 bits."""
+        if self.bits == 16:
+            return self.budget
+        layout = replace(layout, dtype=torch.bfloat16)
+        whole = RetrievalShape.of(self.budget, self.chunk, self.budget, 1, 0)
+        memory, tokens = whole.device_bytes(layout), 2 * self.budget
+        while replace(whole, budget=tokens, quantised=True).device_bytes(layout) > memory:
+            tokens -= self.chunk
+        return tokens
 
     def footprint(self, context: int) -> Footprint:
         """Return what it takes behind so many tokens."""
@@ -105,8 +124,9 @@ class Variant:
 
 
 STATIC = Variant("static", 768)  # the published policy
-OURS = Variant("attention", 768)  # the engine's default
-ALL = [STATIC, Variant("window", 768), OURS]
+WHOLE = Variant("attention", 768)
+OURS = replace(WHOLE, bits=8)  # the engine's default
+ALL = [STATIC, Variant("window", 768), WHOLE, OURS]
 
 
 @dataclass(frozen=True)
@@ -156,12 +176,13 @@ class PolicyTrace:
             rank = round(LOW_RANKS[variant.policy] * dimensions)
             return LowRankCache(target, variant.budget, variant.chunk, rank)
         shape = RetrievalShape.of(
-            variant.budget,
+            variant.tokens(target.layout),
             variant.chunk,
             len(prompt) + new + rows + 1,
             rows,
             new + rows,
         )
+        shape = replace(shape, quantised=variant.bits == 8)
         return RetrievalCache(
             target.layout,
             replace(shape, window=target.shape.recent, block=target.shape.block),

@@ -18,6 +18,7 @@ ROWS = {
     "score_rate": ("KV looked through to select from it", "GB/s"),
     "join_rate": ("KV joined of slices", "GB/s"),
     "near_rate": ("KV attended to by its codes", "GB/s"),
+    "int8_rate": ("selected KV attended to, kept in 8 bits", "GB/s"),
     "matmul_alone": ("one large matrix product", "TFLOP/s"),
     "matmul": ("products of a prefill", "TFLOP/s"),
     "prefill_attention": ("attention of a prefill", "TFLOP/s"),

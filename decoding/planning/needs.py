@@ -140,6 +140,12 @@ class TextNeeds:
         return self.settings.budget or DEFAULT_BUDGET
 
     @property
+    def int8_retrieval(self) -> bool:
+        """Return whether what the retrieval cache selects is kept in 8 bits an element."""
+        chosen = self.settings.int8_retrieval
+        return self.dtype.itemsize == 2 if chosen is None else chosen
+
+    @property
     def chooses_budget(self) -> bool:
         """Return whether there is a budget, and none is set."""
         return self.may_retrieve and self.settings.budget is None
@@ -240,6 +246,7 @@ class TextNeeds:
         budget = max(settings.chunk_size, min(self.budget, context))
         rows = self.max_pass_tokens
         shape = RetrievalShape.of(budget, settings.chunk_size, context, rows, since)
+        shape = replace(shape, quantised=self.int8_retrieval)
         if not self.has_slices:
             return shape
         block = ceil_div(SLICED_BLOCK, shape.chunk) * shape.chunk
@@ -278,16 +285,18 @@ class TextNeeds:
         shape = self.tiers(prompt, new)
         return shape.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
 
-    def near_tokens(self, plan: MemoryPlan, tokens: int, code: float) -> float:
+    def near_tokens(
+        self, plan: MemoryPlan, tokens: int, code: float, retrieved: float = 1.0
+    ) -> float:
         """Return as how many tokens in 16 bits the device attends to what it has of so many.
 
-        A code takes so much of an element's time.
+        A code takes so much of an element's time, and so does what a retrieval cache has selected.
         """
         layers = self.target.layers
         sliced = plan.sliced_layers
         streamed = layers - plan.resident_layers - sliced
         whole = plan.resident_layers + sliced * code
-        return (whole * tokens + streamed * min(self.budget, tokens)) / layers
+        return (whole * tokens + streamed * retrieved * min(self.budget, tokens)) / layers
 
     # -- what a plan decides -----------------------------------------------------------------------
 
@@ -319,17 +328,17 @@ class TextNeeds:
         Raises FitError, and ConfigError where there are fewer heads than ranks.
         """
         target, item = self.target, self.dtype.itemsize
-        layer, choosing = self._retrieval_bytes(prompt, new)
+        layer, shared = self._retrieval_bytes(prompt, new)
         return Needs(
             target=self.tiers(prompt, new),
-            retrieval=self.target.layers * layer + choosing if self.has_retrieval else 0,
+            retrieval=self.target.layers * layer + shared if self.has_retrieval else 0,
             draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.rotary_dim * item,
             hidden=self.hidden_bytes(prompt),
             passes=self._pass_bytes(prompt, new),
             slices=self.has_slices,
             streamed_retrieval=0 if self.has_retrieval else layer,
-            choosing=0 if self.has_retrieval else choosing,
+            choosing=0 if self.has_retrieval else shared,
         )
 
     def _pass_bytes(self, prompt: int, new: int) -> int:
@@ -350,14 +359,15 @@ class TextNeeds:
         return elements * self.dtype.itemsize
 
     def _retrieval_bytes(self, prompt: int, new: int) -> tuple[int, int]:
-        """Return what a layer's retrieval cache takes, and what choosing takes while it is done."""
+        """Return what a layer's retrieval cache takes, and what is shared or taken to choose."""
         if not self.may_retrieve:
             return 0, 0
         layout = replace(self.layout, layers=1)
         shape, policy = self.shape(prompt, new), POLICY_TRAITS[self.settings.policy]
         rows = policy.rows * self.target.heads // self.target.kv_heads
         remembered = policy.state_bytes(layout, shape.context, shape.chunk)
-        return shape.device_bytes(layout) + remembered, shape.scratch_bytes(layout, rows)
+        shared = shape.shared_bytes(layout) + shape.scratch_bytes(layout, rows)
+        return shape.layer_bytes(layout) + remembered, shared
 
     def _masked_bytes(self, prompt: int, new: int) -> int:
         """Return what masked attention over the retrieval cache holds in a recorded pass."""

@@ -48,6 +48,8 @@ class HardwareProfile:
     # codes in a pass of one row; what memory_rate gives, and twice kv_rate, for a code is half
     join_rate: float | None = None
     near_rate: float | None = None
+    # bytes a second of the elements of a retrieval cache in 8 bits, attended to likewise; kv_rate
+    int8_rate: float | None = None
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host

@@ -85,7 +85,7 @@ class _Kernels:
         """Measure all of them, by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
-        rates["score_rate"] = self.layout.bytes(_PREFIX) / self._selection_s()
+        rates |= self.retrieval_rates()
         rates |= self.launch_seconds(rates["memory_rate"], rates["kv_rate"])
         if self.device.type == "cpu":  # elsewhere further rows hide behind reading the weights
             rates |= self.further_rows()
@@ -199,23 +199,29 @@ class _Kernels:
         products, scores = prefill_flops(config, tokens)
         return products / max(seconds - scores / attention, 0.1 * seconds)
 
-    def _selection_s(self) -> float:
-        """Measure one selection over random keys and values."""
+    def retrieval_rates(self) -> dict[str, float]:
+        """Measure selecting, and attention of one row to what is selected and kept in 8 bits."""
         layout, usual, rows = self.layout, Settings(), _VERIFIED_ROWS
-        rotary = self.layer.rotary(1, 2, self.dtype, self.device)
+        rotary = self.layer.rotary(1, _PREFIX + 2 * rows, self.dtype, self.device)
         shape = RetrievalShape.of(DEFAULT_BUDGET, usual.chunk_size, _PREFIX + rows, rows, rows)
+        quantised = replace(shape, quantised=self.dtype.itemsize == 2)
         policy = POLICIES[usual.policy]()
-        cache = RetrievalCache(layout, shape, policy, rotary, self.device, min_interval=0)
+        cache = RetrievalCache(layout, quantised, policy, rotary, self.device, min_interval=0)
         prefix = self._random(layout.shape(1, _PREFIX))[0]
         recent = self._random(layout.shape(1, rows))[0]
         q = self._random((rows, self.layer.heads, self.layer.head_dim))
+        row = recent.transpose(1, 2)[:, :1]  # keys and values of one token (2, 1, Hkv, D)
 
         def choose() -> Tensor:
             cache.follow(_PREFIX, _PREFIX, _PREFIX + rows)
             cache.observe(0, 0, q, prefix, recent)
-            return cache._kv
+            return cache.buffers(0)[0]
 
-        return typical(choose)
+        rates = {"score_rate": layout.bytes(_PREFIX) / typical(choose)}
+        if quantised.quantised:
+            one = typical(lambda: cache.attend(0, q[:1], row[0], row[1], _PREFIX))
+            rates["int8_rate"] = layout.bytes(DEFAULT_BUDGET) / one
+        return rates
 
     def sampling_seconds(self) -> dict[str, float]:
         """Measure making the law of a row of logits, and drawing from laws."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from bench.drafts import acceptance
+from bench.drafts.acceptance import Study
 from bench.drafts.low_rank import LOW_RANKS, OUTLYING
 from bench.drafts.needle import FULL, NEEDLES, needles, planted
 from bench.drafts.overlap import OURS, STATIC, Chain, Footprint, PolicyTrace, Variant
@@ -17,6 +20,7 @@ from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
 from decoding.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
+from offload.retrieval_shape import RetrievalShape
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.loading import load_model
@@ -97,6 +101,36 @@ def test_what_crosses_the_link_is_what_the_device_has_no_room_for() -> None:
     fetched = Variant("low-rank keys, 3/4", 100).footprint(10_000)
     assert fetched.device == pytest.approx(3 / 8 + 1 / 16 + OUTLYING * 8 / 10_000)
     assert fetched.drafted == 0.005  # the values of a hundredth of the tokens
+
+
+def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(models: Runtime) -> None:
+    layout = replace(models.needs.layout, dtype=torch.bfloat16)
+    for budget in (64, 768, 4096):
+        tokens = replace(OURS, budget=budget).tokens(models.needs.layout)
+        whole = RetrievalShape.of(budget, 8, 10_000, 1, 0).device_bytes(layout)
+        sizes = [
+            replace(RetrievalShape.of(budget, 8, 10_000, 1, 0), budget=each, quantised=True)
+            for each in (tokens, tokens + 8)
+        ]
+        fits, too_large = (each.device_bytes(layout) for each in sizes)
+        assert fits <= whole < too_large
+        assert replace(STATIC, budget=budget).tokens(layout) == budget
+
+
+def test_variants_that_do_not_fit_at_once_are_led_in_parts(
+    models: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SimpleNamespace(runtime=models)
+    tokens = prompt("typing")
+    variants = [STATIC, replace(OURS, budget=256), Variant("rounded to 7 bits", 256)]
+    found = []
+    for share in (acceptance.MEMORY_SHARE, 0.0):
+        monkeypatch.setattr(acceptance, "MEMORY_SHARE", share)
+        study = Study(engine, tokens, 1, 64, NUCLEUS, "target")  # type: ignore[arg-type]
+        parts = study._parts(variants, len(tokens))
+        assert [len(part) for part in parts] == ([3] if share else [1, 1, 1])
+        found.append(study.rows(len(tokens) - 65, variants, [16]))
+    assert found[0] == found[1]
 
 
 def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:

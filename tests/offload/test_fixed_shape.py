@@ -55,6 +55,7 @@ class Fixed:
 def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> None:
     """Right after a pass as it is: the fixed pass gives the same, and leaves the same behind."""
     slot, _ = cache.place(cache.length)
+    slot -= cache.first_own
     rows, left = slice(slot, slot + len(tokens[0][0])), []
     for layer in range(LAYOUT.layers):
         kv, raw = cache.buffers(layer)
@@ -70,11 +71,12 @@ def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> N
                 torch.testing.assert_close(found, was, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize("start", [5, 40, 70])  # no prefix, within the budget, past it
-def test_on_a_retrieval_cache(start: int, chunk: int, policy: str) -> None:
-    shape, rng = replace(SHAPE, chunk=chunk), random.Random(start)
+def test_on_a_retrieval_cache(start: int, chunk: int, policy: str, quantised: bool) -> None:
+    shape, rng = replace(SHAPE, chunk=chunk, quantised=quantised), random.Random(start)
     target, middle = pair(make_test_link("view"), 2, shape, policy)
     fixed, story = Fixed(middle), text(start)
     prefill(target, story, 32)
@@ -109,8 +111,9 @@ def test_a_pass_past_the_buffer_is_refused() -> None:
         Fixed(middle).forward(text(room + 1))
 
 
-def test_a_rewound_cache_keeps_its_addresses() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_rewound_cache_keeps_its_addresses(quantised: bool) -> None:
+    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, quantised=quantised))
     prefill(target, text(70), 32)
     places = [x.data_ptr() for x in middle.buffers(1) if x is not None]
     fixed, tokens, state = Fixed(middle), text(2), middle.snapshot()

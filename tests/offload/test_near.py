@@ -19,7 +19,7 @@ from support.links import make_test_link
 
 LAYOUT_16 = replace(LAYOUT, dtype=torch.bfloat16)
 SHAPE = RetrievalShape(
-    budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200
+    budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200, quantised=True
 )
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 

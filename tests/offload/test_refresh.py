@@ -60,12 +60,16 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
 @pytest.mark.parametrize("context", [1, 300, 130_000])
 def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
     shape = RetrievalShape.of(budget, chunk, context, rows=7, append_room=20)
+    quantised = replace(shape, quantised=True)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
     assert 1 <= shape.window <= max(1, budget // 8)
     for prefix, rows in product(range(0, min(context, 50 * shape.block), shape.block), (1, 7)):
         recent = shape.window + shape.block - 1 + rows  # the most there may be
         if prefix + recent <= context:
-            assert shape.selected(prefix, recent) + recent + shape.append_room <= shape.slots
+            selected = shape.selected(prefix, recent)
+            assert selected + recent + shape.append_room <= shape.slots
+            assert selected <= quantised.selected_slots
+            assert quantised.selected_slots + recent + shape.append_room <= quantised.slots
 
 
 @pytest.mark.parametrize("chunk", [1, 4])
@@ -100,6 +104,7 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
         rows = draft + 2
         fresh = min(every + 2 * rows, new) if POLICIES[policy].traits.reselects else new
         shape = RetrievalShape.of(budget, chunk, prompt + new, rows, fresh)
+        shape = replace(shape, quantised=rng.random() < 0.5)
         target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
         story = text(prompt, TINY)
         prefill(target, story, chunk=32)
@@ -135,12 +140,17 @@ def test_between_choices_what_was_chosen_stays(policy: str) -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE, policy, min_interval=10)
     story = text(70)
     prefill(target, story, chunk=32)
-    chosen = {middle.selections: middle._kv[:, :, :, : middle._slot(middle._base)].clone()}
+
+    def in_front() -> Tensor:
+        (kv,) = middle._store.tensors
+        return kv[:, :, :, : middle._slot(middle._base)].clone()
+
+    chosen = {middle.selections: in_front()}
     for _ in range(14):
         forward(target, text(4))
         target.advance(2)
-        kept = middle._kv[:, :, :, : middle._slot(middle._base)]
-        assert torch.equal(kept, chosen.setdefault(middle.selections, kept.clone()))
+        kept = in_front()
+        assert torch.equal(kept, chosen.setdefault(middle.selections, kept))
     assert len(chosen) == (1 if policy == "static" else 3)
     # the target's prefix grew all the while
     assert target.boundary > middle._base or policy != "static"

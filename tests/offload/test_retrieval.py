@@ -38,6 +38,7 @@ SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 sizes = pytest.mark.parametrize("chunk", [1, 4])
+both_stores = pytest.mark.parametrize("quantised", [False, True])
 PLACES = [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)]
 
 
@@ -55,13 +56,14 @@ def started(
     return hand
 
 
+@both_stores
 @pytest.mark.parametrize(("link", "resident"), PLACES, indirect=["link"])
 @sizes
 @every_policy
 def test_every_pass_is_what_brute_force_gives(
-    policy: str, chunk: int, link: Link, resident: int
+    policy: str, chunk: int, link: Link, resident: int, quantised: bool
 ) -> None:
-    shape, rng = replace(SHAPE, chunk=chunk), random.Random(chunk)
+    shape, rng = replace(SHAPE, chunk=chunk, quantised=quantised), random.Random(chunk)
     target, middle = pair(link, resident, shape, policy)
     story = text(70)
     hand = started(target, shape, policy, story)
@@ -85,9 +87,11 @@ def test_every_pass_is_what_brute_force_gives(
     assert middle.selections == (1 if policy == "static" else 1 + len(lengths))
 
 
+@both_stores
 @every_policy
-def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE, policy)
+def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
     prefill(target, text(70), 32)
     passes = [text(7) for _ in range(8)]
 
@@ -108,38 +112,42 @@ def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(once, go(), strict=True))
 
 
+@both_stores
 @sizes
 @every_policy
 # no prefix, all within the budget, hardly more, much more
 @pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])
-def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int) -> None:
-    shape = replace(SHAPE, chunk=chunk)
+def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int, quantised: bool) -> None:
+    shape = replace(SHAPE, chunk=chunk, quantised=quantised)
     target, middle = pair(make_test_link("view"), 2, shape, policy)
     story, probe = text(prompt), text(3)
     hand = started(target, shape, policy, story)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
 
 
+@both_stores
 @pytest.mark.parametrize("chunk", [4, 12])
 # prefixes of one chunk of 12 tokens, two, and three
 @pytest.mark.parametrize("prompt", [17, 18, 29, 45])
-def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int) -> None:
-    shape = replace(SHAPE, budget=12, chunk=chunk)
+def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, quantised: bool) -> None:
+    shape = replace(SHAPE, budget=12, chunk=chunk, quantised=quantised)
     target, middle = pair(make_test_link("view"), 2, shape)
-    middle._kv.fill_(100.0)  # what nobody wrote shows
+    for tensor in middle._store.tensors:
+        tensor.fill_(100)  # what nobody wrote shows
     story, probe = text(prompt), text(3)
     hand = started(target, shape, "attention", story)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
 
 
+@both_stores
 @sizes
 # one head at a time, or two of three, of a prefix of 48
 @pytest.mark.parametrize("tokens", [1, 70, 100])
 def test_heads_seen_bit_by_bit_are_all_seen(
-    tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+    tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch, quantised: bool
 ) -> None:
     monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
-    shape = replace(SHAPE, chunk=chunk, budget=36)
+    shape = replace(SHAPE, chunk=chunk, budget=36, quantised=quantised)
     target, middle = pair(make_test_link("view"), 2, shape)
     story, probe = text(62), text(3)
     hand = started(target, shape, "attention", story)
@@ -169,11 +177,13 @@ def test_a_budget_for_everything_gives_a_resident_target_bit_for_bit(policy: str
     assert torch.equal(forward(middle, tokens), forward(target, tokens))
 
 
+@both_stores
 @every_policy
-def test_the_targets_keys_and_values_replace_its_own(policy: str) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE, policy)
+def test_the_targets_keys_and_values_replace_its_own(policy: str, quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
     prompt, draft, truth, probe = text(61), text(6), text(6), text(2)
-    hand = started(target, SHAPE, policy, prompt)
+    hand = started(target, shape, policy, prompt)
     forward(middle, draft)
     middle.advance(6)
     forward(target, truth)  # the same positions, and other values than a partial context gave
@@ -193,9 +203,11 @@ def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
 
 
-def test_a_cache_need_not_be_prefilled() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    hand, story = RetrievalByHand(SHAPE, "attention", ROTARY), text(0)
+@both_stores
+def test_a_cache_need_not_be_prefilled(quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    hand, story = RetrievalByHand(shape, "attention", ROTARY), text(0)
     while len(story[0][0]) < 90:
         tokens, probe = text(7), text(2)
         forward(target, tokens)
@@ -239,26 +251,40 @@ def test_refusals() -> None:
             replace(SHAPE, chunk=chunk)
 
 
-def test_the_last_slot_can_be_used_and_no_more() -> None:
-    shape = replace(SHAPE, append_room=9)
+@both_stores
+def test_the_last_slot_can_be_used_and_no_more(quantised: bool) -> None:
+    shape = replace(SHAPE, append_room=9, quantised=quantised)
     target, middle = pair(make_test_link("view"), 2, shape, "static")
     prefill(target, text(61), chunk=61)
     # the choice took 32 selected tokens and a window of 13, of 48
-    for _ in range(shape.slots - 45):
+    # in 8 bits the window has a buffer of its own
+    room = shape.slots - (shape.budget if quantised else 32)
+    for _ in range(room - 13):
         forward(middle, text(1))
         middle.advance(1)
-    with pytest.raises(ValueError, match=f"do not fit a buffer of {shape.slots}"):
+    with pytest.raises(
+        ValueError, match=f"do not fit a buffer of {room if quantised else room + 32}"
+    ):
         forward(middle, text(1))
 
 
-def test_device_bytes_and_bytes_attended() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    assert middle.device_bytes == SHAPE.device_bytes(LAYOUT) == LAYOUT.bytes(SHAPE.slots)
-    assert middle.device_bytes == middle._kv.nbytes
+@both_stores
+def test_device_bytes_and_bytes_attended(quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape)
     prefill(target, text(61), chunk=61)
     forward(middle, text(3))
     selected = 35 // 4 * 4  # of 48 less a window of 61 - 48
-    assert middle.traffic.attended == LAYOUT.bytes(selected + 13 + 3)
+    # a byte for each element, and a scale for the 8 of a token's keys or values
+    token = LAYOUT.bytes(1) // 4 + LAYOUT.bytes(1) // 8 if quantised else LAYOUT.bytes(1)
+    assert middle.traffic.attended == selected * token + LAYOUT.bytes(13 + 3)
+    assert middle.device_bytes == shape.device_bytes(LAYOUT)
+    if quantised:
+        window = shape.slots - shape.budget
+        shared = LAYOUT.bytes(shape.slots, 1)
+        assert middle.device_bytes == 48 * token + LAYOUT.bytes(window) + shared
+    else:
+        assert middle.device_bytes == LAYOUT.bytes(shape.slots)
     assert (middle.traffic.link_in, middle.traffic.link_out) == (0, 0)
 
 

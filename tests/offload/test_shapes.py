@@ -94,6 +94,7 @@ def test_a_retrieval_cache_takes_what_its_shape_counts() -> None:
     for _ in range(60):
         layout, budget = random_layout(rng), rng.randint(8, 200)
         shape = RetrievalShape.of(budget, rng.randint(1, 8), rng.randint(1, 900), 7, 20)
+        shape = replace(shape, quantised=rng.random() < 0.5)
         policy = POLICIES["attention"]()
         cache = RetrievalCache(layout, shape, policy, random_rotary(layout, 4), CPU)
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(layout)

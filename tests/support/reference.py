@@ -105,6 +105,15 @@ def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
     ]
 
 
+def in_8_bits(x: Tensor) -> Tensor:
+    """Keys or values (N, D), token by token as 127 steps up to the largest magnitude."""
+    tokens = []
+    for token in x:
+        step = (token.abs().max().float() / 127).to(x.dtype)
+        tokens.append((token.float() / step.float()).round().to(x.dtype) * step)
+    return torch.stack(tokens)
+
+
 class RetrievalByHand:
     """What a retrieval cache should give, from queries, keys and values of the whole text: brute
     force, head by head.
@@ -154,8 +163,10 @@ class RetrievalByHand:
         self, place: tuple[int, int], queries: Tensor, prefix: Kept, recent: list[Tensor], end: int
     ) -> Kept:
         keys, values = prefix
-        if end <= self.shape.budget or not len(keys):
+        if not len(keys):
             return prefix
+        if end <= self.shape.budget:
+            return self._held(keys, values)
         chunk = self.shape.chunk
         worths = worths_by_hand(self.policy, queries, keys, recent, chunk)
         if self.policy == "attention":
@@ -164,4 +175,10 @@ class RetrievalByHand:
             self._worths[place] = worths
         count = max(1, (self.shape.budget - (end - len(keys))) // chunk)
         chosen = chosen_by_hand(worths, chunk, count)
-        return keys[chosen], values[chosen]
+        return self._held(keys[chosen], values[chosen])
+
+    def _held(self, keys: Tensor, values: Tensor) -> Kept:
+        """What the cache holds of selected tokens."""
+        if not self.shape.quantised:
+            return keys, values
+        return in_8_bits(keys), in_8_bits(values)

@@ -168,7 +168,8 @@ def test_layers_that_come_late_are_counted_too(mode: str) -> None:
     ("owner", "name"),
     [
         (TieredShape, "device_tiers"),
-        (RetrievalShape, "device_bytes"),
+        (RetrievalShape, "layer_bytes"),
+        (RetrievalShape, "shared_bytes"),
         (TextNeeds, "_draft_bytes"),
     ],
 )

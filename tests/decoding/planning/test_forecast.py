@@ -171,6 +171,35 @@ def test_arithmetic_of_a_prefill() -> None:
     assert prefill_flops(config, 3) == pytest.approx((2 * weights * 3, 4 * pairs))
 
 
+def test_a_pass_over_a_retrieval_cache_takes_what_was_measured_of_its_8_bits() -> None:
+    """By default a byte of it takes as long as an element of 16 bits."""
+    machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9, kv_rate=5e11)
+    needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
+    kv = needs.layout.bytes(needs.budget)
+
+    def pass_s(hardware: HardwareProfile, **chosen: Any) -> float:
+        settings = replace(needs.settings, **chosen)
+        costs = PredictedCosts(hardware, Acceptance())
+        return costs.retrieval_s(replace(needs, settings=settings), PROMPT)
+
+    assert pass_s(replace(machine, int8_rate=5e11)) == pass_s(machine)
+    slower = pass_s(replace(machine, int8_rate=2.5e11)) - pass_s(machine)
+    assert slower == pytest.approx(kv / 5e11, rel=0.01)
+    whole = replace(machine, int8_rate=1e11)
+    assert pass_s(whole, int8_retrieval=False) == pass_s(machine)
+
+
+def test_a_retrieval_cache_in_8_bits_takes_about_half_of_the_memory() -> None:
+    needs = needs_of(SEVEN, "retrieval", 2)
+    whole = replace(needs, settings=replace(needs.settings, int8_retrieval=False))
+    half, all_of_it = (each.shape(PROMPT, NEW).layer_bytes(each.layout) for each in (needs, whole))
+    assert 0.5 < half / all_of_it < 0.57
+    in_float32 = replace(needs, dtype=torch.float32)
+    assert not in_float32.shape(PROMPT, NEW).quantised
+    asked_for = replace(in_float32, settings=replace(needs.settings, int8_retrieval=True))
+    assert asked_for.shape(PROMPT, NEW).quantised
+
+
 def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
     """By default a code, half of an element, takes half of its time."""
     machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9, kv_rate=5e11)

@@ -19,7 +19,7 @@ from decoding.planning.passes import (
     selection_s,
 )
 from decoding.planning.profile import HardwareProfile
-from decoding.probe.kernels import pass_rates
+from decoding.probe.kernels import _Kernels, pass_rates
 from decoding.speculation.draft_length import expected_tokens
 from offload.errors import TierForceError
 from parallel.config import ModelConfig
@@ -58,6 +58,14 @@ def test_rates_are_numbers_of_a_hardware(rates: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", ["memory_rate", "kv_rate", "score_rate"])
 def test_bytes_a_second_are_of_a_memorys_magnitude(rates: dict[str, float], name: str) -> None:
     assert 1e7 < rates[name] < 1e13
+
+
+def test_a_retrieval_cache_in_8_bits_is_measured_where_there_is_one() -> None:
+    in_16 = _Kernels(TARGET, torch.device("cpu"), torch.bfloat16).retrieval_rates()
+    assert set(in_16) == {"score_rate", "int8_rate"}
+    assert 1e6 < in_16["int8_rate"] < 1e13
+    in_32 = _Kernels(TARGET, torch.device("cpu"), torch.float32).retrieval_rates()
+    assert set(in_32) == {"score_rate"}
 
 
 def test_a_pass_takes_its_memory_its_rows_and_its_launches() -> None:
