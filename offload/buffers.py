@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
@@ -41,3 +44,22 @@ def attend_to(
     v = read[1].transpose(0, 1)
     traffic.attended += 2 * k.nbytes
     return partial_attention(q, k, v, causal)
+
+
+def attend_by_heads(
+    q: Tensor,
+    kv_heads: int,
+    parts: Iterable[tuple[slice, Tensor]],
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return the attention of q (T, Hq, D), `attend`, to some of its `kv_heads` heads at a time.
+
+    Parts are KV heads and their KV (2, h, N, D), in order; attend(q, k, v) gets k (N, h, D).
+    """
+    by_head = q.unflatten(1, (kv_heads, -1))  # (T, Hkv, G, D)
+    outs = []
+    for heads, kv in parts:
+        own = by_head[:, heads].flatten(1, 2)
+        out = attend(own, kv[0].transpose(0, 1), kv[1].transpose(0, 1))
+        outs.append(out)
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)

@@ -9,11 +9,13 @@ out (as in gpt-fast's static cache).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from offload.attention import masked_attention
+from offload.buffers import attend_by_heads
 from offload.cache import Cache
 from offload.rotary import Rotary
 
@@ -48,10 +50,13 @@ class SlotCache(Cache):
         """Return the bytes that all layers keep in the slots from `first` to `end`."""
         return self.layout.bytes(end - first)
 
-    def attended(self, layer: int) -> Tensor:
-        """Return the KV (2, Hkv, slots, D) that a pass attends to, of all slots."""
+    def attended(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield heads of a layer, and their KV (2, h, slots, D) in all slots.
+
+        What is yielded is good until the next is asked for.
+        """
         kv, _ = self.buffers(layer)
-        return kv
+        yield slice(None), kv
 
 
 class FixedPass:
@@ -120,10 +125,10 @@ class FixedPass:
         if raw is not None:
             self._write(raw, k)
         q = rotary.turn(q, self._angles, layer)
-        seen = self._cache.attended(layer)
-        keys = seen[0].transpose(0, 1)  # (slots, Hkv, D)
-        values = seen[1].transpose(0, 1)
-        out, _ = masked_attention(q, keys, values, self._mask)
+        return attend_by_heads(q, kv.shape[1], self._cache.attended(layer), self._masked)
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = masked_attention(q, k, v, self._mask)
         return out
 
     def _write(self, buffer: Tensor, x: Tensor) -> None:

@@ -7,16 +7,15 @@ verification brings all keys to the device anyway: here the selection follows th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.buffers import put, span
+from offload.buffers import attend_by_heads, put, span
 from offload.fixed_shape import SlotCache
 from offload.layout import KVLayout
 from offload.retrieval_shape import OBSERVED_KEYS, RetrievalShape
@@ -91,13 +90,9 @@ class RetrievalCache(SlotCache):
         self._put(layer, slice(None), k, v, start)
         first = self.first_seen()
         end = self._slot(start) + len(q)
-        seen = self._store.attended(self._index[layer], first, end)
         self.traffic.attended += self._store.bytes_of(first, end)
-        seen = span(seen, first, end)
-        keys = seen[0].transpose(0, 1)  # (N, Hkv, D)
-        values = seen[1].transpose(0, 1)
-        out, _ = partial_attention(q, keys, values, causal=True)
-        return out
+        seen = self._store.attended(self._index[layer], first, end)
+        return attend_by_heads(q, k.shape[1], seen, _causal)
 
     def place(self, start: int) -> tuple[int, int]:
         return self._slot(start), start
@@ -112,7 +107,7 @@ class RetrievalCache(SlotCache):
     def bytes_of(self, first: int, end: int) -> int:
         return len(self._index) * self._store.bytes_of(first, end)
 
-    def attended(self, layer: int) -> Tensor:
+    def attended(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
         return self._store.attended(self._index[layer], 0, self.slots)
 
     def snapshot(self) -> dict[str, Any]:
@@ -205,28 +200,15 @@ class RetrievalCache(SlotCache):
 
         q (T, h * G, D), prefix (2, h, N, D), recent keys (h, M, D).
         """
-        heads, tokens = prefix.shape[1:3]
-        index = self._index[layer]
-        if self._selected == tokens:
-            self._store.select(index, head, prefix)
-            return
         chunk = self.shape.chunk
-        rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
-        chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
-        selected = self._store.room(index, head, heads, self._selected)
-        self._copy_chunks(selected, prefix, chunks)
-        self._store.select(index, head, selected)
-
-    def _copy_chunks(self, selected: Tensor, prefix: Tensor, chunks: Tensor) -> None:
-        """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
-        row = self.shape.chunk * prefix.shape[3]  # a chunk of one head is one row to copy
-        heads = range(len(chunks))
-        for part, head in product(range(2), heads):
-            source = prefix[part, head]
-            source = source.view(-1, row)
-            slots = selected[part, head]
-            slots = slots.view(-1, row)
-            torch.index_select(source, 0, chunks[head], out=slots)
+        heads, tokens = prefix.shape[1:3]
+        if self._selected == tokens:
+            every = torch.arange(tokens // chunk, device=prefix.device)
+            chunks = every.expand(heads, -1)
+        else:
+            rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
+            chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
+        self._store.select(self._index[layer], head, prefix, chunk, chunks)
 
     def _refuse_inside_selection(self, length: int) -> None:
         if length < self._base:
@@ -240,3 +222,8 @@ class RetrievalCache(SlotCache):
             raise ValueError(f"the selection covers the first {self._base}, with {position}")
         _, window = self._store.slots_of(self._selected)
         return window + position - self._base
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, _ = partial_attention(q, k, v, causal=True)
+    return out

@@ -8,6 +8,9 @@ from offload.layout import KVLayout, ceil_div
 
 # keys, over all heads, that a selection looks at in one go: bounds its scratch memory
 OBSERVED_KEYS = 1 << 18
+# bytes of what is written out of 8 bits to be attended to, unless one head takes more: less than
+# half of what the second-level cache of a 4090 holds, for it is read again at once
+SHARED_BYTES = 32 << 20
 # elements that are quantised at a time, in float32: bounds the same
 QUANTISED_ELEMENTS = 1 << 22
 _FLOAT32 = 4  # bytes
@@ -98,9 +101,16 @@ class RetrievalShape:
         scales = 2 * layout.heads * layout.dtype.itemsize
         return selected * (elements + scales) + layout.bytes(window, 1)
 
+    def shared_heads(self, layout: KVLayout) -> int:
+        """Return how many heads are written out of 8 bits at a time."""
+        head = layout.bytes(self.slots, 1) // layout.heads
+        return max(1, min(layout.heads, SHARED_BYTES // head))
+
     def shared_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory that all layers share."""
-        return layout.bytes(self.slots, 1) if self.quantised else 0
+        if not self.quantised:
+            return 0
+        return layout.bytes(self.slots, 1) // layout.heads * self.shared_heads(layout)
 
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory the cache takes."""

@@ -6,6 +6,9 @@ Slots count what a pass attends to: the selected tokens, and behind them the win
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -40,16 +43,18 @@ class RetrievalStore(ABC):
         """Return the buffer (2, Hkv, n, D) of a layer that tokens of the window are written to."""
 
     @abstractmethod
-    def attended(self, index: int, first: int, end: int) -> Tensor:
-        """Return a layer's KV (2, Hkv, slots, D), right from slot `first` to `end`."""
+    def attended(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
+
+        What is yielded is good until the next is asked for.
+        """
 
     @abstractmethod
-    def select(self, index: int, head: int, selected: Tensor) -> None:
-        """Hold selected (2, h, n, D), of the heads from `head` on, in front of the window."""
+    def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+        """Hold chunks (h, n), of `chunk` tokens, of prefix (2, h, N, D) in front of the window.
 
-    @abstractmethod
-    def room(self, index: int, head: int, heads: int, selected: int) -> Tensor:
-        """Return where selected tokens (2, h, n, D) may be gathered for `select`."""
+        The prefix is that of the heads from `head` on.
+        """
 
     @abstractmethod
     def bytes_of(self, first: int, end: int) -> int:
@@ -77,17 +82,14 @@ class WholeStore(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self.kv[index]
 
-    def attended(self, index: int, first: int, end: int) -> Tensor:
-        return self.kv[index]
+    def attended(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(None), span(self.kv[index], first, end)
 
-    def room(self, index: int, head: int, heads: int, selected: int) -> Tensor:
-        return span(self.kv[index, :, head : head + heads], 0, selected)
-
-    def select(self, index: int, head: int, selected: Tensor) -> None:
-        heads, tokens = selected.shape[1:3]
-        room = self.room(index, head, heads, tokens)
-        if room.data_ptr() != selected.data_ptr():  # else they were gathered in place
-            room.copy_(selected)
+    def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+        last = head + len(chunks)
+        tokens = chunks.shape[1] * chunk
+        selected = span(self.kv[index, :, head:last], 0, tokens)
+        copy_chunks(selected, prefix, chunk, chunks)
 
     def bytes_of(self, first: int, end: int) -> int:
         return self._layout.bytes(end - first, 1)
@@ -96,8 +98,8 @@ class WholeStore(RetrievalStore):
 class Int8Store(RetrievalStore):
     """Selected tokens in 8 bits, the window in the target's dtype.
 
-    For a pass both are written to one buffer, which all layers share. The selected ones end where
-    the window begins, which is the same slot always.
+    For a pass both are written to one buffer, a few heads at a time. All layers share it. The
+    selected ones end where the window begins, which is the same slot always.
     """
 
     def __init__(self, layout: KVLayout, shape: RetrievalShape, device: torch.device):
@@ -106,7 +108,8 @@ class Int8Store(RetrievalStore):
         self.first_own = shape.selected_slots
         codes = layout.shape(layout.layers, shape.selected_slots)
         window = layout.shape(layout.layers, shape.slots - shape.selected_slots)
-        shared = layout.shape(1, shape.slots)[1:]
+        self._heads = shape.shared_heads(layout)
+        shared = replace(layout, heads=self._heads).shape(1, shape.slots)[1:]
         self._codes = torch.zeros(codes, dtype=torch.int8, device=device)
         self._scales = torch.zeros(*codes[:-1], 1, dtype=layout.dtype, device=device)
         self._window = torch.zeros(window, dtype=layout.dtype, device=device)
@@ -126,25 +129,34 @@ class Int8Store(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self._window[index]
 
-    def attended(self, index: int, first: int, end: int) -> Tensor:
-        window, shared = self.first_own, self._shared
-        codes = span(self._codes[index], first, window)
-        scales = span(self._scales[index], first, window)
-        dequantise(codes, scales, span(shared, first, window))
-        recent = span(self._window[index], 0, end - window)
-        span(shared, window, end).copy_(recent)
-        return shared
+    def attended(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        window = self.first_own
+        for head in range(0, self._layout.heads, self._heads):
+            heads = slice(head, head + self._heads)
+            own = self._window[index, :, heads]
+            shared = self._shared[:, : own.shape[1]]
+            codes = span(self._codes[index, :, heads], first, window)
+            scales = span(self._scales[index, :, heads], first, window)
+            dequantise(codes, scales, span(shared, first, window))
+            span(shared, window, end).copy_(span(own, 0, end - window))
+            yield heads, span(shared, first, end)
 
-    def room(self, index: int, head: int, heads: int, selected: int) -> Tensor:
-        return span(self._shared[:, head : head + heads], 0, selected)
+    def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+        end = self.first_own
+        start = end - chunks.shape[1] * chunk
+        for first in range(0, len(chunks), self._heads):
+            part = slice(first, first + self._heads)
+            few = chunks[part]
+            heads = slice(head + first, head + first + len(few))
+            selected = span(self._shared[:, : len(few)], start, end)
+            copy_chunks(selected, prefix[:, part], chunk, few)
+            codes = span(self._codes[index, :, heads], start, end)
+            scales = span(self._scales[index, :, heads], start, end)
+            self._quantise(selected, codes, scales)
 
-    def select(self, index: int, head: int, selected: Tensor) -> None:
+    def _quantise(self, selected: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Quantise selected tokens (2, h, n, D), few at a time, for it takes float32 of each."""
         heads, tokens, dim = selected.shape[1:]
-        last = head + heads
-        start = self.first_own - tokens
-        codes = span(self._codes[index, :, head:last], start, self.first_own)
-        scales = span(self._scales[index, :, head:last], start, self.first_own)
-        # a few tokens at a time: quantising takes float32 for each element
         step = max(1, QUANTISED_ELEMENTS // (2 * heads * dim))
         for at in range(0, tokens, step):
             part = slice(at, at + step)
@@ -153,6 +165,18 @@ class Int8Store(RetrievalStore):
     def bytes_of(self, first: int, end: int) -> int:
         selected = self.first_own - first
         return self._shape.quantised_bytes(self._layout, selected, end - self.first_own)
+
+
+def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+    """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
+    row = chunk * prefix.shape[3]  # a chunk of one head is one row to copy
+    heads = range(len(chunks))
+    for part, head in product(range(2), heads):
+        source = prefix[part, head]
+        source = source.view(-1, row)
+        slots = selected[part, head]
+        slots = slots.view(-1, row)
+        torch.index_select(source, 0, chunks[head], out=slots)
 
 
 def make_store(layout: KVLayout, shape: RetrievalShape, device: torch.device) -> RetrievalStore:

@@ -173,7 +173,8 @@ class PredictedCosts:
     def _retrieved_share(self, needs: TextNeeds) -> float:
         """Return what attending to a selected token takes, as a share of one in 16 bits.
 
-        Where nobody has measured it, that is all of it: fewer bytes are read, and more is computed.
+        Where nobody has measured it, that is all of it: half of the bytes come from memory, and as
+        many again are written and read where they stay in a processor's cache.
         """
         hardware = self.hardware
         if not needs.int8_retrieval or hardware.int8_rate is None:

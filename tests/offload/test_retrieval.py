@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload import retrieval
+from offload import retrieval, retrieval_shape
+from offload.fixed_shape import FixedPass
 from offload.layout import KVLayout
 from offload.link import Link
 from offload.retrieval_shape import RetrievalShape
@@ -312,3 +313,32 @@ def latest(rows: ObservedRows, layer: int, head: int, chunk: int, count: int) ->
     heads, tokens, _ = rows.keys.shape
     end = tokens // chunk
     return torch.arange(end - count, end).repeat(heads, 1)
+
+
+# two of three heads at a time, or one
+@pytest.mark.parametrize("heads", [2, 1])
+def test_heads_that_are_written_out_in_turn_give_what_all_give_at_once(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHAPE, quantised=True)
+    story, tokens, probe = text(70), text(7), text(3)
+    head = LAYOUT.bytes(shape.slots, 1) // LAYOUT.heads
+    outs, sizes = [], []
+    for shared in (LAYOUT.heads * head, heads * head):
+        monkeypatch.setattr(retrieval_shape, "SHARED_BYTES", shared)
+        target, middle = pair(make_test_link("view"), 2, shape)
+        target.rotary = middle.rotary = ROTARY
+        prefill(target, story, 32)
+        forward(target, tokens)
+        target.advance(7)
+        outs.append(forward(middle, probe))
+        fixed = FixedPass(middle, 3)
+        fixed.prepare()
+        fixed.begin(3)
+        by_layer = [fixed.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
+        outs.append(torch.stack(by_layer))
+        sizes.append(middle.device_bytes)
+    close(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
+    assert torch.equal(outs[3], outs[1])
+    assert sizes[0] - sizes[1] == (LAYOUT.heads - heads) * head
