@@ -53,6 +53,8 @@ class Runtime:
         Raises TierForceError for a link that the device cannot have.
         """
         link = make_link(settings.link, target.group.device)
+        if settings.int8_retrieval is None and not link.suits_int8:
+            settings = replace(settings, int8_retrieval=False)
         arena = HostArena(link, target.embed.weight.dtype)
         return cls(target, draft, mode, settings, link, arena, identity)
 

@@ -104,11 +104,11 @@ class Settings:
         choices=POLICY_NAMES,
     )
     int8_retrieval: bool | None = option(
-        "Keep what the retrieval cache selects in 8 bits an element: of as much memory, nearly "
-        "twice as many tokens.",
+        "Keep what the retrieval cache selects in 8 bits an element. A budget then takes little "
+        "more than half of the memory.",
         value=None,
         group=RETRIEVAL,
-        default="where the KV cache has 16 bits an element",
+        default="where KV has 16 bits and may be on the host, on a GPU with 51 MiB of L2 cache",
     )
     refresh: int | None = option(
         "Tokens that one selection serves at least.",

@@ -12,6 +12,7 @@ from offload.errors import FitError
 from offload.host_memory import allocate
 from offload.link import Copy, Link, by_head
 from offload.numa import gpu_node, on_node
+from offload.retrieval_shape import SHARED_BYTES
 
 
 class CudaLink(Link):
@@ -22,6 +23,8 @@ class CudaLink(Link):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
+        properties = torch.cuda.get_device_properties(device)
+        self.suits_int8 = properties.L2_cache_size >= 1.5 * SHARED_BYTES
         self._stream = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._fetched = torch.cuda.Stream(device)

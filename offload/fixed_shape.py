@@ -50,7 +50,7 @@ class SlotCache(Cache):
         """Return the bytes that all layers keep in the slots from `first` to `end`."""
         return self.layout.bytes(end - first)
 
-    def attended(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, slots, D) in all slots.
 
         What is yielded is good until the next is asked for.
@@ -125,7 +125,7 @@ class FixedPass:
         if raw is not None:
             self._write(raw, k)
         q = rotary.turn(q, self._angles, layer)
-        return attend_by_heads(q, kv.shape[1], self._cache.attended(layer), self._masked)
+        return attend_by_heads(q, kv.shape[1], self._cache.parts(layer), self._masked)
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _ = masked_attention(q, k, v, self._mask)

@@ -16,9 +16,11 @@ _LARGEST = 127
 def quantise(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Write what stands for x (..., D) to codes (..., D) int8 and scales (..., 1) of x's dtype."""
     largest = x.abs().amax(-1, keepdim=True)
-    # a scale that is no normal number would have few bits, or be zero
-    least = torch.finfo(x.dtype).tiny
-    scales.copy_((largest.float() / _LARGEST).clamp_min(least))
+    numbers = torch.finfo(x.dtype)
+    # a scale that is no normal number would have few bits, or be zero; a code times the largest
+    # scale is a number still
+    wanted = largest.float() / _LARGEST
+    scales.copy_(wanted.clamp_(numbers.tiny, numbers.max / (_LARGEST + 1)))
     steps = x.float() * (1 / scales.float())  # by the scale as it is kept
     steps.round_()
     steps.clamp_(-_LARGEST, _LARGEST)
@@ -27,4 +29,8 @@ def quantise(x: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def dequantise(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """Write to out (..., D) what codes (..., D) and scales (..., 1) stand for."""
-    torch.mul(codes, scales, out=out)
+    if not codes.is_cpu:
+        torch.mul(codes, scales, out=out)
+        return
+    out.copy_(codes)  # here a product of mixed dtypes would make a copy of its own first
+    out.mul_(scales)

@@ -44,6 +44,8 @@ class Link(ABC):
 
     # False where host memory is device memory: callers then work on the host store itself
     copies = True
+    # whether the device has a cache for what is written out of 8 bits and read again at once
+    suits_int8 = True
     counts_waits = False  # whether `waited` is asked for, and what waits now is to count
 
     def __init__(self, device: torch.device):

@@ -25,7 +25,7 @@ from offload.selection import ObservedRows, SelectionPolicy
 
 
 class RetrievalCache(SlotCache):
-    """A follower of a TieredCache, with slots of its own (2, Hkv, slots, D) in each layer.
+    """A follower of a TieredCache, with slots for tokens of its own in each layer.
 
     They hold selected tokens, then the window and whatever is drafted: a pass attends to one
     segment. Keys are rotated at their absolute positions. A `RetrievalStore` keeps all of it.
@@ -91,7 +91,7 @@ class RetrievalCache(SlotCache):
         first = self.first_seen()
         end = self._slot(start) + len(q)
         self.traffic.attended += self._store.bytes_of(first, end)
-        seen = self._store.attended(self._index[layer], first, end)
+        seen = self._store.parts(self._index[layer], first, end)
         return attend_by_heads(q, k.shape[1], seen, _causal)
 
     def place(self, start: int) -> tuple[int, int]:
@@ -107,8 +107,8 @@ class RetrievalCache(SlotCache):
     def bytes_of(self, first: int, end: int) -> int:
         return len(self._index) * self._store.bytes_of(first, end)
 
-    def attended(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
-        return self._store.attended(self._index[layer], 0, self.slots)
+    def parts(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+        return self._store.parts(self._index[layer], 0, self.slots)
 
     def snapshot(self) -> dict[str, Any]:
         return super().snapshot() | {"store": [each.clone() for each in self._store.tensors]}

@@ -10,7 +10,7 @@ from offload.layout import KVLayout, ceil_div
 OBSERVED_KEYS = 1 << 18
 # bytes of what is written out of 8 bits to be attended to, unless one head takes more: less than
 # half of what the second-level cache of a 4090 holds, for it is read again at once
-SHARED_BYTES = 32 << 20
+SHARED_BYTES = 34 << 20
 # elements that are quantised at a time, in float32: bounds the same
 QUANTISED_ELEMENTS = 1 << 22
 _FLOAT32 = 4  # bytes
@@ -102,9 +102,10 @@ class RetrievalShape:
         return selected * (elements + scales) + layout.bytes(window, 1)
 
     def shared_heads(self, layout: KVLayout) -> int:
-        """Return how many heads are written out of 8 bits at a time."""
+        """Return how many heads are written out of 8 bits at a time: about as many each time."""
         head = layout.bytes(self.slots, 1) // layout.heads
-        return max(1, min(layout.heads, SHARED_BYTES // head))
+        at_most = max(1, SHARED_BYTES // head)
+        return ceil_div(layout.heads, ceil_div(layout.heads, at_most))
 
     def shared_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory that all layers share."""

@@ -43,7 +43,7 @@ class RetrievalStore(ABC):
         """Return the buffer (2, Hkv, n, D) of a layer that tokens of the window are written to."""
 
     @abstractmethod
-    def attended(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
 
         What is yielded is good until the next is asked for.
@@ -82,7 +82,7 @@ class WholeStore(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self.kv[index]
 
-    def attended(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), span(self.kv[index], first, end)
 
     def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
@@ -129,7 +129,7 @@ class Int8Store(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self._window[index]
 
-    def attended(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         window = self.first_own
         for head in range(0, self._layout.heads, self._heads):
             heads = slice(head, head + self._heads)

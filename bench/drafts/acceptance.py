@@ -49,6 +49,7 @@ from decoding import Engine, Sampling, Settings
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
 SHORT_INTERVALS = (16, 64)
 SLICES_INTERVALS = (16, 32, 64)
+MAX_ROWS = 256  # of a window, a block of the boundary and a pass together, at most
 MEMORY_SHARE = 0.5  # of what is free, for the caches of variants that are led at once
 SEEDS = 2  # counted runs of one text
 PARTS = "policies,budgets,chunks,temperatures,slices,counts"
@@ -145,11 +146,11 @@ class Study:
         that are fetched for keys of low rank are a tenth or a quarter.
         """
         low_rank = [
-            replace(OURS, policy=name, budget=size)
+            replace(WHOLE, policy=name, budget=size)
             for size in (context // 10, context // 4)
             for name in LOW_RANKS
         ]
-        rounded = [replace(OURS, policy=name, budget=context) for name in ROUNDINGS]
+        rounded = [replace(WHOLE, policy=name, budget=context) for name in ROUNDINGS]
         selected = [
             replace(each, budget=size)
             for size in (context // 10, context // 4, context // 2)
@@ -207,7 +208,9 @@ class Study:
         parts: list[list[Variant]] = [[]]
         taken = 0
         for variant in variants:
-            tokens = context if variant.holds_all else 2 * variant.tokens(layout)  # and a snapshot
+            tokens = context + self.new
+            if not variant.holds_all:  # what comes behind its tokens, and a snapshot of all
+                tokens = 2 * (variant.tokens(layout) + self.new + MAX_ROWS)
             if parts[-1] and taken + layout.bytes(tokens) > room:
                 parts.append([])
                 taken = 0

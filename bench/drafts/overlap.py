@@ -101,7 +101,7 @@ class Variant:
 
     def tokens(self, layout: KVLayout) -> int:
         """Return how many tokens a head fit its memory, of a layout's layers in 16 bits."""
-        if self.bits == 16:
+        if self.bits == 16 or self.holds_all:
             return self.budget
         layout = replace(layout, dtype=torch.bfloat16)
         whole = RetrievalShape.of(self.budget, self.chunk, self.budget, 1, 0)

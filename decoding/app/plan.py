@@ -117,6 +117,8 @@ def plan(
         context=context,
         rope=rope,
         dtype=dtype,
+        # an engine decides by the size of its GPU's cache (`Link.suits_int8`)
+        int8_retrieval=None if machine.int8_share <= 1 else False,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
     prompt = _prompt_tokens(needs.target, context, max_new_tokens)

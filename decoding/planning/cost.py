@@ -152,8 +152,9 @@ class PredictedCosts:
         if not needs.has_retrieval:
             return 0.0
         drafted = self._inner_draft(needs) if self._drafts(needs) else 0
-        attended = round(self._retrieved_share(needs) * min(needs.budget, prompt))
-        return target_passes(self.hardware, needs).seconds(drafted + 1, attended, self.texts)
+        read = self.hardware.int8_share if needs.int8_retrieval else 1.0
+        budget = min(needs.budget, prompt)
+        return target_passes(self.hardware, needs).seconds(drafted + 1, budget, self.texts, read)
 
     def draft_s(self, needs: TextNeeds) -> float:
         """Return the seconds of a pass of the draft model."""
@@ -167,19 +168,8 @@ class PredictedCosts:
         hardware = self.hardware
         kv_rate = hardware.kv_rate or hardware.memory_rate
         code = kv_rate / (hardware.near_rate or kv_rate / CODE_SHARE)
-        attended = round(needs.near_tokens(plan, prompt, code, self._retrieved_share(needs)))
+        attended = round(needs.near_tokens(plan, prompt, code))
         return target_passes(hardware, needs).seconds(rows, attended, self.texts)
-
-    def _retrieved_share(self, needs: TextNeeds) -> float:
-        """Return what attending to a selected token takes, as a share of one in 16 bits.
-
-        Where nobody has measured it, that is all of it: half of the bytes come from memory, and as
-        many again are written and read where they stay in a processor's cache.
-        """
-        hardware = self.hardware
-        if not needs.int8_retrieval or hardware.int8_rate is None:
-            return 1.0
-        return (hardware.kv_rate or hardware.memory_rate) / hardware.int8_rate
 
     def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a token put before the target."""

@@ -141,9 +141,12 @@ class TextNeeds:
 
     @property
     def int8_retrieval(self) -> bool:
-        """Return whether what the retrieval cache selects is kept in 8 bits an element."""
+        """Return whether what the retrieval cache selects is kept in 8 bits an element.
+
+        By default it is where elements have 16 and KV may have to leave the device.
+        """
         chosen = self.settings.int8_retrieval
-        return self.dtype.itemsize == 2 if chosen is None else chosen
+        return self.copies and self.dtype.itemsize == 2 if chosen is None else chosen
 
     @property
     def chooses_budget(self) -> bool:
@@ -285,18 +288,16 @@ class TextNeeds:
         shape = self.tiers(prompt, new)
         return shape.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
 
-    def near_tokens(
-        self, plan: MemoryPlan, tokens: int, code: float, retrieved: float = 1.0
-    ) -> float:
+    def near_tokens(self, plan: MemoryPlan, tokens: int, code: float) -> float:
         """Return as how many tokens in 16 bits the device attends to what it has of so many.
 
-        A code takes so much of an element's time, and so does what a retrieval cache has selected.
+        A code takes so much of an element's time.
         """
         layers = self.target.layers
         sliced = plan.sliced_layers
         streamed = layers - plan.resident_layers - sliced
         whole = plan.resident_layers + sliced * code
-        return (whole * tokens + streamed * retrieved * min(self.budget, tokens)) / layers
+        return (whole * tokens + streamed * min(self.budget, tokens)) / layers
 
     # -- what a plan decides -----------------------------------------------------------------------
 

@@ -73,16 +73,17 @@ class Passes:
     ):
         self.hardware, self.config, self.ranks, self.dtype = hardware, config, ranks, dtype
 
-    def seconds(self, rows: int, attended: int, texts: int = 1) -> float:
+    def seconds(self, rows: int, attended: int, texts: int = 1, read: float = 1.0) -> float:
         """Return the seconds of a short pass, and of drawing from what it says.
 
-        `texts` share it: each of a text's `rows` tokens attends to `attended` tokens of its own.
-        That each text's attention is a launch more is not counted.
+        `texts` share it: each of a text's `rows` tokens attends to `attended` tokens of its own,
+        and reading a token's KV takes `read` times as long as in 16 bits. That each text's
+        attention is a launch more is not counted.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
         kv_rate = hardware.kv_rate or hardware.memory_rate
         attention = hardware.attention or hardware.matmul
-        kv = texts * config.kv_layout(ranks, self.dtype).bytes(attended)
+        kv = read * texts * config.kv_layout(ranks, self.dtype).bytes(attended)
         own_rows, rows = rows, texts * rows
         memory = read_bytes(config, ranks, self.dtype, rows) / hardware.memory_rate + kv / kv_rate
         products = self._products_s(rows)

@@ -48,13 +48,20 @@ class HardwareProfile:
     # codes in a pass of one row; what memory_rate gives, and twice kv_rate, for a code is half
     join_rate: float | None = None
     near_rate: float | None = None
-    # bytes a second of the elements of a retrieval cache in 8 bits, attended to likewise; kv_rate
+    # bytes a second of the elements that 8 bits of a retrieval cache stand for, attended to
+    # likewise; kv_rate, for half of the bytes come from memory and what is written out of them
+    # stays in a processor's cache
     int8_rate: float | None = None
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host
     # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
     runs_ahead: bool = True
+
+    @property
+    def int8_share(self) -> float:
+        """Return the time of reading a retrieval cache in 8 bits, as a share of one in 16."""
+        return (self.kv_rate or self.memory_rate) / self.int8_rate if self.int8_rate else 1.0
 
     @property
     def further_rows(self) -> list[tuple[int, float]]:

@@ -103,7 +103,9 @@ def test_what_crosses_the_link_is_what_the_device_has_no_room_for() -> None:
     assert fetched.drafted == 0.005  # the values of a hundredth of the tokens
 
 
-def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(models: Runtime) -> None:
+def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(
+    models: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = replace(models.needs.layout, dtype=torch.bfloat16)
     for budget in (64, 768, 4096):
         tokens = replace(OURS, budget=budget).tokens(models.needs.layout)
@@ -115,6 +117,13 @@ def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(models: Runtime) -> Non
         fits, too_large = (each.device_bytes(layout) for each in sizes)
         assert fits <= whole < too_large
         assert replace(STATIC, budget=budget).tokens(layout) == budget
+    study = Study(SimpleNamespace(), [], 1, 64, NUCLEUS, "book")  # type: ignore[arg-type]
+    rows: list[Variant] = []
+    monkeypatch.setattr(Study, "rows", lambda _, context, each, intervals: rows.extend(each))
+    study.slices(1000)
+    held = {each.name: each.tokens(layout) for each in rows if each.holds_all}
+    assert held["codes, 8 bits"] == 1000
+    assert held["low-rank keys, 3/4"] == 250
 
 
 def test_variants_that_do_not_fit_at_once_are_led_in_parts(

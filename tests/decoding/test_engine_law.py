@@ -109,6 +109,11 @@ def test_a_long_text_follows_the_target_law(mode: str, sampling: str, folders: F
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500) > LIKELY
 
 
+@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+def test_a_retrieval_cache_in_8_bits_leaves_the_law_alone(mode: str, folders: Folders) -> None:
+    assert likelihood(mode, SAMPLINGS["full"], folders, 500, int8_retrieval=True) > LIKELY
+
+
 @pytest.mark.parametrize(
     ("mode", "sampling"),
     [("plain", "full"), ("hierarchical", "nucleus")],

@@ -64,6 +64,12 @@ def plain(pair: Pair) -> dict[str, list[int]]:
                 "resident_layers": 0,
             },
         ),
+        (
+            "argparse",
+            "hierarchical",
+            {"budget": 128, "int8_retrieval": True, "link": "emulated:50", "resident_layers": 2},
+        ),
+        ("typing", "retrieval", {"budget": 4096, "int8_retrieval": True, "graphs": True}),
         # a budget that holds all of the text
         (
             "typing",
@@ -90,7 +96,7 @@ def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[li
     pair = Pair(target, draft, group)
     modes = [
         ("hierarchical", {"budget": 256, "link": "emulated:50", "resident_layers": 4}),
-        ("retrieval", {"budget": 512}),
+        ("retrieval", {"budget": 512, "int8_retrieval": True}),
     ]
     texts = []
     for mode, choices in modes:

@@ -108,14 +108,17 @@ def test_identical_texts_are_those_of_plain_decoding() -> None:
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+@pytest.mark.parametrize(
+    ("mode", "int8"), [("retrieval", False), ("retrieval", True), ("hierarchical", True)]
+)
 def test_recorded_passes_write_the_same(
-    mode: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+    mode: str, int8: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group(device=torch.device("cuda", 0))
     assert graphs_work(group)
     monkeypatch.setattr(parallel.graphs, "USES", 2)
     choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
+    choices["int8_retrieval"] = int8
     seen = []
     for graphs in (True, False):
         engine = opened(group, mode, graphs=graphs, **choices)

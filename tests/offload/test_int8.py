@@ -48,8 +48,9 @@ def test_a_token_does_not_depend_on_those_beside_it(dtype: torch.dtype) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("size", [0.0, 1e-7, 3e4])
-def test_tokens_of_any_size_are_finite(dtype: torch.dtype, size: float) -> None:
+@pytest.mark.parametrize("size", [0.0, 1e-7, 3e4, None])
+def test_tokens_of_any_size_are_finite(dtype: torch.dtype, size: float | None) -> None:
+    size = torch.finfo(dtype).max if size is None else size
     x = torch.full((2, 1, 4, 8), size).to(dtype)
     out, _ = there_and_back(x)
     assert out.isfinite().all()

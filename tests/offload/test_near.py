@@ -19,7 +19,7 @@ from support.links import make_test_link
 
 LAYOUT_16 = replace(LAYOUT, dtype=torch.bfloat16)
 SHAPE = RetrievalShape(
-    budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200, quantised=True
+    budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200
 )
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 
@@ -39,25 +39,29 @@ def target_of(link: Link, sliced: int) -> TieredCache:
     )
 
 
-def near_of(target: TieredCache) -> NearCache:
+def near_of(target: TieredCache, quantised: bool = False) -> NearCache:
     """What the device has of a target; a retrieval cache of the layers without codes."""
     layers = [index for index, layer in enumerate(target.layers) if not layer.is_near]
     retrieval = None
     if layers:
         policy, device = POLICIES["attention"](), target.link.device
         rotary = target.rotary
-        retrieval = RetrievalCache(LAYOUT_16, SHAPE, policy, rotary, device, 1, layers)
+        shape = replace(SHAPE, quantised=quantised)
+        retrieval = RetrievalCache(LAYOUT_16, shape, policy, rotary, device, 1, layers)
         target.followers.append(retrieval)
     return NearCache(target, retrieval)
 
 
 @every_link
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("sliced", [3, 1, 0])
-def test_what_is_drafted_changes_nothing_of_the_target(link: Link, sliced: int) -> None:
+def test_what_is_drafted_changes_nothing_of_the_target(
+    link: Link, sliced: int, quantised: bool
+) -> None:
     rng = random.Random(sliced)
     target, alone = target_of(link, sliced), target_of(link, sliced)
     alone.rotary = target.rotary
-    near = near_of(target)
+    near = near_of(target, quantised)
     prompt = text(90, LAYOUT_16)
     assert torch.equal(prefill(target, prompt, 32), prefill(alone, prompt, 32))
     for _ in range(25):

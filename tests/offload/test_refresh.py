@@ -135,15 +135,19 @@ def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> Non
     assert target.length > 120
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @every_policy
-def test_between_choices_what_was_chosen_stays(policy: str) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE, policy, min_interval=10)
+def test_between_choices_what_was_chosen_stays(policy: str, quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, policy, min_interval=10)
     story = text(70)
     prefill(target, story, chunk=32)
 
     def in_front() -> Tensor:
-        (kv,) = middle._store.tensors
-        return kv[:, :, :, : middle._slot(middle._base)].clone()
+        end = middle._slot(middle._base)
+        layers = range(LAYOUT.layers)
+        parts = [middle._store.parts(layer, middle.first_seen(), end) for layer in layers]
+        return torch.cat([kv.clone() for layer in parts for _, kv in layer], dim=1)
 
     chosen = {middle.selections: in_front()}
     for _ in range(14):

@@ -342,3 +342,12 @@ def test_heads_that_are_written_out_in_turn_give_what_all_give_at_once(
     assert torch.equal(outs[2], outs[0])
     assert torch.equal(outs[3], outs[1])
     assert sizes[0] - sizes[1] == (LAYOUT.heads - heads) * head
+
+
+def test_heads_are_written_out_in_parts_of_about_one_size() -> None:
+    """A 7B's on one of two GPUs, and on one: 4,096 tokens, and 32,768."""
+    wanted = {(16, 4096): 8, (32, 4096): 11, (16, 32_768): 2, (1, 1 << 20): 1, (3, 64): 3}
+    for (heads, budget), at_once in wanted.items():
+        layout = KVLayout(32, heads, 128, torch.bfloat16)
+        shape = RetrievalShape.of(budget, 8, 1 << 20, 66, 134)
+        assert replace(shape, quantised=True).shared_heads(layout) == at_once

@@ -22,7 +22,12 @@ def measure_briefly() -> None:
     ) -> float:
         return typical(work, 2, before, of)
 
-    sizes = {"_PREFILL_ROWS": 512, "_PREFIX": 8192, "_KV_BYTES": {"cpu": 16 << 20}}
+    sizes = {
+        "_PREFILL_ROWS": 512,
+        "_PREFIX": 8192,
+        "_LARGE_BUDGET": 6144,
+        "_KV_BYTES": {"cpu": 16 << 20},
+    }
     for module, name, value in (
         *((kernels, name, value) for name, value in sizes.items()),
         *((module, "typical", brief) for module in (kernels, slices)),

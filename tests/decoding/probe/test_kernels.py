@@ -61,9 +61,12 @@ def test_bytes_a_second_are_of_a_memorys_magnitude(rates: dict[str, float], name
 
 
 def test_a_retrieval_cache_in_8_bits_is_measured_where_there_is_one() -> None:
+    torch.set_num_threads(1)
     in_16 = _Kernels(TARGET, torch.device("cpu"), torch.bfloat16).retrieval_rates()
     assert set(in_16) == {"score_rate", "int8_rate"}
-    assert 1e6 < in_16["int8_rate"] < 1e13
+    # some memory is read for it, and it is attention all the same
+    kv_rate = _Kernels(TARGET, torch.device("cpu"), torch.bfloat16).attention_rates()["kv_rate"]
+    assert kv_rate / 30 < in_16["int8_rate"] < 10 * kv_rate
     in_32 = _Kernels(TARGET, torch.device("cpu"), torch.float32).retrieval_rates()
     assert set(in_32) == {"score_rate"}
 
