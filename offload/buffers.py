@@ -60,6 +60,10 @@ def attend_by_heads(
     outs = []
     for heads, kv in parts:
         own = by_head[:, heads].flatten(1, 2)
-        out = attend(own, kv[0].transpose(0, 1), kv[1].transpose(0, 1))
+        k = kv[0].transpose(0, 1)
+        v = kv[1].transpose(0, 1)
+        out = attend(own, k, v)
         outs.append(out)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    if len(outs) == 1:
+        return outs[0]
+    return torch.cat(outs, dim=1)

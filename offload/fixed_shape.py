@@ -110,7 +110,8 @@ class FixedPass:
         positions = self._position + self._steps
         self._angles = self._cache.rotary.at(positions)
         later = self._columns > slots[:, None]  # (T, slots)
-        unseen = later | (self._columns < self._seen_from)
+        empty = self._columns < self._seen_from
+        unseen = later | empty
         mask = torch.zeros_like(unseen, dtype=torch.float32)
         self._mask = mask.masked_fill(unseen, -torch.inf)
 
@@ -125,7 +126,9 @@ class FixedPass:
         if raw is not None:
             self._write(raw, k)
         q = rotary.turn(q, self._angles, layer)
-        return attend_by_heads(q, kv.shape[1], self._cache.parts(layer), self._masked)
+        heads = kv.shape[1]
+        seen = self._cache.parts(layer)
+        return attend_by_heads(q, heads, seen, self._masked)
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _ = masked_attention(q, k, v, self._mask)

@@ -90,8 +90,9 @@ class RetrievalCache(SlotCache):
         self._put(layer, slice(None), k, v, start)
         first = self.first_seen()
         end = self._slot(start) + len(q)
-        self.traffic.attended += self._store.bytes_of(first, end)
-        seen = self._store.parts(self._index[layer], first, end)
+        store = self._store
+        self.traffic.attended += store.bytes_of(first, end)
+        seen = store.parts(self._index[layer], first, end)
         return attend_by_heads(q, k.shape[1], seen, _causal)
 
     def place(self, start: int) -> tuple[int, int]:
@@ -111,13 +112,16 @@ class RetrievalCache(SlotCache):
         return self._store.parts(self._index[layer], 0, self.slots)
 
     def snapshot(self) -> dict[str, Any]:
-        return super().snapshot() | {"store": [each.clone() for each in self._store.tensors]}
+        state = super().snapshot()
+        state["store"] = [tensor.clone() for tensor in self._store.tensors]
+        return state
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
         rest = dict(snapshot)
-        for tensor, kept in zip(self._store.tensors, rest.pop("store"), strict=True):
-            tensor.copy_(kept)
+        kept = rest.pop("store")
+        for tensor, before in zip(self._store.tensors, kept, strict=True):
+            tensor.copy_(before)
         super().restore(rest)
 
     def crop(self, length: int) -> None:
@@ -173,7 +177,8 @@ class RetrievalCache(SlotCache):
         Raises ValueError where they do not fit.
         """
         kv, _ = self.buffers(layer)
-        put(kv[:, heads], k, v, self._slot(start) - self.first_own)
+        at = self._slot(start) - self.first_own
+        put(kv[:, heads], k, v, at)
 
     def advanced(self, length: int) -> None:
         if length == 0:
@@ -207,8 +212,10 @@ class RetrievalCache(SlotCache):
             chunks = every.expand(heads, -1)
         else:
             rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
-            chunks = self.policy.select(rows, layer, head, chunk, self._selected // chunk)
-        self._store.select(self._index[layer], head, prefix, chunk, chunks)
+            count = self._selected // chunk
+            chunks = self.policy.select(rows, layer, head, chunk, count)
+        index = self._index[layer]
+        self._store.select(index, head, prefix, chunk, chunks)
 
     def _refuse_inside_selection(self, length: int) -> None:
         if length < self._base:

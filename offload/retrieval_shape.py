@@ -111,7 +111,8 @@ class RetrievalShape:
         """Return the bytes of device memory that all layers share."""
         if not self.quantised:
             return 0
-        return layout.bytes(self.slots, 1) // layout.heads * self.shared_heads(layout)
+        head = layout.bytes(self.slots, 1) // layout.heads
+        return head * self.shared_heads(layout)
 
     def device_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory the cache takes."""

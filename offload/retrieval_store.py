@@ -43,14 +43,26 @@ class RetrievalStore(ABC):
         """Return the buffer (2, Hkv, n, D) of a layer that tokens of the window are written to."""
 
     @abstractmethod
-    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(
+        self,
+        index: int,
+        first: int,
+        end: int,
+    ) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
 
         What is yielded is good until the next is asked for.
         """
 
     @abstractmethod
-    def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+    def select(
+        self,
+        index: int,
+        head: int,
+        prefix: Tensor,
+        chunk: int,
+        chunks: Tensor,
+    ) -> None:
         """Hold chunks (h, n), of `chunk` tokens, of prefix (2, h, N, D) in front of the window.
 
         The prefix is that of the heads from `head` on.
@@ -82,10 +94,22 @@ class WholeStore(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self.kv[index]
 
-    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(
+        self,
+        index: int,
+        first: int,
+        end: int,
+    ) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), span(self.kv[index], first, end)
 
-    def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+    def select(
+        self,
+        index: int,
+        head: int,
+        prefix: Tensor,
+        chunk: int,
+        chunks: Tensor,
+    ) -> None:
         last = head + len(chunks)
         tokens = chunks.shape[1] * chunk
         selected = span(self.kv[index, :, head:last], 0, tokens)
@@ -109,7 +133,8 @@ class Int8Store(RetrievalStore):
         codes = layout.shape(layout.layers, shape.selected_slots)
         window = layout.shape(layout.layers, shape.slots - shape.selected_slots)
         self._heads = shape.shared_heads(layout)
-        shared = replace(layout, heads=self._heads).shape(1, shape.slots)[1:]
+        some_heads = replace(layout, heads=self._heads)
+        _, *shared = some_heads.shape(1, shape.slots)
         self._codes = torch.zeros(codes, dtype=torch.int8, device=device)
         self._scales = torch.zeros(*codes[:-1], 1, dtype=layout.dtype, device=device)
         self._window = torch.zeros(window, dtype=layout.dtype, device=device)
@@ -129,42 +154,70 @@ class Int8Store(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self._window[index]
 
-    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def parts(
+        self,
+        index: int,
+        first: int,
+        end: int,
+    ) -> Iterator[tuple[slice, Tensor]]:
         window = self.first_own
         for head in range(0, self._layout.heads, self._heads):
             heads = slice(head, head + self._heads)
-            own = self._window[index, :, heads]
-            shared = self._shared[:, : own.shape[1]]
-            codes = span(self._codes[index, :, heads], first, window)
-            scales = span(self._scales[index, :, heads], first, window)
-            dequantise(codes, scales, span(shared, first, window))
-            span(shared, window, end).copy_(span(own, 0, end - window))
+            codes = self._codes[index, :, heads]
+            scales = self._scales[index, :, heads]
+            recent = self._window[index, :, heads]
+            shared = self._shared[:, : recent.shape[1]]
+            dequantise(
+                span(codes, first, window),
+                span(scales, first, window),
+                span(shared, first, window),
+            )
+            behind = span(shared, window, end)
+            behind.copy_(span(recent, 0, end - window))
             yield heads, span(shared, first, end)
 
-    def select(self, index: int, head: int, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
+    def select(
+        self,
+        index: int,
+        head: int,
+        prefix: Tensor,
+        chunk: int,
+        chunks: Tensor,
+    ) -> None:
         end = self.first_own
         start = end - chunks.shape[1] * chunk
         for first in range(0, len(chunks), self._heads):
             part = slice(first, first + self._heads)
             few = chunks[part]
-            heads = slice(head + first, head + first + len(few))
-            selected = span(self._shared[:, : len(few)], start, end)
+            count = len(few)
+            begin = head + first
+            heads = slice(begin, begin + count)
+            selected = span(self._shared[:, :count], start, end)
             copy_chunks(selected, prefix[:, part], chunk, few)
-            codes = span(self._codes[index, :, heads], start, end)
-            scales = span(self._scales[index, :, heads], start, end)
-            self._quantise(selected, codes, scales)
+            codes = self._codes[index, :, heads]
+            scales = self._scales[index, :, heads]
+            self._quantise(
+                selected,
+                span(codes, start, end),
+                span(scales, start, end),
+            )
 
     def _quantise(self, selected: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Quantise selected tokens (2, h, n, D), few at a time, for it takes float32 of each."""
         heads, tokens, dim = selected.shape[1:]
         step = max(1, QUANTISED_ELEMENTS // (2 * heads * dim))
         for at in range(0, tokens, step):
-            part = slice(at, at + step)
-            quantise(selected[:, :, part], codes[:, :, part], scales[:, :, part])
+            last = at + step
+            quantise(
+                span(selected, at, last),
+                span(codes, at, last),
+                span(scales, at, last),
+            )
 
     def bytes_of(self, first: int, end: int) -> int:
-        selected = self.first_own - first
-        return self._shape.quantised_bytes(self._layout, selected, end - self.first_own)
+        window = self.first_own
+        selected = window - first
+        return self._shape.quantised_bytes(self._layout, selected, end - window)
 
 
 def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:

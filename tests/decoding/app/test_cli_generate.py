@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -123,6 +124,7 @@ COMMON = {
         "--top-p",
         "--seed",
         "--identical",
+        "--int8-retrieval",
     ),
     *(
         "--mode",
@@ -172,7 +174,7 @@ def test_help_tells_of_every_option(command: str, own: set[str], tmp_path: Path)
     result = forked(tmp_path, command, "--help")
     assert result.code == 0
     words = [line.strip("│* ").split(maxsplit=1) for line in result.out.splitlines()]
-    described = {each[0] for each in words if each and each[0].startswith("--")}
+    described = {each[0] for each in words if each and re.fullmatch("--[a-z0-9-]+", each[0])}
     assert described == COMMON | own | {"--help"}
 
 
