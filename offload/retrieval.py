@@ -215,7 +215,7 @@ class RetrievalCache(SlotCache):
             count = self._selected // chunk
             chunks = self.policy.select(rows, layer, head, chunk, count)
         index = self._index[layer]
-        self._store.select(index, head, prefix, chunk, chunks)
+        self._store.select(index, head, prefix, chunks)
 
     def _refuse_inside_selection(self, length: int) -> None:
         if length < self._base:

@@ -60,10 +60,9 @@ class RetrievalStore(ABC):
         index: int,
         head: int,
         prefix: Tensor,
-        chunk: int,
         chunks: Tensor,
     ) -> None:
-        """Hold chunks (h, n), of `chunk` tokens, of prefix (2, h, N, D) in front of the window.
+        """Hold chunks (h, n) of prefix (2, h, N, D) in front of the window.
 
         The prefix is that of the heads from `head` on.
         """
@@ -78,6 +77,7 @@ class WholeStore(RetrievalStore):
 
     def __init__(self, layout: KVLayout, shape: RetrievalShape, device: torch.device):
         self._layout = layout
+        self._chunk = shape.chunk
         self.kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
 
     @property
@@ -107,13 +107,12 @@ class WholeStore(RetrievalStore):
         index: int,
         head: int,
         prefix: Tensor,
-        chunk: int,
         chunks: Tensor,
     ) -> None:
         last = head + len(chunks)
-        tokens = chunks.shape[1] * chunk
+        tokens = chunks.shape[1] * self._chunk
         selected = span(self.kv[index, :, head:last], 0, tokens)
-        copy_chunks(selected, prefix, chunk, chunks)
+        copy_chunks(selected, prefix, self._chunk, chunks)
 
     def bytes_of(self, first: int, end: int) -> int:
         return self._layout.bytes(end - first, 1)
@@ -181,9 +180,9 @@ class Int8Store(RetrievalStore):
         index: int,
         head: int,
         prefix: Tensor,
-        chunk: int,
         chunks: Tensor,
     ) -> None:
+        chunk = self._shape.chunk
         end = self.first_own
         start = end - chunks.shape[1] * chunk
         for first in range(0, len(chunks), self._heads):

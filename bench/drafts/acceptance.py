@@ -180,7 +180,6 @@ class Study:
             say(f"{context} tokens, T {sampling.temperature}, text {number + 1} of {self.texts}")
             law = replace(sampling, seed=number)
             self._lead(both[:context], torch.tensor(both[context:]), chains, law)
-            gc.collect()  # caches and the one that they follow know each other
         return chains
 
     def _lead(self, prompt: list[int], text: Tensor, chains: Chains, sampling: Sampling) -> None:
@@ -198,12 +197,11 @@ class Study:
                 for variant, each in trace.chains(text, interval, sampling).items():
                     chains[variant][interval] += each
             del trace
-            gc.collect()
+            gc.collect()  # caches and the one that they follow know each other
 
     def _parts(self, variants: Sequence[Variant], context: int) -> list[list[Variant]]:
         """Return the variants in parts whose caches take a share of the free memory at most."""
         layout = self.engine.runtime.needs.layout
-        gc.collect()
         room = MEMORY_SHARE * psutil.virtual_memory().available
         parts: list[list[Variant]] = [[]]
         taken = 0

@@ -89,7 +89,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        if self.policy in ROUNDINGS or self.policy in LOW_RANKS:
+        if self.holds_all:
             return self.policy
         name = f"{self.policy}, chunk {self.chunk}"
         return name if self.bits == 16 else f"{name}, {self.bits} bits"

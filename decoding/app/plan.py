@@ -118,7 +118,7 @@ def plan(
         rope=rope,
         dtype=dtype,
         # an engine decides by the size of its GPU's cache (`Link.suits_int8`)
-        int8_retrieval=None if machine.int8_share <= 1 else False,
+        int8_retrieval=machine.int8_retrieval,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
     prompt = _prompt_tokens(needs.target, context, max_new_tokens)

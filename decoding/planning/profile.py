@@ -64,6 +64,11 @@ class HardwareProfile:
         return (self.kv_rate or self.memory_rate) / self.int8_rate if self.int8_rate else 1.0
 
     @property
+    def int8_retrieval(self) -> bool | None:
+        """Return what an engine on this machine takes for that setting where nothing is said."""
+        return None if self.int8_share <= 1 else False
+
+    @property
     def further_rows(self) -> list[tuple[int, float]]:
         """Return of how many rows short passes were measured, and these rates; maybe none."""
         rates = {3: self.matmul_3, 5: self.matmul_5, 33: self.matmul_33}

@@ -231,3 +231,12 @@ def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
         for rate in (1e11, 5e10)
     ]
     assert joined[1] - joined[0] == pytest.approx(kv / 1e11, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("machine", "wanted"), [("2x4090", None), ("1x5090", None), ("2x3090", False)]
+)
+def test_a_machine_without_room_for_what_is_written_out_keeps_16_bits(
+    machine: str, wanted: bool | None
+) -> None:
+    assert HardwareProfile.find(machine).int8_retrieval is wanted
