@@ -15,7 +15,7 @@ from decoding.lengths import Lengths
 from decoding.loading import load
 from decoding.pieces import pieces
 from decoding.planning.defaults import NEW_TOKENS
-from decoding.planning.fit import Sharing
+from decoding.planning.fit import Sharing, sharing_pays
 from decoding.prompt import Template
 from decoding.runtime import Runtime
 from decoding.sessions import Sessions
@@ -100,10 +100,13 @@ class Engine:
     def texts_that_fit(self, prompt: int, new: int, most: int) -> int:
         """Return how many such texts, at most `most`, go together at no cost to each.
 
-        Each keeps as much of its KV on the device as it would alone. All ranks call it. Raises
-        FitError, on all ranks, when one alone would not fit.
+        Each keeps as much of its KV on the device as it would alone. It is one where passes are not
+        shared, or that would not pay. All ranks call it. Raises FitError, on all ranks, when one
+        alone would not fit.
         """
-        return self.sessions.that_fit(prompt, new, 1 if self._is_identical else most)
+        pays = sharing_pays(self.runtime.needs, bool(self.runtime.settings.graphs))
+        shares = pays and not self._is_identical
+        return self.sessions.that_fit(prompt, new, most if shares else 1)
 
     def stream(
         self,

@@ -30,8 +30,8 @@ TextsAtOnce = Annotated[
     int | None,
     typer.Option(
         help="Documents that share the memory, and the passes of the models. By default as many as "
-        f"fit without a layer more on the host, at most {MAX_TEXTS}; summarize takes 1 where short "
-        "passes are CUDA graphs.",
+        f"fit without a layer more on the host, at most {MAX_TEXTS}; 1 where short passes are CUDA "
+        "graphs and a layer takes longer to launch than to read.",
         metavar="TEXTS",
         min=1,
         rich_help_panel=MEMORY,

@@ -197,8 +197,7 @@ def due_documents(documents: Sequence[Document], records: Records, job: Job) -> 
 
 def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
     """Return how many documents share the memory at no cost to each; all ranks call it."""
-    # passes that texts share are not recorded yet: where short ones are, sharing is unmeasured
-    if longest is None or engine.runtime.settings.graphs:
+    if longest is None:
         return 1
     try:
         return engine.texts_that_fit(longest.tokens, new, MAX_TEXTS)

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from decoding.planning.defaults import BUDGETS, EARLY_READ_PER_TOKEN, USABLE_SHARE
+from decoding.planning.defaults import (
+    BUDGETS,
+    EARLY_READ_PER_TOKEN,
+    SHARED_LAYER_BYTES,
+    USABLE_SHARE,
+)
 from decoding.planning.needs import TextNeeds
+from decoding.planning.passes import read_bytes
 from decoding.planning.profile import HardwareProfile
 from decoding.planning.way import Way
 from offload.errors import FitError
@@ -71,6 +77,24 @@ def fit(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> MemoryPlan:
     far, farther = (needs.target.layers - each.resident_layers for each in (plan, beside))
     pays = farther / far <= 1 + min(1, prompt / (EARLY_READ_PER_TOKEN * new))
     return beside if pays else plan
+
+
+def sharing_pays(needs: TextNeeds, records: bool) -> bool:
+    """Return whether several texts are to share passes, if memory allows.
+
+    `records`: whether short passes of a text alone are recorded as CUDA graphs. Those that texts
+    share are not: launching them must take no longer than reading the weights that they share,
+    which experts are not.
+    """
+    recorded = []
+    if needs.has_retrieval:
+        recorded.append((needs.target, needs.ranks))
+    if needs.draft is not None and needs.has_draft:
+        recorded.append((needs.draft, needs.draft_ranks))
+    if not (records and recorded):
+        return True
+    shared = sum(read_bytes(config, ranks, needs.dtype, 0) for config, ranks in recorded)
+    return shared >= SHARED_LAYER_BYTES * sum(config.layers for config, _ in recorded)
 
 
 def may_read_early(needs: TextNeeds, plan: MemoryPlan) -> bool:

@@ -14,6 +14,7 @@ from decoding.planning.fit import (
     fit_early,
     longest_prompt,
     memory_of,
+    sharing_pays,
 )
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.needs import TextNeeds
@@ -110,11 +111,13 @@ def _can_read_early(
 def together(needs: TextNeeds, outlook: Outlook, most: int, reads_early: bool) -> Outlook:
     """Return the text of these needs as one of several: as many as cost each other nothing.
 
-    These are `most` at most, and each keeps on the device what it keeps alone. Where that is one
-    text, and the next is not read early either, it is the outlook given.
+    These are `most` at most, and each keeps on the device what it keeps alone. It is one where
+    shared passes do not pay; if the next is not read early either, it is the outlook given.
     """
     found = outlook
-    for texts in range(2, most + 1):
+    # on a GPU short passes are recorded
+    pays = sharing_pays(outlook.needs, records=outlook.hardware.runs_ahead)
+    for texts in range(2, most + 1 if pays else 2):
         try:
             shared = look_ahead(
                 needs,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Sampling
+from decoding.planning import fit
 from decoding.session import Session
 from decoding.sessions import Sessions
 from decoding.writing import Request
@@ -333,3 +334,19 @@ def test_two_ranks_write_what_one_writes(folders: Folders, models: Pair) -> None
     found, nothing = run_ranks(2, on_a_rank, folders)
     assert nothing == []
     assert found == want
+
+
+def test_texts_share_passes_unasked_where_that_pays(
+    models: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where short passes are recorded, layers as small as these take longer to launch."""
+    for mode, graphs, count in (
+        ("retrieval", False, 5),
+        ("retrieval", True, 1),
+        ("plain", True, 5),
+    ):
+        with models.engine(mode, **SMALL, graphs=graphs) as engine:
+            assert engine.texts_that_fit(100, 20, 5) == count
+    monkeypatch.setattr(fit, "SHARED_LAYER_BYTES", 1000)
+    with models.engine("retrieval", **SMALL, graphs=True) as engine:
+        assert engine.texts_that_fit(100, 20, 5) == 5

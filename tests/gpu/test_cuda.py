@@ -28,6 +28,7 @@ from decoding.app.lines import say_what_fits
 from decoding.app.options import Common
 from decoding.speculation.decoders import Speculative
 from decoding.speculation.sampling_options import SamplingOptions
+from decoding.writing import Request
 from offload.errors import FitError, TierForceError
 from offload.fused import fused_kernels
 from offload.prefill import LAST_ROWS
@@ -35,6 +36,7 @@ from parallel.graphs import GraphRunner, Recorder, graphs_work
 from parallel.group import Group
 from parallel.model import Attention
 from standin import Machine, gpu_or_standin
+from support.batches import alone, tokens, written
 from support.engines import DEMO
 from support.texts import prompt
 
@@ -106,6 +108,19 @@ def test_identical_texts_are_those_of_plain_decoding() -> None:
         found.append(list(engine.generate(PROMPT, NEW, Sampling(0.8, top_p=1, seed=2))))
         engine.close()
     assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("resident", [2, 6])
+@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+def test_texts_at_once_write_what_each_writes_alone(mode: str, resident: int) -> None:
+    """Where short passes of a text alone are recorded, and the last of the texts is alone."""
+    group = Group(device=torch.device("cuda", 0))
+    engine = opened(group, mode, resident_layers=resident, draft_length=5)
+    assert engine.runtime.settings.graphs
+    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((290, 4), (130, 30))]
+    want = alone(engine, asked)
+    assert tokens(written(engine, asked, 2)) == want
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,21 @@ def test_as_many_go_together_as_keep_what_each_would_keep_alone() -> None:
         assert better == (count > 1)
 
 
+def test_where_short_passes_are_recorded_large_layers_alone_are_worth_sharing() -> None:
+    gpu = HardwareProfile.find("1xA100-80")
+    cpu = replace(gpu, runs_ahead=False)  # where nothing is recorded
+    small = replace(SEVEN, hidden=1024, intermediate=2048)
+
+    def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
+        needs = needs_of(target, mode, 1, budget=512)
+        alone = look_ahead(needs, machine, 2_000, 256)
+        return together(needs, alone, 4, reads_early=False).forecast.texts_at_once
+
+    assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
+    assert count(small, "retrieval", gpu) == 1
+    assert count(small, "retrieval", cpu) == count(small, "plain", gpu) == 4
+
+
 def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
     ahead = predicted(SEVEN, "1x4090", "hierarchical")
 
