@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,16 +35,18 @@ from bench.speed.passes import DRAFTED, passes
 from decoding import Engine, Sampling, Settings
 from decoding.app.probe_view import ROWS
 from decoding.planning.passes import prefill_flops
-from decoding.probe.rates import matmul_rate
+from decoding.probe.rates import matmul_rate, typical
 from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import Fixed
 from offload.bandwidth import Copies
 from offload.errors import FitError
-from offload.fused import fused_kernels
+from offload.fused import Kernels, fused_kernels
 from offload.host_memory import host_available
 from offload.link import Link
+from offload.steady import steady_attention
+from offload.traffic import Traffic
 from parallel.config import ModelConfig
 from parallel.graphs import graphs_work
 from parallel.group import Group
@@ -113,12 +116,31 @@ def measure_link(report: Report, link: Link) -> float:
 def measure_slices(report: Report, runtime: Runtime) -> None:
     """Measure what layers in slices are made of, as this device does it."""
     device = runtime.target.group.device
-    kernels, why = fused_kernels(device.type)
-    report.add("slices", "fused kernels", "used" if kernels else f"not used: {why}")
+    _tell_kernels(report, "slices", fused_kernels(device.type))
     rates = slice_rates(runtime.target.config, device, runtime.dtype)
     for name, rate in rates.items():
         words, unit = ROWS[name]
         report.add("slices", words, rate / 1e9, unit)
+
+
+def measure_steady(report: Report, runtime: Runtime, tokens: int = 32_768) -> None:
+    """Measure the attention of identical texts, in a layer, as this device does it."""
+    _tell_kernels(report, "identical", runtime.steady_kernels)
+    config, device, dtype = runtime.target.config, runtime.target.group.device, runtime.dtype
+    layout = runtime.needs.layout
+    kv = torch.randn(*layout.shape(1, tokens), device=device, dtype=dtype)[0]
+    for rows in (1, DRAFTED + 1):
+        shape = rows, layout.heads * config.heads // config.kv_heads, config.head_dim
+        q = torch.randn(shape, device=device, dtype=dtype)
+        seconds = typical(partial(steady_attention, q, [kv], Traffic()))
+        words = f"KV attended to, with {rows} rows of {tokens:,} tokens"
+        report.add("identical", words, kv.nbytes / seconds / 1e9, "GB/s")
+
+
+def _tell_kernels(report: Report, part: str, kernels: Kernels) -> None:
+    """Report whether fused kernels are used, or why not."""
+    used, why = kernels
+    report.add(part, "fused kernels", "used" if used else f"not used: {why}")
 
 
 def measure_prefill(report: Report, runtime: Runtime, prompt: list[int]) -> Session:
@@ -242,6 +264,7 @@ def main(
         runtime, tokenizer = models(target, draft, group, settings)
         rate = measure_link(report, runtime.link)
         measure_slices(report, runtime)
+        measure_steady(report, runtime)
         config = runtime.target.config
         tokens = min(context_that_fits(config, runtime.dtype, context), config.max_positions - 1024)
         session = measure_prefill(report, runtime, prompt_of(config, tokenizer, tokens))

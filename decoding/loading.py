@@ -80,7 +80,10 @@ def load(
         _refuse_unknown(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
         identity = _identity(str(model), folder, target, weights)
-        return Runtime.make(target, small, mode, settings, identity), tokenizer, stop_tokens
+        runtime = Runtime.make(target, small, mode, settings, identity)
+        if settings.identical:
+            _ = runtime.steady_kernels  # tried while there is memory for it: a text keeps to them
+        return runtime, tokenizer, stop_tokens
 
 
 def _weights(folder: Path, settings: Settings, group: Group) -> Weights | None:

@@ -1,35 +1,73 @@
-"""Whether the fused kernels for slices are used on a device: where a trial shows they are right."""
+"""Whether fused kernels are used on a device: where a trial shows they are right."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.errors import one_line
 from offload.slice_format import SLICED_DTYPES, slice_format
 from offload.slices import SliceCodec
+from offload.steady_shape import KEYS
 
 _HEADS, _TOKENS, _DIM, _ROWS = 2, 300, 64, 3  # of a trial
+_STEADY_TOKENS, _STEADY_ROWS = KEYS + 44, 11  # with several blocks of both
 _CLOSE = 2e-2  # of attention in bfloat16, of which weights are rounded too
+_CLOSE_IN_32_BITS = 1e-4
+
+Kernels = tuple[ModuleType | None, str]  # that are used, and why, or why none are
 
 
 @cache
-def fused_kernels(device: str) -> tuple[ModuleType | None, str]:
+def fused_kernels(device: str) -> Kernels:
     """Return `offload.slice_kernels` for a type of device, or None, and why it is so."""
+
+    def trial(kernels: ModuleType) -> None:
+        for dtype in SLICED_DTYPES:
+            _try(kernels, torch.device(device), getattr(torch, dtype))
+
+    return _tried("slice_kernels", device, trial)
+
+
+@cache
+def steady_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+    """Return `offload.steady_kernels` for a type of device, or None, and why it is so.
+
+    Args:
+        device: the type.
+        dtype: of the elements.
+        dim: of a head.
+        groups: query heads to a KV head.
+    """
+
+    def trial(kernels: ModuleType) -> None:
+        _try_steadily(kernels, torch.device(device), dtype, dim, groups)
+
+    return _tried("steady_kernels", device, trial)
+
+
+def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kernels:
+    """Return the kernels of a module of this package where they pass a trial.
+
+    Raises torch.OutOfMemoryError, which says nothing of them.
+    """
     if device != "cuda":
         return None, f"there are none for {device}"
     try:
-        from offload import slice_kernels
-
-        for dtype in SLICED_DTYPES:
-            _try(slice_kernels, torch.device(device), getattr(torch, dtype))
-    # whatever a compiler or driver makes of them, plain operations do the same
+        kernels = import_module(f"offload.{name}")
+        trial(kernels)
+    except torch.OutOfMemoryError:
+        raise
+    # whatever a compiler or driver makes of them, plain operations do without
     except Exception as error:
         return None, f"{type(error).__name__}: {one_line(error)}"
-    return slice_kernels, "a trial showed that they are right"
+    return kernels, "a trial showed that they are right"
 
 
 def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,11 +75,7 @@ def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
     cut = slice_format(dtype)
     assert cut is not None
     codec = SliceCodec(cut)
-    generator = torch.Generator().manual_seed(0)
-    kv = torch.randn(2, _HEADS, _TOKENS, _DIM, generator=generator)
-    kv = kv.to(device, dtype)
-    q = torch.randn(_ROWS, 2 * _HEADS, _DIM, generator=generator)
-    q = q.to(device, dtype)
+    kv, q = _inputs(device, dtype, _TOKENS, _DIM, _ROWS, 2)
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     codes, lows, _ = codec.split(kv, offsets)
@@ -58,7 +92,44 @@ def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
     values = near[1].transpose(0, 1)
     right, _ = partial_attention(q, keys, values, causal=False)
     found, _ = kernels.attend(cut, q, codes, table)
-    apart = found.float() - right.float()
+    _refuse_unlike(f"attention to codes of {dtype}", found, right)
+
+
+def _try_steadily(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
+) -> None:
+    """Raise RuntimeError where kernels for steady attention are wrong, or a row's numbers vary."""
+    kv, q = _inputs(device, dtype, _STEADY_TOKENS, dim, _STEADY_ROWS, groups)
+    keys = kv[0].transpose(0, 1)
+    values = kv[1].transpose(0, 1)
+    right, _ = partial_attention(q, keys, values, causal=True)
+    whole = kernels.attend(q, [kv])
+    _refuse_unlike(f"steady attention in {dtype}", whole, right)
+    first = _STEADY_TOKENS - _STEADY_ROWS + 1  # tokens that the first row sees
+    prefix = kv[:, :, :17].contiguous()
+    alone = kernels.attend(q[:1], [prefix, kv[:, :, 17:first]])
+    if not torch.equal(alone[0], whole[0]):
+        raise RuntimeError(f"steady attention in {dtype} depends on other rows")
+
+
+def _inputs(
+    device: torch.device, dtype: torch.dtype, tokens: int, dim: int, rows: int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values (2, H, N, D), and queries (T, H * groups, D)."""
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, _HEADS, tokens, dim, generator=generator)
+    q = torch.randn(rows, _HEADS * groups, dim, generator=generator)
+    kv = kv.to(device, dtype)
+    q = q.to(device, dtype)
+    return kv, q
+
+
+def _refuse_unlike(name: str, attended: Tensor, right: Tensor) -> None:
+    """Raise RuntimeError where numbers are not close to the right ones."""
+    apart = attended.float() - right.float()
     error = apart.abs().max().item()
-    if not error < _CLOSE:
-        raise RuntimeError(f"attention to codes of {dtype} is off by {error:.3g}")
+    allowed = _CLOSE
+    if right.dtype == torch.float32:
+        allowed = _CLOSE_IN_32_BITS
+    if not error < allowed:
+        raise RuntimeError(f"{name} is off by {error:.3g}")

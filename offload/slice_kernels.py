@@ -26,7 +26,7 @@ _KEYS = 64  # that a program looks at at a time
 _PROGRAMS = 256  # over which keys are split: two for each processor of a 4090
 _MIN_KEYS = 256  # of a program
 # triton's interpreter, which tests use, would multiply bfloat16 as whole numbers
-_WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
+WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def join(cut: SliceFormat, codes: Tensor, lows: Tensor, offsets: Tensor, out: Tensor) -> None:
@@ -104,7 +104,7 @@ def attend(cut: SliceFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Parti
         ROWS=block,
         KEYS=_KEYS,
         DIM=max(16, triton.next_power_of_2(dim)),
-        WIDENS=_WIDENS,
+        WIDENS=WIDENS,
     )
     parts = list(zip(outs, lses, strict=True))
     out, lse = merge(parts)

@@ -4,6 +4,9 @@ Rows and keys are computed in blocks that begin at fixed positions of the text, 
 So it makes no difference how many rows a pass has, where a prefix ends, how many heads come
 together, or what is behind the last row: the same kernel does the same sums. What blocks lack is
 zeros that a mask leaves out.
+
+On a GPU fused kernels do the same in two launches, where a trial shows that they are right. Which
+of both it is, is chosen once for all passes of a process.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch import Tensor
 from offload.attention import masked_attention
 from offload.attention.folding import Partial, merge
 from offload.buffers import span
+from offload.fused import steady_kernels
+from offload.layout import ceil_div
 from offload.steady_shape import KEYS, WIDTH
 from offload.traffic import Traffic
 
@@ -30,6 +35,15 @@ def steady_attention(q: Tensor, parts: Sequence[Tensor], traffic: Traffic) -> Te
     """
     end = sum(part.shape[2] for part in parts)
     start = end - len(q)
+    _, heads, _, dim = parts[0].shape
+    kernels, _ = steady_kernels(q.device.type, q.dtype, dim, q.shape[1] // heads)
+    if kernels is not None:
+        # a block of rows reads the keys up to its own end
+        token_bytes = sum(part.nbytes for part in parts) // end
+        for block in range(start // WIDTH, ceil_div(end, WIDTH)):
+            own_end = (block + 1) * WIDTH
+            traffic.attended += token_bytes * min(end, own_end)
+        return kernels.attend(q, parts)
     first = start // WIDTH * WIDTH
     lead = start - first
     rest = -end % WIDTH

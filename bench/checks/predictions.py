@@ -194,11 +194,15 @@ def main(
     dtype: Dtype = "bfloat16",
     threads: Threads = 0,
     settings: Annotated[int, typer.Option(help="How many of the settings.")] = len(SETTINGS),
+    identical: Annotated[
+        bool, typer.Option(help="Predict and run texts that are those of plain decoding.")
+    ] = False,
     output: Output = Path("results/predictions.json"),
 ) -> None:
     """Predict every setting's time to first token and ms/token, run it, and compare."""
     prepare(threads)
-    engine = Engine.from_pretrained(target, draft, Settings(rope=rope, dtype=dtype))
+    usual = Settings(rope=rope, dtype=dtype, identical=identical)
+    engine = Engine.from_pretrained(target, draft, usual)
     base, layers = engine.runtime.settings, engine.runtime.target.config.layers
     tokens = prompt_tokens(engine.tokenizer, context, text)
     machine, rows = here(engine), list[Row]()
@@ -219,7 +223,8 @@ def main(
         "first_s": _errors([row.first_error for row in rows]),
         "ms_per_token": _errors([row.ms_per_token_error for row in rows]),
     }
-    title = f"Predicted and measured, {dtype}, {torch.get_num_threads()} threads"
+    kind = f"{dtype}, identical" if identical else dtype
+    title = f"Predicted and measured, {kind}, {torch.get_num_threads()} threads"
     publish(output, title, rows, hardware=vars(machine), errors=errors)
     for name, each in errors.items():
         print(f"{name}: median error {each['median']:.1%}, worst {each['worst']:.1%}")

@@ -22,6 +22,7 @@ from decoding.app.options import (
     ReadEarly,
     TextsAtOnce,
     described,
+    refuse_sharing,
     with_common,
 )
 from decoding.app.plan import plan
@@ -130,8 +131,8 @@ def summarize(
     on disk as soon as it is finished, and the same command goes on after an interruption.
     """
     words = "interrupted ({name}) before a document was begun: run the same command to go on"
-    if common.settings.identical and (texts_at_once or 1) > 1:
-        raise TierForceError("--identical texts share no passes: leave out --texts-at-once.")
+    if common.settings.identical:
+        refuse_sharing(texts_at_once)
     if cluster is not None:
         if common.settings.keep is not None:
             raise TierForceError("--keep is for one machine: leave it out with --cluster.")

@@ -13,7 +13,7 @@ from decoding.planning.fit import ALONE, Sharing
 from decoding.settings import LEVELS
 from decoding.stats import Stats
 from offload.errors import FitError
-from offload.fused import fused_kernels
+from offload.fused import Kernels, fused_kernels
 from offload.memory_plan import MemoryPlan
 
 
@@ -54,15 +54,23 @@ def say_what_fits(
     may_slice = needs.has_slices or (
         len(needs.modes) > 1 and place is not None and needs.uses_link(place)
     )
-    if engine.group.device.type == "cuda" and may_slice:
-        kernels, why = fused_kernels("cuda")
-        if kernels is None:
-            warn(
-                f"the kernels for slices cannot be used here ({why}): plain operations "
-                "do the same and take several times as long. Another --mode may be faster."
-            )
+    if engine.group.device.type == "cuda":
+        if may_slice:
+            _warn_without("slices", fused_kernels("cuda"), "Another --mode may be faster.")
+        if needs.settings.identical:
+            _warn_without("--identical", engine.runtime.steady_kernels, "It is faster without.")
     line = opening(engine, longest.tokens if longest else 0, place)
     say(f"{line}; {sharing.texts} texts at once" if sharing.texts > 1 else line)
+
+
+def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
+    """Warn where there are no fused kernels for a purpose."""
+    used, why = kernels
+    if used is None:
+        warn(
+            f"the kernels for {purpose} cannot be used here ({why}): plain operations do the same "
+            f"and take several times as long. {hint}"
+        )
 
 
 def doubts(engine: Engine, common: Common) -> list[str]:

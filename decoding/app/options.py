@@ -97,6 +97,12 @@ class Common(JobOptions):
     sampling: SamplingOptions
 
 
+def refuse_sharing(texts_at_once: int | None) -> None:
+    """Raise TierForceError if several texts at once are asked for that are to be identical."""
+    if (texts_at_once or 1) > 1:
+        raise TierForceError("--identical texts share no passes: leave out --texts-at-once.")
+
+
 def as_flags(message: str) -> str:
     """Word a message of the layers below for the command line: `chunk_size` is --chunk-size.
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from decoding.app.files import refuse_irregular
-from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described
+from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described, refuse_sharing
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
 from decoding.planning.counted_dtype import counted_dtype
@@ -65,12 +65,13 @@ def plan(
         int | None, described(Settings, "draft_length", default=PREDICTED)
     ] = None,
     dtype: Annotated[str, described(Settings, "dtype", "bfloat16", **FORMATS)] = "bfloat16",
+    identical: Annotated[bool, described(Settings, "identical")] = False,
     acceptance: Annotated[
         float,
         typer.Option(
             help=(
                 f"The target's acceptance rate with a budget of {DEFAULT_BUDGET}, assumed; "
-                "finished records tell it."
+                "finished records tell it, those of texts without --identical."
             )
         ),
     ] = ACCEPTANCE,
@@ -94,7 +95,8 @@ def plan(
 ) -> None:
     """Say what lives where, whether it fits, and how long it would take.
 
-    All of it is predicted, from configs and hardware numbers alone.
+    All of it is predicted, from configs and hardware numbers alone. With --identical drafts are
+    taken to be rejected as often as they may be, up to twice as often: greedy ones are not.
     """
     JobOptions(model, draft, max_new_tokens=max_new_tokens)  # which checks them
     if plot is not None:
@@ -117,26 +119,27 @@ def plan(
         context=context,
         rope=rope,
         dtype=dtype,
+        identical=identical,
         # an engine decides by the size of its GPU's cache (`Link.suits_int8`)
         int8_retrieval=machine.int8_retrieval,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
     prompt = _prompt_tokens(needs.target, context, max_new_tokens)
-    rates = Acceptance(acceptance, inner_acceptance)
+    rates = Acceptance(acceptance, inner_acceptance, is_coupled=identical)
+    if identical:
+        refuse_sharing(texts_at_once)
+        texts_at_once, read_early = 1, False
     try:
         ahead = look_ahead(needs, machine, prompt, max_new_tokens, rates)
-        if texts_at_once is None:
-            shared = together(needs, ahead, MAX_TEXTS, read_early)
-        else:
-            sharing = Sharing(texts_at_once, read_early)
-            shared = look_ahead(needs, machine, prompt, max_new_tokens, rates, sharing=sharing)
+        shared = _one_of_several(needs, ahead, texts_at_once, read_early)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
     others = [each for each in (plain(ahead), otherwise(needs, ahead)) if each is not None]
     if plot is not None:
         plan_picture(plot, model, ahead)
     if as_json:
-        job = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
+        job: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
+        job["identical"] = identical
         typer.echo(json.dumps(_document(job, ahead, others, shared), indent=2))
         return
     console = Console()
@@ -166,6 +169,21 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
         ranks=ranks,
         draft_ranks=draft_ranks(small, ranks, kind) if small is not None else 1,
         copies=True,
+    )
+
+
+def _one_of_several(
+    needs: TextNeeds, ahead: Outlook, texts_at_once: int | None, read_early: bool
+) -> Outlook:
+    """Return the same text as one of several: of so many, or of as many as pay.
+
+    Raises FitError.
+    """
+    if texts_at_once is None:
+        return together(needs, ahead, MAX_TEXTS, read_early)
+    sharing = Sharing(texts_at_once, read_early)
+    return look_ahead(
+        needs, ahead.hardware, ahead.prompt, ahead.new, ahead.acceptance, sharing=sharing
     )
 
 

@@ -27,6 +27,7 @@ ROWS = {
     "matmul_5": ("of 5", "TFLOP/s"),
     "matmul_33": ("of 33", "TFLOP/s"),
     "layer_s": ("a layer of a short pass, beside reading it", "microseconds"),
+    "piece_s": ("a block of keys of a head, with --identical", "microseconds"),
     "pass_s": ("a short pass, beside its layers", "microseconds"),
     "sample_s": ("the law of one token", "microseconds"),
     "draw_s": ("drawing a token", "microseconds"),

@@ -86,16 +86,33 @@ class Acceptance:
     target: float = ACCEPTANCE
     inner: float = INNER_ACCEPTANCE
     budget: int = DEFAULT_BUDGET  # the retrieval budget that the target's rate is of
+    # whether a position's noise is every level's (`identical`), which these rates are not of
+    is_coupled: bool = False
 
     def of(self, needs: TextNeeds, plan: MemoryPlan) -> float:
         """Return the target's rate with the budget of these needs, and the codes of this plan."""
         if not needs.may_retrieve:
-            return self.target
-        return 1 - min(1.0, self._rejected * rejections(needs, plan))
+            return self._standing(1 - self.target)
+        return self._standing(self._rejected * rejections(needs, plan))
 
     def retrieved(self, needs: TextNeeds) -> float:
         """Return the rate of tokens that come from a retrieval cache of these needs' budget."""
-        return 1 - min(1.0, self._rejected * retrieval_rejections(needs.budget))
+        return self._standing(self._rejected * retrieval_rejections(needs.budget))
+
+    @property
+    def drafted(self) -> float:
+        """Return the rate of tokens that a draft model puts before the level above it."""
+        return self._standing(1 - self.inner)
+
+    def _standing(self, rejected: float) -> float:
+        """Return how often tokens stand that independent noise would reject so often.
+
+        With noise that all levels share, a token that would be rejected with probability r is
+        rejected with 2r / (1 + r) at most, which is what is taken here (Daliri, Musco and Suresh,
+        arXiv 2408.07978). Greedy texts have no noise, and reject as before.
+        """
+        rejected = min(1.0, rejected)
+        return 1 - (2 * rejected / (1 + rejected) if self.is_coupled else rejected)
 
     @property
     def _rejected(self) -> float:
@@ -129,11 +146,10 @@ class PredictedCosts:
         self.hardware, self.acceptance, self.texts = hardware, acceptance, texts
 
     def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost:
-        passes = target_passes(self.hardware, needs)
         return RoundCost(
             link_s=self.texts * link_bytes(needs, plan, prompt) / self.hardware.link_in,
             compute_s=lambda drafted: (
-                passes.seconds(drafted + 1, prompt, self.texts)
+                self._verification_s(needs, drafted + 1, prompt)
                 + self.texts * self._joining_s(needs, plan, prompt)
                 + self.texts * self._selecting_s(needs, plan, prompt, drafted)
             ),
@@ -171,6 +187,13 @@ class PredictedCosts:
         attended = round(needs.near_tokens(plan, prompt, code))
         return target_passes(hardware, needs).seconds(rows, attended, self.texts)
 
+    def _verification_s(self, needs: TextNeeds, rows: int, prompt: int) -> float:
+        """Return the seconds of a pass over all of the target's cache."""
+        passes = target_passes(self.hardware, needs)
+        if needs.settings.identical:
+            return passes.steady_seconds(rows, prompt)
+        return passes.seconds(rows, prompt, self.texts)
+
     def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a token put before the target."""
         retrieval, draft = self.retrieval_s(needs, prompt), self.draft_s(needs)
@@ -179,13 +202,14 @@ class PredictedCosts:
             token_s = retrieval
             if draft:
                 inner = self._inner_draft(needs)
-                tokens = expected_tokens(self.acceptance.inner, inner)
+                tokens = expected_tokens(self.acceptance.drafted, inner)
                 token_s = (retrieval + inner * draft) / tokens
         if not needs.has_slices:
             return token_s
         if not token_s:
             return self.near_s(needs, plan, prompt, 1)
-        stands = self.acceptance.retrieved(needs) if needs.has_retrieval else self.acceptance.inner
+        acceptance = self.acceptance
+        stands = acceptance.retrieved(needs) if needs.has_retrieval else acceptance.drafted
         _, drafted_s = best_length(
             needs.inner_lengths,
             stands,

@@ -36,7 +36,7 @@ from offload.memory_plan import MemoryPlan, Needs
 from offload.policies import POLICY_TRAITS
 from offload.retrieval_shape import RetrievalShape
 from offload.slice_format import dtype_name, slice_format
-from offload.steady_shape import KEYS, WIDTH
+from offload.steady_shape import WIDTH, working_bytes
 from offload.streaming_shape import StreamingShape
 from offload.tiered_shape import STREAMED, TieredShape
 from parallel.config import ModelConfig
@@ -349,8 +349,9 @@ class TextNeeds:
         rows, steady = self.max_pass_tokens, 0
         if self.settings.identical:
             rows += 2 * WIDTH
-            # what lies across an end of a block of keys, and the last one; noise, float64
-            steady = 2 * self.layout.bytes(KEYS, 1) + 8 * NOISE_POSITIONS * self.target.vocab
+            groups = self.target.heads // self.target.kv_heads
+            steady = working_bytes(self.layout, prompt + new, rows, groups)
+            steady += 8 * NOISE_POSITIONS * self.target.vocab  # float64
         return rows * row + self._masked_bytes(prompt, new) + self.mixing_bytes + steady
 
     def hidden_bytes(self, tokens: int) -> int:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from decoding.planning.needs import TextNeeds, weight_bytes
 from decoding.planning.profile import HardwareProfile
+from offload.layout import ceil_div
+from offload.steady_shape import KEYS, WIDTH
 from parallel.config import ModelConfig
 from parallel.sizes import idle_parameters, vocab_rows
 
@@ -80,21 +82,74 @@ class Passes:
         and reading a token's KV takes `read` times as long as in 16 bits. That each text's
         attention is a launch more is not counted.
         """
-        hardware, config, ranks = self.hardware, self.config, self.ranks
-        kv_rate = hardware.kv_rate or hardware.memory_rate
-        attention = hardware.attention or hardware.matmul
-        kv = read * texts * config.kv_layout(ranks, self.dtype).bytes(attended)
+        config, ranks = self.config, self.ranks
         own_rows, rows = rows, texts * rows
-        memory = read_bytes(config, ranks, self.dtype, rows) / hardware.memory_rate + kv / kv_rate
+        weights = read_bytes(config, ranks, self.dtype, rows)
+        kv = read * texts * config.kv_layout(ranks, self.dtype).bytes(attended)
+        further = rows * (own_rows - 1) / own_rows
+        computed = self._computed_s(rows, attended, weights, kv, further, self.hardware.pass_s)
+        return computed + self._sums_s(rows) + self._drawn_s(rows)
+
+    def steady_seconds(self, rows: int, attended: int) -> float:
+        """Return the seconds of such a pass of one text in the blocks of `parallel.steady`.
+
+        A block takes as long as all its rows, also those that only fill it up. So many rows lie in
+        so many blocks in the mean, wherever the text stands. Every block of rows is taken to read
+        all weights and KV from memory, though some may still be in a cache.
+        """
+        hardware, config, ranks = self.hardware, self.config, self.ranks
+        layout = config.kv_layout(ranks, self.dtype)
+        others = read_bytes(config, ranks, self.dtype, 0)
+        experts = read_bytes(config, ranks, self.dtype, 1) - others  # read for each row alone
+        weights = others + WIDTH * experts
+        pieces = ceil_div(attended, KEYS)
+        attended = pieces * KEYS
+        pieces_s = config.layers * layout.heads * pieces * hardware.piece_s
+        kv = layout.bytes(attended)
+        block_s = self._computed_s(WIDTH, attended, weights, kv, WIDTH - 1, pieces_s)
+        blocks = 1 + (rows - 1) / WIDTH
+        computed = blocks * block_s
+        # two ranks sum all blocks up at once, for with two there is one order only
+        sums = self._sums_s(blocks * WIDTH) if ranks <= 2 else blocks * self._sums_s(WIDTH)
+        return computed + sums + hardware.pass_s + self._drawn_s(rows)
+
+    def _computed_s(
+        self,
+        rows: int,
+        attended: int,
+        weights: float,
+        kv: float,
+        further: float,
+        others_s: float,
+    ) -> float:
+        """Return the seconds of what one rank computes in a pass.
+
+        Args:
+            rows: of the pass.
+            attended: tokens that each of them attends to.
+            weights: bytes of weights that are read.
+            kv: bytes of KV, likewise.
+            further: rows whose attention is not hidden behind reading the KV, where that was
+                measured with a row.
+            others_s: launches beside those of each layer, in seconds.
+        """
+        hardware, config, ranks = self.hardware, self.config, self.ranks
+        memory = weights / hardware.memory_rate + kv / (hardware.kv_rate or hardware.memory_rate)
         products = self._products_s(rows)
-        scores = rows * attention_flops(config) * attended / ranks / attention
-        launches = config.layers * hardware.layer_s + hardware.pass_s
-        drawn = rows * hardware.sample_s + hardware.draw_s
-        sums = 2 * config.layers * self._all_reduce_s(rows)
+        score_s = attention_flops(config) * attended / ranks
+        score_s /= hardware.attention or hardware.matmul
+        launches = config.layers * hardware.layer_s + others_s
         if hardware.runs_ahead:
-            return max(memory, products + scores, launches) + sums + drawn
-        # kv_rate was measured with a row's arithmetic
-        return memory + products + scores * (own_rows - 1) / own_rows + launches + sums + drawn
+            return max(memory, products + rows * score_s, launches)
+        return memory + products + further * score_s + launches
+
+    def _sums_s(self, rows: float) -> float:
+        """Return the seconds of a pass's sums over ranks."""
+        return 2 * self.config.layers * self._all_reduce_s(rows)
+
+    def _drawn_s(self, rows: int) -> float:
+        """Return the seconds of drawing from what a pass says."""
+        return rows * self.hardware.sample_s + self.hardware.draw_s
 
     def _products_s(self, rows: int) -> float:
         """Return the seconds of a short pass's products beside those of reading the weights.
@@ -131,7 +186,7 @@ class Passes:
         bound = max(times, key=times.__getitem__)
         return times[bound], bound
 
-    def _all_reduce_s(self, rows: int) -> float:
+    def _all_reduce_s(self, rows: float) -> float:
         """Return the seconds of one sum over ranks of the hidden states of `rows` tokens."""
         if self.ranks == 1:
             return 0.0

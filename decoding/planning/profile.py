@@ -52,6 +52,9 @@ class HardwareProfile:
     # likewise; kv_rate, for half of the bytes come from memory and what is written out of them
     # stays in a processor's cache
     int8_rate: float | None = None
+    # what attention of a block of rows to one of keys of a head takes beside reading and arithmetic
+    # where passes go by such blocks (`--identical`); nothing where fused kernels take all at once
+    piece_s: float = 0.0
     pass_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host
@@ -85,7 +88,7 @@ class HardwareProfile:
                         f"hardware {self.name}: runs_ahead must be true or false, found {value!r}."
                     )
                 continue
-            zero = field.name in ("all_reduce_s", "layer_s", "pass_s", "sample_s", "draw_s")
+            zero = field.name.endswith("_s")
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int | float)

@@ -6,7 +6,7 @@ The runs are small: `decoding.planning.passes` tells from them what large ones t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +25,15 @@ from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.verify import Draft, verify
 from offload.attention import partial_attention
+from offload.fused import steady_kernels
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
+from offload.steady import steady_attention
+from offload.steady_shape import KEYS, WIDTH
 from offload.streaming import StreamingCache
 from offload.streaming_shape import StreamingShape
+from offload.traffic import Traffic
 from parallel.config import ModelConfig
 from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
@@ -42,6 +46,7 @@ _PREFILL_ROWS = 4096
 _KV_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # far more than any processor cache holds
 _PREFILL_S = 0.5  # of a prefill's run: a slow device reads a shorter prompt
 _PREFIX = 32_768  # tokens that a selection looks through, at most
+_STEADY_BLOCKS = 8  # of keys, that steady attention goes through
 _LARGE_BUDGET = 16_384  # of a retrieval cache that is timed beside one of the usual budget
 _SAMPLING = Sampling(0.6, top_p=0.9)
 _SHORT_PASSES = 60  # repeats of a pass of one row, which takes little
@@ -85,6 +90,7 @@ class _Kernels:
     def rates(self) -> dict[str, float]:
         """Measure all of them, by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
+        rates["piece_s"] = self.piece_seconds(rates)
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
         rates |= self.retrieval_rates()
         rates |= self.launch_seconds(rates["memory_rate"], rates["kv_rate"])
@@ -174,6 +180,26 @@ class _Kernels:
         """Measure the attention of `rows` rows over kv (2, N, Hkv, D)."""
         q = self._random((rows, self.layer.heads, self.layer.head_dim))
         return typical(lambda: partial_attention(q, kv[0], kv[1], causal)[0], of=of)
+
+    def piece_seconds(self, rates: Mapping[str, float]) -> float:
+        """Measure what a block of keys takes beside what these rates tell, where rows are steady.
+
+        It is nothing where fused kernels take all of a layer's at once. On a GPU without them all
+        of it is launches.
+        """
+        layout, tokens = self.layout, _STEADY_BLOCKS * KEYS
+        groups = self.layer.heads // self.layer.kv_heads
+        if steady_kernels(self.device.type, self.dtype, layout.head_dim, groups)[0] is not None:
+            return 0.0
+        kv = self._random(layout.shape(1, tokens))[0]
+        q = self._random((WIDTH, self.layer.heads, self.layer.head_dim))
+        traffic = Traffic()
+        seconds = typical(lambda: steady_attention(q, [kv], traffic))
+        if self.device.type == "cpu":
+            seconds -= layout.bytes(tokens) / rates["kv_rate"]
+            scores = (WIDTH - 1) * attention_flops(self.layer) * tokens
+            seconds -= scores / rates["attention"] if "attention" in rates else 0.0
+        return max(0.0, seconds) / (_STEADY_BLOCKS * layout.heads)
 
     def matmul_rate(self, attention: float) -> float:
         """Measure the operations a second of all that a prefill does beside attention.

@@ -30,7 +30,7 @@ from decoding.speculation.decoders import Speculative
 from decoding.speculation.sampling_options import SamplingOptions
 from decoding.writing import Request
 from offload.errors import FitError, TierForceError
-from offload.fused import fused_kernels
+from offload.fused import fused_kernels, steady_kernels
 from offload.prefill import LAST_ROWS
 from parallel.graphs import GraphRunner, Recorder, graphs_work
 from parallel.group import Group
@@ -293,22 +293,39 @@ def test_slices_are_cut_and_joined_on_a_gpu(sliced: int | None) -> None:
     engine.close()
 
 
-def test_slices_without_kernels_are_warned_of(
-    capsys: pytest.CaptureFixture[str], gpu: Machine | None
+@pytest.mark.parametrize(
+    ("purpose", "mode", "identical"), [("slices", "sliced", False), ("--identical", "plain", True)]
+)
+def test_what_lacks_its_kernels_is_warned_of(
+    purpose: str,
+    mode: str,
+    identical: bool,
+    capsys: pytest.CaptureFixture[str],
+    gpu: Machine | None,
 ) -> None:
     if gpu is None:
         pytest.skip("only a stand-in lacks them")
-    engine = opened(Group(device=torch.device("cuda", 0)), "sliced", dtype="bfloat16")
+    group = Group(device=torch.device("cuda", 0))
+    engine = opened(group, mode, dtype="bfloat16", identical=identical)
     common = Common(model="m", draft=None, settings=Settings(), sampling=SamplingOptions())
     say_what_fits(engine, None, common)
     engine.close()
     said = capsys.readouterr().err
-    assert "cannot be used here (RuntimeError: a stand-in compiles nothing): plain" in said
+    why = "cannot be used here (RuntimeError: a stand-in compiles nothing): plain"
+    assert f"the kernels for {purpose} {why}" in said
 
 
 @pytest.mark.cuda(standin=False)
 def test_fused_kernels_are_right() -> None:
     kernels, why = fused_kernels("cuda")
+    assert kernels is not None, why
+
+
+@pytest.mark.cuda(standin=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dim", "groups"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 16)])
+def test_steady_kernels_are_right(dtype: torch.dtype, dim: int, groups: int) -> None:
+    kernels, why = steady_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why
 
 

@@ -32,7 +32,8 @@ def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
     rows = {
         (row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]
     }
-    assert {part for part, _ in rows} == {"device", "link", "slices", "prefill", "passes", "rounds"}
+    parts = {"device", "link", "slices", "identical", "prefill", "passes", "rounds"}
+    assert {part for part, _ in rows} == parts
     assert rows["device", "short passes can be recorded as CUDA graphs"] == "no"
     assert rows["rounds", "kinds of short passes: replayed"] == 0
     assert rows["prefill", "resident layers"] == 1

@@ -138,6 +138,19 @@ def test_short_texts_are_planned_at_once_or_as_many_as_asked(tmp_path: Path) -> 
     assert plan(tmp_path, *options, "--texts-at-once", "0").code == 2
 
 
+def test_identical_texts_are_planned_one_at_a_time_and_take_longer(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    options = ["--hardware", str(tmp_path / "mine.json"), "--context", "1024", "--mode", "plain"]
+    usual, found = (
+        json.loads(plan(tmp_path, *options, *more, "--json").out) for more in ([], ["--identical"])
+    )
+    assert found["job"]["identical"]
+    assert found["at once"]["forecast"] == found["forecast"]
+    assert usual["at once"]["forecast"]["texts_at_once"] > 1
+    assert found["forecast"]["token_s"] > usual["forecast"]["token_s"]
+    assert found["job"]["acceptance"] == pytest.approx(0.9 / 1.1)
+
+
 def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Path) -> None:
     """With what it would itself be planned to take, and not where there is nothing to gain."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
@@ -257,6 +270,7 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
             "tokens of context would fit",
         ),
         (["--resident-layers", "99"], "--resident-layers 99: the model has 6 layers"),
+        (["--identical", "--texts-at-once", "2"], "--identical texts share no passes"),
         (["--dtype", "int4"], "--dtype int4 is not known"),
         (["--packed", "--dtype", "float32"], "--packed saves nothing of float32"),
         (

@@ -17,7 +17,7 @@ from decoding.planning.fit import Sharing
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.needs import TextNeeds
 from decoding.planning.outlook import Outlook, look_ahead, plain, together
-from decoding.planning.passes import prefill_flops
+from decoding.planning.passes import prefill_flops, target_passes
 from decoding.planning.profile import HardwareProfile
 from decoding.speculation.draft_length import best_length, expected_tokens
 from parallel.config import ModelConfig
@@ -223,6 +223,36 @@ def test_a_retrieval_cache_in_8_bits_takes_about_half_of_the_memory() -> None:
     assert not in_float32.shape(PROMPT, NEW).quantised
     asked_for = replace(in_float32, settings=replace(needs.settings, int8_retrieval=True))
     assert asked_for.shape(PROMPT, NEW).quantised
+
+
+def test_identical_texts_verify_in_blocks_and_draft_as_others_do() -> None:
+    machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9)
+    needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
+    plan = look_ahead(needs, machine, PROMPT, NEW).plan
+    identical = replace(needs, settings=replace(needs.settings, identical=True))
+    costs = PredictedCosts(machine, Acceptance())
+    one, other = (costs.round_cost(each, plan, PROMPT) for each in (needs, identical))
+    steady = target_passes(machine, needs).steady_seconds(17, PROMPT)
+    selecting = one.compute_s(16) - target_passes(machine, needs).seconds(17, PROMPT)
+    assert other.compute_s(16) - selecting == pytest.approx(steady)
+    assert steady > 1.5 * target_passes(machine, needs).seconds(17, PROMPT)  # three blocks of rows
+    assert (other.link_s, other.drafted_s) == (one.link_s, one.drafted_s)
+
+
+def test_where_noise_is_shared_a_token_is_rejected_twice_as_often_at_most() -> None:
+    """Whatever the budget: as often as it would be rejected with it, and what that comes to."""
+    for budget in (1024, DEFAULT_BUDGET, 32_768):
+        needs = needs_of(SEVEN, "retrieval", 2, budget=budget)
+        plan = look_ahead(needs, HardwareProfile.find("2x4090"), 30_000, NEW).plan
+        for seen, coupled in (
+            (each.of(needs, plan), other.of(needs, plan))
+            for each, other in (
+                (Acceptance(0.9), Acceptance(0.9, is_coupled=True)),
+                (Acceptance(1.0), Acceptance(1.0, is_coupled=True)),
+            )
+        ):
+            assert 1 - coupled == pytest.approx(2 * (1 - seen) / (2 - seen))
+    assert Acceptance(0.9, 0.5, is_coupled=True).drafted == pytest.approx(0.5 / 1.5)
 
 
 def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
