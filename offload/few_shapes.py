@@ -14,14 +14,14 @@ from torch import Tensor
 
 ROWS = 64  # more are taken in multiples of it
 _FEW_ROWS = 16  # up to ROWS, in multiples of this
-_KERNELS = 256  # of a process; oneDNN's own limit is 1,024
+_KERNELS = 32  # of a process; oneDNN's own limit is 1,024
 
 
 def keep_few_kernels() -> None:
     """Let oneDNN keep fewer kernels, before it makes the first; what the user says of it holds.
 
     Attention to each number of keys makes some, and hardly a text has those of another. What is
-    kept grows up to the limit, at 70 KB each.
+    kept grows up to the limit, at 0.3 MB each.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KERNELS))
 
