@@ -1,5 +1,7 @@
 """Hundreds of documents in one job: what every rank holds after fifty, and after the last.
 
+What it holds between documents must not grow. The most that it held while it read and wrote them
+is told beside it: that goes by the budgets and draft lengths of these documents, too.
 Every tenth document is broken: empty, binary, not UTF-8, or longer than the context.
 """
 
@@ -42,11 +44,13 @@ _KINDS = ("empty", "binary", "not UTF-8", "too long")
 
 @dataclass(frozen=True)
 class Row:
-    """The most that a rank held in ten documents early in the job, and in its last ten."""
+    """What a rank held in ten documents early in the job, and in its last ten."""
 
     rank: int
-    early_mb: float
+    early_mb: float  # the least: between documents
     late_mb: float
+    early_most_mb: float
+    late_most_mb: float
     early_files: int
     late_files: int
     early_threads: int
@@ -62,6 +66,20 @@ class Row:
         )
 
 
+@dataclass(frozen=True)
+class Held:
+    """What one rank held in a stretch of the job.
+
+    Files and threads are medians: a file is open for a moment now and then, and a leak is there to
+    stay.
+    """
+
+    least_mb: float
+    most_mb: float
+    files: int
+    threads: int
+
+
 class Stretch:
     """What was seen of each rank in a stretch of the job."""
 
@@ -75,15 +93,13 @@ class Stretch:
                 now = (process.memory_info().rss, process.num_fds(), process.num_threads())
                 self._seen.setdefault(rank, []).append(now)
 
-    def held(self) -> dict[int, tuple[float, int, int]]:
-        """Return the most memory of each rank, in MB, and how many files and threads it has.
-
-        These are medians: a file is open for a moment now and then, and a leak is there to stay.
-        """
+    def held(self) -> dict[int, Held]:
+        """Return what each rank held."""
         held = {}
         for rank, seen in sorted(self._seen.items()):
             memory, files, threads = zip(*seen, strict=True)
-            held[rank] = (max(memory) / 1e6, median_high(files), median_high(threads))
+            least, most = min(memory) / 1e6, max(memory) / 1e6
+            held[rank] = Held(least, most, median_high(files), median_high(threads))
         return held
 
 
@@ -191,7 +207,17 @@ def main(
         if code != 1:  # which says that some have failed
             wrong.append(f"exit code {code}: {job.said()[-300:]}")
     rows = [
-        Row(rank, then[0], now[0], then[1], now[1], then[2], now[2])
+        Row(
+            rank,
+            then.least_mb,
+            now.least_mb,
+            then.most_mb,
+            now.most_mb,
+            then.files,
+            now.files,
+            then.threads,
+            now.threads,
+        )
         for rank, then in first.held().items()
         if (now := last.held().get(rank))
     ]

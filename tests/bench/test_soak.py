@@ -29,10 +29,10 @@ def test_what_is_missing_twice_or_not_told_is_complained_of() -> None:
 
 
 def test_a_rank_that_holds_more_is_told() -> None:
-    assert soak.Row(0, 100, 102, 13, 13, 8, 8).held
-    assert not soak.Row(0, 100, 103, 13, 13, 8, 8).held
-    assert not soak.Row(0, 100, 100, 13, 14, 8, 8).held
-    assert not soak.Row(0, 100, 100, 13, 13, 8, 9).held
+    assert soak.Row(0, 100, 102, 200, 220, 13, 13, 8, 8).held
+    assert not soak.Row(0, 100, 103, 200, 200, 13, 13, 8, 8).held
+    assert not soak.Row(0, 100, 100, 200, 200, 13, 14, 8, 8).held
+    assert not soak.Row(0, 100, 100, 200, 200, 13, 13, 8, 9).held
 
 
 def test_a_short_soak_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
