@@ -91,7 +91,8 @@ class Stretch:
         for rank, process in ranks.items():
             with suppress(psutil.Error):
                 now = (process.memory_info().rss, process.num_fds(), process.num_threads())
-                self._seen.setdefault(rank, []).append(now)
+                if now[0]:  # else it has ended
+                    self._seen.setdefault(rank, []).append(now)
 
     def held(self) -> dict[int, Held]:
         """Return what each rank held."""
@@ -135,7 +136,7 @@ def watch(job: Summarizing, count: int, early: int) -> tuple[Stretch, Stretch]:
             ranks = ranks if len(ranks) > 1 else job.ranks()
         if early - _EVERY <= done < early:
             first.look(ranks)
-        elif done >= count - _EVERY:
+        elif count - _EVERY <= done < count:  # behind the last one they end
             last.look(ranks)
         if done // 50 > told:
             told = done // 50

@@ -52,3 +52,6 @@ def test_a_short_soak_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "too long": 1,
     }
     assert [row["rank"] for row in document["rows"]] == [0, 1]
+    for row in document["rows"]:  # nothing was looked at that had ended
+        for when in ("early", "late"):
+            assert 100 < row[f"{when}_mb"] <= row[f"{when}_most_mb"]
