@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,6 +61,7 @@ Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
 class Row:
     """One variant, along some texts; by tokens between refreshes."""
 
+    texts: int
     context: int
     budget: int  # tokens in 16 bits that take as much memory
     tokens: int  # that it holds, a head
@@ -87,6 +87,17 @@ class Count:
     verifications: int
     tokens_per_verification: float
 
+    @classmethod
+    def of(
+        cls, context: int, temperature: float, variant: Variant, runs: Sequence[tuple[int, int]]
+    ) -> Count:
+        """Sum up runs, of which each has its tokens and its verifications."""
+        tokens, passes = (sum(each) for each in zip(*runs, strict=True))
+        return cls(context, temperature, variant.name, tokens, passes, tokens / passes)
+
+
+Rows = Iterator[list[Row]]  # behind each text
+
 
 @dataclass(frozen=True)
 class Study:
@@ -105,12 +116,16 @@ class Study:
         variants: Iterable[Variant],
         intervals: Sequence[int] = SHORT_INTERVALS,
         temperature: float | None = None,
-    ) -> list[Row]:
-        """Return a row per variant; all are led along the same texts."""
+    ) -> Rows:
+        """Yield a row per variant, all led along the same texts: of one text, then of two, ..."""
         sampling = self.sampling
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature)
-        chains = self.chains(context, list(dict.fromkeys(variants)), intervals, sampling)
+        every = self.chains(context, list(dict.fromkeys(variants)), intervals, sampling)
+        for texts, chains in enumerate(every, start=1):
+            yield self._summed_up(texts, context, chains, sampling)
+
+    def _summed_up(self, texts: int, context: int, chains: Chains, sampling: Sampling) -> list[Row]:
         rejected = {
             variant: {interval: _rejected(each) for interval, each in by_interval.items()}
             for variant, by_interval in chains.items()
@@ -125,6 +140,7 @@ class Study:
                 if self.along == "target"
             }
             row = Row(
+                texts,
                 context,
                 variant.budget,
                 variant.tokens(self.engine.runtime.needs.layout),
@@ -139,8 +155,8 @@ class Study:
             rows.append(row)
         return rows
 
-    def slices(self, context: int) -> list[Row]:
-        """Return rows of fewer bits of all tokens, beside fewer tokens in all their bits.
+    def slices(self, context: int) -> Rows:
+        """Yield rows of fewer bits of all tokens, beside fewer tokens in all their bits.
 
         The budgets are a tenth of the context, a quarter, and half: as many bytes as codes. Values
         that are fetched for keys of low rank are a tenth or a quarter.
@@ -172,32 +188,38 @@ class Study:
         variants: Sequence[Variant],
         intervals: Sequence[int],
         sampling: Sampling,
-    ) -> Chains:
-        """Lead every variant along the same texts, with these intervals between refreshes."""
+    ) -> Iterator[Chains]:
+        """Lead every variant along the same texts, with these intervals between refreshes.
+
+        Yields what there is behind each text.
+        """
         chains: Chains = {variant: {each: [] for each in intervals} for variant in variants}
         more = self.new + 1
         for number, both in enumerate(prompts(self.tokens, context + more, self.texts, 0)):
             say(f"{context} tokens, T {sampling.temperature}, text {number + 1} of {self.texts}")
             law = replace(sampling, seed=number)
             self._lead(both[:context], torch.tensor(both[context:]), chains, law)
-        return chains
+            yield chains
 
     def _lead(self, prompt: list[int], text: Tensor, chains: Chains, sampling: Sampling) -> None:
         """Lead all variants along one text, and add to `chains`; their caches go with the call.
 
-        Where not all of them fit the memory at once, the prompt is read again for each part.
+        Where not all of them fit the memory at once, they follow in parts.
         """
         intervals = list(next(iter(chains.values())))
-        is_drawn = self.along == "book"
-        for part in self._parts(list(chains), len(prompt)):
-            trace = PolicyTrace(self.engine.runtime, prompt, self.new, part, max(intervals))
-            if not is_drawn:
-                text, is_drawn = trace.text(len(text), sampling), True
+        first, *others = self._parts(list(chains), len(prompt))
+        trace = PolicyTrace(self.engine.runtime, prompt, self.new, first, max(intervals))
+        if self.along == "target":
+            text = trace.text(len(text), sampling)
+        for part in (first, *others):
+            if part is not first:
+                trace.turn_to(part)
+            say(f"{len(part)} of {len(chains)} variants follow")
             for interval in intervals:
                 for variant, each in trace.chains(text, interval, sampling).items():
                     chains[variant][interval] += each
-            del trace
-            gc.collect()  # caches and the one that they follow know each other
+        del trace
+        gc.collect()  # caches and the one that they follow know each other
 
     def _parts(self, variants: Sequence[Variant], context: int) -> list[list[Variant]]:
         """Return the variants in parts whose caches take a share of the free memory at most."""
@@ -218,10 +240,10 @@ class Study:
 
     def counts(
         self, contexts: Sequence[int], temperatures: Sequence[float], draft: int
-    ) -> list[Count]:
-        """Count tokens per verification of whole runs with drafts of `draft` tokens.
+    ) -> Iterator[list[Count]]:
+        """Yield the tokens per verification of whole runs with drafts of `draft` tokens.
 
-        By context, and by temperature at the first of them.
+        By context, and by temperature at the first of them; of one text, then of two, ...
         """
         base, variants = self.sampling.temperature, (STATIC, OURS)
         counted: dict[tuple[int, float, Variant], list[tuple[int, int]]] = {}
@@ -237,11 +259,17 @@ class Study:
                     run = trace.count(variant, self.new, draft, law)
                     counted.setdefault((context, degree, variant), []).append(run)
                 del trace  # before there is memory for the next one
-        rows = []
-        for (context, degree, variant), runs in counted.items():
-            tokens, passes = (sum(each) for each in zip(*runs, strict=True))
-            rows.append(Count(context, degree, variant.name, tokens, passes, tokens / passes))
-        return rows
+                yield [Count.of(*key, runs) for key, runs in counted.items()]
+
+
+def _joined(studies: Iterable[Rows]) -> Rows:
+    """Yield the rows of one study after the other, each with those before it."""
+    done: list[Row] = []
+    for study in studies:
+        rows: list[Row] = []
+        for rows in study:
+            yield [*done, *rows]
+        done += rows
 
 
 def _rejected(chains: Sequence[Chain]) -> float:
@@ -293,25 +321,22 @@ def main(
     every = (STATIC, WHOLE, OURS)
     by_budget = [replace(each, budget=size) for size in integers(budgets) for each in every]
     by_chunk = [replace(OURS, chunk=size) for size in integers(chunks)]
-    tasks: dict[str, Callable[[], list[Any]]] = {
-        "policies": lambda: [
-            row for length in integers(contexts) for row in study.rows(length, ALL, INTERVALS)
-        ],
-        "budgets": partial(study.rows, context, by_budget),
-        "chunks": partial(study.rows, context, [STATIC, *by_chunk]),
-        "temperatures": lambda: [
-            row for each in degrees for row in study.rows(context, both, temperature=each)
-        ],
-        "slices": partial(study.slices, context),
-        "counts": partial(study.counts, integers(counted), degrees, draft_length),
+    tasks: dict[str, Iterable[Sequence[Any]]] = {
+        "policies": _joined(study.rows(each, ALL, INTERVALS) for each in integers(contexts)),
+        "budgets": study.rows(context, by_budget),
+        "chunks": study.rows(context, [STATIC, *by_chunk]),
+        "temperatures": _joined(study.rows(context, both, temperature=each) for each in degrees),
+        "slices": study.slices(context),
+        "counts": study.counts(integers(counted), degrees, draft_length),
     }
     if unknown := set(parts.split(",")) - set(tasks):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {PARTS}", param_hint="--parts")
     title = f"float32, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens} tokens"
     title += f", of the {along}"
-    measured = {}
+    measured: dict[str, Sequence[Any]] = {}
     for part in parts.split(","):
-        measured[part] = tasks[part]()
+        for rows in tasks[part]:
+            measured[part] = rows
+            save(output, measured, quiet=True)
         show(f"{part}: budget 768 unless said, {title}", measured[part], UNSHOWN)
-        save(output, measured, quiet=True)
     say(f"written to {output}")

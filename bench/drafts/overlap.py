@@ -17,6 +17,7 @@ engine's own. Memory is equal right after a choice; the static policy's window t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,7 @@ from decoding.speculation.sampling import draw
 from decoding.speculation.text import Text
 from offload.layout import KVLayout
 from offload.policies import PolicyTraits
+from offload.prefill import LAST_ROWS
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES, ObservedRows, SelectionPolicy
@@ -157,14 +159,29 @@ class PolicyTrace:
         """Read the prompt; there is room for `new` tokens and passes of `rows` more."""
         self.session = Session(runtime, list(prompt), new + rows + 1)
         self.model, self.target = runtime.target, self.session.target
-        self.target.followers.clear()  # the session's own, whose place these take
         self.session.retrieval = None
         del self.session.levels[1:]
-        self.caches: dict[Variant, DraftCache] = {}
-        for variant in variants:
-            self.caches[variant] = self._cache(variant, new, rows)
-            self.target.followers.append(self.caches[variant])
+        self._room = new, rows
+        self._follow(variants)  # in place of the session's own
         self.first = self.session.prefill()  # (1, V)
+        self._note_start()
+
+    def turn_to(self, variants: Sequence[Variant]) -> None:
+        """Let others follow, from the prompt's end on: only what they choose by is read again."""
+        self._follow(variants)
+        prompt = self.session.prompt.tolist()
+        self.first = self.session.extend(prompt, len(prompt) - LAST_ROWS)
+        self._note_start()
+
+    def _follow(self, variants: Sequence[Variant]) -> None:
+        self.target.followers.clear()
+        self.caches: dict[Variant, DraftCache] = {}
+        gc.collect()  # caches and the one that they follow know each other
+        for variant in variants:
+            self.caches[variant] = self._cache(variant, *self._room)
+            self.target.followers.append(self.caches[variant])
+
+    def _note_start(self) -> None:
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
     def _cache(self, variant: Variant, new: int, rows: int) -> DraftCache:

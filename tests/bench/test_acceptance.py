@@ -131,14 +131,15 @@ def test_variants_that_do_not_fit_at_once_are_led_in_parts(
 ) -> None:
     engine = SimpleNamespace(runtime=models)
     tokens = prompt("typing")
-    variants = [STATIC, replace(OURS, budget=256), Variant("rounded to 7 bits", 256)]
+    whole = [Variant(name, 256) for name in ("rounded to 7 bits", *LOW_RANKS)]
+    variants = [STATIC, replace(OURS, budget=256), *whole]
     found = []
     for share in (acceptance.MEMORY_SHARE, 0.0):
         monkeypatch.setattr(acceptance, "MEMORY_SHARE", share)
         study = Study(engine, tokens, 1, 64, NUCLEUS, "target")  # type: ignore[arg-type]
         parts = study._parts(variants, len(tokens))
-        assert [len(part) for part in parts] == ([3] if share else [1, 1, 1])
-        found.append(study.rows(len(tokens) - 65, variants, [16]))
+        assert [len(part) for part in parts] == ([5] if share else [1] * 5)
+        found.append(list(study.rows(len(tokens) - 65, variants, [16])))
     assert found[0] == found[1]
 
 
