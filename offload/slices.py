@@ -25,7 +25,7 @@ from torch import Tensor
 from offload.slice_format import SliceFormat
 
 _MAGNITUDE = 0x7FFF
-_BLOCK = 1 << 17  # elements joined at a time on a CPU, so that what is between stays in its cache
+_BLOCK = 1 << 18  # elements that a CPU's thread joins at a time: what is between stays in its cache
 _EXPONENTS = 15  # of e4m3fn, beside that of zero and subnormal numbers
 _LARGEST_EXPONENT = 253  # of bfloat16, so that no code stands for infinity
 
@@ -90,7 +90,8 @@ class SliceCodec:
         sign_and_code = (0x7F << bits) - (1 << 15)
         patterns = out.view(torch.int16)
         heads, tokens, dim = out.shape[1:]
-        step = max(1, _BLOCK // dim)
+        elements = torch.get_num_threads() * _BLOCK
+        step = max(1, elements // dim)
         starts = range(0, tokens, step)
         for part, head, start in product(range(2), range(heads), starts):
             at = slice(start, start + step)
