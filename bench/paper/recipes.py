@@ -74,6 +74,7 @@ class Study:
     data: str | None
     books: int
     folder: Path
+    stretch: int = 1  # how often contexts and budgets of reduced runs are taken, with YaRN
 
     def row(self, experiment: Experiment) -> Row:
         """Run an experiment on this machine and predict it. Raises TierForceError."""
@@ -83,7 +84,7 @@ class Study:
         predicted_ms, assumed = predict(experiment, "hierarchical")
         predicted_plain_ms = predict(experiment, "plain")[0] if experiment.plain else None
         ms, plain_ms = ours.get("ms_per_token"), plain.get("ms_per_token")
-        settings = {"mode": drafting} | (options_here(experiment, drafting) or {})
+        settings = {"mode": drafting} | (self.options(experiment, drafting) or {})
         return Row(
             experiment.name,
             experiment.published,
@@ -106,7 +107,7 @@ class Study:
 
     def measure(self, experiment: Experiment, mode: str) -> Measured:
         """Return medians over the books' records; {} where it cannot be run."""
-        if (options := options_here(experiment, mode)) is None:
+        if (options := self.options(experiment, mode)) is None:
             return {}
         models = self.target, self.draft
         if is_here(experiment):
@@ -118,6 +119,14 @@ class Study:
             record["acceptance"] = record["acceptance"].get("target")
         names = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
         return {name: _median([record[name] for record in records]) for name in names}
+
+    def options(self, experiment: Experiment, mode: str) -> Options | None:
+        """Return what it is run with here; None where it needs a checkpoint that is not here."""
+        options = options_here(experiment, mode)
+        if options is None or self.stretch == 1 or is_here(experiment):
+            return options
+        longer = {name: self.stretch * options[name] for name in ("context", "budget")}
+        return options | longer | {"rope": f"yarn:{self.stretch}"}
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -161,7 +170,7 @@ def published_commands(experiment: Experiment) -> list[str]:
 
 
 def options_here(experiment: Experiment, mode: str) -> Options | None:
-    """Return what it is run with here; None where it needs a checkpoint that is not here."""
+    """Return what it is run with here, unstretched; None where its checkpoint is not here."""
     if is_here(experiment):
         return experiment.options(mode)
     if experiment.small is None:
@@ -211,6 +220,14 @@ def main(
     rows: Annotated[
         str, typer.Option(help="Parts of the names of rows to run; all by default.")
     ] = "",
+    stretch: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Take contexts and budgets of reduced runs so often, with YaRN by that factor; "
+            "names of rows tell them as they are without.",
+        ),
+    ] = 1,
     output: Annotated[
         Path | None, typer.Option(help="JSON document; by default results/recipe-NAME.json.")
     ] = None,
@@ -228,7 +245,7 @@ def main(
         raise typer.BadParameter(f"no row is named like that: {known}", param_hint="--rows")
     document: dict[str, Any] = {"recipe": name, "about": recipe.about, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
-        study = Study(target, draft, data, recipe.books, Path(folder))
+        study = Study(target, draft, data, recipe.books, Path(folder), stretch)
         run_rows(chosen, study, output, document)
     if document["rows"]:
         show(f"{recipe.about}. Times are ms/token", document["rows"], hidden=["settings"])

@@ -113,10 +113,12 @@ def test_a_row_runs_at_reduced_size_and_says_so(
     assert two["ms_per_token"] is None
     assert "mode hierarchical, context 600" in one["settings"]
     assert "tierforce summarize --model NousResearch/Yarn-Llama-2-7b-128k" in done.output
-    done = run("offload", "--output", str(output), "--target", target, "--rows", "one")
+    longer = ["--rows", "one", "--stretch", "2"]
+    done = run("offload", "--output", str(output), "--target", target, *longer)
     assert done.exit_code == 0, done.output
     (row,) = json.loads(output.read_text())["rows"]
-    assert "mode retrieval, context 600" in row["settings"]
+    assert "mode retrieval, context 1200" in row["settings"]
+    assert "budget 256, link emulated:5, rope yarn:2" in row["settings"]
     assert row["tokens_per_verification"] >= 1
 
 
