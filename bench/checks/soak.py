@@ -20,7 +20,7 @@ import psutil
 import typer
 from transformers import AutoTokenizer
 
-from bench.harness.options import Output, Text
+from bench.harness.options import NewTokens, Output, Text
 from bench.harness.record import benchmark, prepare
 from bench.harness.summarizing import (
     DRAFT,
@@ -173,6 +173,7 @@ def main(
         int, typer.Option(help="Texts at once; of several it goes by chance which meet.")
     ] = 1,
     longest: Annotated[int, typer.Option(help="Tokens; the shortest have an eighth.")] = 8192,
+    new_tokens: NewTokens = 32,
     output: Output = Path("results/soak.json"),
 ) -> None:
     """Summarise a folder over two ranks, and compare what they hold early and late."""
@@ -195,7 +196,7 @@ def main(
             "--context",
             str(longest * 5 // 4),
             "--max-new-tokens",
-            "32",
+            str(new_tokens),
         ]
         job = Summarizing(
             [*on_two_ranks(target, draft), *sizes, "--input", str(folder)],

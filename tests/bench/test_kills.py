@@ -42,7 +42,7 @@ def test_kills_of_a_kind_are_one_row() -> None:
 def test_a_job_survives_a_few_kills(tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "kills.json"
     app.command()(main)
-    sizes = ["--kills", "2", "--documents", "2", "--tokens", "1500", "--new-tokens", "48"]
+    sizes = ["--kills", "2", "--documents", "2", "--tokens", "1000", "--new-tokens", "32"]
     done = CliRunner().invoke(app, [*sizes, "--output", str(output)])
     assert done.exit_code == 0, done.output
     document = json.loads(output.read_text())

@@ -39,7 +39,7 @@ def test_a_short_soak_over_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(soak, "_GROWTH", 1.25)  # memory is settled after fifty documents
     app, output = typer.Typer(), tmp_path / "soak.json"
     app.command()(soak.main)
-    sizes = ["--documents", "40", "--early", "20", "--longest", "400"]
+    sizes = ["--documents", "40", "--early", "20", "--longest", "400", "--new-tokens", "8"]
     done = CliRunner().invoke(app, [*sizes, "--output", str(output)])
     assert done.exit_code == 0, done.output
     document = json.loads(output.read_text())
