@@ -86,15 +86,10 @@ def draw(law: Tensor, generator: Generator) -> Tensor:
     The law need not be normalised. The index of the least E_i / law_i with E_i standard exponential
     is distributed as the law; a law of one token has no noise.
     """
-    possible: Tensor | None = None
-    if law.is_cpu:  # a nucleus is small, and noise for a whole vocabulary takes longer than its law
-        possible = law.nonzero().flatten()
-        law = law[possible]
     # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
     # vocabulary that are rarer than that
     noise = torch.empty_like(law, dtype=torch.float64).exponential_(generator=generator)
-    first = first_to_ring(law, noise)
-    return first if possible is None else possible[first]
+    return first_to_ring(law, noise)
 
 
 def first_to_ring(law: Tensor, noise: Tensor) -> Tensor:
