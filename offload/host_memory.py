@@ -72,4 +72,5 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
             f"{available / 1e9:.2f} GB are available. Use a shorter `context`, or a machine with "
             "more memory."
         )
-    return torch.empty(numel, dtype=dtype)
+    with torch.inference_mode(False):  # others than passes write to it, too
+        return torch.empty(numel, dtype=dtype)

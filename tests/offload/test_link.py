@@ -76,6 +76,15 @@ def test_more_host_memory_than_there_is(link: Link) -> None:
 
 
 @every_link
+def test_an_arena_that_grew_in_a_pass_is_filled_outside_of_one(link: Link) -> None:
+    """As from disk, for the next text."""
+    arena = HostArena(link, torch.float32)
+    with torch.inference_mode():
+        arena.take((4, 2)).fill_(1)
+    arena.take((4, 2)).copy_(torch.ones(4, 2))
+
+
+@every_link
 def test_the_arena_grows_to_the_largest_and_stays(link: Link) -> None:
     arena = HostArena(link, torch.float32)
     assert arena.take((0, 5)).numel() == 0
