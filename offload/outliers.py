@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
+
+_MOST_APART = 64  # pieces that wait to be put in order: each takes a block of the allocator
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,16 @@ class Kept:
 
     places: Tensor  # (n,) int32: token * D + dimension
     patterns: Tensor  # (n,) int16
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Kept]) -> Kept:
+        """Return the elements of all pieces, one after the other."""
+        places = [piece.places for piece in pieces]
+        patterns = [piece.patterns for piece in pieces]
+        return cls(
+            torch.cat(places),
+            torch.cat(patterns),
+        )
 
     def before(self, end: int) -> Kept:
         """Return those in places before `end`."""
@@ -35,8 +49,9 @@ class Kept:
 class Outliers:
     """Some elements of a layer (2, Hkv, capacity, D), on the device.
 
-    They are in the order of keys and values, heads, and places in a head. Where there are more than
-    was planned for, the memory for them grows.
+    They are in the order of keys and values, heads, and places in a head: in as many lists. What
+    comes is put into that order when it is asked for, or much has come: ordering waits for the
+    device. Where there are more than was planned for, the memory for them grows.
     """
 
     def __init__(self, room: int, heads: int, device: torch.device):
@@ -45,14 +60,17 @@ class Outliers:
         self._device = device
         self._counts = [0] * (2 * heads)  # by keys and values, then heads
         self._tokens = 0  # that were looked at
+        self._come: list[tuple[Tensor, Kept]] = []  # in no order yet, each with its list (n,)
         self._allocate(room)
 
     @property
     def nbytes(self) -> int:
+        self._put_in_order()
         return self._places.nbytes + self._patterns.nbytes
 
     def on_host(self) -> Outliers:
         """Return a copy in host memory."""
+        self._put_in_order()
         total = sum(self._counts)
         host = torch.device("cpu")
         copy = Outliers(total, self._heads, host)
@@ -68,37 +86,28 @@ class Outliers:
         cannot hold them.
         """
         tokens, dim = kv.shape[2:]
-        first = start * dim
-        kept = self._kept()
         if start < self._tokens:  # they are written again
-            kept = [each.outside(first, first + tokens * dim) for each in kept]
+            self._leave_out(start * dim, (start + tokens) * dim)
         self._tokens = max(self._tokens, start + tokens)
-        by_head = chosen.flatten(2)  # (2, Hkv, T * D)
-        counts = by_head.sum(-1).flatten().tolist()
-        places = by_head.nonzero()[:, 2]
-        places = places.int() + first
-        patterns = kv.view(torch.int16)[chosen]
-        merged = []
-        for old, more, values in zip(
-            kept,
-            places.split(counts),
-            patterns.split(counts),
-            strict=True,
-        ):
-            merged += [old, Kept(more, values)]
-        self._keep(merged)
+        found = chosen.nonzero()
+        part, head, token, dimension = found.unbind(1)
+        patterns = kv.view(torch.int16)[part, head, token, dimension]
+        places = (start + token) * dim + dimension
+        lists = part * self._heads + head
+        piece = Kept(places.int(), patterns)
+        self._come.append((lists, piece))
+        if len(self._come) == _MOST_APART:
+            self._put_in_order()
 
     def forget(self, tokens: int, dim: int) -> None:
         """Keep those of the first `tokens` tokens, of `dim` dimensions, and no others."""
         self._tokens = min(self._tokens, tokens)
         end = tokens * dim
-        pieces = []
+        lists = []
         for kept in self._kept():
-            pieces += [
-                kept.before(end),
-                kept.before(0),
-            ]
-        self._keep(pieces)
+            stays = kept.before(end)
+            lists.append([stays])
+        self._keep(lists)
 
     def apply(self, out: Tensor, head: int, heads: int) -> None:
         """Write to the first heads of out (2, h, capacity, D) those from `head` on."""
@@ -110,24 +119,58 @@ class Outliers:
                 flat = flat.view(torch.int16)
                 flat[own.places.long()] = own.patterns
 
+    def _leave_out(self, start: int, end: int) -> None:
+        """Forget what is kept of the places from `start` to `end`."""
+        lists = []
+        for kept in self._kept():
+            stays = kept.outside(start, end)
+            lists.append([stays])
+        self._keep(lists)
+
+    def _put_in_order(self) -> None:
+        """Add to each list what has come of it; what came later has later places."""
+        if not self._come:
+            return
+        every, pieces = zip(*self._come, strict=True)
+        self._come = []
+        lists = torch.cat(every)
+        order = lists.argsort(stable=True)
+        counts = lists.bincount(minlength=2 * self._heads)
+        sizes = counts.tolist()
+        come = Kept.joined(pieces)
+        places = come.places[order]
+        patterns = come.patterns[order]
+        more = map(
+            Kept,
+            places.split(sizes),
+            patterns.split(sizes),
+        )
+        both = []
+        for old, new in zip(self._kept(), more, strict=True):
+            both.append([old, new])
+        self._keep(both)
+
     def _kept(self) -> list[Kept]:
         """Return what is kept of keys and values, by head."""
+        self._put_in_order()
         total = sum(self._counts)
         places = self._places[:total].split(self._counts)
         patterns = self._patterns[:total].split(self._counts)
         return list(map(Kept, places, patterns))
 
-    def _keep(self, pieces: list[Kept]) -> None:
-        """Keep this and nothing else: two pieces for each head."""
-        places = torch.cat([piece.places for piece in pieces])
-        patterns = torch.cat([piece.patterns for piece in pieces])
-        total = len(places)
+    def _keep(self, lists: list[list[Kept]]) -> None:
+        """Keep this and nothing else: the pieces of each list."""
+        pieces = list(chain(*lists))
+        joined = Kept.joined(pieces)
+        total = len(joined.places)
         if total > len(self._places):
             self._allocate(2 * total)
-        self._places[:total] = places
-        self._patterns[:total] = patterns
-        lengths = [len(piece.places) for piece in pieces]
-        self._counts = list(map(sum, zip(lengths[::2], lengths[1::2], strict=True)))
+        self._places[:total] = joined.places
+        self._patterns[:total] = joined.patterns
+        self._counts = []
+        for pieces in lists:
+            lengths = [len(piece.places) for piece in pieces]
+            self._counts.append(sum(lengths))
 
     def _allocate(self, room: int) -> None:
         self._places = torch.empty(room, dtype=torch.int32, device=self._device)

@@ -73,9 +73,9 @@ class Coding:
         """
         if self.offsets is None:
             self.offsets = self.codec.offsets(kv)
-            if self.kernels is not None:
-                self.table = torch.tensor(self.offsets, dtype=torch.int32, device=kv.device)
-        codes, lows, outliers = self.codec.split(kv, self.offsets)
+            self.table = torch.tensor(self.offsets, dtype=torch.int32, device=kv.device)
+        assert self.table is not None
+        codes, lows, outliers = self.codec.split(kv, self.table)
         self.outliers.put(kv, outliers, at)
         if self.codes is None:
             return torch.cat((codes, lows))

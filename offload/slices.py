@@ -55,14 +55,15 @@ class SliceCodec:
         offsets = (exponents - _EXPONENTS) << 7
         return offsets.tolist()
 
-    def split(self, kv: Tensor, offsets: Offsets) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, kv: Tensor, offsets: Offsets | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes, low bits, and which elements of kv (2, H, T, D) are outliers.
 
-        An outlier has the nearest code that there is.
+        An outlier has the nearest code that there is. Offsets (2, H) int32 in the device's memory
+        spare a wait for it.
         """
         cut = self.format
         pattern = kv.view(torch.int16).int()
-        offset = torch.tensor(offsets, dtype=torch.int32, device=kv.device)
+        offset = torch.as_tensor(offsets, dtype=torch.int32, device=kv.device)
         y = pattern & _MAGNITUDE
         y += self._half
         y -= offset[..., None, None]

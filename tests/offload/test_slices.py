@@ -124,6 +124,25 @@ def test_outliers_of_tokens_written_again_are_forgotten(dtype: torch.dtype) -> N
         assert torch.equal(bits(out), bits(want))
 
 
+def test_outliers_come_in_any_number_of_pieces() -> None:
+    """Some are written again while they are still apart."""
+    kv = torch.randn(2, 3, 200, 8).bfloat16()
+    chosen = torch.rand(kv.shape) < 0.1
+    outliers = Outliers(5, 3, kv.device)
+    for start in [*range(0, 60, 2), *range(40, 200, 2)]:
+        part = slice(start, start + 2)
+        outliers.put(kv[:, :, part], chosen[:, :, part], start)
+    for end in (200, 77):
+        outliers.forget(end, 8)
+        out = torch.zeros(2, 3, 200, 8).bfloat16()
+        outliers.apply(out, 0, 3)
+        assert torch.equal(out[:, :, :end], torch.where(chosen, kv, 0)[:, :, :end])
+        assert not out[:, :, end:].any()
+    copy = torch.zeros(2, 2, 200, 8).bfloat16()
+    outliers.on_host().apply(copy, 1, 2)
+    assert torch.equal(copy, out[:, 1:])
+
+
 @every_dtype
 def test_a_list_grows_where_there_are_more_than_planned(dtype: torch.dtype) -> None:
     kv = torch.randn(2, 2, 60, 8).to(dtype)
