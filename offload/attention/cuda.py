@@ -20,8 +20,12 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
 
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """Attend with torch's built-in FlashAttention-2, for 16-bit dtypes."""
-    return attend_folded(_flash_op, q, k, v, causal)
+    """Attend with torch's built-in FlashAttention-2, for 16-bit dtypes.
+
+    It takes heads of a multiple of 8 elements; others go to the memory-efficient kernel.
+    """
+    op = _efficient_op if q.shape[-1] % 8 else _flash_op
+    return attend_folded(op, q, k, v, causal)
 
 
 def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload import attention
-from offload.attention import cpu, masked_attention, partial_attention
+from offload.attention import cpu, cuda, masked_attention, partial_attention
 from offload.attention.cpu import CpuKernels
 from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, matmul_op
 from offload.attention.folding import Kernel, Partial, attend_causally, attend_with_mask, merge
@@ -335,6 +335,23 @@ CUDA_KERNELS = [
         for dtype in (torch.float16, torch.bfloat16)
     ),
 ]
+
+
+@pytest.mark.parametrize(("dim", "name"), [(64, "_flash_op"), (100, "_efficient_op")])
+def test_torchs_flash_kernel_gets_heads_that_it_takes(
+    dim: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    for each in ("_flash_op", "_efficient_op"):
+
+        def op(q: Tensor, *_: object, each: str = each) -> tuple[Tensor, Tensor]:
+            asked.append(each)
+            return q, q[..., 0].float()
+
+        monkeypatch.setattr(cuda, each, op)
+    x = torch.zeros(4, 2, dim)
+    cuda_flash(x, x, x, False)
+    assert asked == [name]
 
 
 @pytest.mark.cuda
