@@ -42,10 +42,16 @@ class Recorder:
         self.device = device
         # why nothing more can be recorded: a capture that fails leaves torch's state in doubt
         self.broken: str | None = None
-        self._pool: Any = None  # memory that the recordings of one text share
         self._stream: Any = None  # one for all: cuBLAS keeps memory for each that it has met
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def pool(self) -> Any:
+        """Return a handle of memory for recordings; None where there are none.
+
+        It is good as long as one of its recordings is there, or none was made.
+        """
+        return torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def record(self, function: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
         """Return what does the same as `function` each time it is called.
 
         On a GPU that is the replay of one CUDA graph, collectives included, which writes its result
@@ -55,13 +61,12 @@ class Recorder:
         if self.device.type != "cuda":
             return function
         self._stream = self._stream or torch.cuda.Stream(self.device)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream_before = torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(
                 graph,
-                pool=self._pool,
+                pool=pool,
                 stream=self._stream,
                 # other threads, such as NCCL's watchdog, may call what a capture must not
                 capture_error_mode="thread_local",
@@ -71,7 +76,7 @@ class Recorder:
             torch.cuda.set_stream(stream_before)  # which a failing capture does not do
             # Before torch 2.13 the allocator stays in the capture too, and frees no cached memory.
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index or 0, self._pool)
+                torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
             self.broken = repr(error.__cause__ or error)
             raise
 
@@ -80,10 +85,6 @@ class Recorder:
             return out
 
         return replay
-
-    def forget(self) -> None:
-        """Give the next recordings memory of their own; the old memory goes with its last user."""
-        self._pool = None
 
 
 def graphs_work(group: Group) -> bool:
@@ -101,7 +102,7 @@ def graphs_work(group: Group) -> bool:
 
     with suppress(RuntimeError, TierForceError):
         double()
-        replay = group.recorder.record(double)
+        replay = group.recorder.record(double, group.recorder.pool())
     everywhere = all(group.gather(replay is not None))  # before anyone replays a collective
     if replay is None or not everywhere:
         return False
@@ -109,7 +110,6 @@ def graphs_work(group: Group) -> bool:
     with suppress(RuntimeError, TierForceError):
         x.fill_(3.0)
         right = bool((replay() == 6 * group.size).all())
-    group.recorder.forget()
     return all(group.gather(right))
 
 
@@ -137,7 +137,7 @@ class GraphRunner:
         self.enabled = enabled
         self.recorder = recorder
         self.uses = USES if uses is None else uses
-        recorder.forget()
+        self._pool = recorder.pool()  # all recordings of the text share its memory
         self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
         self._kinds: dict[tuple[int, int, int], _Kind] = {}
 
@@ -159,6 +159,7 @@ class GraphRunner:
     def forget(self) -> None:
         """Let go of all recordings, and of the caches they work on: the text is over."""
         self._kinds.clear()
+        self._pool = self.recorder.pool()  # the old one went with its last recording
 
     @torch.inference_mode()
     def __call__(self, model: Llama, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
@@ -194,7 +195,7 @@ class GraphRunner:
         logits = recording.launch(tokens)  # the run that a capture wants before it
         objection = None
         try:
-            recording.graph = self.recorder.record(recording.run)
+            recording.graph = self.recorder.record(recording.run, self._pool)
         except (RuntimeError, TierForceError) as error:  # whatever cannot be captured here
             objection = repr(error.__cause__ or error)
         if not self._any_objection(kind, objection):

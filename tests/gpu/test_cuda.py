@@ -223,7 +223,8 @@ def failing_capture() -> None:
         group = Group(device=torch.device("cuda", 0))
         before, x = torch.cuda.current_stream(), torch.ones(4, device=group.device)
         with pytest.raises(RuntimeError):
-            group.recorder.record(lambda: x * x.sum().item())  # which waits for the device
+            # which waits for the device
+            group.recorder.record(lambda: x * x.sum().item(), group.recorder.pool())
         assert group.recorder.broken
         assert torch.cuda.current_stream() == before
         assert (x + 1).sum().item() == 8
@@ -233,20 +234,24 @@ def failing_capture() -> None:
 def test_a_recording_sees_what_its_inputs_hold_now() -> None:
     group = Group(device=torch.device("cuda", 0))
     x = torch.zeros(4, device=group.device)
-    again = Recorder(group.device).record(lambda: x + 1)
+    recorder = Recorder(group.device)
+    again = recorder.record(lambda: x + 1, recorder.pool())
     for value in (1.0, 5.0):
         x.fill_(value)
         assert again().tolist() == [value + 1] * 4
 
 
 def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> None:
+    """Also where both texts were there before the first of them recorded anything."""
     group = Group(device=torch.device("cuda", 0))
     x = torch.zeros(4, device=group.device)
-    for _ in range(2):
-        GraphRunner(True, group.recorder)
-        again = group.recorder.record(lambda: x + 1)
+    runners = [GraphRunner(True, group.recorder) for _ in range(2)]
+    runners[0].forget()
+    for runner in (*runners, runners[0]):
+        again = group.recorder.record(lambda: x + 1, runner._pool)
         assert again().tolist() == [1] * 4
         del again
+        runner.forget()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ class Scripted(Recorder):
         self.again = again
         self.made = 0
 
-    def record(self, function: Made) -> Made:
+    def record(self, function: Made, pool: Any) -> Made:
         self.made += 1
         return self.again(function)
 
