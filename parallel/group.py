@@ -24,6 +24,15 @@ from parallel.watchdog import Watchdog
 T = TypeVar("T")
 Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
 PATIENCE = timedelta(hours=2)  # for a rank that computes, or waits for a person
+# how gloo, NCCL and torch's store say that a connection's other end is gone
+_CLOSED = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "likely closed",
+    "remote process exited",
+    "ncclRemoteError",
+)
 MEET = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
 
 
@@ -184,7 +193,7 @@ class Group:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise RankLost("another rank ended unexpectedly (killed, or out of memory).") from error
+            raise _loss(one_line(error)) from error
         finally:
             if self.watchdog:
                 self.watchdog.leave()
@@ -201,10 +210,24 @@ class Group:
         return kind(text)
 
 
+def _loss(reason: str) -> RankLost:
+    """Return what a collective that failed for this reason is to raise.
+
+    On a GPU it may be a fault of this rank's own, such as a setting that NCCL does not like.
+    """
+    if any(words in reason for words in _CLOSED):
+        return RankLost("another rank ended unexpectedly (killed, or out of memory).")
+    return RankLost(f"the ranks cannot exchange data any more ({reason}).")
+
+
 def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return whole numbers (N,) in the device's memory, without waiting for the device's work."""
     # by way of numpy: torch reads a list number by number
-    on_host = torch.from_numpy(np.array(numbers, dtype=np.int64))
+    return sent(torch.from_numpy(np.array(numbers, dtype=np.int64)), device)
+
+
+def sent(on_host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor in the device's memory, likewise without waiting."""
     if device.type == "cpu":
         return on_host
     return on_host.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from typing import Any, cast
 
@@ -57,6 +58,8 @@ def _run(rank: int) -> int:
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except RankLost as error:
+        if os.environ.get("TIERFORCE_DEBUG"):  # not raised: the group's own clean-up would wait
+            traceback.print_exc(file=sys.__stderr__)
         time.sleep(1)  # a signal to all ranks may be on its way here, and says more
         say(f"tierforce: {error} Finished records are safe: run the same command again to go on.")
     except TierForceError as error:

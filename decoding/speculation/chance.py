@@ -11,6 +11,7 @@ from torch import Tensor
 from decoding.speculation.draft_length import NOISE_POSITIONS
 from decoding.speculation.sampling import Sampling, draw, first_to_ring
 from decoding.speculation.verify import Draft, read, verify
+from parallel.group import sent
 
 
 class Chance(ABC):
@@ -98,7 +99,7 @@ class Coupled(Chance):
         if noise is None:
             stream = np.random.Generator(np.random.Philox(key=[self._seed, position]))
             drawn = torch.from_numpy(stream.standard_exponential(len(law)))
-            noise = drawn.to(self.device)
+            noise = sent(drawn, self.device)
             if len(self._noise) >= NOISE_POSITIONS:
                 self._noise.pop(next(iter(self._noise)))
             self._noise[position] = noise

@@ -70,6 +70,20 @@ def test_a_lost_rank_is_noticed() -> None:
     assert "another rank ended unexpectedly" in waited
 
 
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:2", "another rank ended"),
+        ("NCCL error, ncclRemoteError: remote process exited", "another rank ended"),
+        ("NCCL error: no space left in /dev/shm", r"any more \(NCCL error: no space left"),
+    ],
+)
+def test_a_collective_that_fails_says_why(reason: str, said: str) -> None:
+    """Unless the reason is that the other end is gone."""
+    with pytest.raises(RankLost, match=said), Group()._peers():
+        raise RuntimeError(reason)
+
+
 @pytest.mark.parametrize("total", [0, 1, 7, 64])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_shares_are_a_partition(total: int, size: int) -> None:
