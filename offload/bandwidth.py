@@ -29,16 +29,20 @@ class Copies:
     def rate(self, out: bool, seconds: float = 0.5) -> float:
         """Return bytes a second, measured over so many seconds.
 
-        Other ranks that copy at the same time have their share of it.
+        Other ranks that copy at the same time have their share of it. Waiting for a small copy
+        takes a part of its own time, so more and more are waited for at once.
         """
         self._copy(out)
         self.link.drain()
-        started, copied = time.perf_counter(), 0
+        started, copied, at_once = time.perf_counter(), 0, 1
         while (elapsed := time.perf_counter() - started) < seconds or not copied:
-            self._copy(out)
+            for _ in range(at_once):
+                self._copy(out)
             self.link.drain()
-            copied += self.size
-        return copied / elapsed
+            copied += at_once
+            if elapsed < seconds / 8:  # so that the last ones do not take long
+                at_once *= 2
+        return copied * self.size / elapsed
 
     def meanwhile(self, ask: Callable[[], T]) -> T:
         """Return what `ask` says while copies towards the device are under way.
