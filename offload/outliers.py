@@ -65,12 +65,12 @@ class Outliers:
 
     @property
     def nbytes(self) -> int:
-        self._put_in_order()
+        self.put_in_order()
         return self._places.nbytes + self._patterns.nbytes
 
     def on_host(self) -> Outliers:
         """Return a copy in host memory."""
-        self._put_in_order()
+        self.put_in_order()
         total = sum(self._counts)
         host = torch.device("cpu")
         copy = Outliers(total, self._heads, host)
@@ -97,7 +97,7 @@ class Outliers:
         piece = Kept(places.int(), patterns)
         self._come.append((lists, piece))
         if len(self._come) == _MOST_APART:
-            self._put_in_order()
+            self.put_in_order()
 
     def forget(self, tokens: int, dim: int) -> None:
         """Keep those of the first `tokens` tokens, of `dim` dimensions, and no others."""
@@ -127,7 +127,7 @@ class Outliers:
             lists.append([stays])
         self._keep(lists)
 
-    def _put_in_order(self) -> None:
+    def put_in_order(self) -> None:
         """Add to each list what has come of it; what came later has later places."""
         if not self._come:
             return
@@ -152,7 +152,7 @@ class Outliers:
 
     def _kept(self) -> list[Kept]:
         """Return what is kept of keys and values, by head."""
-        self._put_in_order()
+        self.put_in_order()
         total = sum(self._counts)
         places = self._places[:total].split(self._counts)
         patterns = self._patterns[:total].split(self._counts)

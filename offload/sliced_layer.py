@@ -73,9 +73,10 @@ class Coding:
         """
         if self.offsets is None:
             self.offsets = self.codec.offsets(kv)
-            self.table = torch.tensor(self.offsets, dtype=torch.int32, device=kv.device)
-        assert self.table is not None
-        codes, lows, outliers = self.codec.split(kv, self.table)
+            if self.kernels is not None:
+                self.table = torch.tensor(self.offsets, dtype=torch.int32, device=kv.device)
+        offsets = self.offsets if self.table is None else self.table
+        codes, lows, outliers = self.codec.split(kv, offsets)
         self.outliers.put(kv, outliers, at)
         if self.codes is None:
             return torch.cat((codes, lows))
@@ -210,6 +211,10 @@ class SlicedLayer(StreamedLayer):
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
         self._write(self._keep_recent(kv, start, boundary), start)
         return None  # what is copied is not kv
+
+    def finish_reading(self) -> None:
+        outliers = self._coding.outliers
+        outliers.put_in_order()
 
     def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
         self._recall_recent(kv, length, boundary)

@@ -129,6 +129,8 @@ class TieredCache(Cache):
         for follower in self.followers:
             follower.follow(self.boundary, end, end)
         yield Prefill(self, tokens, self._lend_stage(end), before)
+        for layer in self.layers:
+            layer.finish_reading()
         self.link.drain()
         self.advance(tokens)
 

@@ -80,6 +80,9 @@ class TieredLayer(ABC):
         `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None.
         """
 
+    def finish_reading(self) -> None:
+        """Put in its place what `keep` has left to be done; all of a prompt was handed to it."""
+
     def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
         """Start bringing the first `length` tokens to kv (2, Hkv, N, D), `buffer` or stage.
 
