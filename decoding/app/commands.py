@@ -127,8 +127,8 @@ def summarize(
 ) -> None:
     """Summarise every document.
 
-    The text is exactly what the target model alone would write. Each document gets a record that is
-    on disk as soon as it is finished, and the same command goes on after an interruption.
+    Every token is drawn from exactly the law of the target model alone. Each document gets a record
+    that is on disk as soon as it is finished, and the same command goes on after an interruption.
     """
     words = "interrupted ({name}) before a document was begun: run the same command to go on"
     if common.settings.identical:
@@ -168,12 +168,12 @@ def generate(
         ),
     ] = False,
     stats: Annotated[
-        Path | None, typer.Option(help="JSON file to write what the text took to.")
+        Path | None, typer.Option(help="JSON file for what the text took: times and counts.")
     ] = None,
 ) -> None:
     """Continue a text, or answer it.
 
-    What is written is exactly what the target model alone would write. It is printed as it is
+    Every token is drawn from exactly the law of the target model alone. It is printed as it is
     verified.
     """
     if (prompt is None) == (prompt_file is None):
@@ -207,7 +207,7 @@ def ask(
 ) -> None:
     """Answer one question, maybe about a document.
 
-    What is written is exactly what the target model alone would write. It is printed as it is
+    Every token is drawn from exactly the law of the target model alone. It is printed as it is
     verified.
     """
     interrupts = _start(common, "interrupted ({name})")

@@ -27,6 +27,7 @@ from decoding.planning.defaults import (
 )
 from decoding.planning.fit import Sharing
 from decoding.planning.needs import TextNeeds, draft_ranks
+from decoding.planning.observed import ObservedCosts
 from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain, together
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
@@ -131,6 +132,8 @@ def plan(
         texts_at_once, read_early = 1, False
     try:
         ahead = look_ahead(needs, machine, prompt, max_new_tokens, rates)
+        # an engine that has seen no text yet
+        first = look_ahead(needs, machine, prompt, max_new_tokens, rates, ObservedCosts(None))
         shared = _one_of_several(needs, ahead, texts_at_once, read_early)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
@@ -140,10 +143,12 @@ def plan(
     if as_json:
         job: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
         job["identical"] = identical
-        typer.echo(json.dumps(_document(job, ahead, others, shared), indent=2))
+        document = _document(job, ahead, others, shared)
+        document["first document"] = first.forecast.as_dict()
+        typer.echo(json.dumps(document, indent=2))
         return
     console = Console()
-    console.print(times_table(ahead, others, shared))
+    console.print(times_table(ahead, others, shared, first))
     console.print(memory_table(ahead))
 
 

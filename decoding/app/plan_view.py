@@ -35,10 +35,12 @@ _BOUNDS = {
 }
 
 
-def times_table(ahead: Outlook, others: Sequence[Outlook], shared: Outlook) -> Table:
+def times_table(
+    ahead: Outlook, others: Sequence[Outlook], shared: Outlook, first: Outlook
+) -> Table:
     """Return how long the text takes, beside other modes, each in a plan of its own.
 
-    `shared` is the same text as one of several.
+    `shared` is the same text as one of several, `first` as the first one of a run.
     """
     seen, mode = ahead.forecast, ahead.needs.mode
     title = f"Fits {ahead.hardware.name}. Predicted, not measured:"
@@ -57,10 +59,13 @@ def times_table(ahead: Outlook, others: Sequence[Outlook], shared: Outlook) -> T
         duration(seen.decode_s),
         _BOUNDS[seen.verification_bound],
     )
+    if first.choice.way != ahead.choice.way:
+        table.add_row("the first document of a run", duration(first.forecast.document_s))
     texts = shared.forecast.texts_at_once
     at_once = f", {texts} at once" if texts > 1 else ""
     early = ", the next read early" if shared.forecast.early_s else ""
-    table.add_row(f"documents an hour{at_once}{early}", f"{shared.forecast.documents_per_hour:.3g}")
+    an_hour = float(f"{shared.forecast.documents_per_hour:.3g}")
+    table.add_row(f"documents an hour{at_once}{early}", f"{an_hour:,.10g}")
     table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
     if mode != "plain":
         times = {each.needs.mode: f"{1e3 * each.forecast.token_s:,.0f} ms" for each in others}

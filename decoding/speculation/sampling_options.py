@@ -22,7 +22,7 @@ class SamplingOptions:
         at_least=0,
     )
     top_k: int = option(
-        "Keep only the likeliest tokens, so many.",
+        "Draw only from this many of the likeliest tokens.",
         value=0,
         group=SAMPLING,
         unit="tokens",
@@ -34,8 +34,8 @@ class SamplingOptions:
         value=0.9,
     )
     seed: int = option(
-        "Where the noise starts. The same seed gives the same text with --identical, or if draft "
-        "lengths, budget and refresh are set too.",
+        "Where the noise starts. Only with --identical does the same seed promise the same text: "
+        "else it depends on draft lengths, too, which go by the clock.",
         value=0,
         group=SAMPLING,
     )

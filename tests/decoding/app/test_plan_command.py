@@ -121,7 +121,21 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
     assert found["forecast"]["token_s"] < found["plain"]["token_s"]
     # over a link, texts at once would keep less on the device
     assert found["at once"] == {"plan": found["plan"], "forecast": found["forecast"]}
-    assert "documents an hour  " in plan(tmp_path, *options[:-1]).out
+    shown = plan(tmp_path, *options[:-1]).out
+    assert "documents an hour  " in shown
+    assert found["first document"] == found["forecast"]  # where nothing is left to choose
+    assert "the first document of a run" not in shown
+
+
+def test_what_the_first_document_of_a_run_takes(tmp_path: Path) -> None:
+    """Nothing is known of the models then: no slices, and a budget of 4,096 tokens."""
+    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    options = ["--hardware", str(tmp_path / "mine.json"), "--context", "16384"]
+    found = json.loads(plan(tmp_path, *options, "--json").out)
+    usual = plan(tmp_path, *options, "--mode", "retrieval", "--budget", "4096", "--json")
+    assert found["job"]["budget"] != 4096
+    assert found["first document"] == json.loads(usual.out)["forecast"]
+    assert "the first document of a run" in plan(tmp_path, *options).out
 
 
 def test_short_texts_are_planned_at_once_or_as_many_as_asked(tmp_path: Path) -> None:
