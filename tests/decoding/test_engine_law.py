@@ -26,7 +26,6 @@ PROMPT = random_tokens(70, seed=2).tolist()
 # few: what leans towards the draft is a slope, and more cells would see it later
 CELLS = 5
 VOCAB = TINY["vocab_size"]
-EDGE = 0.005  # of a nucleus, in mass, within which a token may be in it in 16 bits, or out of it
 SAMPLINGS = {
     "full": Sampling(1.0, top_p=1, seed=1),
     "nucleus": Sampling(0.6, top_p=0.9, seed=1),
@@ -90,9 +89,6 @@ def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **choi
     pair = Pair(*folders, dtype=dtype_for(mode))
     text = pair.text(mode, PROMPT, new, sampling, **{**SMALL, **choices})
     found = places(text, sampling, folders)
-    if dtype_for(mode) != "float32":  # rounding moves the edge of a nucleus a little
-        wider = replace(sampling, top_p=min(1, sampling.top_p + EDGE))
-        found = torch.where(found.isnan(), places(text, wider, folders), found)
     if found.isnan().any():
         return 0.0
     return p_value(found.histc(CELLS, 0, 1), torch.ones(CELLS))
