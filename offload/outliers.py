@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+_NO_PLACE = 2**31 - 1  # behind all places
 _MOST_APART = 64  # pieces that wait to be put in order: each takes a block of the allocator
 
 
@@ -27,14 +28,6 @@ class Kept:
         return cls(
             torch.cat(places),
             torch.cat(patterns),
-        )
-
-    def before(self, end: int) -> Kept:
-        """Return those in places before `end`."""
-        stays = self.places < end
-        return Kept(
-            self.places[stays],
-            self.patterns[stays],
         )
 
     def outside(self, start: int, end: int) -> Kept:
@@ -65,7 +58,6 @@ class Outliers:
 
     @property
     def nbytes(self) -> int:
-        self.put_in_order()
         return self._places.nbytes + self._patterns.nbytes
 
     def on_host(self) -> Outliers:
@@ -87,45 +79,21 @@ class Outliers:
         """
         tokens, dim = kv.shape[2:]
         if start < self._tokens:  # they are written again
-            self._leave_out(start * dim, (start + tokens) * dim)
+            first = start * dim
+            end = first + tokens * dim
+            self._leave_out(first, end)
         self._tokens = max(self._tokens, start + tokens)
         found = chosen.nonzero()
         part, head, token, dimension = found.unbind(1)
-        patterns = kv.view(torch.int16)[part, head, token, dimension]
+        elements = kv.view(torch.int16)
+        patterns = elements[part, head, token, dimension]
         places = (start + token) * dim + dimension
+        places = places.int()
         lists = part * self._heads + head
-        piece = Kept(places.int(), patterns)
+        piece = Kept(places, patterns)
         self._come.append((lists, piece))
         if len(self._come) == _MOST_APART:
             self.put_in_order()
-
-    def forget(self, tokens: int, dim: int) -> None:
-        """Keep those of the first `tokens` tokens, of `dim` dimensions, and no others."""
-        self._tokens = min(self._tokens, tokens)
-        end = tokens * dim
-        lists = []
-        for kept in self._kept():
-            stays = kept.before(end)
-            lists.append([stays])
-        self._keep(lists)
-
-    def apply(self, out: Tensor, head: int, heads: int) -> None:
-        """Write to the first heads of out (2, h, capacity, D) those from `head` on."""
-        kept = self._kept()
-        for part in range(2):
-            first = part * self._heads + head
-            for index, own in enumerate(kept[first : first + heads]):
-                flat = out[part, index].view(-1)
-                flat = flat.view(torch.int16)
-                flat[own.places.long()] = own.patterns
-
-    def _leave_out(self, start: int, end: int) -> None:
-        """Forget what is kept of the places from `start` to `end`."""
-        lists = []
-        for kept in self._kept():
-            stays = kept.outside(start, end)
-            lists.append([stays])
-        self._keep(lists)
 
     def put_in_order(self) -> None:
         """Add to each list what has come of it; what came later has later places."""
@@ -150,6 +118,29 @@ class Outliers:
             both.append([old, new])
         self._keep(both)
 
+    def forget(self, tokens: int, dim: int) -> None:
+        """Keep those of the first `tokens` tokens, of `dim` dimensions, and no others."""
+        self._tokens = min(self._tokens, tokens)
+        self._leave_out(tokens * dim, _NO_PLACE)
+
+    def apply(self, out: Tensor, head: int, heads: int) -> None:
+        """Write to the first heads of out (2, h, capacity, D) those from `head` on."""
+        kept = self._kept()
+        for part in range(2):
+            first = part * self._heads + head
+            for index, own in enumerate(kept[first : first + heads]):
+                flat = out[part, index].view(-1)
+                flat = flat.view(torch.int16)
+                flat[own.places.long()] = own.patterns
+
+    def _leave_out(self, start: int, end: int) -> None:
+        """Forget what is kept of the places from `start` to `end`."""
+        lists = []
+        for kept in self._kept():
+            stays = kept.outside(start, end)
+            lists.append([stays])
+        self._keep(lists)
+
     def _kept(self) -> list[Kept]:
         """Return what is kept of keys and values, by head."""
         self.put_in_order()
@@ -168,8 +159,8 @@ class Outliers:
         self._places[:total] = joined.places
         self._patterns[:total] = joined.patterns
         self._counts = []
-        for pieces in lists:
-            lengths = [len(piece.places) for piece in pieces]
+        for own in lists:
+            lengths = [len(piece.places) for piece in own]
             self._counts.append(sum(lengths))
 
     def _allocate(self, room: int) -> None:

@@ -227,7 +227,7 @@ def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def sent(on_host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor in the device's memory, likewise without waiting."""
+    """Return a tensor of the host in the device's memory, without waiting for the device's work."""
     if device.type == "cpu":
         return on_host
     return on_host.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait

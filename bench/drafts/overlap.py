@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -176,6 +177,7 @@ class PolicyTrace:
     def _follow(self, variants: Sequence[Variant]) -> None:
         self.target.followers.clear()
         self.caches: dict[Variant, DraftCache] = {}
+        self._start: list[dict[str, Any]] = []
         gc.collect()  # caches and the one that they follow know each other
         for variant in variants:
             self.caches[variant] = self._cache(variant, *self._room)

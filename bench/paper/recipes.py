@@ -84,7 +84,7 @@ class Study:
         predicted_ms, assumed = predict(experiment, "hierarchical")
         predicted_plain_ms = predict(experiment, "plain")[0] if experiment.plain else None
         ms, plain_ms = ours.get("ms_per_token"), plain.get("ms_per_token")
-        settings = {"mode": drafting} | (self.options(experiment, drafting) or {})
+        settings = {"mode": drafting} | (options_here(experiment, drafting, self.stretch) or {})
         return Row(
             experiment.name,
             experiment.published,
@@ -107,7 +107,7 @@ class Study:
 
     def measure(self, experiment: Experiment, mode: str) -> Measured:
         """Return medians over the books' records; {} where it cannot be run."""
-        if (options := self.options(experiment, mode)) is None:
+        if (options := options_here(experiment, mode, self.stretch)) is None:
             return {}
         models = self.target, self.draft
         if is_here(experiment):
@@ -119,14 +119,6 @@ class Study:
             record["acceptance"] = record["acceptance"].get("target")
         names = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
         return {name: _median([record[name] for record in records]) for name in names}
-
-    def options(self, experiment: Experiment, mode: str) -> Options | None:
-        """Return what it is run with here; None where it needs a checkpoint that is not here."""
-        options = options_here(experiment, mode)
-        if options is None or self.stretch == 1 or is_here(experiment):
-            return options
-        longer = {name: self.stretch * options[name] for name in ("context", "budget")}
-        return options | longer | {"rope": f"yarn:{self.stretch}"}
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -169,14 +161,19 @@ def published_commands(experiment: Experiment) -> list[str]:
     return lines
 
 
-def options_here(experiment: Experiment, mode: str) -> Options | None:
-    """Return what it is run with here, unstretched; None where its checkpoint is not here."""
+def options_here(experiment: Experiment, mode: str, stretch: int) -> Options | None:
+    """Return what it is run with here; None where it needs a checkpoint that is not here."""
     if is_here(experiment):
         return experiment.options(mode)
     if experiment.small is None:
         return None
-    few = mode == "plain" and str(experiment.small.get("link")).startswith("emulated")
-    return experiment.small | ({"max_new_tokens": FEW} if few else {})
+    options = experiment.small
+    if mode == "plain" and str(options.get("link")).startswith("emulated"):
+        options = options | {"max_new_tokens": FEW}
+    if stretch > 1:
+        longer = {name: stretch * options[name] for name in ("context", "budget")}
+        options = options | longer | {"rope": f"yarn:{stretch}"}
+    return options
 
 
 def predict(experiment: Experiment, mode: str) -> tuple[float, float]:

@@ -143,9 +143,7 @@ def plan(
     if as_json:
         job: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
         job["identical"] = identical
-        document = _document(job, ahead, others, shared)
-        document["first document"] = first.forecast.as_dict()
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(_document(job, ahead, others, shared, first), indent=2))
         return
     console = Console()
     console.print(times_table(ahead, others, shared, first))
@@ -210,7 +208,7 @@ def _prompt_tokens(target: ModelConfig, context: int | None, new: int) -> int:
 
 
 def _document(
-    job: dict[str, Any], ahead: Outlook, others: list[Outlook], shared: Outlook
+    job: dict[str, Any], ahead: Outlook, others: list[Outlook], shared: Outlook, first: Outlook
 ) -> dict[str, Any]:
     """Return all that was found, for machines; other modes by name."""
     needs = ahead.needs
@@ -234,6 +232,7 @@ def _document(
         },
         "plan": vars(ahead.plan),
         "forecast": ahead.forecast.as_dict(),
+        "first document": first.forecast.as_dict(),
         "at once": {"plan": vars(shared.plan), "forecast": shared.forecast.as_dict()},
         "plain": None,
         **{each.needs.mode: each.forecast.as_dict() for each in others},
