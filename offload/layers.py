@@ -102,7 +102,7 @@ class ResidentLayer(TieredLayer):
 
         return of_head
 
-    def bring_in(self, length: int) -> None:
+    def bring_in(self, length: int, boundary: int) -> None:
         assert self._host is not None
         kv = self._allocate()
         self._host.read(span(kv, 0, length))

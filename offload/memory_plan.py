@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from offload.errors import FitError
 from offload.tiered_shape import TieredShape
@@ -34,7 +34,8 @@ class MemoryPlan:
     slots: int
     device_bytes: int  # in the larger phase
     host_bytes: int
-    # of the resident ones, those whose KV waits on the host until the hidden states have made room
+    # those whose KV or codes wait on the host until the hidden states have made room: of the
+    # resident ones, then of the sliced ones
     late_layers: int = 0
     sliced_layers: int = 0  # of those on the host, the ones with codes on the device
 
@@ -44,7 +45,7 @@ def device_tiers(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return device bytes by what they are for, in prefill and when decoding.
 
-    Hidden states are live in the one, `late` of the `resident` layers in the other.
+    Hidden states are live in the one, `late` of the `resident` and `sliced` layers in the other.
     """
     shape = needs.target.placed(resident, late, sliced)
     retrieval = needs.retrieval
@@ -72,26 +73,25 @@ def plan_memory(
 
     Where there are slices, as many layers as can be have their codes on the device before any is
     resident: a byte of codes saves more of the link than one of whole elements (of bfloat16). As
-    few of the resident layers come late as can be. `resident_layers` and `sliced_layers` override
-    the counts. Raises FitError with what is needed and available.
+    few layers come late as can be. `resident_layers` and `sliced_layers` override the counts.
+    Raises FitError with what is needed and available.
     """
     layers = needs.target.layout.layers
     if resident_layers is None:
-        counts: Iterable[int] = range(layers, -1, -1)
+        counts: Sequence[int] = range(layers, -1, -1)
     elif 0 <= resident_layers <= layers:
         counts = [resident_layers]
     else:
         raise FitError(
             f"`resident_layers` {resident_layers} is not between 0 and the model's {layers} layers."
         )
-    tried: list[tuple[int, TieredShape]] = []
-    for shape in _placements(needs, counts, sliced_layers):
-        nbytes = _device_bytes(needs, shape)
-        if nbytes <= device:
+    placements = list(_placements(needs, counts, sliced_layers))
+    for placed in placements:
+        shape = _fitting(needs, placed, device)
+        if shape is not None:
             _check_host(shape, host)
             return _plan(needs, shape)
-        tried.append((nbytes, shape))
-    _, least = min(tried, key=lambda each: each[0])
+    least = _smallest(needs, placements)
     raise _no_room(needs, least, device, resident_layers, sliced_layers)
 
 
@@ -116,12 +116,9 @@ def reading_bytes(needs: Needs, plan: MemoryPlan) -> int:
 
 
 def _placements(
-    needs: Needs, counts: Iterable[int], sliced_layers: int | None
+    needs: Needs, counts: Sequence[int], sliced_layers: int | None
 ) -> Iterator[TieredShape]:
-    """Yield the shapes with so many resident layers, the fewest late ones first.
-
-    Late layers go through the memory of the ring, which is there for far layers alone.
-    """
+    """Yield the shapes with so many resident layers, those that are to be preferred first."""
     target = needs.target
     layers = target.layout.layers
     count = 0
@@ -129,21 +126,46 @@ def _placements(
         sliced = 0
         if needs.slices:
             sliced = layers - count if sliced_layers is None else sliced_layers
-        yield from _by_late_layers(target, count, sliced)
+        if count + sliced <= layers:
+            yield target.placed(count, 0, sliced)
     if needs.slices and sliced_layers is None:
         for sliced in range(layers - count - 1, -1, -1):
-            yield from _by_late_layers(target, count, sliced)
+            yield target.placed(count, 0, sliced)
 
 
-def _by_late_layers(target: TieredShape, resident: int, sliced: int) -> Iterator[TieredShape]:
-    """Yield shapes with the fewest late layers first; none where there are too many sliced ones."""
-    if resident + sliced > target.layout.layers:
-        return
-    shape = target.placed(resident, 0, sliced)
-    yield shape
-    if shape.streams:
-        for late in range(1, resident + 1):
-            yield target.placed(resident, late, sliced)
+def _fitting(needs: Needs, placed: TieredShape, device: int) -> TieredShape | None:
+    """Return the shape with the fewest late layers that fits; None where none does.
+
+    They take no less when decoding.
+    """
+    _, decode = device_tiers(needs, placed.resident_layers, 0, placed.sliced_layers)
+    if sum(decode.values()) > device:
+        return None
+    counts = range(placed.near_layers + 1)
+    for shape in _with_late_layers(placed, counts):
+        if _device_bytes(needs, shape) <= device:
+            return shape
+    return None
+
+
+def _smallest(needs: Needs, placements: Iterable[TieredShape]) -> TieredShape:
+    """Return the shape of all these, with any late layers, that takes least of the device."""
+    shapes: list[TieredShape] = []
+    for placed in placements:
+        # codes that come late take larger buffers to leave from, all of them alike
+        counts = 0, placed.resident_layers, placed.near_layers
+        shapes += _with_late_layers(placed, counts)
+    return min(shapes, key=lambda shape: _device_bytes(needs, shape))
+
+
+def _with_late_layers(placed: TieredShape, counts: Iterable[int]) -> Iterator[TieredShape]:
+    """Yield the shape with so many late layers.
+
+    They go through the memory of the ring, which is there for far layers alone.
+    """
+    for late in counts:
+        if placed.streams or not late:
+            yield replace(placed, late_layers=late)
 
 
 def _device_bytes(needs: Needs, shape: TieredShape) -> int:

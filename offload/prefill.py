@@ -142,19 +142,19 @@ class Prefill:
             self._cache.link.wait(ticket)
 
 
-def bring_in_late(layers: list[TieredLayer], length: int, link: Link) -> None:
-    """Bring `length` tokens of the late layers to the device, into memory that prefill has left.
+def bring_in_late(layers: list[TieredLayer], length: int, boundary: int, link: Link) -> None:
+    """Bring the late layers to the device, into memory that prefill has left.
 
     Raises FitError where others have taken it meanwhile.
     """
     late = [layer for layer in layers if layer.is_late]
     for layer in late:
         try:
-            layer.bring_in(length)
+            layer.bring_in(length, boundary)
         except torch.OutOfMemoryError as error:
             raise FitError(
                 f"others took device memory meant for {len(late)} layers: use fewer "
-                "`resident_layers`."
+                "`resident_layers` or `sliced_layers`."
             ) from error
     if late:
         link.drain()

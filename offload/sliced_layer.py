@@ -34,21 +34,34 @@ class Coding:
     codec: SliceCodec
     outliers: Outliers
     codes: Tensor | None  # (2, Hkv, capacity, D) uint8; None: they are on the host
+    late_codes: tuple[int, ...] | None = None  # their shape while they are still to come
     kernels: ModuleType | None = None  # `offload.slice_kernels`, where they can be used
     offsets: Offsets | None = None  # by the text's first tokens
     table: Tensor | None = None  # these (2, Hkv) int32 on the device
 
     @classmethod
-    def of(cls, shape: TieredShape, device: torch.device, on_device: bool) -> Coding:
-        """Allocate for one layer of a cache of this shape."""
+    def of(cls, shape: TieredShape, device: torch.device, on_device: bool, late: bool) -> Coding:
+        """Allocate for one layer of a cache of this shape, but for codes that come late."""
         assert shape.format is not None
         outliers = Outliers(shape.outliers, shape.layout.heads, device)
+        buffer = shape.planes_buffer(shape.format.code_planes)
         codes = None
-        if on_device:
-            buffer = shape.planes_buffer(shape.format.code_planes)
+        if on_device and not late:
             codes = torch.empty(buffer, dtype=torch.uint8, device=device)
         kernels, _ = fused_kernels(device.type)
-        return cls(SliceCodec(shape.format), outliers, codes, kernels)
+        late_codes = buffer if late else None
+        return cls(SliceCodec(shape.format), outliers, codes, late_codes, kernels)
+
+    def take_room(self, device: torch.device) -> Tensor:
+        """Return memory on the device for codes that come late, which from now on it has.
+
+        Raises torch.OutOfMemoryError.
+        """
+        assert self.late_codes is not None
+        with torch.inference_mode(False):  # a link writes to it from outside
+            self.codes = torch.empty(self.late_codes, dtype=torch.uint8, device=device)
+        self.late_codes = None
+        return self.codes
 
     @property
     def nbytes(self) -> int:
@@ -62,6 +75,7 @@ class Coding:
             self,
             outliers=outliers,
             codes=None,
+            late_codes=None,
             kernels=None,
             table=None,
         )
@@ -182,6 +196,10 @@ class SlicedLayer(StreamedLayer):
     is_cut = True
 
     @property
+    def is_late(self) -> bool:  # type: ignore[override]
+        return self._coding.late_codes is not None
+
+    @property
     def is_near(self) -> bool:  # type: ignore[override]
         return self._coding.codes is not None
 
@@ -251,6 +269,13 @@ class SlicedLayer(StreamedLayer):
 
         last_head = lru_cache(maxsize=1)(whole)
         return lambda head, start, end: span(last_head(head), start, end)
+
+    def bring_in(self, length: int, boundary: int) -> None:
+        host = self._host
+        codes = self._coding.take_room(host.link.device)
+        on_host, rest = host.kv.tensor_split([len(codes)])
+        HostLayer(on_host, host.link, self._traffic).read(span(codes, 0, boundary))
+        self._host = HostLayer(rest, host.link, self._traffic)
 
     def forget(self, length: int) -> None:
         self._coding.outliers.forget(length, self._tail.shape[-1])

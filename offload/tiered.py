@@ -64,20 +64,18 @@ class TieredCache(Cache):
 
     def _make_layers(self) -> list[TieredLayer]:
         shape = self.shape
-        kinds = shape.kinds()
         hosts = iter(self.host.split(shape.host_parts()))
         tails = iter(self._tails)
         far = []
-        for kind in kinds:
-            if kind != NEAR:
-                far.append(self._far_layer(kind, next(tails), next(hosts)))
-        early = shape.resident_layers - shape.late_layers
+        for place in shape.far_places():
+            far.append(self._far_layer(place, next(tails), next(hosts)))
+        early = shape.resident_layers - shape.late_resident_layers
         resident = []
         for index in range(shape.resident_layers):
             late = next(hosts) if index >= early else None
             resident.append(self._resident_layer(late))
         layers = []
-        for kind in kinds:
+        for kind in shape.kinds():
             group = resident if kind == NEAR else far
             layers.append(group.pop(0))
         return layers
@@ -89,18 +87,22 @@ class TieredCache(Cache):
             host = HostLayer(late.view(self.shape.layer_buffer), self.link, self.traffic)
         return ResidentLayer(self.shape, self.link.device, self.traffic, host)
 
-    def _far_layer(self, kind: str, tail: Tensor, part: Tensor) -> TieredLayer:
-        """Return a layer with a part of the host store, and maybe with codes on the device."""
+    def _far_layer(self, place: tuple[str, bool], tail: Tensor, part: Tensor) -> TieredLayer:
+        """Return a layer with a part of the host store, and maybe with codes on the device.
+
+        `place` is its kind, and whether its codes come late.
+        """
         shape, traffic = self.shape, self.traffic
         assert self._ring is not None
-        planes = shape.host_planes(kind)
+        kind, late = place
+        planes = shape.host_planes(kind, late)
         if not planes:
             host = HostLayer(part.view(shape.layer_buffer), self.link, traffic)
             return StreamedLayer(host, tail, self._ring, shape.slot_heads, traffic)
         assert shape.format is not None
         slices = part.view(torch.uint8).view(shape.planes_buffer(planes))
         host = HostLayer(slices, self.link, traffic)
-        coding = Coding.of(shape, self.link.device, on_device=kind == SLICED)
+        coding = Coding.of(shape, self.link.device, kind == SLICED, late)
         return SlicedLayer(host, tail, self._ring, self._joined, traffic, coding, self._outbox)
 
     @property
@@ -139,7 +141,7 @@ class TieredCache(Cache):
 
         Raises FitError where others have taken it meanwhile.
         """
-        bring_in_late(self.layers, self.length, self.link)
+        bring_in_late(self.layers, self.length, self.boundary, self.link)
 
     def taken_out(self) -> list[Tensor]:
         """Return copies in host memory of what each layer holds (2, Hkv, length, D).

@@ -108,8 +108,8 @@ class TieredLayer(ABC):
         passes are made, as long as the tokens stand.
         """
 
-    def bring_in(self, length: int) -> None:
-        """Start copying `length` tokens of a late layer to the device.
+    def bring_in(self, length: int, boundary: int) -> None:
+        """Start copying a late layer to the device, which holds `length` tokens.
 
         Raises torch.OutOfMemoryError where there is no room for them.
         """

@@ -26,14 +26,14 @@ class TieredShape:
 
     Resident layers have one buffer on the device. All others are far: their recent tokens are in a
     tail on the device, and their prefix is in host memory, but for sliced layers' codes, which are
-    on the device. Late layers are resident ones that prefill writes to the host, and that come to
-    the device behind it.
+    on the device. Of late layers prefill writes to the host what is to be on the device, all KV of
+    a resident one or the codes of a sliced one; it comes to the device behind prefill.
     """
 
     layout: KVLayout
     capacity: int  # tokens of the whole text
     resident_layers: int = 0
-    late_layers: int = 0  # of the resident ones
+    late_layers: int = 0  # of the resident ones, then of the sliced ones
     sliced_layers: int = 0  # of the far ones, those with codes on the device
     packed: bool = False  # whether the far ones without codes are slices on the host
     recent: int = 0  # tokens that stay behind the boundary, at least
@@ -45,9 +45,9 @@ class TieredShape:
     steady: bool = False  # whether passes attend in blocks at fixed positions (`offload.steady`)
 
     def __post_init__(self) -> None:
-        if self.late_layers and not (self.streams and self.late_layers <= self.resident_layers):
+        if self.late_layers and not (self.streams and self.late_layers <= self.near_layers):
             raise ValueError(
-                f"{self.late_layers} of {self.resident_layers} layers come late: that takes far "
+                f"{self.late_layers} of {self.near_layers} layers come late: that takes far "
                 "layers, and a link"
             )
         if (self.sliced_layers or self.packed) and self.format is None:
@@ -98,6 +98,20 @@ class TieredShape:
     @property
     def far_layers(self) -> int:
         return self.layout.layers - self.resident_layers
+
+    @property
+    def near_layers(self) -> int:
+        """Layers of which something of every token is on the device when decoding."""
+        return self.resident_layers + self.sliced_layers
+
+    @property
+    def late_resident_layers(self) -> int:
+        return min(self.late_layers, self.resident_layers)
+
+    @property
+    def late_sliced_layers(self) -> int:
+        """Sliced layers whose codes are on the host until prefill is over."""
+        return self.late_layers - self.late_resident_layers
 
     @property
     def streamed_layers(self) -> int:
@@ -167,7 +181,8 @@ class TieredShape:
         if not self.coded_layers:
             return 2, 0
         assert self.format is not None
-        planes = self.format.planes if self.packed else self.format.low_planes
+        whole = self.packed or self.late_sliced_layers
+        planes = self.format.planes if whole else self.format.low_planes
         tokens = min(SPLIT_TOKENS, self.capacity)
         return 2, planes * self.layout.heads * tokens * self.layout.head_dim
 
@@ -175,44 +190,73 @@ class TieredShape:
         """Shape of slices of a layer (planes, Hkv, capacity, D), of a byte each."""
         return planes, self.layout.heads, self.capacity, self.layout.head_dim
 
-    def host_planes(self, kind: str) -> int:
+    def host_planes(self, kind: str, late: bool = False) -> int:
         """Return how many planes of slices a far layer of a kind has on the host; 0: it has none.
 
-        That one has its elements there.
+        That one has its elements there. A `late` one has its codes there, too.
         """
-        if kind == SLICED:
+        if kind == SLICED and not late:
             assert self.format is not None
             return self.format.low_planes
-        if self.packed:
+        if self.packed or late:
             assert self.format is not None
             return self.format.planes
         return 0
 
-    def host_layer_bytes(self, kind: str) -> int:
+    def host_layer_bytes(self, kind: str, late: bool = False) -> int:
         """Return the bytes of host memory for the prefix of one far layer."""
-        if planes := self.host_planes(kind):
+        if planes := self.host_planes(kind, late):
             return prod(self.planes_buffer(planes))
         return self._bytes(self.layer_buffer)
+
+    def far_places(self) -> list[tuple[str, bool]]:
+        """Return for each far layer its kind, and whether its codes come late: the last ones do."""
+        early = self.sliced_layers - self.late_sliced_layers
+        places = []
+        for kind in self.kinds():
+            if kind == NEAR:
+                continue
+            late = False
+            if kind == SLICED:
+                late = early <= 0
+                early -= 1
+            place = kind, late
+            places.append(place)
+        return places
+
+    def late_bytes(self, tokens: int) -> int:
+        """Return the bytes of so many tokens that come to the device behind prefill."""
+        whole = self.late_resident_layers * self._bytes(self.layer_buffer)
+        codes = self.late_sliced_layers * self._layer_codes_bytes()
+        return (whole + codes) * tokens // self.capacity
 
     def streamed_bytes(self, tokens: int) -> int:
         """Return the bytes of so many tokens that a pass streams, where the link copies."""
         if not self.streams:
             return 0
-        kinds = self._far_kinds()
-        far = sum(count * self.host_layer_bytes(kind) for kind, count in kinds.items())
+        far = 0
+        for kind, count in self._far_kinds().items():
+            far += count * self.host_layer_bytes(kind)
         return far * tokens // self.capacity
 
     def host_parts(self) -> list[int]:
         """Return the elements of the host store for each far layer, then for each late one."""
-        far = [self.host_layer_bytes(kind) for kind in self.kinds() if kind != NEAR]
-        late = [self._bytes(self.layer_buffer)] * self.late_layers
-        return [nbytes // self.layout.dtype.itemsize for nbytes in far + late]
+        parts = []
+        for kind, late in self.far_places():
+            nbytes = self.host_layer_bytes(kind, late)
+            parts.append(nbytes)
+        whole = self._bytes(self.layer_buffer)
+        parts += self.late_resident_layers * [whole]
+        item = self.layout.dtype.itemsize
+        return [nbytes // item for nbytes in parts]
 
     @property
     def slot_numel(self) -> int:
         """Elements of one slot of the ring: `slot_heads` heads of the largest layer on the host."""
-        largest = max((self.host_layer_bytes(kind) for kind in self._far_kinds()), default=0)
-        return self.slot_heads * largest // self.layout.heads // self.layout.dtype.itemsize
+        sizes = [self.host_layer_bytes(kind) for kind in self._far_kinds()]
+        largest = max(sizes, default=0)
+        head = largest // self.layout.heads
+        return self.slot_heads * head // self.layout.dtype.itemsize
 
     @property
     def ring_numel(self) -> int:
@@ -230,12 +274,16 @@ class TieredShape:
 
     def device_tiers(self, prefill: bool) -> dict[str, int]:
         """Return the device bytes by what they are for, in prefill or when decoding."""
-        layers = self.resident_layers - (self.late_layers if prefill else 0)
+        layers = self.resident_layers
+        sliced = self.sliced_layers
+        if prefill:
+            layers -= self.late_resident_layers
+            sliced -= self.late_sliced_layers
         return {
             "resident layers": layers * self._bytes(self.layer_buffer),
             "ring, in prefill one layer": self.ring_numel * self.layout.dtype.itemsize,
             "recent tokens": self._bytes(self.tails_buffer),
-            "codes": self._codes_bytes(),
+            "codes": sliced * self._layer_codes_bytes() + self._outliers_bytes(),
             "joining slices": self._bytes(self.joined_buffer) + prod(self.outbox_buffer),
         }
 
@@ -252,13 +300,14 @@ class TieredShape:
         counts = {SLICED: self.sliced_layers, STREAMED: self.streamed_layers}
         return {kind: count for kind, count in counts.items() if count}
 
-    def _codes_bytes(self) -> int:
-        """Return the bytes of codes on the device, and of all layers' outliers."""
-        if not self.coded_layers:
+    def _layer_codes_bytes(self) -> int:
+        """Return the bytes of a layer's codes on the device."""
+        if self.format is None:
             return 0
-        assert self.format is not None
-        codes = prod(self.planes_buffer(self.format.code_planes))
-        return self.sliced_layers * codes + self.coded_layers * self.outliers * OUTLIER_BYTES
+        return prod(self.planes_buffer(self.format.code_planes))
+
+    def _outliers_bytes(self) -> int:
+        return self.coded_layers * self.outliers * OUTLIER_BYTES
 
     @property
     def splitting_bytes(self) -> int:

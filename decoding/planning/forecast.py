@@ -61,7 +61,7 @@ def forecast(
     length, token_s = 0, cost.verification_s(0)
     if needs.mode != "plain":
         length, token_s = cost.best_length(needs.draft_lengths)
-    late = needs.layout.bytes(prompt, plan.late_layers)
+    late = needs.placed(plan, prompt).late_bytes(prompt)
     written = link_bytes(needs, plan, prompt) + late
     prefill_s, prefill_bound = target_passes(hardware, needs).prefill(prompt, written)
     prefill_s += late / hardware.link_in  # back to the device, behind all else

@@ -15,6 +15,7 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.session import Session
 from offload.errors import TierForceError
+from offload.memory_plan import device_tiers
 from offload.store import HostArena
 from offload.tiered import TieredCache
 from parallel.group import Group
@@ -100,6 +101,30 @@ def test_what_codes_say_stands_nearly_always(mode: str, sliced: int | None) -> N
     assert streamed <= passes * layout.bytes(len(TEXT) + NEW, 1) * bits / 16
     assert streamed >= passes * layout.bytes(len(TEXT) - 128, 1) * bits / 16
     engine.close()
+
+
+def test_a_text_is_the_same_where_codes_come_late() -> None:
+    """In memory with room for all of them, but not beside the prompt's hidden states."""
+    texts, plans = [], []
+    room: int | None = None
+    for _ in range(2):
+        engine = opened("sliced", prefill_chunk=2000, device_memory=room)
+        texts.append(list(engine.generate(TEXT, NEW, Sampling(0.8, top_p=1, seed=3))))
+        stats, needs = engine.stats, engine.runtime.needs
+        assert stats.plan is not None
+        plans.append(stats.plan)
+        came = needs.placed(stats.plan, len(TEXT)).late_bytes(len(TEXT))
+        # of resident layers all tokens come, of codes those before the boundary
+        assert 0.8 * came <= stats.prefill_link_in <= came
+        wanted = needs.memory(len(TEXT), NEW)
+        phases = device_tiers(wanted, 1, 3, 5)
+        room = needs.weight_bytes + max(sum(tiers.values()) for tiers in phases)
+        engine.close()
+    early, late = plans
+    assert (early.late_layers, early.sliced_layers) == (0, 5)
+    assert late.late_layers > late.resident_layers == 1
+    assert late.sliced_layers == 5
+    assert texts[0] == texts[1]
 
 
 def on_two_ranks(mode: str, folder: Path) -> None:

@@ -23,7 +23,7 @@ ONE = KVLayout(layers=1, heads=3, head_dim=8, dtype=torch.bfloat16)
 TOKENS = 50
 # resident layers, late ones, sliced ones, whether the others are packed
 PLACES = [(0, 0, 0, False), (1, 0, 0, False), (2, 2, 0, False), (4, 0, 0, False)]
-SLICED = [(1, 0, 2, False), (0, 0, 4, False), (1, 0, 1, True), (2, 1, 0, True)]
+SLICED = [(1, 0, 2, False), (0, 0, 4, False), (1, 0, 1, True), (2, 1, 0, True), (1, 3, 2, True)]
 BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
 
 

@@ -203,19 +203,41 @@ def test_llama_7b_on_a_24_gb_card() -> None:
     assert isinstance(plan, MemoryPlan)
 
 
-def test_layers_come_late_where_no_codes_fit() -> None:
-    """All codes that fit come first; then none of them, and what is resident comes late."""
+def test_what_hidden_states_took_goes_to_codes() -> None:
+    """No layer more would have codes when decoding, and no layer less would come late."""
     layout = replace(LAYOUT, heads=80, layers=8, dtype=torch.bfloat16)
     shape = TieredShape.with_ring(layout, CONTEXT, *SIZES, copies=True)
-    hidden = 5 * layout.bytes(CONTEXT, 1)
+    hidden = 2 * layout.bytes(CONTEXT, 1)
     needs = Needs(shape, retrieval=0, draft=0, tables=0, hidden=hidden, slices=True)
-    for late, sliced in ((0, 4), (4, 2), (4, 0)):
-        room = max(sum(tiers.values()) for tiers in device_tiers(needs, 4, late, sliced))
-        plan = plan_memory(needs, room, 10**9, 4)
-        assert (plan.resident_layers, plan.sliced_layers) == (4, sliced)
-        assert plan.late_layers <= late
+
+    def takes(resident: int, late: int, sliced: int) -> list[int]:
+        phases = device_tiers(needs, resident, late, sliced)
+        return [sum(tiers.values()) for tiers in phases]
+
+    def fits(resident: int, sliced: int) -> bool:
+        near = resident + sliced
+        return any(max(takes(resident, late, sliced)) <= room for late in range(near + 1))
+
+    least, most = max(takes(0, 0, 0)), max(takes(8, 0, 0))
+    seen = set()
+    for share in range(101):
+        room = least + share * (most - least) // 100
+        plan = plan_memory(needs, room, 10**12)
+        resident, late, sliced = plan.resident_layers, plan.late_layers, plan.sliced_layers
+        seen.add((resident > 0, 0 < late <= resident, late > resident))
+        assert max(takes(resident, late, sliced)) == plan.device_bytes <= room
+        if late:
+            assert takes(resident, late - 1, sliced)[0] > room
+        if resident + sliced < 8:
+            assert not resident
+            assert not fits(0, sliced + 1)
+        elif sliced > 0:
+            assert not fits(resident + 1, sliced - 1)
+    assert (False, False, True) in seen  # codes alone, of which some come late
+    assert (True, False, True) in seen  # all resident layers come late, and codes
+    assert (True, True, False) in seen
     with pytest.raises(FitError, match=r"fewer `resident_layers`, fewer `sliced_layers`, a"):
-        plan_memory(needs, room // 2, 10**9, 4, 4)
+        plan_memory(needs, least // 2, 10**9, 4, 4)
 
 
 @pytest.mark.parametrize("context", [1, 1000, 4096, 130_048, 2_000_000])

@@ -58,11 +58,11 @@ def random_tiers(rng: random.Random, copies: bool) -> TieredShape:
     shape = TieredShape.with_ring(random_layout(rng), *sizes, copies=copies)
     resident = rng.randint(0, shape.layout.layers)
     shape = shape.placed(resident)
-    late = rng.randint(0, resident) if shape.streams else 0
     sliced = 0
     if shape.format is not None:
         sliced = rng.randint(0, shape.far_layers)
         shape = replace(shape, packed=rng.random() < 0.5)
+    late = rng.randint(0, resident + sliced) if shape.streams else 0
     return shape.placed(resident, late, sliced)
 
 

@@ -17,6 +17,7 @@ from support.reference import PlainCache
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+COPYING = pytest.mark.parametrize("link", ["emulated", "delaying"], indirect=True)
 # sliced layers of the three far ones, whether the others are packed, and heads of a chunk
 PLACES = [(0, True, 1), (1, False, 2), (2, True, 3), (3, False, 1), (3, False, 2)]
 # rows of a pass, how many of them stand, and where to crop afterwards
@@ -27,12 +28,15 @@ def layout_of(dtype: torch.dtype) -> KVLayout:
     return replace(LAYOUT, dtype=dtype)
 
 
-def sliced(link: Link, dtype: torch.dtype, layers: int, packed: bool, heads: int) -> TieredCache:
+def sliced(
+    link: Link, dtype: torch.dtype, layers: int, packed: bool, heads: int, late: int = 0
+) -> TieredCache:
     """One resident layer and three far ones, of which some are in slices."""
     return tiered(
         link,
-        resident=1,
-        sliced=layers,
+        1,
+        late,
+        layers,
         layout=layout_of(dtype),
         packed=packed,
         slot_heads=heads,
@@ -59,7 +63,21 @@ def same(one: Tensor, other: Tensor) -> bool:
 def test_outputs_are_bit_for_bit_those_without_slices(
     link: Link, dtype: torch.dtype, layers: int, packed: bool, heads: int
 ) -> None:
-    cache = sliced(link, dtype, layers, packed, heads)
+    check_outputs(link, sliced(link, dtype, layers, packed, heads), heads)
+
+
+@COPYING
+@every_dtype
+@pytest.mark.parametrize(("layers", "packed", "late"), [(1, False, 2), (3, False, 3), (2, True, 2)])
+def test_so_they_are_where_codes_come_late(
+    link: Link, dtype: torch.dtype, layers: int, packed: bool, late: int
+) -> None:
+    """The resident layer does, too."""
+    check_outputs(link, sliced(link, dtype, layers, packed, 2, late), 2)
+
+
+def check_outputs(link: Link, cache: TieredCache, heads: int) -> None:
+    dtype = cache.layout.dtype
     want = sliced(link, dtype, 0, False, heads)
     want.rotary = cache.rotary
     prompt = with_outliers(text(70, layout_of(dtype)))
@@ -125,14 +143,55 @@ def test_a_pass_streams_the_bits_that_the_device_lacks(
     assert cache.shape.host_bytes == share * layout.bytes(CAPACITY, 3)
 
 
+@COPYING
+@every_dtype
+@pytest.mark.parametrize("packed", [False, True])
+def test_codes_that_come_late_cross_the_link_once(
+    link: Link, dtype: torch.dtype, packed: bool
+) -> None:
+    """They leave with the bits that they lack; a pass streams these alone."""
+    layout = layout_of(dtype)
+    cache = sliced(link, dtype, 3, packed, 2, late=3)  # the resident layer, and two with codes
+    layer = layout.bytes(CAPACITY, 1)
+    assert cache.shape.host_bytes == layer + sum(bits_on_host(dtype)) * layer // 16
+    with cache.prefill(150) as reading:
+        before = cache.device_bytes
+        for index, qkv in enumerate(text(150, layout)):
+            reading.attend(index, *qkv, 0)
+        assert [place.is_late for place in cache.layers] == [True, False, True, True]
+    prefix = layout.bytes(cache.boundary, 1)
+    assert cache.traffic.link_out == layout.bytes(150, 1) + sum(bits_on_host(dtype)) * prefix // 16
+    cache.bring_in()
+    assert all(place.is_near and not place.is_late for place in cache.layers)
+    assert cache.device_bytes == before + layer + 2 * layer // 2
+    assert cache.traffic.link_in == layout.bytes(150, 1) + 2 * prefix // 2 == came(cache, 150)
+    came_before = cache.traffic.link_in
+    forward(cache, text(3, layout))
+    lacking = 3 * bits_on_host(dtype)[0] * prefix // 16
+    assert cache.traffic.link_in - came_before == lacking == cache.coming_bytes
+
+
+def bits_on_host(dtype: torch.dtype) -> list[int]:
+    """Bits of an element that are on the host: of a layer whose codes are early, and two others."""
+    return [4, 12, 12] if dtype == torch.bfloat16 else [8, 16, 16]
+
+
+def came(cache: TieredCache, tokens: int) -> int:
+    """What the shape counts, whose resident layers bring recent tokens with them."""
+    codes = cache.shape.late_bytes(tokens) - cache.layout.bytes(tokens, 1)
+    return cache.layout.bytes(tokens, 1) + codes * cache.boundary // tokens
+
+
 @every_link
 @every_dtype
-def test_codes_alone_attend_nearly_alike(link: Link, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("late", [0, 4])
+def test_codes_alone_attend_nearly_alike(link: Link, dtype: torch.dtype, late: int) -> None:
     layout = layout_of(dtype)
-    cache = sliced(link, dtype, 3, False, 2)
+    cache = sliced(link, dtype, 3, False, 2, late if link.copies else 0)
     want = PlainCache(layout, cache.rotary)
     prompt, tokens = text(120, layout), text(5, layout)
     prefill(cache, prompt, chunk=50)
+    cache.bring_in()
     forward(want, prompt)
     want.advance(120)
     exact = forward(want, tokens)

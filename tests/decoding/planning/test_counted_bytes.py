@@ -150,18 +150,20 @@ def test_what_is_counted_is_what_is_allocated(seed: int, link: str) -> None:
     check_bytes(tiny(seed), link)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_that_come_late_are_counted_too(mode: str) -> None:
-    """In memory that has room for two layers, but not in prefill."""
+@pytest.mark.parametrize(
+    ("mode", "late"), [*((mode, 1) for mode in MODES), ("sliced", 3), ("sliced-hierarchical", 4)]
+)
+def test_layers_that_come_late_are_counted_too(mode: str, late: int) -> None:
+    """In memory that has room for two layers, and maybe codes, but not in prefill."""
     case = tiny(3)
-    settings = replace(in_mode(case.settings, mode), resident_layers=2)
+    settings = replace(in_mode(case.settings, mode), resident_layers=2, prefill_chunk=2000)
     case = replace(case, settings=settings, prompt=2000)
     needs = with_budget(needs_of(case), settings.budget)
     sliced = case.target.layers - 2 if needs.has_slices else 0
-    tiers = device_tiers(needs.memory(case.prompt, case.new), 2, 1, sliced)
+    tiers = device_tiers(needs.memory(case.prompt, case.new), 2, late, sliced)
     room = max(sum(phase.values()) for phase in tiers)
     plan = check_bytes(case, "emulated:50", room)
-    assert (plan.resident_layers, plan.late_layers) == (2, 1)
+    assert (plan.resident_layers, plan.late_layers, plan.sliced_layers) == (2, late, sliced)
 
 
 @pytest.mark.parametrize(
