@@ -44,10 +44,9 @@ class Engine:
         self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
         self._busy = False  # a text is being generated, and the arena is its own
         self._conversation: Conversation | None = None  # whose caches stay from text to text
-        limit, wanted = runtime.target.config.context_limit, runtime.settings.context
-        if wanted is not None and wanted > limit:
-            raise TierForceError(f"`context` {wanted} is more than the model's {limit} positions.")
-        self.context = wanted or limit
+        config, wanted = runtime.target.config, runtime.settings.context
+        config.refuse_context(wanted or 1)
+        self.context = wanted or config.context_limit
         self.sessions = Sessions(runtime)
 
     @classmethod

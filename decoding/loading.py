@@ -68,14 +68,15 @@ def load(
         settings.refuse_missing_layers(config.layers)
         if settings.dtype != "auto":  # else it is known once weights are opened
             settings.refuse_unsliced(mode, settings.dtype)
+        tokenizer = load_tokenizer(folder)
+        if draft_folder is not None:  # before weights are read, which may take minutes
+            refuse_other_tokens(draft_folder, tokenizer, config)
         weights = _weights(folder, settings, group)
         target = load_model(folder, group, settings.dtype, config)
         target.config.inverse_frequencies(1)  # no text is to wait for what this imports
-        tokenizer = load_tokenizer(folder)
         small = None
         if draft_folder is not None:
-            lender = Lender(target, folder)
-            small = _load_draft(draft_folder, lender, tokenizer, settings.shard_draft)
+            small = _load_draft(draft_folder, Lender(target, folder), settings.shard_draft)
         stop_tokens = load_stop_tokens(folder)
         _refuse_unknown(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
@@ -178,21 +179,25 @@ def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> No
         )
 
 
-def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> None:
+def refuse_other_tokens(folder: Path, target: Any, config: ModelConfig) -> None:
     """Refuse a draft whose tokenizer names a token otherwise than the target's.
 
-    Models are published with vocabularies padded to different sizes, and tokenizers add tokens
-    behind the last: what counts is that the two agree on every id below the smaller vocabulary.
+    One that borrows has the target's tokens, and no tokenizer. Models are published with
+    vocabularies padded to different sizes, and tokenizers add tokens behind the last: what counts
+    is that the two agree on every id below the smaller vocabulary.
 
     Args:
-        folder: the draft's folder, for the message.
+        folder: the draft's folder or GGUF file.
         target: the target's tokenizer.
-        draft: the draft's tokenizer.
-        vocab: the number of rows that both models have.
+        config: the target's.
 
     Raises TierForceError, which names the first id that differs and its two tokens.
     """
-    names = target.get_vocab(), draft.get_vocab()
+    small = ModelConfig.from_pretrained(folder)
+    if small.borrows:
+        return
+    vocab = min(small.vocab, config.vocab)
+    names = target.get_vocab(), load_tokenizer(folder).get_vocab()
     if names[0] == names[1]:
         return
     # an id of two names has the same one in every process
@@ -206,13 +211,10 @@ def refuse_other_tokens(folder: Path, target: Any, draft: Any, vocab: int) -> No
             )
 
 
-def _load_draft(folder: Path, lender: Lender, tokenizer: Any, shard: bool | None) -> Llama | None:
+def _load_draft(folder: Path, lender: Lender, shard: bool | None) -> Llama | None:
     """Load the draft split over the ranks, or whole on rank 0 and None on the others."""
     target, config = lender.model, ModelConfig.from_pretrained(folder)
     group = target.group
-    if not config.borrows:  # one that does has the target's tokens, and no tokenizer
-        vocab = min(config.vocab, target.config.vocab)
-        refuse_other_tokens(folder, tokenizer, load_tokenizer(folder), vocab)
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:

@@ -8,7 +8,14 @@ class TierForceError(Exception):
 
 
 class FitError(TierForceError):
-    """The job does not fit the memory there is; says what is needed and what is available."""
+    """The job does not fit the memory there is; says what is needed and what is available.
+
+    `host_bytes`: what is lacking of host memory, where the device would do.
+    """
+
+    def __init__(self, message: str, host_bytes: int = 0):
+        super().__init__(message)
+        self.host_bytes = host_bytes
 
 
 class DocumentError(TierForceError):

@@ -188,11 +188,14 @@ def _plan(needs: Needs, shape: TieredShape) -> MemoryPlan:
 
 def _check_host(shape: TieredShape, host: int) -> None:
     """Raise FitError where host memory does not hold what goes there."""
-    if shape.host_bytes > host:
+    lacking = shape.host_bytes - host
+    if lacking > 0:
+        hint = "`packed`, " if shape.may_be_packed else ""
         raise FitError(
             f"the KV cache of {shape.capacity} tokens needs {shape.host_bytes / 1e9:.2f} GB of "
-            f"host memory per rank and {host / 1e9:.2f} GB are available. It would take a shorter "
-            "`context`, more host memory or more device memory."
+            f"host memory per rank and {host / 1e9:.2f} GB are available. It would take {hint}a "
+            "shorter `context`, more host memory or more device memory.",
+            lacking,
         )
 
 

@@ -129,6 +129,18 @@ class TieredShape:
         return slice_format(self.layout.dtype)
 
     @property
+    def saves_if_packed(self) -> bool:
+        """Whether slices take less of the host than the elements they are cut of."""
+        if self.format is None:
+            return False
+        return self.format.planes < 2 * self.layout.dtype.itemsize
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether `packed` would make the layers on the host smaller."""
+        return self.copies and self.saves_if_packed and not self.packed
+
+    @property
     def streams(self) -> bool:
         """Whether anything is copied over the link to decode."""
         return self.copies and self.far_layers > 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
-from offload.layout import KVLayout
+from offload.layout import KVLayout, ceil_div
 from parallel.borrowing import read_borrows
 from parallel.errors import ConfigError
 from parallel.families import (
@@ -29,7 +29,13 @@ from parallel.gguf_families import config_fields
 from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
 from parallel.named import find_local, is_gguf
-from parallel.rope import inverse_frequencies, is_positive, read_rope, stretch_factor
+from parallel.rope import (
+    MAX_STRETCH,
+    inverse_frequencies,
+    is_positive,
+    read_rope,
+    stretch_factor,
+)
 from parallel.sizes import share_size
 
 if TYPE_CHECKING:
@@ -158,6 +164,8 @@ class ModelConfig:
         if path.is_dir():
             return cls._read(_config_file(path))
         if path.is_file():
+            if not is_gguf(path) and path.suffix != ".json":
+                raise ConfigError(f"{path} is no GGUF file and no config.json: give a folder.")
             return cls._read(path)
         try:
             return cls._read(fetch_config(name))
@@ -253,6 +261,17 @@ class ModelConfig:
         }
         return replace(self, rope=stretched, max_positions=int(self.max_positions * factor))
 
+    def refuse_context(self, tokens: int) -> None:
+        """Raise ConfigError for a text of more tokens than there are positions."""
+        limit = self.context_limit
+        if tokens <= limit:
+            return
+        factor, hint = ceil_div(tokens, limit), ""
+        plain = self.rope["rope_type"] == "default" and "frequency_factors" not in self.rope
+        if plain and factor <= MAX_STRETCH:
+            hint = f"; `rope` yarn:{factor} would stretch them"
+        raise ConfigError(f"`context` {tokens} is more than the model's {limit} positions{hint}.")
+
     def has_experts(self, layer: int) -> bool:
         """Return whether this layer has a mixture of experts, not one MLP."""
         return self.experts is not None and layer in self.experts.layers
@@ -339,7 +358,9 @@ def _given(path: Path) -> dict[str, Any]:
         if not isinstance(kind := given.get("model_type", ""), str):
             raise ValueError(f"its model_type is {str(kind)[:60]}, which is no name")
     except Exception as error:  # no file, no text, no JSON, no object
-        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+        raise ConfigError(
+            f"{path} cannot be read as a model's config ({one_line(error)}): fetch it again."
+        ) from error
     if missing := missing_fields(given):
         raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
     return given

@@ -25,6 +25,8 @@ def find_local(name: str) -> Path | None:
     None where only the hub may know it. Raises CheckpointError for a file that is not there or
     cannot be one model, and for a packaged model that is not installed.
     """
+    if not name.strip():
+        raise CheckpointError("a model's name is empty: give a folder, a GGUF file or a hub name.")
     path = Path(name)
     if path.is_dir():
         return path if (path / "config.json").is_file() else _only_file(path) or path

@@ -158,7 +158,11 @@ def summarize(
 def generate(
     common: Common,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue; - is standard input.")
+        Path | None,
+        typer.Option(
+            help="File with the text to continue; - is standard input. Of one too long for the "
+            "context the beginning is dropped."
+        ),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue itself.")] = None,
     chat: Annotated[

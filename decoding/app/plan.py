@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from decoding.app.files import refuse_irregular
+from decoding.app.files import check_writable
 from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described, refuse_sharing
 from decoding.app.plan_view import memory_table, plan_picture, times_table
 from decoding.planning.cost import Acceptance
@@ -34,8 +34,11 @@ from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
 from parallel.borrowing import refuse_borrower, refuse_unlike
 from parallel.config import ModelConfig
+from parallel.named import find_local, is_gguf
 
 PREDICTED = "what is predicted to pay"
+MAX_PADDING = 1024  # tokens by which vocabularies of one tokenizer may differ
+TOKENIZER_FILES = "tokenizer.json", "tokenizer.model"
 FORMATS = {"help": "Number format of weights and KV cache.", "choices": DTYPES}
 
 
@@ -80,7 +83,8 @@ def plan(
         float,
         typer.Option(
             help=(
-                f"The retrieval level's, for drafts of {INNER_DRAFT}; prompt lookup is not counted."
+                f"Of what the draft model proposes, {INNER_DRAFT} at a time; prompt lookup is not "
+                "counted."
             )
         ),
     ] = INNER_ACCEPTANCE,
@@ -101,12 +105,8 @@ def plan(
     """
     JobOptions(model, draft, max_new_tokens=max_new_tokens)  # which checks them
     if plot is not None:
-        refuse_irregular("--plot", plot)
-    machine = HardwareProfile.find(hardware)
-    if host_memory is not None:
-        if not 0 <= host_memory < float("inf"):
-            raise TierForceError(f"--host-memory must be 0 or more GB, found {host_memory}.")
-        machine = replace(machine, host_memory=host_memory * 1e9)
+        check_writable("--plot", plot)
+    machine = _machine(hardware, host_memory)
     for name, rate in (("acceptance", acceptance), ("inner-acceptance", inner_acceptance)):
         if not 0 <= rate <= 1:
             raise TierForceError(f"--{name} must be between 0 and 1, found {rate}.")
@@ -125,6 +125,7 @@ def plan(
         int8_retrieval=machine.int8_retrieval,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
+    notes = _notes_on_tokens(model, draft, needs)
     prompt = _prompt_tokens(needs.target, context, max_new_tokens)
     rates = Acceptance(acceptance, inner_acceptance, is_coupled=identical)
     if identical:
@@ -143,11 +144,24 @@ def plan(
     if as_json:
         job: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
         job["identical"] = identical
-        typer.echo(json.dumps(_document(job, ahead, others, shared, first), indent=2))
+        document = _document(job, ahead, others, shared, first) | {"notes": notes}
+        typer.echo(json.dumps(document, indent=2))
         return
     console = Console()
     console.print(times_table(ahead, others, shared, first))
     console.print(memory_table(ahead))
+    for note in notes:
+        console.print(f"Note: {note}", soft_wrap=True)
+
+
+def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:
+    """Return a machine's numbers, maybe with so many GB of host memory. Raises TierForceError."""
+    machine = HardwareProfile.find(hardware)
+    if host_memory is None:
+        return machine
+    if not 0 <= host_memory < float("inf"):
+        raise TierForceError(f"--host-memory must be 0 or more GB, found {host_memory}.")
+    return replace(machine, host_memory=host_memory * 1e9)
 
 
 def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> TextNeeds:
@@ -175,6 +189,34 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
     )
 
 
+def _notes_on_tokens(model: str, draft: str | None, needs: TextNeeds) -> list[str]:
+    """Return what is to be said of a draft's tokens, which must be the target's.
+
+    Where this machine has both tokenizers, raises TierForceError if they differ.
+    """
+    small, target = needs.draft, needs.target
+    if draft is None or small is None or small.borrows or not needs.has_draft:
+        return []
+    folders = [find_local(name) for name in (model, draft)]
+    known = [folder for folder in folders if folder is not None and _has_tokenizer(folder)]
+    if len(known) == 2:
+        # which takes as long to import as all else
+        from decoding.loading import load_tokenizer, refuse_other_tokens
+
+        refuse_other_tokens(known[1], load_tokenizer(known[0]), target)
+        return []
+    if abs(small.vocab - target.vocab) <= MAX_PADDING:
+        return []
+    return [
+        f"{draft} has {small.vocab:,} tokens, {model} {target.vocab:,}: a draft must share the "
+        "target's tokenizer, and tokenizers were not looked at."
+    ]
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return is_gguf(folder) or any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _one_of_several(
     needs: TextNeeds, ahead: Outlook, texts_at_once: int | None, read_early: bool
 ) -> Outlook:
@@ -196,10 +238,7 @@ def _prompt_tokens(target: ModelConfig, context: int | None, new: int) -> int:
     Raises TierForceError where there is no room for one.
     """
     tokens = context or target.context_limit
-    if tokens > target.context_limit:
-        raise TierForceError(
-            f"--context {tokens} is more than the model's {target.context_limit} positions."
-        )
+    target.refuse_context(tokens)
     if tokens <= new:
         raise TierForceError(
             f"--context {tokens} leaves no room for a prompt before {new} new tokens."

@@ -92,7 +92,7 @@ class Acceptance:
     def of(self, needs: TextNeeds, plan: MemoryPlan) -> float:
         """Return the target's rate with the budget of these needs, and the codes of this plan."""
         if not needs.may_retrieve:
-            return self._standing(1 - self.target)
+            return self.drafted if needs.has_draft else self._standing(1 - self.target)
         return self._standing(self._rejected * rejections(needs, plan))
 
     def retrieved(self, needs: TextNeeds) -> float:

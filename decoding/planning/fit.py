@@ -177,25 +177,31 @@ def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[
     """Return where a text's KV would go, by mode and retrieval budget, for those that fit.
 
     Only budgets that differ for this text are tried; one that is set is the only one. A mode with
-    slices is none where the other keeps nothing on the host. Raises FitError where nothing fits.
+    slices is none where the other keeps nothing on the host. Raises FitError where nothing fits: of
+    the ways that the device has room for, the one that lacks least of the host.
     """
     if not needs.has_choice:
         return {needs.way: fit(needs, memory, prompt, new)}
     plans: dict[Way, MemoryPlan] = {}
-    refusal: FitError | None = None
+    refusals: list[FitError] = []
     for mode in needs.modes:
         if any(not needs.uses_link(plan) for plan in plans.values()):
             break
         for way, found in _by_budget(needs, mode, memory, prompt, new):
             if isinstance(found, FitError):
-                refusal = refusal or found
+                refusals.append(found)
             else:
                 plans[way] = found
-    if not plans:
-        raise refusal or FitError(
-            f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."
-        )
-    return plans
+    if plans:
+        return plans
+    on_host = [refusal for refusal in refusals if refusal.host_bytes]
+    if on_host:
+        raise min(on_host, key=lambda refusal: refusal.host_bytes)
+    if refusals:
+        raise refusals[0]
+    raise FitError(
+        f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."
+    )
 
 
 def _by_budget(

@@ -275,8 +275,8 @@ class TextNeeds:
         packed = self.settings.packed
         if packed is None:
             packed = self.has_slices and self.copies
-        saves = shape.format is not None and shape.format.planes < 2 * self.dtype.itemsize
-        return replace(shape, packed=packed and saves, steady=self.settings.identical)
+        packed = packed and shape.saves_if_packed
+        return replace(shape, packed=packed, steady=self.settings.identical)
 
     @property
     def draft_shape(self) -> StreamingShape:

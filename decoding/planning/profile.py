@@ -117,8 +117,8 @@ class HardwareProfile:
             return cls._of(name, shipped[name])
         if not Path(name).is_file():
             raise TierForceError(
-                f"--hardware {name} is not known: use {', '.join(shipped)}, or a JSON file of that "
-                "form."
+                f"--hardware {name}: there is no such file, nor a machine of that name: use "
+                f"{', '.join(shipped)}, or a JSON file that `tierforce probe` has made."
             )
         try:
             content = json.loads(Path(name).read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -230,10 +231,10 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
         "--context",
         "100000",
         "--plot",
-        str(tmp_path / "plan.png"),
+        str(tmp_path / "new/plan.png"),
     )
     assert done.code == 0, done.err
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "new/plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_for_people(tmp_path: Path) -> None:
@@ -273,8 +274,20 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--hardware", "3x4090"], "--hardware 3x4090 is not known: use 2x4090, 1x4090"),
-        (["--context", "1000000"], "--context 1000000 is more than the model's 131072 positions"),
+        (
+            ["--hardware", "3x4090"],
+            "--hardware 3x4090: there is no such file, nor a machine of that name: use 2x4090, 1x",
+        ),
+        (
+            ["--context", "1000000"],
+            "--context 1000000 is more than the model's 131072 positions; --rope yarn:8 would",
+        ),
+        (
+            ["--context", "1000000", "--rope", "yarn:2"],
+            "--context 1000000 is more than the model's 262144 positions.",
+        ),
+        (["--context", "10000000"], "is more than the model's 131072 positions."),
+        (["--model", " "], "a model's name is empty: give a folder, a GGUF file or a hub name"),
         (["--context", "100"], "--context 100 leaves no room for a prompt before 512 new tokens"),
         (["--acceptance", "1.5"], "--acceptance must be between 0 and 1, found 1.5"),
         (["--budget", "-1"], "--budget must be at least 1, found -1"),
@@ -288,8 +301,12 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
         (["--dtype", "int4"], "--dtype int4 is not known"),
         (["--packed", "--dtype", "float32"], "--packed saves nothing of float32"),
         (
-            ["--hardware", "1x4090", "--plot", "no/such/folder/plan.png"],
-            "--plot no/such/folder/plan.png cannot be written",
+            ["--host-memory", "0.01", "--mode", "plain", "--resident-layers", "0"],
+            "It would take --packed, a shorter --context, more host memory",
+        ),
+        (
+            ["--hardware", "1x4090", "--plot", "/dev/null/plan.png"],
+            "--plot /dev/null/plan.png cannot be written",
         ),
         (
             ["--model", "no/such-model-anywhere"],
@@ -307,6 +324,59 @@ def test_a_config_with_gaps_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     done = forked(tmp_path, "plan", "--model", str(tmp_path / "config.json"))
     assert "lacks hidden_size, num_hidden_layers" in refused(done)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("notes.txt", "all about it", "notes.txt is no GGUF file and no config.json: give a"),
+        ("config.json", "{broken", "config.json cannot be read as a model's config (Expecting"),
+        ("config.json", "[]", "it is not a JSON object): fetch it again"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(
+    name: str, content: str, line: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    done = forked(tmp_path, "plan", "--model", str(tmp_path / name))
+    assert line in refused(done)
+
+
+def draft_of(folder: Path, **fields: Any) -> list[str]:
+    """The demo's draft by its config alone, with other fields."""
+    config = json.loads((DEMO / "draft/config.json").read_text()) | fields
+    path = folder / "draft.json"
+    path.write_text(json.dumps(config))
+    return ["--hardware", "1x4090", "--draft", str(path)]
+
+
+def test_a_draft_with_other_tokens_is_told_of(tmp_path: Path) -> None:
+    """Vocabularies are padded, and a mode without a draft is none of its affair."""
+    many = draft_of(tmp_path, vocab_size=50_000)
+    said = "50,000 tokens"
+    done = plan(tmp_path, *many)
+    assert said in done.out
+    assert "must share the target's tokenizer" in done.out
+    assert said in json.loads(plan(tmp_path, *many, "--json").out)["notes"][0]
+    assert said not in plan(tmp_path, *many, "--mode", "retrieval").out
+    few = draft_of(tmp_path, vocab_size=json_of("target")["vocab_size"] + 128)
+    assert json.loads(plan(tmp_path, *few, "--json").out)["notes"] == []
+
+
+def json_of(model: str) -> dict[str, Any]:
+    return dict(json.loads((DEMO / model / "config.json").read_text()))
+
+
+def test_a_draft_whose_tokenizer_is_here_is_compared(tmp_path: Path) -> None:
+    folder = tmp_path / "draft"
+    shutil.copytree(DEMO / "draft", folder)
+    options = ["--hardware", "1x4090", "--draft", str(folder)]
+    assert plan(tmp_path, *options).code == 0
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["A"], words["B"] = words["B"], words["A"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "the draft's vocabulary is not the target's: token" in refused(plan(tmp_path, *options))
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,14 @@ def test_a_host_too_small_for_whole_elements_takes_slices() -> None:
     assert f"{OWN} does not fit" in choice.why
     with pytest.raises(FitError, match="host memory"):
         affordable(needs_of(OWN), small, PROMPT, NEW)
+    # where neither does, what is said to be needed is the least
+    with pytest.raises(FitError, match="host memory") as least:
+        affordable(needs, memory_of(needs, 0.45, host=0.1), PROMPT, NEW)
+    for mode in (OWN, SLICED):
+        way = needs.with_way(Way(mode, 4096))
+        with pytest.raises(FitError) as more:
+            affordable(way, memory_of(needs, 0.45, host=0.1), PROMPT, NEW)
+        assert more.value.host_bytes >= least.value.host_bytes > 0
     # and a text as long is what is said to fit
     fits = longest_prompt(needs, small, 2 * PROMPT, NEW)
     assert fits > max(PROMPT, longest_prompt(needs_of(OWN), small, 2 * PROMPT, NEW))

@@ -146,6 +146,14 @@ def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
     assert with_rate(0.0, 0.0).tokens_per_verification == 1
 
 
+def test_what_a_draft_model_puts_before_the_target_stands_as_often_as_before_any_level() -> None:
+    """The target's rate is that of a retrieval cache, which there is none of."""
+    ahead = predicted(SEVEN, "1x4090", "speculative")
+    rates = [Acceptance(target, inner) for target, inner in ((0.9, 0.6), (0.5, 0.6), (0.9, 0.8))]
+    found = [rate.of(ahead.needs, ahead.plan) for rate in rates]
+    assert found == pytest.approx([0.6, 0.6, 0.8])
+
+
 def test_a_text_that_fits_the_device_waits_for_no_link() -> None:
     needs, machine = needs_of(SEVEN, "hierarchical", 1), HardwareProfile.find("1xA100-80")
     ahead = look_ahead(needs, machine, 16_384, NEW)
