@@ -17,6 +17,7 @@ from decoding.keeping.identity import Weights, digest_of
 from decoding.keeping.keeper import Identity
 from decoding.keeping.prompt_cache import PromptCache
 from decoding.planning.needs import draft_ranks
+from decoding.planning.prior import find_prior
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
 from offload.attention import leave_clocks_out
@@ -56,6 +57,7 @@ def load(
     with group.together():
         mode = settings.resolved_mode(draft is not None)
         refuse_on_gpu(settings.link, group.device.type)  # before weights are read
+        find_prior(settings.hardware, "", group.size)  # likewise
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:

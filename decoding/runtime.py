@@ -11,6 +11,7 @@ from decoding.keeping.keeper import Identity, Keeper
 from decoding.planning.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
 from decoding.planning.fit import Memory, fit
 from decoding.planning.needs import TextNeeds
+from decoding.planning.prior import Prior, find_prior
 from decoding.planning.way import Way
 from decoding.settings import Settings
 from offload.bandwidth import Copies
@@ -73,6 +74,11 @@ class Runtime:
             return self
         chosen = needs.with_way(way)
         return replace(self, mode=chosen.mode, settings=chosen.settings)
+
+    def prior(self, link_rate: float | None) -> Prior | None:
+        """Return what is known of this machine, whose link has this rate. Raises TierForceError."""
+        prior = find_prior(self.settings.hardware, self.link.device_name, self.target.group.size)
+        return None if prior is None else prior.with_link(link_rate)
 
     def keeper(self) -> Keeper | None:
         """Return what keeps prompts on disk, where the settings say so; all ranks call it.

@@ -45,8 +45,11 @@ class Sessions:
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
         self.group: Group = runtime.target.group
-        rate = runtime.link_rate() if runtime.needs.has_choice else None
-        self.chooser = WayChooser(ObservedCosts(rate))
+        rate, prior = None, None
+        if runtime.needs.has_choice:
+            rate = runtime.link_rate()
+            prior = runtime.prior(rate)
+        self.chooser = WayChooser(ObservedCosts(rate), prior)
         self.lockstep = Lockstep(self.group)
         self._arenas = [runtime.arena]  # one for each text that was open at once
         self._free = Memory(0, 0)  # what there was when no text was open

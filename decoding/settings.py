@@ -87,7 +87,8 @@ class Settings:
         value=None,
         group=MEMORY,
         unit="tokens",
-        default=f"{DEFAULT_BUDGET} for the first text, then what past texts showed to pay",
+        default=f"what is known of the machine says for the first text, {DEFAULT_BUDGET} where "
+        "nothing is; then what past texts showed to pay",
         at_least=1,
     )
     chunk_size: int = option(
@@ -198,6 +199,13 @@ class Settings:
         scale=1e9,
         default="what is free",
         at_least=1,
+    )
+    hardware: str | None = option(
+        "What the first text's budget and mode are chosen by: a file that `tierforce probe` has "
+        "made of this machine. Later texts go by what past ones showed.",
+        value=None,
+        group=MEMORY,
+        default="numbers of GPUs of this name, where they come along",
     )
     link: str = option(
         "How KV reaches the device. On a CPU also view, which copies nothing, and emulated:RATE, "

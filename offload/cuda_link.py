@@ -24,6 +24,7 @@ class CudaLink(Link):
     def __init__(self, device: torch.device):
         super().__init__(device)
         properties = torch.cuda.get_device_properties(device)
+        self.device_name = torch.cuda.get_device_name(device)
         self.suits_int8 = properties.L2_cache_size >= 1.5 * SHARED_BYTES
         self._stream = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)

@@ -46,6 +46,7 @@ class Link(ABC):
     copies = True
     # whether the device has a cache for what is written out of 8 bits and read again at once
     suits_int8 = True
+    device_name = ""  # what the driver calls the device
     counts_waits = False  # whether `waited` is asked for, and what waits now is to count
 
     def __init__(self, device: torch.device):

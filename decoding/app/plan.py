@@ -15,6 +15,7 @@ from rich.console import Console
 from decoding.app.files import check_writable
 from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described, refuse_sharing
 from decoding.app.plan_view import memory_table, plan_picture, times_table
+from decoding.planning.choice import WayChooser
 from decoding.planning.cost import Acceptance
 from decoding.planning.counted_dtype import counted_dtype
 from decoding.planning.defaults import (
@@ -29,6 +30,7 @@ from decoding.planning.fit import Sharing
 from decoding.planning.needs import TextNeeds, draft_ranks
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain, together
+from decoding.planning.prior import Prior
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from offload.errors import FitError, TierForceError
@@ -134,7 +136,9 @@ def plan(
     try:
         ahead = look_ahead(needs, machine, prompt, max_new_tokens, rates)
         # an engine that has seen no text yet
-        first = look_ahead(needs, machine, prompt, max_new_tokens, rates, ObservedCosts(None))
+        prior = Prior(machine, is_measured=not HardwareProfile.is_shipped(hardware))
+        new_to_it = WayChooser(ObservedCosts(None), prior)
+        first = look_ahead(needs, machine, prompt, max_new_tokens, rates, new_to_it)
         shared = _one_of_several(needs, ahead, texts_at_once, read_early)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error

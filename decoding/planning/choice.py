@@ -8,11 +8,12 @@ chooser weighs them, for a text on this machine as for one on a machine that is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decoding.planning.cost import CostSource
 from decoding.planning.defaults import DEFAULT_BUDGET, WORTHWHILE_SHARE
 from decoding.planning.needs import TextNeeds
+from decoding.planning.prior import Prior
 from decoding.planning.way import Way
 from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
@@ -31,8 +32,10 @@ class WayChoice:
 class WayChooser:
     """Chooses a mode and a budget for each text; layers take the rest of the memory."""
 
-    def __init__(self, costs: CostSource):
+    def __init__(self, costs: CostSource, prior: Prior | None = None):
+        """Choose by these costs; where they know nothing yet, by `prior`."""
         self.costs = costs
+        self.prior = prior
         # of the last text that said something: a change must promise a little
         self.in_use: Way | None = None
 
@@ -41,20 +44,15 @@ class WayChooser:
         if len(plans) == 1:
             (way,) = plans
             return WayChoice(way, "the only one that fits or differs")
-        times = self._token_seconds(needs, plans, prompt)
-        if not times:
-            return self._first(needs, plans, prompt)
-        best = min(times, key=times.__getitem__)
-        usual = None if self.in_use is None else _nearest(times, self.in_use)
-        if usual is not None and times[best] > WORTHWHILE_SHARE * times[usual]:
-            best = usual
-        others = [way for way in times if way.mode != best.mode]
-        other = min(others or times.keys() - {best}, key=times.__getitem__)
-        why = f"{1e3 * times[best]:.4g} ms/token predicted with {_kept(plans[best])}"
-        why += f", {1e3 * times[other]:.4g} with"
-        if other.mode != best.mode:
-            why += f" mode {other.mode},"
-        return WayChoice(best, f"{why} budget {other.budget} and {_kept(plans[other])}")
+        times = _token_seconds(self.costs, needs, plans, prompt)
+        if times:
+            return self._best(times, plans)
+        if self.prior is not None:
+            known = self.prior.trusted(plans, needs.mode)
+            costs = self.prior.costs(needs.settings.identical)
+            choice = self._best(_token_seconds(costs, needs, known, prompt), plans)
+            return replace(choice, why=f"by numbers of {self.prior.machine.name}: {choice.why}")
+        return self._first(needs, plans, prompt)
 
     def record(
         self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
@@ -62,6 +60,23 @@ class WayChooser:
         """Take in a text that is over, with the rounds that it took."""
         if self.costs.record(needs, plan, prompt, rounds):
             self.in_use = needs.way
+
+    def _best(self, times: Mapping[Way, float], plans: Plans) -> WayChoice:
+        """Choose by the seconds a token, unless the way in use is hardly slower."""
+        best = min(times, key=times.__getitem__)
+        usual = None if self.in_use is None else _nearest(times, self.in_use)
+        if usual is not None and times[best] > WORTHWHILE_SHARE * times[usual]:
+            best = usual
+        why = f"{1e3 * times[best]:.4g} ms/token predicted with {_kept(plans[best])}"
+        others = [way for way in times if way.mode != best.mode]
+        others = others or [way for way in times if way != best]
+        if not others:
+            return WayChoice(best, why)
+        other = min(others, key=times.__getitem__)
+        why += f", {1e3 * times[other]:.4g} with"
+        if other.mode != best.mode:
+            why += f" mode {other.mode},"
+        return WayChoice(best, f"{why} budget {other.budget} and {_kept(plans[other])}")
 
     def _first(self, needs: TextNeeds, plans: Plans, prompt: int) -> WayChoice:
         """Choose where nothing is known: no slices where it fits without.
@@ -79,14 +94,17 @@ class WayChooser:
         refused = [each for each in budgets if way.budget < each <= DEFAULT_BUDGET]
         return WayChoice(way, f"{why}; budget {refused[0]} does not fit" if refused else why)
 
-    def _token_seconds(self, needs: TextNeeds, plans: Plans, prompt: int) -> dict[Way, float]:
-        """Return the seconds a token by way, each with the draft length that suits it."""
-        times: dict[Way, float] = {}
-        for way, plan in plans.items():
-            cost = self.costs.round_cost(needs.with_way(way), plan, prompt)
-            if cost is not None:
-                _, times[way] = cost.best_length(needs.draft_lengths)
-        return times
+
+def _token_seconds(
+    costs: CostSource, needs: TextNeeds, plans: Plans, prompt: int
+) -> dict[Way, float]:
+    """Return the seconds a token by way, each with the draft length that suits it."""
+    times: dict[Way, float] = {}
+    for way, plan in plans.items():
+        cost = costs.round_cost(needs.with_way(way), plan, prompt)
+        if cost is not None:
+            _, times[way] = cost.best_length(needs.draft_lengths)
+    return times
 
 
 def _nearest(ways: Mapping[Way, object], wanted: Way) -> Way | None:

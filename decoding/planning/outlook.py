@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from decoding.planning.choice import WayChoice, WayChooser
-from decoding.planning.cost import Acceptance, CostSource, PredictedCosts
+from decoding.planning.cost import Acceptance, PredictedCosts
 from decoding.planning.fit import (
     ALONE,
     Memory,
@@ -54,13 +54,13 @@ def look_ahead(
     prompt: int,
     new: int,
     acceptance: Acceptance | None = None,
-    costs: CostSource | None = None,
+    chooser: WayChooser | None = None,
     sharing: Sharing = ALONE,
 ) -> Outlook:
     """Plan a text of `prompt` + `new` tokens, with the mode and budget that are predicted to pay.
 
-    It is one of several, or alone. `costs` are what mode and budget are weighed by; by default the
-    machine's own. Raises FitError, which says how long a text would fit.
+    It is one of several, or alone. `chooser` is what chooses them, by default by the machine's own
+    numbers. Raises FitError, which says how long a text would fit.
     """
     acceptance = acceptance or Acceptance()
     memory = memory_of(hardware, needs).shared(sharing)
@@ -72,7 +72,8 @@ def look_ahead(
         if fits:
             hint = f"{fits + new} tokens of context would fit."
         raise FitError(f"{error} {hint}") from error
-    chooser = WayChooser(costs or PredictedCosts(hardware, acceptance, sharing.texts))
+    if chooser is None:
+        chooser = WayChooser(PredictedCosts(hardware, acceptance, sharing.texts))
     choice = chooser.choose(needs, plans, prompt)
     if needs.has_choice:
         needs = needs.with_way(choice.way)

@@ -112,19 +112,33 @@ class HardwareProfile:
         A file holds numbers, or objects with `value` and `source`. Raises TierForceError for what
         is neither.
         """
-        shipped = json.loads(files("decoding.planning").joinpath("profiles.json").read_text())
+        shipped = _shipped()
         if name in shipped:
             return cls._of(name, shipped[name])
         if not Path(name).is_file():
             raise TierForceError(
-                f"--hardware {name}: there is no such file, nor a machine of that name: use "
+                f"`hardware` {name}: there is no such file, nor a machine of that name: use "
                 f"{', '.join(shipped)}, or a JSON file that `tierforce probe` has made."
             )
         try:
             content = json.loads(Path(name).read_text())
         except (OSError, ValueError, RecursionError) as error:
-            raise TierForceError(f"--hardware {name} cannot be read as JSON ({error}).") from error
+            raise TierForceError(f"`hardware` {name} cannot be read as JSON ({error}).") from error
         return cls._of(Path(name).stem, content)
+
+    @classmethod
+    def of_gpus(cls, gpu: str, count: int) -> HardwareProfile | None:
+        """Return the shipped profile of so many GPUs that the driver calls so; None for others."""
+        for name, content in _shipped().items():
+            profile = cls._of(name, content)
+            if profile.gpus == count and gpu in content["names"]["value"]:
+                return profile
+        return None
+
+    @staticmethod
+    def is_shipped(name: str) -> bool:
+        """Return whether `find` takes a name for a shipped profile."""
+        return name in _shipped()
 
     @classmethod
     def _of(cls, name: str, content: Any) -> HardwareProfile:
@@ -150,3 +164,8 @@ class HardwareProfile:
             if field in content
         }
         return cls(name, **values)
+
+
+def _shipped() -> dict[str, Any]:
+    content = files("decoding.planning").joinpath("profiles.json").read_text()
+    return dict(json.loads(content))

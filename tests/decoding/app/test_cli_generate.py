@@ -140,6 +140,7 @@ COMMON = {
     ),
     *(
         "--device-memory",
+        "--hardware",
         "--link",
         "--policy",
         "--refresh",

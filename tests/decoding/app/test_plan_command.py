@@ -129,13 +129,25 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
 
 
 def test_what_the_first_document_of_a_run_takes(tmp_path: Path) -> None:
-    """Nothing is known of the models then: no slices, and a budget of 4,096 tokens."""
+    """It goes by the machine's numbers: where these were measured, as all documents do."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "16384"]
     found = json.loads(plan(tmp_path, *options, "--json").out)
-    usual = plan(tmp_path, *options, "--mode", "retrieval", "--budget", "4096", "--json")
-    assert found["job"]["budget"] != 4096
-    assert found["first document"] == json.loads(usual.out)["forecast"]
+    assert found["job"]["mode"] == "sliced-retrieval"
+    assert found["first document"] == found["forecast"]
+    assert "the first document of a run" not in plan(tmp_path, *options).out
+
+
+def test_it_has_no_slices_on_a_machine_that_is_only_known_by_name(tmp_path: Path) -> None:
+    wide = json_of("target") | {"num_hidden_layers": 32, "hidden_size": 4096, "head_dim": 128}
+    wide |= {"num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 11_008}
+    (tmp_path / "wide.json").write_text(json.dumps(wide))
+    options = ["--model", str(tmp_path / "wide.json"), "--hardware", "1x4090"]
+    found = json.loads(plan(tmp_path, *options, "--json").out)
+    assert found["job"]["mode"] == "sliced-retrieval"
+    alone = json.loads(plan(tmp_path, *options, "--mode", "retrieval", "--json").out)
+    assert alone["job"]["budget"] > 4096
+    assert found["first document"] == alone["forecast"]
     assert "the first document of a run" in plan(tmp_path, *options).out
 
 

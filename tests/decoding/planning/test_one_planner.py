@@ -110,7 +110,8 @@ def by_plan(case: Case, costs: CostSource) -> Decision | None:
     """Return what `tierforce plan` decides; None where nothing fits."""
     needs = needs_of(case)
     try:
-        ahead = look_ahead(needs, case.hardware, case.prompt, case.new, case.acceptance, costs)
+        chooser = WayChooser(costs)
+        ahead = look_ahead(needs, case.hardware, case.prompt, case.new, case.acceptance, chooser)
     except FitError:
         return None
     found = decision(ahead.plan, costs, ahead.needs, case.prompt)

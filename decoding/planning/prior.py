@@ -1,0 +1,59 @@
+"""What a machine's numbers say of the first text, before any text has said something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from decoding.planning.cost import Acceptance, PredictedCosts
+from decoding.planning.profile import HardwareProfile
+from decoding.planning.way import Way
+from offload.errors import TierForceError
+from offload.memory_plan import MemoryPlan
+
+
+@dataclass(frozen=True)
+class Prior:
+    """A machine's numbers, and how far they are trusted."""
+
+    machine: HardwareProfile
+    is_measured: bool  # by `tierforce probe`; else they are those of GPUs of this name
+
+    def costs(self, is_coupled: bool) -> PredictedCosts:
+        """Return what rounds cost by these numbers. `is_coupled`: as in `Acceptance`."""
+        return PredictedCosts(self.machine, Acceptance(is_coupled=is_coupled))
+
+    def trusted(self, plans: Mapping[Way, MemoryPlan], mode: str) -> Mapping[Way, MemoryPlan]:
+        """Return the ways that these numbers may choose from.
+
+        Joining slices and attending to codes must have been measured, unless `mode`, without
+        slices, does not fit.
+        """
+        own = {way: plan for way, plan in plans.items() if way.mode == mode}
+        return plans if self.is_measured else own or plans
+
+    def with_link(self, rate: float | None) -> Prior:
+        """Return the same with this rate of the link, which an engine measures; None leaves it."""
+        return self if rate is None else replace(self, machine=replace(self.machine, link_in=rate))
+
+
+def find_prior(hardware: str | None, gpu: str, ranks: int) -> Prior | None:
+    """Return what is known of this machine; None where nothing is.
+
+    Args:
+        hardware: a file of `tierforce probe`, or a shipped profile's name; None: by the GPUs' name.
+        gpu: what the driver calls the device of a rank; empty for a processor.
+        ranks: of this run, one for each GPU.
+
+    Raises TierForceError for a file that cannot be read, or is of another number of GPUs.
+    """
+    if hardware is None:
+        shipped = HardwareProfile.of_gpus(gpu, ranks)
+        return None if shipped is None else Prior(shipped, is_measured=False)
+    machine = HardwareProfile.find(hardware)
+    if machine.gpus != ranks:
+        raise TierForceError(
+            f"`hardware` {hardware} is of {machine.gpus} GPUs, and this run has {ranks}: measure "
+            f"with `tierforce probe --gpus {ranks}`, or leave it out."
+        )
+    return Prior(machine, is_measured=not HardwareProfile.is_shipped(hardware))

@@ -1,0 +1,157 @@
+"""The first text goes by what is known of the machine; later ones by what past texts showed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from decoding import GREEDY, Engine, Settings
+from decoding.planning.choice import WayChooser
+from decoding.planning.cost import Acceptance, PredictedCosts
+from decoding.planning.counted_dtype import counted_dtype
+from decoding.planning.defaults import DEFAULT_BUDGET
+from decoding.planning.fit import Memory, affordable
+from decoding.planning.needs import TextNeeds
+from decoding.planning.observed import ObservedCosts
+from decoding.planning.prior import Prior, find_prior
+from decoding.planning.profile import HardwareProfile
+from decoding.planning.way import Way
+from decoding.speculation.draft_length import RoundStats
+from offload.errors import TierForceError
+from offload.memory_plan import MemoryPlan
+from support.engines import DEMO
+from support.planning import case_of
+from support.texts import prompt
+
+PROMPT, NEW = 20_000, 200
+OWN, SLICED = "retrieval", "sliced-retrieval"
+MACHINE = HardwareProfile("mine", 1, 1e9, 1e10, 1e9, 1e9, 1e11, 1e13, 0.0, 1e9, 1e-5)
+
+
+def needs_of() -> TextNeeds:
+    settings = Settings(mode="auto", dtype="bfloat16", prefill_chunk=256)
+    model = replace(case_of(1).target, layers=24, kv_heads=4)
+    return TextNeeds(model, None, OWN, settings, counted_dtype("bfloat16"), 1, 1, copies=True)
+
+
+def plans_of(needs: TextNeeds, host: float = 2.0) -> dict[Way, MemoryPlan]:
+    """In memory for six tenths of the KV, beside what there is only once."""
+    kv, fixed = needs.layout.bytes(PROMPT + NEW), needs.memory(PROMPT, NEW)
+    device = int(0.6 * kv) + fixed.hidden + fixed.passes + fixed.tables
+    return affordable(needs, Memory(device, int(host * kv)), PROMPT, NEW)
+
+
+def best(needs: TextNeeds, plans: Mapping[Way, MemoryPlan], machine: HardwareProfile) -> Way:
+    """The way of these with the fewest seconds a token by a machine's numbers."""
+    costs = PredictedCosts(machine, Acceptance())
+
+    def seconds(way: Way) -> float:
+        cost = costs.round_cost(needs.with_way(way), plans[way], PROMPT)
+        return cost.best_length(needs.draft_lengths)[1]
+
+    return min(plans, key=seconds)
+
+
+def test_gpus_are_known_by_the_name_that_the_driver_gives_them() -> None:
+    for gpu, ranks, name in [
+        ("NVIDIA GeForce RTX 4090", 1, "1x4090"),
+        ("NVIDIA GeForce RTX 4090", 2, "2x4090"),
+        ("NVIDIA GeForce RTX 3090", 2, "2x3090"),
+        ("NVIDIA A100-SXM4-80GB", 1, "1xA100-80"),
+        ("NVIDIA A100 80GB PCIe", 1, "1xA100-80"),
+    ]:
+        assert find_prior(None, gpu, ranks) == Prior(HardwareProfile.find(name), is_measured=False)
+    for gpu, ranks in [
+        ("NVIDIA GeForce RTX 4090", 3),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 1),
+        ("NVIDIA GeForce RTX 3090", 1),
+        ("a stand-in", 1),
+        ("", 1),
+    ]:
+        assert find_prior(None, gpu, ranks) is None
+
+
+def test_a_file_is_of_this_machine_and_of_as_many_gpus(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(asdict(MACHINE)))
+    prior = find_prior(str(path), "NVIDIA GeForce RTX 4090", 1)
+    assert prior == Prior(MACHINE, is_measured=True)
+    assert find_prior("1x4090", "", 1) == Prior(HardwareProfile.find("1x4090"), is_measured=False)
+    with pytest.raises(TierForceError, match=r"of 1 GPUs, and this run has 2: measure with `tier"):
+        find_prior(str(path), "", 2)
+    with pytest.raises(TierForceError, match="`hardware` nowhere: there is no such file"):
+        find_prior("nowhere", "", 1)
+
+
+def test_the_link_is_as_fast_as_it_was_measured() -> None:
+    prior = Prior(MACHINE, is_measured=True)
+    assert prior.with_link(5e8).machine == replace(MACHINE, link_in=5e8)
+    assert prior.with_link(None) == prior
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e9, 1e11])
+def test_the_first_text_takes_what_the_machines_numbers_promise(rate: float) -> None:
+    needs, machine = needs_of(), replace(MACHINE, link_in=rate)
+    plans = plans_of(needs)
+    assert {way.mode for way in plans} == {OWN, SLICED}
+    costs = ObservedCosts(rate)
+    choice = WayChooser(costs, Prior(machine, is_measured=True)).choose(needs, plans, PROMPT)
+    assert choice.way == best(needs, plans, machine)
+    assert choice.why.startswith("by numbers of mine: ")
+    own = {way: plan for way, plan in plans.items() if way.mode == OWN}
+    choice = WayChooser(costs, Prior(machine, is_measured=False)).choose(needs, plans, PROMPT)
+    assert choice.way == best(needs, own, machine)
+
+
+def test_the_link_decides_how_large_a_budget_pays() -> None:
+    needs = needs_of()
+    plans = {way: plan for way, plan in plans_of(needs).items() if way.mode == OWN}
+    budgets = [best(needs, plans, replace(MACHINE, link_in=rate)).budget for rate in (1e12, 1e7)]
+    assert budgets == sorted(set(budgets))
+
+
+def test_numbers_that_were_not_measured_choose_slices_where_nothing_else_fits() -> None:
+    needs = needs_of()
+    plans = plans_of(needs, host=0.5)
+    assert {way.mode for way in plans} == {SLICED}
+    chooser = WayChooser(ObservedCosts(1e9), Prior(MACHINE, is_measured=False))
+    assert chooser.choose(needs, plans, PROMPT).way == best(needs, plans, MACHINE)
+
+
+def test_what_a_text_showed_counts_for_more_than_any_numbers() -> None:
+    needs = needs_of()
+    plans = plans_of(needs)
+    wrong = replace(MACHINE, memory_rate=1e6, matmul=1e7)
+    with_prior = WayChooser(ObservedCosts(1e8), Prior(wrong, is_measured=True))
+    without = WayChooser(ObservedCosts(1e8))
+    way = Way(OWN, DEFAULT_BUDGET)
+    past = [RoundStats(24, 8, 25, 24e-3, 0.5)] * 40
+    for chooser in (with_prior, without):
+        chooser.record(needs.with_way(way), plans[way], PROMPT, past)
+    assert with_prior.choose(needs, plans, PROMPT) == without.choose(needs, plans, PROMPT)
+
+
+def test_an_engine_goes_by_the_file_that_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(asdict(MACHINE)))
+    text = (3 * prompt("argparse"))[:3000]
+    whys = []
+    for hardware in (None, str(path)):
+        settings = Settings(
+            hardware=hardware, dtype="bfloat16", link="emulated:50", resident_layers=0
+        )
+        with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
+            list(engine.generate(text, 20, GREEDY))
+            assert engine.stats.choice is not None
+            whys.append(engine.stats.choice.why)
+    assert "nothing is known of these models yet" in whys[0]
+    assert whys[1].startswith("by numbers of mine: ")
+    two = tmp_path / "two.json"
+    two.write_text(json.dumps(asdict(replace(MACHINE, gpus=2))))
+    with pytest.raises(TierForceError, match=r"two\.json is of 2 GPUs, and this run has 1"):
+        Engine.from_pretrained(DEMO / "target", settings=Settings(hardware=str(two)))
