@@ -42,7 +42,7 @@ from decoding.session import Session
 from decoding.speculation.draft_length import Fixed
 from offload.bandwidth import Copies
 from offload.errors import FitError
-from offload.fused import Kernels, fused_kernels
+from offload.fused import Kernels
 from offload.host_memory import host_available
 from offload.link import Link
 from offload.steady import steady_attention
@@ -115,8 +115,8 @@ def measure_link(report: Report, link: Link) -> float:
 
 def measure_slices(report: Report, runtime: Runtime) -> None:
     """Measure what layers in slices are made of, as this device does it."""
+    _tell_kernels(report, "slices", runtime.slice_kernels)
     device = runtime.target.group.device
-    _tell_kernels(report, "slices", fused_kernels(device.type))
     rates = slice_rates(runtime.target.config, device, runtime.dtype)
     for name, rate in rates.items():
         words, unit = ROWS[name]

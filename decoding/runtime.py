@@ -16,7 +16,7 @@ from decoding.planning.way import Way
 from decoding.settings import Settings
 from offload.bandwidth import Copies
 from offload.errors import TierForceError
-from offload.fused import Kernels, steady_kernels
+from offload.fused import Kernels, fused_kernels, steady_kernels
 from offload.host_memory import host_available
 from offload.link import Link, make_link
 from offload.memory_plan import MemoryPlan
@@ -96,6 +96,12 @@ class Runtime:
     def dtype(self) -> torch.dtype:
         """Return the dtype of weights and KV."""
         return self.target.embed.weight.dtype
+
+    @property
+    def slice_kernels(self) -> Kernels:
+        """The kernels that layers in slices are joined with, or None, and why it is so."""
+        config, device = self.target.config, self.target.group.device
+        return fused_kernels(device.type, self.dtype, config.head_dim)
 
     @property
     def steady_kernels(self) -> Kernels:

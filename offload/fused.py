@@ -12,11 +12,12 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.errors import one_line
-from offload.slice_format import SLICED_DTYPES, slice_format
+from offload.slice_format import slice_format
 from offload.slices import SliceCodec
 from offload.steady_shape import KEYS
 
-_HEADS, _TOKENS, _DIM, _ROWS = 2, 300, 64, 3  # of a trial
+_HEADS, _TOKENS = 2, 300  # of a trial
+_ROWS = 3, 12, 30  # of its passes: with these, programs take 16, 32 and 64 rows
 _STEADY_TOKENS, _STEADY_ROWS = KEYS + 44, 11  # with several blocks of both
 _CLOSE = 2e-2  # of attention in bfloat16, of which weights are rounded too
 _CLOSE_IN_32_BITS = 1e-4
@@ -25,12 +26,17 @@ Kernels = tuple[ModuleType | None, str]  # that are used, and why, or why none a
 
 
 @cache
-def fused_kernels(device: str) -> Kernels:
-    """Return `offload.slice_kernels` for a type of device, or None, and why it is so."""
+def fused_kernels(device: str, dtype: torch.dtype, dim: int) -> Kernels:
+    """Return `offload.slice_kernels` for a type of device, or None, and why it is so.
+
+    Args:
+        device: the type.
+        dtype: of the elements, which are cut into slices.
+        dim: of a head.
+    """
 
     def trial(kernels: ModuleType) -> None:
-        for dtype in SLICED_DTYPES:
-            _try(kernels, torch.device(device), getattr(torch, dtype))
+        _try(kernels, torch.device(device), dtype, dim)
 
     return _tried("slice_kernels", device, trial)
 
@@ -70,12 +76,12 @@ def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kerne
     return kernels, "a trial showed that they are right"
 
 
-def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
+def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int) -> None:
     """Raise RuntimeError where kernels say something else than plain operations."""
     cut = slice_format(dtype)
     assert cut is not None
     codec = SliceCodec(cut)
-    kv, q = _inputs(device, dtype, _TOKENS, _DIM, _ROWS, 2)
+    kv, queries = _inputs(device, dtype, _TOKENS, dim, max(_ROWS), 2)
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     codes, lows, _ = codec.split(kv, offsets)
@@ -90,9 +96,11 @@ def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
     codec.join(codes, None, offsets, near)
     keys = near[0].transpose(0, 1)
     values = near[1].transpose(0, 1)
-    right, _ = partial_attention(q, keys, values, causal=False)
-    found, _ = kernels.attend(cut, q, codes, table)
-    _refuse_unlike(f"attention to codes of {dtype}", found, right)
+    for rows in _ROWS:
+        q = queries[:rows]
+        right, _ = partial_attention(q, keys, values, causal=False)
+        found, _ = kernels.attend(cut, q, codes, table)
+        _refuse_unlike(f"attention to codes of {dtype}", found, right)
 
 
 def _try_steadily(

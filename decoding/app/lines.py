@@ -13,7 +13,7 @@ from decoding.planning.fit import ALONE, Sharing
 from decoding.settings import LEVELS
 from decoding.stats import Stats
 from offload.errors import FitError
-from offload.fused import Kernels, fused_kernels
+from offload.fused import Kernels
 from offload.memory_plan import MemoryPlan
 
 
@@ -56,7 +56,7 @@ def say_what_fits(
     )
     if engine.group.device.type == "cuda":
         if may_slice:
-            _warn_without("slices", fused_kernels("cuda"), "Another --mode may be faster.")
+            _warn_without("slices", engine.runtime.slice_kernels, "Another --mode may be faster.")
         if needs.settings.identical:
             _warn_without("--identical", engine.runtime.steady_kernels, "It is faster without.")
     line = opening(engine, longest.tokens if longest else 0, place)

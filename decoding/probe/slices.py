@@ -25,7 +25,8 @@ def slice_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     cut = slice_format(dtype)
     if cut is None:
         return {}
-    codec, (kernels, _) = SliceCodec(cut), fused_kernels(device.type)
+    codec = SliceCodec(cut)
+    kernels, _ = fused_kernels(device.type, dtype, config.head_dim)
     layout = config.kv_layout(1, dtype)
     kv = torch.randn(*layout.shape(1, _TOKENS), device=device, dtype=dtype)[0]
     q = torch.randn(1, config.heads, config.head_dim, device=device, dtype=dtype)

@@ -321,8 +321,10 @@ def test_what_lacks_its_kernels_is_warned_of(
 
 
 @pytest.mark.cuda(standin=False)
-def test_fused_kernels_are_right() -> None:
-    kernels, why = fused_kernels("cuda")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_fused_kernels_are_right(dtype: torch.dtype, dim: int) -> None:
+    kernels, why = fused_kernels("cuda", dtype, dim)
     assert kernels is not None, why
 
 

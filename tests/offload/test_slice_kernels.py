@@ -106,7 +106,7 @@ def test_layers_say_the_same_with_them(
     layout = replace(LAYOUT, dtype=dtype)
 
     def cache(found: ModuleType | None) -> TieredCache:
-        monkeypatch.setattr(sliced_layer, "fused_kernels", lambda _: (found, ""))
+        monkeypatch.setattr(sliced_layer, "fused_kernels", lambda *_: (found, ""))
         return tiered(link, resident=1, sliced=layers, layout=layout, packed=packed)
 
     fast, want = cache(kernels), cache(None)
@@ -138,15 +138,16 @@ def test_they_compile_for_gpus(tmp_path: Path) -> None:
 def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fused_kernels("cpu") == (None, "there are none for cpu")
+    assert fused_kernels("cpu", torch.bfloat16, 64) == (None, "there are none for cpu")
     device = torch.device("cpu")
-    fused._try(kernels, device, torch.bfloat16)
-    fused._try(kernels, device, torch.float16)
+    for dim in (64, 80, 128):
+        fused._try(kernels, device, torch.bfloat16, dim)
+        fused._try(kernels, device, torch.float16, dim)
     monkeypatch.setattr(kernels, "join", lambda *_: None)
     with pytest.raises(RuntimeError, match="are joined wrongly"):
-        fused._try(kernels, device, torch.bfloat16)
+        fused._try(kernels, device, torch.bfloat16, 64)
     monkeypatch.undo()
     attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *each: (attend(*each)[0] + 0.1, None))
     with pytest.raises(RuntimeError, match=r"codes of torch\.float16 is off by 0\.1"):
-        fused._try(kernels, device, torch.float16)
+        fused._try(kernels, device, torch.float16, 64)

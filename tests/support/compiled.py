@@ -18,6 +18,7 @@ from offload.steady_shape import KEYS, WIDTH
 GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: bytes of a block
 SLICED = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
 SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "WIDENS": False}
+BLOCKS = [(16, 64), (32, 128), (64, 128), (64, 256)]  # rows and dimensions of attention to codes
 POINTERS = {"codes": "*u8", "lows": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
 # of steady attention: elements, dimensions of a head, and query heads to a KV head
@@ -65,8 +66,10 @@ def steady(generation: int) -> None:
 
 if __name__ == "__main__":
     for generation in GENERATIONS:
-        for kernel in (slice_kernels._join, slice_kernels._attend):
-            element = "fp16" if generation == 80 else "bf16"
-            assert compiled(kernel, element, generation, SIZES | SLICED[element])
+        element = "fp16" if generation == 80 else "bf16"
+        assert compiled(slice_kernels._join, element, generation, SIZES | SLICED[element])
+        for rows, dim in BLOCKS:
+            sizes = SIZES | SLICED[element] | {"ROWS": rows, "DIM": dim}
+            assert compiled(slice_kernels._attend, element, generation, sizes)
         steady(generation)
     print("compiled")
