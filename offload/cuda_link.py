@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import FitError
-from offload.host_memory import allocate
+from offload.host_memory import allocate, touch
 from offload.link import Copy, Link, by_head
 from offload.numa import gpu_node, on_node
 from offload.retrieval_shape import SHARED_BYTES
@@ -34,7 +34,8 @@ class CudaLink(Link):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = allocate(numel, dtype)
-        with on_node(gpu_node(self.device)):  # pinning is the first to touch the pages
+        with on_node(gpu_node(self.device)):
+            touch(buffer)
             # pin_memory would round the allocation up to a power of two
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:

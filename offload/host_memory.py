@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
 from offload.errors import FitError
+from offload.layout import ceil_div
+
+_HUGE_PAGES, _POPULATE = 14, 23  # MADV_HUGEPAGE and MADV_POPULATE_WRITE of Linux
+_MAX_THREADS = 8  # which clear pages faster than memory takes it
 
 if TYPE_CHECKING:
     import torch
@@ -73,4 +80,39 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
             "more memory."
         )
     with torch.inference_mode(False):  # others than passes write to it, too
-        return torch.empty(numel, dtype=dtype)
+        buffer = torch.empty(numel, dtype=dtype)
+    _advise(buffer.data_ptr(), buffer.nbytes, _HUGE_PAGES)
+    return buffer
+
+
+def touch(buffer: Tensor) -> None:
+    """Have the system give all pages of a new buffer at once, by several threads.
+
+    Whoever is the first to touch a page waits until it is cleared, and pinning touches all of them
+    in one thread. They come to the node of the thread that calls this (`offload.numa`).
+    """
+    first = buffer.data_ptr()
+    nbytes = buffer.nbytes
+    cpus = os.sched_getaffinity(0)
+    threads = min(_MAX_THREADS, len(cpus))
+    share = max(1, ceil_div(nbytes, threads))
+
+    def populate(start: int) -> None:
+        count = min(share, nbytes - start)
+        # a kernel that is older than this leaves them to pinning
+        _advise(first + start, count, _POPULATE)
+
+    with ThreadPoolExecutor(threads) as pool:  # whose threads inherit this one's CPUs
+        starts = range(0, nbytes, share)
+        list(pool.map(populate, starts))
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    """Tell the kernel something of the whole pages in a range; it need not listen."""
+    first = ceil_div(address, PAGESIZE) * PAGESIZE
+    end = (address + nbytes) // PAGESIZE * PAGESIZE
+    count = max(0, end - first)
+    with suppress(OSError, AttributeError):  # another C library
+        call = ctypes.CDLL(None).madvise
+        start = ctypes.c_void_p(first)
+        call(start, ctypes.c_size_t(count), advice)
