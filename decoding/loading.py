@@ -20,9 +20,11 @@ from decoding.planning.needs import draft_ranks
 from decoding.planning.prior import find_prior
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS, Settings
+from decoding.vocabulary import refuse_other_names
 from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
 from offload.link_name import refuse_on_gpu
+from parallel.borrowing import refuse_borrower
 from parallel.config import ModelConfig, token_ids
 from parallel.environment import place_of
 from parallel.errors import ConfigError
@@ -67,6 +69,7 @@ def load(
             find_local(str(draft))  # a slip in its name is told, although nothing is read of it
     with group.together():
         config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
+        refuse_borrower(config, str(folder))
         settings.refuse_missing_layers(config.layers)
         if settings.dtype != "auto":  # else it is known once weights are opened
             settings.refuse_unsliced(mode, settings.dtype)
@@ -181,36 +184,23 @@ def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> No
         )
 
 
-def refuse_other_tokens(folder: Path, target: Any, config: ModelConfig) -> None:
+def refuse_other_tokens(folder: Path, tokenizer: Any, config: ModelConfig) -> None:
     """Refuse a draft whose tokenizer names a token otherwise than the target's.
 
-    One that borrows has the target's tokens, and no tokenizer. Models are published with
-    vocabularies padded to different sizes, and tokenizers add tokens behind the last: what counts
-    is that the two agree on every id below the smaller vocabulary.
+    One that borrows has the target's tokens, and no tokenizer.
 
     Args:
         folder: the draft's folder or GGUF file.
-        target: the target's tokenizer.
+        tokenizer: the target's.
         config: the target's.
 
-    Raises TierForceError, which names the first id that differs and its two tokens.
+    Raises TierForceError.
     """
     small = ModelConfig.from_pretrained(folder)
     if small.borrows:
         return
-    vocab = min(small.vocab, config.vocab)
-    names = target.get_vocab(), load_tokenizer(folder).get_vocab()
-    if names[0] == names[1]:
-        return
-    # an id of two names has the same one in every process
-    theirs, ours = ({at: name for name, at in sorted(each.items())} for each in names)
-    for token in range(min(vocab, 1 + max(theirs), 1 + max(ours))):
-        if theirs.get(token) != ours.get(token):
-            raise TierForceError(
-                f"{folder}: the draft's vocabulary is not the target's: token {token} is "
-                f"{ours.get(token)!r} for the draft and {theirs.get(token)!r} for the target; a "
-                "draft must share the target's tokenizer."
-            )
+    names = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
+    refuse_other_names(folder, *names, min(small.vocab, config.vocab))
 
 
 def _load_draft(folder: Path, lender: Lender, shard: bool | None) -> Llama | None:

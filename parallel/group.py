@@ -23,6 +23,7 @@ from parallel.watchdog import Watchdog
 
 T = TypeVar("T")
 Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
+_TRIED_SUMS = 1, 1 << 21  # numbers that are summed at the start
 PATIENCE = timedelta(hours=2)  # for a rank that computes, or waits for a person
 # how gloo, NCCL and torch's store say that a connection's other end is gone
 _CLOSED = (
@@ -87,7 +88,7 @@ class Group:
             )
             watchdog.start()
             if gpus:
-                _start_nccl(where)
+                _start_nccl(where, place.rank, place.size)
         return cls(place.rank, place.size, where, watchdog)
 
     def share(self, total: int, unit: int = 1) -> slice:
@@ -266,11 +267,24 @@ def _usable_gpus(device: str, ranks: int) -> int:
     return gpus
 
 
-def _start_nccl(device: torch.device) -> None:
-    """Start NCCL now: it takes memory, and none is planned yet. Raises TierForceError."""
-    try:
-        dist.all_reduce(torch.zeros(1, device=device))
-    except RuntimeError as error:
-        raise TierForceError(
-            f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more."
-        ) from error
+def _start_nccl(device: torch.device, rank: int, size: int) -> None:
+    """Start NCCL now, which takes memory that is not planned yet, and see that it sums right.
+
+    It goes other ways for large sums than for small ones. Raises TierForceError.
+    """
+    for count in _TRIED_SUMS:
+        numbers = torch.arange(count, device=device, dtype=torch.float32) % 1024
+        wanted = size * numbers + size * (size - 1) // 2
+        numbers += rank
+        try:
+            dist.all_reduce(numbers)
+        except RuntimeError as error:
+            raise TierForceError(
+                f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows "
+                "more."
+            ) from error
+        if not torch.equal(numbers, wanted):
+            raise TierForceError(
+                f"NCCL sums {count} numbers wrongly on these GPUs, as it does with drivers that "
+                "are patched for peer access: set NCCL_P2P_DISABLE=1, or use one GPU."
+            )

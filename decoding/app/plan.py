@@ -33,14 +33,14 @@ from decoding.planning.outlook import Outlook, look_ahead, otherwise, plain, tog
 from decoding.planning.prior import Prior
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
+from decoding.vocabulary import names_in, refuse_other_names
 from offload.errors import FitError, TierForceError
 from parallel.borrowing import refuse_borrower, refuse_unlike
 from parallel.config import ModelConfig
-from parallel.named import find_local, is_gguf
+from parallel.named import find_local
 
 PREDICTED = "what is predicted to pay"
 MAX_PADDING = 1024  # tokens by which vocabularies of one tokenizer may differ
-TOKENIZER_FILES = "tokenizer.json", "tokenizer.model"
 FORMATS = {"help": "Number format of weights and KV cache.", "choices": DTYPES}
 
 
@@ -201,13 +201,10 @@ def _notes_on_tokens(model: str, draft: str | None, needs: TextNeeds) -> list[st
     small, target = needs.draft, needs.target
     if draft is None or small is None or small.borrows or not needs.has_draft:
         return []
-    folders = [find_local(name) for name in (model, draft)]
-    known = [folder for folder in folders if folder is not None and _has_tokenizer(folder)]
-    if len(known) == 2:
-        # which takes as long to import as all else
-        from decoding.loading import load_tokenizer, refuse_other_tokens
-
-        refuse_other_tokens(known[1], load_tokenizer(known[0]), target)
+    folders = [Path(find_local(name) or name) for name in (model, draft)]
+    theirs, ours = (names_in(folder) for folder in folders)
+    if theirs is not None and ours is not None:
+        refuse_other_names(folders[1], theirs, ours, min(small.vocab, target.vocab))
         return []
     if abs(small.vocab - target.vocab) <= MAX_PADDING:
         return []
@@ -215,10 +212,6 @@ def _notes_on_tokens(model: str, draft: str | None, needs: TextNeeds) -> list[st
         f"{draft} has {small.vocab:,} tokens, {model} {target.vocab:,}: a draft must share the "
         "target's tokenizer, and tokenizers were not looked at."
     ]
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return is_gguf(folder) or any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _one_of_several(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from decoding.probe.survey import Gpu, Machine
 
 _BOOK_BYTES = 68e9  # KV of 130,048 tokens of a 7B model
+_SLOW_SUMS = 0.25  # sums at less than this share of a link's rate are said to be slow
+COPY_ENGINES = "NCCL_SHM_USE_CUDA_MEMCPY"  # NCCL's setting
 _SHARED_LANES = 0.8  # a link at less than this share of another's rate is said to be slow
 
 
@@ -22,6 +25,22 @@ def warnings(machine: Machine, used: list[Gpu], link_in: float, alone: list[floa
         *(warning for index, gpu in enumerate(used) for warning in _of_gpu(index, gpu)),
         *_of_links(used, link_in, alone),
         *_of_host(machine, used),
+    ]
+
+
+def warning_of_sums(used: list[Gpu], link_in: float, sum_rate: float) -> list[str]:
+    """Return a warning where large sums over GPUs are far slower than a link; else nothing.
+
+    Rates are in bytes a second. It is no use to whoever has set what it advises.
+    """
+    slow = len(used) > 1 and sum_rate < _SLOW_SUMS * link_in
+    if not slow or COPY_ENGINES in os.environ:
+        return []
+    return [
+        f"large sums over the GPUs run at {sum_rate / 1e9:.1f} GB/s and a link at "
+        f"{link_in / 1e9:.1f}: a long prompt waits for sums. Where they go through host memory, "
+        f"{COPY_ENGINES}=1 has made large ones several times as fast elsewhere, and small ones "
+        "slower: probe with it, too, and compare what `tierforce plan` says of both files."
     ]
 
 

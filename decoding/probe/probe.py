@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from decoding.probe import rates
-from decoding.probe.advice import warnings
+from decoding.probe.advice import warning_of_sums, warnings
 from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
 from offload.bandwidth import Copies
@@ -58,7 +58,9 @@ def profile(
     # each rank says where it may run itself
     used = group.gather(busy.at(gpu_address(group.device))) if cuda else []
     content["machine"] = busy.as_dict()
-    content["warnings"] = warnings(busy, used, numbers["link_in"], alone)
+    link_in, sum_rate = numbers["link_in"], numbers["all_reduce_rate"]
+    content["warnings"] = warnings(busy, used, link_in, alone)
+    content["warnings"] += warning_of_sums(used, link_in, sum_rate)
     return content
 
 

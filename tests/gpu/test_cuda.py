@@ -435,6 +435,27 @@ def without_nccl() -> None:
         Group.from_environment("cuda")
 
 
+def test_nccl_that_sums_wrongly_is_refused() -> None:
+    """As with drivers that are patched for peer access: of small sums, or of large ones alone."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU here")
+    for numbers in (1, 1 << 21):
+        run_ranks(2, with_sums_that_fail, numbers)
+
+
+def with_sums_that_fail(numbers: int) -> None:
+    right = dist.all_reduce
+
+    def wrong(x: Tensor) -> None:
+        right(x)
+        if len(x) == numbers:
+            x[-1] += 1
+
+    refused = pytest.raises(TierForceError, match=f"NCCL sums {numbers} numbers wrongly on these")
+    with gpu_or_standin(), patch.object(dist, "all_reduce", wrong), refused:
+        Group.from_environment("cuda")
+
+
 def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
     with gpu_or_standin():
         parallel.graphs.USES = 2

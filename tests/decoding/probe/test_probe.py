@@ -18,7 +18,7 @@ from rich.console import Console
 from bench.harness.ranks import run_ranks
 from decoding.app.probe_view import table
 from decoding.planning.profile import HardwareProfile
-from decoding.probe.advice import warnings
+from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
 from offload.bandwidth import Copies
@@ -181,6 +181,17 @@ def test_what_costs_most_is_warned_of(machine: Machine, gpus: int, words: str) -
 def test_links_that_share_lanes_are_warned_of() -> None:
     (warning,) = warnings(HOST, HOST.gpus, 12e9, [25e9, 25e9])
     assert "all at once the GPUs get 12.0 GB/s each, one alone 25.0" in warning
+
+
+def test_slow_sums_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(COPY_ENGINES, raising=False)
+    (warning,) = warning_of_sums(HOST.gpus, 25e9, 1.9e9)
+    assert "large sums over the GPUs run at 1.9 GB/s and a link at 25.0" in warning
+    assert "NCCL_SHM_USE_CUDA_MEMCPY=1" in warning
+    assert not warning_of_sums(HOST.gpus, 25e9, 12.5e9)
+    assert not warning_of_sums(HOST.gpus[:1], 25e9, 1.9e9)
+    monkeypatch.setenv(COPY_ENGINES, "1")
+    assert not warning_of_sums(HOST.gpus, 25e9, 1.9e9)
 
 
 def test_a_link_slower_than_the_other_is_warned_of() -> None:
