@@ -16,7 +16,7 @@ from offload.errors import FitError
 from offload.layout import ceil_div
 
 _HUGE_PAGES, _POPULATE = 14, 23  # MADV_HUGEPAGE and MADV_POPULATE_WRITE of Linux
-_MAX_THREADS = 8  # which clear pages faster than memory takes it
+_MAX_THREADS = 8  # with more, memory is what clearing pages waits for
 
 if TYPE_CHECKING:
     import torch
