@@ -87,8 +87,8 @@ class Settings:
         value=None,
         group=MEMORY,
         unit="tokens",
-        default=f"what is known of the machine says for the first text, {DEFAULT_BUDGET} where "
-        "nothing is; then what past texts showed to pay",
+        default=f"for the first text what the machine's numbers promise, {DEFAULT_BUDGET} where "
+        "there are none; then what past texts showed to pay",
         at_least=1,
     )
     chunk_size: int = option(
