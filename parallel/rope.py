@@ -91,9 +91,10 @@ def inverse_frequencies(
     import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rope = dict(rope)
+    if rope["rope_type"] == "default":  # else computed by a module that takes seconds to import
+        rope |= {"rope_type": "linear", "factor": 1.0}
     factors = rope.pop("frequency_factors", None)
     hf = LlamaConfig(
         hidden_size=turning,
@@ -102,11 +103,8 @@ def inverse_frequencies(
         max_position_embeddings=max_positions,
         rope_parameters=rope,
     )
-    if rope["rope_type"] == "default":
-        inverse, scale = LlamaRotaryEmbedding.compute_default_rope_parameters(hf)
-    else:
-        compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-        inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
+    compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+    inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
     return inverse if factors is None else inverse / torch.tensor(factors), scale
 
 
