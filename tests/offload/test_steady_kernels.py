@@ -73,10 +73,11 @@ def test_it_is_attention(
 
 
 @every_dtype
-@pytest.mark.parametrize("end", [90, KEYS + 3])
+@pytest.mark.parametrize("end", [90, 259])  # in one block of keys, and in three
 def test_a_row_is_the_same_in_every_company(
-    end: int, dtype: torch.dtype, kernels: ModuleType
+    end: int, dtype: torch.dtype, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "KEYS", 128)  # shorter blocks: an interpreter takes its time
     kv, q = inputs(end, dtype)
     first = end - 20
     alone = torch.cat(

@@ -54,28 +54,43 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    for dog in ranks.dogs:
-        dog._over.set()
+def groups() -> Iterator[Callable[[], Ranks]]:
+    """Make groups of ranks, whose watchdogs end with the test."""
+    made: list[Ranks] = []
+
+    def make() -> Ranks:
+        made.append(Ranks())
+        return made[-1]
+
+    yield make
+    for ranks in made:
+        for dog in ranks.dogs:
+            dog._over.set()
 
 
-@pytest.mark.parametrize(("silent", "speaker"), [(2, 0), (1, 0), (0, 1)])
+@pytest.fixture
+def ranks(groups: Callable[[], Ranks]) -> Ranks:
+    return groups()
+
+
 def test_the_lowest_rank_that_runs_names_the_one_that_does_not(
-    ranks: Ranks, silent: int, speaker: int
+    groups: Callable[[], Ranks],
 ) -> None:
-    for rank, dog in enumerate(ranks.dogs):
-        if rank != silent:
-            dog.start()
-    wait_for(lambda: ranks.said)
+    cases = [(groups(), silent, speaker) for silent, speaker in ((2, 0), (1, 0), (0, 1))]
+    for ranks, silent, _ in cases:
+        for rank, dog in enumerate(ranks.dogs):
+            if rank != silent:
+                dog.start()
+    wait_for(lambda: all(ranks.said for ranks, _, _ in cases))
     time.sleep(3 * SILENT_S)  # it is said once
-    [(who, line)] = ranks.said
-    assert who == speaker
-    assert line.startswith(f"rank {silent} has not answered for 1 s: its process is stopped")
-    ranks.dogs[silent].start()
-    wait_for(lambda: len(ranks.said) > 1)
-    assert ranks.said[1:] == [(speaker, f"rank {silent} goes on.")]
+    for ranks, silent, speaker in cases:
+        [(who, line)] = ranks.said
+        assert who == speaker
+        assert line.startswith(f"rank {silent} has not answered for 1 s: its process is stopped")
+        ranks.dogs[silent].start()
+    wait_for(lambda: all(len(ranks.said) > 1 for ranks, _, _ in cases))
+    for ranks, silent, speaker in cases:
+        assert ranks.said[1:] == [(speaker, f"rank {silent} goes on.")]
 
 
 def test_a_rank_that_runs_and_does_not_come_is_named(ranks: Ranks) -> None:
