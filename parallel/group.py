@@ -76,7 +76,8 @@ class Group:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
             keep_few_kernels()
         watchdog = None
-        if place.size > 1 and not dist.is_initialized():
+        starts = place.size > 1 and not dist.is_initialized()
+        if starts:
             store = _meet(place)
             watchdog = Watchdog(place.rank, place.size, store)
             dist.init_process_group(
@@ -87,9 +88,12 @@ class Group:
                 timeout=PATIENCE,
             )
             watchdog.start()
-            if gpus:
-                _start_nccl(where, place.rank, place.size)
-        return cls(place.rank, place.size, where, watchdog)
+        group = cls(place.rank, place.size, where, watchdog)
+        if starts and gpus:
+            for count in _TRIED_SUMS:
+                with group.together():  # a sum may be wrong on one rank alone
+                    _try_nccl(group, count)
+        return group
 
     def share(self, total: int, unit: int = 1) -> slice:
         """Return this rank's part of `total` rows or columns, in whole units."""
@@ -267,24 +271,23 @@ def _usable_gpus(device: str, ranks: int) -> int:
     return gpus
 
 
-def _start_nccl(device: torch.device, rank: int, size: int) -> None:
+def _try_nccl(group: Group, count: int) -> None:
     """Start NCCL now, which takes memory that is not planned yet, and see that it sums right.
 
     It goes other ways for large sums than for small ones. Raises TierForceError.
     """
-    for count in _TRIED_SUMS:
-        numbers = torch.arange(count, device=device, dtype=torch.float32) % 1024
-        wanted = size * numbers + size * (size - 1) // 2
-        numbers += rank
-        try:
-            dist.all_reduce(numbers)
-        except RuntimeError as error:
-            raise TierForceError(
-                f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows "
-                "more."
-            ) from error
-        if not torch.equal(numbers, wanted):
-            raise TierForceError(
-                f"NCCL sums {count} numbers wrongly on these GPUs, as it does with drivers that "
-                "are patched for peer access: set NCCL_P2P_DISABLE=1, or use one GPU."
-            )
+    numbers = torch.arange(count, device=group.device, dtype=torch.float32) % 1024
+    wanted = group.size * numbers + group.size * (group.size - 1) // 2
+    numbers += group.rank
+    try:
+        dist.all_reduce(numbers)
+        is_right = torch.equal(numbers, wanted)  # where NCCL's faults show that came meanwhile
+    except RuntimeError as error:
+        raise TierForceError(
+            f"NCCL does not start on these GPUs ({one_line(error)}); NCCL_DEBUG=INFO shows more."
+        ) from error
+    if not is_right:
+        raise TierForceError(
+            f"NCCL sums {count} numbers wrongly on these GPUs, as it does with drivers that "
+            "are patched for peer access: set NCCL_P2P_DISABLE=1, or use one GPU."
+        )
