@@ -28,6 +28,10 @@ class OnGpu(TorchDispatchMode):
         super().__init__()
         self.machine = machine
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch turns its compiler off and on around each operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_composite(func):
