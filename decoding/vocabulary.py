@@ -46,6 +46,7 @@ def names_in(folder: Path) -> Names | None:
         if isinstance(names, list):  # a token each, with its score
             names = {name: token for token, (name, _) in enumerate(names)}
         added = {each["content"]: each["id"] for each in content.get("added_tokens", [])}
-        return {**names, **added}
+        found = {**names, **added}
+        return found if found and all(type(token) is int for token in found.values()) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None

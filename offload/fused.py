@@ -35,6 +35,9 @@ def fused_kernels(device: str, dtype: torch.dtype, dim: int) -> Kernels:
         dim: of a head.
     """
 
+    if slice_format(dtype) is None:
+        return None, f"elements of {dtype} are not cut into slices"
+
     def trial(kernels: ModuleType) -> None:
         _try(kernels, torch.device(device), dtype, dim)
 

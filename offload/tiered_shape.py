@@ -138,7 +138,9 @@ class TieredShape:
     @property
     def may_be_packed(self) -> bool:
         """Whether `packed` would make the layers on the host smaller."""
-        return self.copies and self.saves_if_packed and not self.packed
+        if self.packed or not self.copies or not self.saves_if_packed:
+            return False
+        return self.streamed_layers > 0
 
     @property
     def streams(self) -> bool:

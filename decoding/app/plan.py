@@ -76,8 +76,9 @@ def plan(
         float,
         typer.Option(
             help=(
-                f"The target's acceptance rate with a budget of {DEFAULT_BUDGET}, assumed; "
-                "finished records tell it, those of texts without --identical."
+                f"How often tokens of a retrieval cache of {DEFAULT_BUDGET}, or of prompt lookup, "
+                "stand before the target: assumed; finished records tell it, those of texts "
+                "without --identical."
             )
         ),
     ] = ACCEPTANCE,
@@ -85,8 +86,8 @@ def plan(
         float,
         typer.Option(
             help=(
-                f"Of what the draft model proposes, {INNER_DRAFT} at a time; prompt lookup is not "
-                "counted."
+                f"Of what the draft model proposes: to a retrieval cache, {INNER_DRAFT} at a time, "
+                "or in mode speculative to the target."
             )
         ),
     ] = INNER_ACCEPTANCE,

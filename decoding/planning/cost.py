@@ -81,10 +81,10 @@ def link_bytes(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> int:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How often a drafted token stands: before the target, and before the retrieval level."""
+    """How often a drafted token stands: before the target, and before the level below it."""
 
-    target: float = ACCEPTANCE
-    inner: float = INNER_ACCEPTANCE
+    target: float = ACCEPTANCE  # of what a retrieval cache or a lookup proposes
+    inner: float = INNER_ACCEPTANCE  # of what a draft model proposes, to whichever level
     budget: int = DEFAULT_BUDGET  # the retrieval budget that the target's rate is of
     # whether a position's noise is every level's (`identical`), which these rates are not of
     is_coupled: bool = False

@@ -81,6 +81,19 @@ def test_tiers_take_what_their_shape_counts(link: Link) -> None:
         assert arena.nbytes == shape.host_bytes
 
 
+def test_packing_is_told_of_where_it_makes_anything_smaller() -> None:
+    rng = random.Random(0)
+    told = set()
+    for _ in range(200):
+        shape = random_tiers(rng, copies=True)
+        smaller = False
+        if shape.format is not None:
+            smaller = replace(shape, packed=True).host_bytes < shape.host_bytes
+        assert shape.may_be_packed == smaller
+        told.add(smaller)
+    assert told == {False, True}
+
+
 def test_a_shape_for_another_link_is_refused() -> None:
     rng = random.Random(0)
     shape, link = random_tiers(rng, copies=True), make_test_link("view")

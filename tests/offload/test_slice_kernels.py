@@ -139,6 +139,8 @@ def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fused_kernels("cpu", torch.bfloat16, 64) == (None, "there are none for cpu")
+    _, why = fused_kernels("cuda", torch.float32, 64)
+    assert why == "elements of torch.float32 are not cut into slices"
     device = torch.device("cpu")
     for dim in (64, 80, 128):
         fused._try(kernels, device, torch.bfloat16, dim)

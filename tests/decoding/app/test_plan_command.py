@@ -130,7 +130,8 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
 
 def test_what_the_first_document_of_a_run_takes(tmp_path: Path) -> None:
     """It goes by the machine's numbers: where these were measured, as all documents do."""
-    (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
+    numbers = NUMBERS | {"join_rate": 6e9, "near_rate": 2e10}
+    (tmp_path / "mine.json").write_text(json.dumps(numbers))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "16384"]
     found = json.loads(plan(tmp_path, *options, "--json").out)
     assert found["job"]["mode"] == "sliced-retrieval"
@@ -389,6 +390,9 @@ def test_a_draft_whose_tokenizer_is_here_is_compared(tmp_path: Path) -> None:
     words["A"], words["B"] = words["B"], words["A"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert "the draft's vocabulary is not the target's: token" in refused(plan(tmp_path, *options))
+    for broken in ({}, {"A": "0"}):
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": broken}}))
+        assert plan(tmp_path, *options).code == 0  # as where there is none to be read
 
 
 @pytest.mark.parametrize(
