@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from decoding.planning.choice import WayChoice, WayChooser
-from decoding.planning.fit import ALONE, Memory, Sharing, affordable, fit, fit_early, least_budget
+from decoding.planning.fit import (
+    ALONE,
+    Memory,
+    Sharing,
+    affordable,
+    fit,
+    fit_early,
+    least_budget,
+    nearest_way,
+)
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.way import Way
 from decoding.runtime import Runtime
@@ -48,7 +57,8 @@ class Sessions:
         rate, prior = None, None
         if runtime.needs.has_choice:
             rate = runtime.link_rate()
-            prior = runtime.prior(rate)
+            with self.group.together():
+                prior = runtime.prior(rate)
         self.chooser = WayChooser(ObservedCosts(rate), prior)
         self.lockstep = Lockstep(self.group)
         self._arenas = [runtime.arena]  # one for each text that was open at once
@@ -96,13 +106,17 @@ class Sessions:
         needs = self.runtime.needs
         if not needs.has_choice:
             return WayChoice(needs.way, "set")
+        memory = memory or self._memory()
+        refused = Way(needs.mode, least_budget(needs))
         try:
-            plans = affordable(needs, memory or self._memory(), prompt, new)
+            plans = affordable(needs, memory, prompt, new)
         except FitError:
             plans = {}
+            refused = nearest_way(needs, memory, prompt, new) or refused
         if not (common := self._common(plans)):
-            return WayChoice(Way(needs.mode, least_budget(needs)), "nothing fits")
-        return self.group.broadcast(self.chooser.choose(needs, common, prompt))
+            return self.group.broadcast(WayChoice(refused, "nothing fits"))
+        texts = memory.sharing.texts
+        return self.group.broadcast(self.chooser.choose(needs, common, prompt, texts))
 
     def open(
         self, prompt: Sequence[int], new: int, sharing: Sharing = ALONE, name: str = ""

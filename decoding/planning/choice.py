@@ -39,8 +39,11 @@ class WayChooser:
         # of the last text that said something: a change must promise a little
         self.in_use: Way | None = None
 
-    def choose(self, needs: TextNeeds, plans: Plans, prompt: int) -> WayChoice:
-        """Choose one of the ways that a text of `prompt` tokens was planned with."""
+    def choose(self, needs: TextNeeds, plans: Plans, prompt: int, texts: int = 1) -> WayChoice:
+        """Choose one of the ways that a text of `prompt` tokens was planned with.
+
+        `texts` share its passes, itself among them.
+        """
         if len(plans) == 1:
             (way,) = plans
             return WayChoice(way, "the only one that fits or differs")
@@ -49,7 +52,7 @@ class WayChooser:
             return self._best(times, plans)
         if self.prior is not None:
             known = self.prior.trusted(plans, needs.mode)
-            costs = self.prior.costs(needs.settings.identical)
+            costs = self.prior.costs(needs.settings.identical, texts)
             choice = self._best(_token_seconds(costs, needs, known, prompt), plans)
             return replace(choice, why=f"by numbers of {self.prior.machine.name}: {choice.why}")
         return self._first(needs, plans, prompt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from decoding.planning.defaults import (
@@ -182,26 +182,46 @@ def affordable(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> dict[
     """
     if not needs.has_choice:
         return {needs.way: fit(needs, memory, prompt, new)}
+    plans, refusals = _tried(needs, memory, prompt, new)
+    if plans:
+        return plans
+    if refusals:
+        raise refusals[_nearest(refusals)]
+    raise FitError(
+        f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."
+    )
+
+
+def nearest_way(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> Way | None:
+    """Return the way of a text that fits in none which `affordable` says to be refused.
+
+    None where there is no way at all.
+    """
+    _, refusals = _tried(needs, memory, prompt, new)
+    return _nearest(refusals) if refusals else None
+
+
+def _nearest(refusals: Mapping[Way, FitError]) -> Way:
+    """Return the way that lacks least of the host alone; the first where all lack of the device."""
+    on_host = {way: refusal.host_bytes for way, refusal in refusals.items() if refusal.host_bytes}
+    return min(on_host, key=on_host.__getitem__) if on_host else next(iter(refusals))
+
+
+def _tried(
+    needs: TextNeeds, memory: Memory, prompt: int, new: int
+) -> tuple[dict[Way, MemoryPlan], dict[Way, FitError]]:
+    """Return the plans of ways that fit, and what speaks against the others."""
     plans: dict[Way, MemoryPlan] = {}
-    refusals: list[FitError] = []
+    refusals: dict[Way, FitError] = {}
     for mode in needs.modes:
         if any(not needs.uses_link(plan) for plan in plans.values()):
             break
         for way, found in _by_budget(needs, mode, memory, prompt, new):
             if isinstance(found, FitError):
-                refusals.append(found)
+                refusals[way] = found
             else:
                 plans[way] = found
-    if plans:
-        return plans
-    on_host = [refusal for refusal in refusals if refusal.host_bytes]
-    if on_host:
-        raise min(on_host, key=lambda refusal: refusal.host_bytes)
-    if refusals:
-        raise refusals[0]
-    raise FitError(
-        f"`chunk_size` {needs.settings.chunk_size} is larger than any budget: give `budget`."
-    )
+    return plans, refusals
 
 
 def _by_budget(

@@ -19,9 +19,14 @@ class Prior:
     machine: HardwareProfile
     is_measured: bool  # by `tierforce probe`; else they are those of GPUs of this name
 
-    def costs(self, is_coupled: bool) -> PredictedCosts:
-        """Return what rounds cost by these numbers. `is_coupled`: as in `Acceptance`."""
-        return PredictedCosts(self.machine, Acceptance(is_coupled=is_coupled))
+    def costs(self, is_coupled: bool, texts: int = 1) -> PredictedCosts:
+        """Return what rounds cost by these numbers.
+
+        Args:
+            is_coupled: as in `Acceptance`.
+            texts: how many share passes.
+        """
+        return PredictedCosts(self.machine, Acceptance(is_coupled=is_coupled), texts)
 
     def trusted(self, plans: Mapping[Way, MemoryPlan], mode: str) -> Mapping[Way, MemoryPlan]:
         """Return the ways that these numbers may choose from.
@@ -29,8 +34,11 @@ class Prior:
         Joining slices and attending to codes must have been measured, unless `mode`, without
         slices, does not fit.
         """
+        rates = self.machine.join_rate, self.machine.near_rate
+        if self.is_measured and None not in rates:
+            return plans
         own = {way: plan for way, plan in plans.items() if way.mode == mode}
-        return plans if self.is_measured else own or plans
+        return own or plans
 
     def with_link(self, rate: float | None) -> Prior:
         """Return the same with this rate of the link, which an engine measures; None leaves it."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
-from decoding import GREEDY, Sampling, Settings
+from decoding import GREEDY, Engine, Sampling, Settings
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.loading import parameter_bytes
-from support.engines import Folders, Pair
+from support.engines import DEMO, Folders, Pair
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
@@ -151,6 +152,21 @@ def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
             with pytest.raises(FitError, match="host memory"):
                 engine.check(90, 20)
         assert list(engine.generate(PROMPT, 20, GREEDY)) == models.text("plain", PROMPT, 20)
+
+
+def test_a_refusal_beforehand_is_the_one_that_the_text_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of what the memory lacks, in the mode that lacks least."""
+    settings = Settings(dtype="bfloat16", link="emulated:50", resident_layers=0)
+    with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
+        monkeypatch.setattr("decoding.runtime.host_available", lambda: 10_000)
+        prompt = list(range(2, 1500))
+        with pytest.raises(FitError, match="host memory") as beforehand:
+            engine.check(len(prompt), 20)
+        with pytest.raises(FitError) as then:
+            list(engine.generate(prompt, 20, GREEDY))
+        assert str(then.value) == str(beforehand.value)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ from support.texts import prompt
 
 PROMPT, NEW = 20_000, 200
 OWN, SLICED = "retrieval", "sliced-retrieval"
-MACHINE = HardwareProfile("mine", 1, 1e9, 1e10, 1e9, 1e9, 1e11, 1e13, 0.0, 1e9, 1e-5)
+MACHINE = HardwareProfile(
+    "mine", 1, 1e9, 1e10, 1e9, 1e9, 1e11, 1e13, 0.0, 1e9, 1e-5, join_rate=2e9, near_rate=5e9
+)
 
 
 def needs_of() -> TextNeeds:
@@ -46,9 +48,11 @@ def plans_of(needs: TextNeeds, host: float = 2.0) -> dict[Way, MemoryPlan]:
     return affordable(needs, Memory(device, int(host * kv)), PROMPT, NEW)
 
 
-def best(needs: TextNeeds, plans: Mapping[Way, MemoryPlan], machine: HardwareProfile) -> Way:
+def best(
+    needs: TextNeeds, plans: Mapping[Way, MemoryPlan], machine: HardwareProfile, texts: int = 1
+) -> Way:
     """The way of these with the fewest seconds a token by a machine's numbers."""
-    costs = PredictedCosts(machine, Acceptance())
+    costs = PredictedCosts(machine, Acceptance(), texts)
 
     def seconds(way: Way) -> float:
         cost = costs.round_cost(needs.with_way(way), plans[way], PROMPT)
@@ -103,9 +107,31 @@ def test_the_first_text_takes_what_the_machines_numbers_promise(rate: float) -> 
     choice = WayChooser(costs, Prior(machine, is_measured=True)).choose(needs, plans, PROMPT)
     assert choice.way == best(needs, plans, machine)
     assert choice.why.startswith("by numbers of mine: ")
+    # slices must have been measured, on this machine
     own = {way: plan for way, plan in plans.items() if way.mode == OWN}
-    choice = WayChooser(costs, Prior(machine, is_measured=False)).choose(needs, plans, PROMPT)
-    assert choice.way == best(needs, own, machine)
+    for prior in (
+        Prior(machine, is_measured=False),
+        Prior(replace(machine, join_rate=None), is_measured=True),
+        Prior(replace(machine, near_rate=None), is_measured=True),
+    ):
+        choice = WayChooser(costs, prior).choose(needs, plans, PROMPT)
+        assert choice.way == best(needs, own, prior.machine)
+
+
+def test_the_first_of_several_texts_is_chosen_for_as_one_of_them() -> None:
+    """The link is theirs in turn, and weights are read once for all."""
+    needs = needs_of()
+    plans = plans_of(needs)
+    rates = [10.0 ** (step / 8) for step in range(48, 96)]
+    found = set()
+    for rate in rates:
+        machine = replace(MACHINE, link_in=rate)
+        chooser = WayChooser(ObservedCosts(rate), Prior(machine, is_measured=True))
+        for texts in (1, 6):
+            choice = chooser.choose(needs, plans, PROMPT, texts)
+            assert choice.way == best(needs, plans, machine, texts)
+            found.add((rate, choice.way))
+    assert len(found) > len(rates)  # six at once are not always chosen for as one is
 
 
 def test_the_link_decides_how_large_a_budget_pays() -> None:
