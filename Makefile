@@ -9,9 +9,10 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/python -m demo.run
 
-# one thread a process: two workers, and what they start, share the cores
+# one thread a process: two workers, and what they start, share the cores. Bytecode is kept, where
+# the environment says otherwise too: many processes are started
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 lint: .venv/ready
 	$(BIN)/ruff check .

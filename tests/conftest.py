@@ -4,6 +4,7 @@ stand-in for one.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -28,6 +29,14 @@ def pytest_configure() -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _keep_to_a_core()
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass by what libraries and tests are made of: it is looked at again
+    and again, and stays.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _keep_to_a_core() -> None:

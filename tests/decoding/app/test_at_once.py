@@ -59,6 +59,13 @@ def test_nor_does_a_plan_of_a_gguf_file(tmp_path: Path) -> None:
     assert not loaded & {*HEAVY, "gguf"}
 
 
+def test_writing_imports_no_compiler() -> None:
+    """It takes a second to import, and nothing is compiled."""
+    loaded = modules("generate", "--model", str(TARGET), "--prompt", "It", "--max-new-tokens", "1")
+    assert "decoding.engine" in loaded
+    assert "torch._dynamo" not in loaded
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_counted_number_takes_the_bytes_of_torch(name: str) -> None:
     assert counted_dtype(name).itemsize == dtype_of(name).itemsize
