@@ -29,8 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    many = x.is_cpu and len(x) >= _WIDENED_ROWS
-    if many and x.dtype == torch.bfloat16 and not multiplies_bfloat16():
+    may_widen = x.is_cpu and x.dtype == torch.bfloat16
+    if may_widen and len(x) >= _WIDENED_ROWS and not multiplies_bfloat16():
         return _widened(x, weight, bias)
     if is_compiled(x, WIDTH):  # blocks of as many rows are one shape
         return _in_few_shapes(x, weight, bias)

@@ -37,6 +37,8 @@ def blocks_of(x: Tensor) -> Sequence[Tensor]:
 
 def in_blocks(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return compute(*inputs), of rows (T, ...), block by block where there are blocks."""
+    if _rows.get() is None:  # as in most passes, of which every product comes by here
+        return compute(*inputs)
     blocks = list(zip(*map(blocks_of, inputs), strict=True))
     if len(blocks) == 1:
         return compute(*inputs)
