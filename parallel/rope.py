@@ -93,7 +93,7 @@ def inverse_frequencies(
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = dict(rope)
-    if rope["rope_type"] == "default":  # else computed by a module that takes seconds to import
+    if rope["rope_type"] == "default":  # whose own module imports a compiler
         rope |= {"rope_type": "linear", "factor": 1.0}
     factors = rope.pop("frequency_factors", None)
     hf = LlamaConfig(

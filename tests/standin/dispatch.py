@@ -39,7 +39,7 @@ class OnGpu(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func in (aten.is_pinned.default, aten._pin_memory.default):
             return self._pin(func, args[0])
-        tensors = [*tensors_in(args), *tensors_in(kwargs)]
+        tensors = tensors_in((args, kwargs))
         device = kwargs.get("device")
         gpus = [x for x in tensors if isinstance(x, GpuTensor)]
         if func in (aten.copy_.default, aten._to_copy.default) and (gpus or self._is_gpu(device)):
@@ -78,11 +78,9 @@ class OnGpu(TorchDispatchMode):
                 return wrapped(out, first.block)
         if waits(func, args):
             machine.wait(machine.current, str(func))
-        inner_args, inner_kwargs = unwrapped(args), {}
-        if kwargs:
-            inner_kwargs = unwrapped(kwargs)
-            if "device" in inner_kwargs:
-                inner_kwargs["device"] = "cpu"
+        inner_args, inner_kwargs = unwrapped(args), unwrapped(kwargs)
+        if "device" in inner_kwargs:
+            inner_kwargs["device"] = "cpu"
         written = mutated(func, args, kwargs)
         targets = {id(x) for x in written}
         accesses: list[Use] = [
