@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from threading import Thread
 from typing import Any
 
+from decoding.rendering import rendered
 from offload.errors import DocumentError, TierForceError, one_line
 
 INSTRUCTION = "Summarize the text above."
-RENDER_S = 10.0  # which no template that ends comes near
-_MAX_GROWTH = 1 << 20  # characters that a template puts around messages
 _MARK = "\ue000document\ue000"  # stands for the text while a chat template is rendered
 
 
@@ -104,7 +100,7 @@ def parts_around(
     for message in messages:
         refuse_half_characters(message["content"])
     try:
-        rest = _rendered(tokenizer, messages)
+        rest = rendered(tokenizer, messages)
         for mark in marks:
             if (times := rest.count(mark)) != 1:
                 raise ValueError("it leaves it out" if not times else f"it has it {times} times")
@@ -115,40 +111,3 @@ def parts_around(
             f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
         ) from error
     return [tokenizer(part, add_special_tokens=False).input_ids for part in (*parts, rest)]
-
-
-def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
-    """Return messages as a chat template writes them. Raises whatever its code raises.
-
-    A template is code that came with the model. transformers runs it in a sandbox, which keeps it
-    from the machine, but neither from looping for ever nor from writing gigabytes.
-    """
-    import_module("jinja2.sandbox")  # which may take longer, once
-    outcome: list[str | Exception] = []
-
-    def render() -> None:
-        try:
-            outcome.append(
-                tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:
-            outcome.append(error)
-        except SystemExit:
-            pass  # it has been given up
-
-    thread = Thread(target=render, name="chat template", daemon=True)
-    thread.start()
-    thread.join(RENDER_S)
-    if not outcome:
-        # raised in that thread before its next step in Python
-        identity = ctypes.c_ulong(thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit))
-        raise TimeoutError(f"it has not ended after {RENDER_S:g} s")
-    (rendered,) = outcome
-    if isinstance(rendered, Exception):
-        raise rendered
-    if len(rendered) > _MAX_GROWTH + 4 * sum(len(each["content"]) for each in messages):
-        raise ValueError(f"it writes {len(rendered):,} characters")
-    return rendered

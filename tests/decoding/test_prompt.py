@@ -4,6 +4,7 @@ speaks in special tokens.
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from decoding import prompt
+from decoding import rendering
 from decoding.prompt import INSTRUCTION, Template
 from offload.errors import DocumentError, TierForceError
 from support.commands import TARGET
@@ -132,6 +133,8 @@ def test_a_chat_template_that_cannot_take_a_document_is_refused(
     [
         ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "has not ended after 0.5 s"),
         ("{{ 'A' * 3000000 }}", "it writes 3,000,000 characters"),
+        ("{{ ('A' * 2000000000) | length }}", "it asks for more than 1,024 MiB of memory"),
+        ("{{ 'A'.ljust(2000000000) | length }}", "it asks for more than 1,024 MiB of memory"),
         ("{{ messages[0]['nothing']['at all'] }}", "chat template cannot take a document"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
@@ -139,15 +142,43 @@ def test_a_chat_template_that_cannot_take_a_document_is_refused(
 def test_a_template_that_does_harm_is_given_up(
     tokenizer: Any, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt, "RENDER_S", 0.5)
+    monkeypatch.setattr(rendering, "RENDER_S", 0.5)
+    before = resource.getrlimit(resource.RLIMIT_AS)
     tokenizer.chat_template = template
     with pytest.raises(TierForceError, match=reason):
         Template.summary(tokenizer)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
     for _ in range(100):  # and no thread goes on with it
         if not any(thread.name == "chat template" for thread in threading.enumerate()):
             return
         time.sleep(0.1)
     raise AssertionError("the template is still at it")
+
+
+def test_memory_is_limited_for_what_has_not_been_rendered(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's thread may want it later on; and threads do not mix up their limits."""
+    limits: list[tuple[int, int]] = []
+    setting, before = resource.setrlimit, resource.getrlimit(resource.RLIMIT_AS)
+
+    def noted(which: int, to: tuple[int, int]) -> None:
+        limits.append(to)
+        setting(which, to)
+
+    monkeypatch.setattr(resource, "setrlimit", noted)
+    tokenizer.chat_template = "{% for each in range(20000) %}{% endfor %}" + CHAT
+    together = [threading.Thread(target=Template.chat, args=(tokenizer,)) for _ in range(4)]
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join()
+    assert limits[1::2] == [before] * (len(limits) // 2)
+    assert all(each < 1 << 50 for each, _ in limits[::2])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    limits.clear()
+    Template.chat(tokenizer)
+    assert not limits
 
 
 def test_half_a_character_is_refused_wherever_it_stands(tokenizer: Any) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
 from decoding.prompt import Template, parts_around, plain_tokens
-from offload.errors import DocumentError
+from offload.errors import DocumentError, TierForceError
 
 
 class Prompts:
@@ -20,6 +21,9 @@ class Prompts:
     def __init__(self, tokenizer: Any):
         self._tokenizer = copy.deepcopy(tokenizer)
         self._lock = Lock()
+        if tokenizer.chat_template:  # rendered once while the engine has nothing to do
+            with suppress(TierForceError):  # whoever sends messages is told
+                Template.chat(self._tokenizer)
 
     def of_text(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued."""
