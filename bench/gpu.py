@@ -35,7 +35,7 @@ from bench.speed.passes import DRAFTED, passes
 from decoding import Engine, Sampling, Settings
 from decoding.app.probe_view import ROWS
 from decoding.planning.passes import prefill_flops
-from decoding.probe.rates import matmul_rate, typical
+from decoding.probe.rates import matmul_rate, normal, typical
 from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
 from decoding.session import Session
@@ -128,10 +128,10 @@ def measure_steady(report: Report, runtime: Runtime, tokens: int = 32_768) -> No
     _tell_kernels(report, "identical", runtime.steady_kernels)
     config, device, dtype = runtime.target.config, runtime.target.group.device, runtime.dtype
     layout = runtime.needs.layout
-    kv = torch.randn(*layout.shape(1, tokens), device=device, dtype=dtype)[0]
+    kv = normal(*layout.shape(1, tokens), device=device, dtype=dtype)[0]
     for rows in (1, DRAFTED + 1):
         shape = rows, layout.heads * config.heads // config.kv_heads, config.head_dim
-        q = torch.randn(shape, device=device, dtype=dtype)
+        q = normal(*shape, device=device, dtype=dtype)
         seconds = typical(partial(steady_attention, q, [kv], Traffic()))
         words = f"KV attended to, with {rows} rows of {tokens:,} tokens"
         report.add("identical", words, kv.nbytes / seconds / 1e9, "GB/s")

@@ -166,11 +166,12 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
     """Return a model of these dimensions with random weights: it costs what a real one does."""
     model = _meta_model(config, group)
     _allocate(model, dtype)
+    generator = torch.Generator(group.device)  # torch's own may be in doubt (`Recorder`)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
         else:
-            parameter.normal_(std=0.02)
+            parameter.normal_(std=0.02, generator=generator)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.passes import attention_flops, head_flops, matmul_flops, prefill_flops
-from decoding.probe.rates import RUNS, run_seconds, typical
+from decoding.probe.rates import RUNS, normal, run_seconds, typical
 from decoding.probe.slices import slice_rates
 from decoding.runtime import Runtime
 from decoding.session import Session
@@ -274,7 +274,7 @@ class _Kernels:
         """Measure the laws of `rows` rows, and the verdict on a draft one token shorter."""
         vocab, device = self.config.vocab, self.device
         generator = torch.Generator(device)
-        logits = torch.randn(rows, vocab, device=device)
+        logits = normal(rows, vocab, device=device)
         draft = Draft(
             torch.zeros(rows - 1, dtype=torch.int64, device=device),
             torch.ones(rows - 1, vocab, device=device) / vocab,
@@ -282,4 +282,4 @@ class _Kernels:
         return typical(lambda: torch.tensor(verify(draft, _SAMPLING.law(logits), generator)))
 
     def _random(self, shape: Sequence[int]) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+        return normal(*shape, device=self.device, dtype=self.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from parallel.group import Group
 from parallel.products import linear
@@ -22,12 +23,22 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> fl
     """Return the operations a second of one large matrix product: the most that could be had."""
     size, largest = 256, 2048 if device.type == "cpu" else 8192
     while True:
-        x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        x, weight = (normal(size, size, device=device, dtype=dtype) for _ in range(2))
         product = partial(linear, x, weight)
         run_seconds(product)  # which makes kernels
         if size == largest or 8 * run_seconds(product) > _LONG_ENOUGH:
             return 2 * size**3 / _seconds(product)
         size *= 2
+
+
+def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return random numbers of this shape.
+
+    They come of a generator of their own: behind a CUDA graph that could not be recorded, torch's
+    does not serve.
+    """
+    generator = torch.Generator(device)
+    return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
 
 def sum_seconds(group: Group, nbytes: int) -> float:

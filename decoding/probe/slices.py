@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoding.probe.rates import typical
+from decoding.probe.rates import normal, typical
 from offload.attention import partial_attention
 from offload.buffers import span
 from offload.fused import fused_kernels
@@ -28,8 +28,8 @@ def slice_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     codec = SliceCodec(cut)
     kernels, _ = fused_kernels(device.type, dtype, config.head_dim)
     layout = config.kv_layout(1, dtype)
-    kv = torch.randn(*layout.shape(1, _TOKENS), device=device, dtype=dtype)[0]
-    q = torch.randn(1, config.heads, config.head_dim, device=device, dtype=dtype)
+    kv = normal(*layout.shape(1, _TOKENS), device=device, dtype=dtype)[0]
+    q = normal(1, config.heads, config.head_dim, device=device, dtype=dtype)
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     parts = [
