@@ -36,8 +36,8 @@ from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
-from parallel.lockstep import Level
-from parallel.model import Llama, Progress
+from parallel.lockstep import Level, OpenText
+from parallel.model import Progress
 from parallel.passes import Pass
 from parallel.prefill import Reading, to_the_end
 
@@ -203,10 +203,14 @@ class Session:
         runtime = self.runtime
         return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.recorder)
 
-    def make(self, asked: Pass) -> Tensor:
-        """Make a pass on one of the text's caches on this rank; return its logits (rows, V)."""
-        assert isinstance(asked.model, Llama)
-        return self.runner(asked.model, asked.tokens, asked.cache, asked.rows)
+    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Make passes as one on this rank, the first on a cache of this text."""
+        return self.runner.make(passes)
+
+    def forget(self, other: OpenText) -> None:
+        """Let go of recordings that work on another text's caches."""
+        if "runner" in self.__dict__:
+            self.runner.forget(level.cache for level in other.levels)
 
     def decoder(
         self,

@@ -42,6 +42,13 @@ class SlotCache(Cache):
         slots before `first_own` are not in it.
         """
 
+    def has_room(self, rows: int) -> bool:
+        """Return whether a pass of so many tokens would fit behind what the cache holds."""
+        slot, position = self.place(self.length)
+        last_slot = slot + rows
+        last_position = position + rows
+        return last_slot <= self.slots and last_position <= self.rotary.length
+
     def first_seen(self) -> int:
         """Return the first slot that holds a token."""
         return 0
@@ -83,9 +90,7 @@ class FixedPass:
         rows = len(self._steps)
         cache.begin(rows)
         slot, position = cache.place(cache.length)
-        too_long = slot + rows > cache.slots
-        too_far = position + rows > cache.rotary.length
-        if too_long or too_far:
+        if not cache.has_room(rows):  # of a cache that slides `begin` tells
             raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         self._first = slot
         self._slot.fill_(slot)

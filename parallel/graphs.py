@@ -10,11 +10,11 @@ goes on as it is. All ranks decide so together: a collective is replayed by all 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,68 +23,19 @@ from torch import Tensor
 from offload.cache import Cache
 from offload.errors import TierForceError
 from offload.fixed_shape import FixedPass, SlotCache
-from parallel.sizes import MAX_GRAPH_TOKENS
-
-if TYPE_CHECKING:  # a group holds a recorder
-    from parallel.group import Group
-    from parallel.model import Llama
+from parallel.group import Group
+from parallel.model import Llama
+from parallel.passes import Pass, make, read_together
+from parallel.recorder import Recorder
+from parallel.sizes import MAX_FIXED_TOKENS, MAX_GRAPH_TOKENS
 
 USES = 16  # passes of one kind before it is recorded: rare kinds do not pay for it
+# recordings on a device from which no more shared passes are recorded, which come in many kinds:
+# each holds its launches and logits in device memory
+MOST_RECORDINGS = 48
 # how far results may be from those they are compared with, as a share of the largest value
 _SAME = 0.01  # a replay's logits, and the KV it writes, from those of the launches it recorded
 _ALIKE = 0.05  # the logits of those launches from those of the ordinary pass, with other kernels
-
-
-class Recorder:
-    """The maker of CUDA graphs on one device; on a CPU there is nothing to record."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        # why nothing more can be recorded: a capture that fails leaves torch's state in doubt
-        self.broken: str | None = None
-        self._stream: Any = None  # one for all: cuBLAS keeps memory for each that it has met
-
-    def pool(self) -> Any:
-        """Return a handle of memory for recordings; None where there are none.
-
-        It is good as long as one of its recordings is there, or none was made.
-        """
-        return torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-
-    def record(self, function: Callable[[], Tensor], pool: Any) -> Callable[[], Tensor]:
-        """Return what does the same as `function` each time it is called.
-
-        On a GPU that is the replay of one CUDA graph, collectives included, which writes its result
-        to the same place each time; elsewhere it is the function itself. The function must have run
-        before. Raises RuntimeError for what cannot be captured.
-        """
-        if self.device.type != "cuda":
-            return function
-        self._stream = self._stream or torch.cuda.Stream(self.device)
-        graph = torch.cuda.CUDAGraph()
-        stream_before = torch.cuda.current_stream(self.device)
-        try:
-            with torch.cuda.graph(
-                graph,
-                pool=pool,
-                stream=self._stream,
-                # other threads, such as NCCL's watchdog, may call what a capture must not
-                capture_error_mode="thread_local",
-            ):
-                out = function()
-        except BaseException as error:
-            torch.cuda.set_stream(stream_before)  # which a failing capture does not do
-            # Before torch 2.13 the allocator stays in the capture too, and frees no cached memory.
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index or 0, pool)
-            self.broken = repr(error.__cause__ or error)
-            raise
-
-        def replay() -> Tensor:
-            graph.replay()
-            return out
-
-        return replay
 
 
 def graphs_work(group: Group) -> bool:
@@ -102,7 +53,7 @@ def graphs_work(group: Group) -> bool:
 
     with suppress(RuntimeError, TierForceError):
         double()
-        replay = group.recorder.record(double, group.recorder.pool())
+        replay = group.recorder.record(double)
     everywhere = all(group.gather(replay is not None))  # before anyone replays a collective
     if replay is None or not everywhere:
         return False
@@ -120,14 +71,15 @@ def _may_work(group: Group) -> bool:
 
 
 class GraphRunner:
-    """The runner of all passes of one text: short ones on a `SlotCache` become replays.
+    """The runner of a text's passes, and of those that others share: short ones become replays.
 
-    Passes of one kind (cache, tokens, rows) are recorded once they have come often. `counts` says
-    how many kinds are replayed, how many were refused, why the first was, and the seconds it took.
+    That takes a `SlotCache`. Passes of one kind (caches, tokens, rows) are recorded once they have
+    come often. `counts` says how many kinds are replayed, how many were refused, why the first was,
+    and the seconds it took.
     """
 
     def __init__(self, enabled: bool, recorder: Recorder, uses: int | None = None):
-        """Start with memory for recordings of its own.
+        """Start without recordings.
 
         Args:
             enabled: whether passes are recorded; if not, all run as they are.
@@ -137,9 +89,8 @@ class GraphRunner:
         self.enabled = enabled
         self.recorder = recorder
         self.uses = USES if uses is None else uses
-        self._pool = recorder.pool()  # all recordings of the text share its memory
         self.counts: dict[str, Any] = {"replayed": 0, "refused": 0, "why": None, "seconds": 0.0}
-        self._kinds: dict[tuple[int, int, int], _Kind] = {}
+        self._kinds: dict[tuple[int, ...], _Kind] = {}  # by tokens, rows, and the caches' ids
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -156,67 +107,91 @@ class GraphRunner:
         self(model, tokens, cache, rows)
         cache.crop(cache.length - 1)
 
-    def forget(self) -> None:
-        """Let go of all recordings, and of the caches they work on: the text is over."""
-        self._kinds.clear()
-        self._pool = self.recorder.pool()  # the old one went with its last recording
+    def forget(self, caches: Iterable[Cache] | None = None) -> None:
+        """Let go of all recordings that work on any of these caches, by default of all of them.
 
-    @torch.inference_mode()
+        The text that they are of is over.
+        """
+        if caches is None:
+            self._kinds.clear()
+            return
+        over = {id(cache) for cache in caches}
+        for key in list(self._kinds):
+            if not over.isdisjoint(key[2:]):
+                del self._kinds[key]
+
     def __call__(self, model: Llama, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
         """Return logits (rows, V) of the last `rows` of tokens (T,), behind the cache's content."""
-        if not (self.enabled and isinstance(cache, SlotCache) and len(tokens) <= MAX_GRAPH_TOKENS):
-            return model(tokens, cache, rows)
-        key = (id(cache), len(tokens), rows)
+        (logits,) = self.make([Pass(model, cache, tokens, rows)])
+        return logits
+
+    @torch.inference_mode()
+    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Make passes of one model, on caches of several texts, as one; return the logits of each.
+
+        All ranks of the model call it with the same. Where texts share a recording, all of them
+        read as many tokens, so that there are few kinds: behind those that are asked for come
+        others, which count for nothing.
+        """
+        width = max(len(asked.tokens) for asked in passes)
+        rows = max(asked.rows for asked in passes)
+        is_short = width <= MAX_GRAPH_TOKENS and len(passes) * width <= MAX_FIXED_TOKENS
+        if not (self.enabled and is_short and all(_has_slots(asked, width) for asked in passes)):
+            return make(passes)
+        key = (width, rows, *(id(asked.cache) for asked in passes))
         if key not in self._kinds:
-            self._kinds[key] = _Kind(model, cache, rows)
+            self._kinds[key] = _Kind(passes, width, rows)
         kind = self._kinds[key]
         if kind.state is _State.REPLAYED:
-            return kind.recording.replay(tokens)
+            assert kind.recording is not None
+            return kind.parts(kind.recording.replay(passes), passes)
         started = time.perf_counter()
-        logits = self._try_to_record(kind, tokens)
+        logits = self._try_to_record(kind, passes)
         if logits is None:
-            return model(tokens, cache, rows)
+            return make(passes)
         self.counts["seconds"] += time.perf_counter() - started
         return logits
 
-    def _try_to_record(self, kind: _Kind, tokens: Tensor) -> Tensor | None:
+    def _try_to_record(self, kind: _Kind, passes: Sequence[Pass]) -> list[Tensor] | None:
         """Return this pass's logits where it served to record or to compare; else None."""
         kind.uses += 1
-        if kind.state is _State.NEW and kind.uses == self.uses:
-            return self._record(kind, tokens)
-        if kind.state is _State.RECORDED and kind.cache.length != kind.recording.made_at:
-            return self._compare(kind, tokens)
+        if kind.state is _State.NEW and kind.uses % self.uses == 0:
+            return self._record(kind, passes)
+        recording = kind.recording
+        if kind.state is _State.RECORDED and recording is not None and recording.is_elsewhere:
+            return self._compare(kind, recording, passes)
         return None
 
-    def _record(self, kind: _Kind, tokens: Tensor) -> Tensor | None:
+    def _record(self, kind: _Kind, passes: Sequence[Pass]) -> list[Tensor] | None:
+        is_full = self.recorder.count >= MOST_RECORDINGS
+        if len(passes) > 1 and any(kind.model.group.gather(is_full)):
+            return None  # until texts that are over make room
         if self._any_objection(kind, self.recorder.broken):  # before anyone captures in vain
             return None
-        kind.recording = recording = _Recording(kind, len(tokens))
-        logits = recording.launch(tokens)  # the run that a capture wants before it
+        recording = _Recording(kind, passes)
+        logits = recording.launch(passes)  # the run that a capture wants before it
         objection = None
         try:
-            recording.graph = self.recorder.record(recording.run, self._pool)
+            recording.graph = self.recorder.record(recording.run)
         except (RuntimeError, TierForceError) as error:  # whatever cannot be captured here
             objection = repr(error.__cause__ or error)
         if not self._any_objection(kind, objection):
-            kind.state = _State.RECORDED
-        return logits
+            kind.state, kind.recording = _State.RECORDED, recording
+        return kind.parts(logits, passes)
 
-    def _compare(self, kind: _Kind, tokens: Tensor) -> Tensor:
+    def _compare(self, kind: _Kind, recording: _Recording, passes: Sequence[Pass]) -> list[Tensor]:
         """Trust the recording, or refuse it; return the logits of the pass as it is.
 
         A replay must do what the launches it recorded do, and these what the ordinary pass does.
         """
-        recording = kind.recording
-        recording.prepare(tokens)
-        kv = recording.fixed_pass.rows()
-        kv.zero_()  # so that it shows what a replay writes elsewhere
-        replayed, replayed_kv = recording.graph().clone(), kv.clone()
-        launched, launched_kv = recording.launch(tokens), kv.clone()
-        logits = kind.model(tokens, kind.cache, kind.rows)
+        recording.prepare(passes)
+        recording.erase()  # so that it shows what a replay writes elsewhere
+        replayed, replayed_kv = recording.graph().clone(), recording.kept()
+        launched, launched_kv = recording.launch(passes), recording.kept()
+        logits = make(passes)
         same = _difference(replayed, launched)
         same_kv = _difference(replayed_kv, launched_kv)
-        alike = _difference(launched, logits)
+        alike = _difference(torch.cat(kind.parts(launched, passes)), torch.cat(logits))
         objection = None
         if not (same <= _SAME and same_kv <= _SAME and alike <= _ALIKE):  # also where one is NaN
             objection = (
@@ -233,10 +208,15 @@ class GraphRunner:
         objections = [each for each in kind.model.group.gather(objection) if each is not None]
         if not objections:
             return False
-        kind.state = _State.REFUSED
+        kind.state, kind.recording = _State.REFUSED, None
         self.counts["refused"] += 1
         self.counts["why"] = self.counts["why"] or objections[0]
         return True
+
+
+def _has_slots(asked: Pass, width: int) -> bool:
+    """Return whether a pass can be recorded, as one of `width` tokens."""
+    return isinstance(asked.cache, SlotCache) and asked.cache.has_room(width)
 
 
 class _State(Enum):
@@ -245,49 +225,108 @@ class _State(Enum):
     NEW = auto()  # counted
     RECORDED = auto()  # to be compared before it is trusted
     REPLAYED = auto()
-    REFUSED = auto()  # keeps its recording all the same: others share that memory
+    REFUSED = auto()
 
 
 class _Kind:
-    """Passes of as many tokens and rows, of one model on one cache."""
+    """Passes of as many tokens and rows of each text, of one model on the same caches."""
 
-    recording: _Recording  # from the state RECORDED on
-
-    def __init__(self, model: Llama, cache: SlotCache, rows: int):
+    def __init__(self, passes: Sequence[Pass], width: int, rows: int):
+        model = passes[0].model
+        assert isinstance(model, Llama)
         self.model = model
-        self.cache = cache
-        self.rows = rows
+        self.width, self.rows = width, rows
         self.state = _State.NEW
+        self.recording: _Recording | None = None
         self.uses = 0
+
+    def parts(self, logits: Tensor, passes: Sequence[Pass]) -> list[Tensor]:
+        """Return of logits, (rows, V) of each text, what each pass asks for."""
+        own = logits.split(self.rows)
+        return [part[-asked.rows :] for part, asked in zip(own, passes, strict=True)]
 
 
 class _Recording:
     """A pass in fixed shapes, whose input lies where the graph looks for it."""
 
-    def __init__(self, kind: _Kind, tokens: int):
-        self.made_at = kind.cache.length
-        self.fixed_pass = FixedPass(kind.cache, tokens)
-        self._tokens = torch.zeros(tokens, dtype=torch.int64, device=kind.model.group.device)
-        # a partial, for a method would tie this to itself, and keep memory after the text
-        self.run: Callable[[], Tensor] = partial(
-            kind.model, self._tokens, self.fixed_pass, kind.rows
-        )
+    def __init__(self, kind: _Kind, passes: Sequence[Pass]):
+        self._caches = [asked.cache for asked in passes]
+        self._made_at = [cache.length for cache in self._caches]
+        self._fixed = [_fixed(asked, kind.width) for asked in passes]
+        self._tokens = [asked.tokens.new_zeros(kind.width) for asked in passes]
+        # where the tokens that count end, of all texts one behind the other
+        self._ends = self._tokens[0].new_zeros(len(passes))
+        # partials, for a method would tie this to itself, and keep memory after the text
+        self.run: Callable[[], Tensor]
+        if len(passes) == 1:
+            self.run = partial(kind.model, self._tokens[0], self._fixed[0], kind.rows)
+        else:
+            before = torch.arange(-kind.rows, 0, device=self._ends.device)
+            self.run = partial(
+                _logits_before, kind.model, self._tokens, self._fixed, self._ends, before
+            )
         self.graph: Callable[[], Tensor] = self.run
 
-    def prepare(self, tokens: Tensor) -> None:
-        """Put the input of the next pass, behind what the cache holds now, in its place."""
-        self.fixed_pass.prepare()
-        self._tokens.copy_(tokens)
+    @property
+    def is_elsewhere(self) -> bool:
+        """Return whether every text stands elsewhere than where this was made."""
+        lengths = [cache.length for cache in self._caches]
+        return all(now != then for now, then in zip(lengths, self._made_at, strict=True))
 
-    def launch(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the pass in fixed shapes, launched by the host."""
-        self.prepare(tokens)
+    def prepare(self, passes: Sequence[Pass]) -> None:
+        """Put the input of the next pass, behind what the caches hold now, in its place."""
+        first = 0
+        for index, (fixed, place, asked) in enumerate(
+            zip(self._fixed, self._tokens, passes, strict=True)
+        ):
+            fixed.prepare()
+            count = len(asked.tokens)
+            place[:count].copy_(asked.tokens)
+            if len(passes) > 1:
+                self._ends[index].fill_(first + count)
+            first += len(place)
+
+    def erase(self) -> None:
+        """Write zeros where the pass is to keep its KV, in the first layer."""
+        for fixed in self._fixed:
+            fixed.rows().zero_()
+
+    def kept(self) -> Tensor:
+        """Return a copy of what is there."""
+        return torch.cat([fixed.rows().flatten() for fixed in self._fixed])
+
+    def launch(self, passes: Sequence[Pass]) -> Tensor:
+        """Return the logits of the pass in fixed shapes, launched by the host: (R, V) of all."""
+        self.prepare(passes)
         return self.run().clone()
 
-    def replay(self, tokens: Tensor) -> Tensor:
+    def replay(self, passes: Sequence[Pass]) -> Tensor:
         """Return the logits of the recording."""
-        self.prepare(tokens)
+        self.prepare(passes)
         return self.graph().clone()  # the next replay writes where this one did
+
+
+def _fixed(asked: Pass, width: int) -> FixedPass:
+    assert isinstance(asked.cache, SlotCache)
+    return FixedPass(asked.cache, width)
+
+
+@torch.inference_mode()
+def _logits_before(
+    model: Llama,
+    tokens: Sequence[Tensor],
+    caches: Sequence[FixedPass],
+    ends: Tensor,
+    before: Tensor,
+) -> Tensor:
+    """Read tokens (T,) of each text in one pass; return logits, (rows, V) of each.
+
+    They are of the rows `before` (rows,) each of the `ends` (texts,), which are in device memory.
+    """
+    x = read_together(model, tokens, caches)
+    at = (ends[:, None] + before).flatten()
+    # of a text that reads fewer than are asked of others, the first may be before its own
+    return model.logits(x.index_select(0, at.clamp(min=0)))
 
 
 def _difference(x: Tensor, wanted: Tensor) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.few_shapes import keep_few_kernels
 from parallel.environment import Place, RankLost, place_of
-from parallel.graphs import Recorder
+from parallel.recorder import Recorder
 from parallel.sizes import share
 from parallel.steady import blocks_of
 from parallel.watchdog import Watchdog

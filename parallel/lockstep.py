@@ -20,7 +20,7 @@ from offload.errors import TierForceError
 from offload.host_memory import give_back
 from parallel.group import Group, on_device
 from parallel.model import Llama
-from parallel.passes import Pass, make_together
+from parallel.passes import Pass
 
 # in place of how many texts share a pass
 _OPEN = 0  # another text is opened
@@ -57,8 +57,15 @@ class OpenText(Protocol):
     levels: list[Level]  # those that are announced come first, in one order on all ranks
     max_tokens: int  # of its longest pass
 
-    def make(self, asked: Pass) -> Tensor:
-        """Make a pass on one of its caches, which no other text shares."""
+    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Make passes of one model as one: the first is on one of its caches.
+
+        Others are on those of texts that share it. Returns the logits of each.
+        """
+        ...
+
+    def forget(self, other: OpenText) -> None:
+        """Let go of what passes that it shared with another text left here."""
         ...
 
     def prefill(self) -> Tensor:
@@ -106,6 +113,8 @@ class Lockstep:
         """Forget a text, and end it on this rank; on all ranks."""
         self.texts.remove(text)
         self._is_read(text)
+        for other in self.texts:
+            other.forget(text)
         text.close()
         give_back()
 
@@ -216,9 +225,7 @@ class Lockstep:
         text, _ = places[0]
         if steps and self.early is not None:
             self.texts[text].while_waiting(self.early.read_on, steps)
-        if len(passes) > 1:
-            return make_together(passes)
-        return [self.texts[text].make(passes[0])]
+        return self.texts[text].make(passes)
 
     def _is_read(self, text: OpenText) -> None:
         if self.early is text:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from offload.cache import Cache
-from parallel.model import Llama
+from parallel.model import AttendingCache, Llama
 
 
 class Reader(Protocol):
     """A model, or what stands for one."""
 
-    def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
+    def __call__(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
         """Read tokens (T,) behind what the cache holds; return logits (rows, V) of the last."""
         ...
 
@@ -41,9 +41,9 @@ class SharedCache:
     length = 0  # each cache has its own
     is_steady = False
 
-    def __init__(self, passes: Sequence[Pass]):
-        self._caches = [asked.cache for asked in passes]
-        self._counts = [len(asked.tokens) for asked in passes]
+    def __init__(self, caches: Sequence[AttendingCache], counts: list[int]):
+        """`counts`: the rows of each cache's text."""
+        self._caches, self._counts = caches, counts
 
     def begin(self, rows: int) -> None:
         """Start a pass on every cache."""
@@ -60,17 +60,31 @@ class SharedCache:
 
 
 @torch.inference_mode()
-def make_together(passes: Sequence[Pass]) -> list[Tensor]:
+def make(passes: Sequence[Pass]) -> list[Tensor]:
     """Make passes of one model, on caches of several texts, as one; return the logits of each.
 
-    Products are computed once for the rows of all. There is no padding: texts may be of any
-    lengths, and read as many tokens as they like.
+    There is no padding: texts may be of any lengths, and read as many tokens as they like.
     """
     model = passes[0].model
+    if len(passes) == 1:
+        (asked,) = passes
+        return [model(asked.tokens, asked.cache, asked.rows)]
     assert isinstance(model, Llama)
-    tokens = torch.cat([asked.tokens for asked in passes])
-    x = model.read(tokens, SharedCache(passes))  # (T, hidden)
-    parts = x.split([len(asked.tokens) for asked in passes])
+    tokens = [asked.tokens for asked in passes]
     rows = [asked.rows for asked in passes]
+    x = read_together(model, tokens, [asked.cache for asked in passes])
+    parts = x.split([len(each) for each in tokens])
     last = [part[-count:] for part, count in zip(parts, rows, strict=True)]
     return list(model.logits(torch.cat(last)).split(rows))
+
+
+def read_together(
+    model: Llama, tokens: Sequence[Tensor], caches: Sequence[AttendingCache]
+) -> Tensor:
+    """Read tokens (T,) of each text behind what its cache holds, in one pass.
+
+    Products are computed once for the rows of all. Returns the last layer's hidden states of all
+    texts, one behind the other: (all T, hidden).
+    """
+    counts = [len(each) for each in tokens]
+    return model.read(torch.cat(list(tokens)), SharedCache(caches, counts))

@@ -15,7 +15,8 @@ from parallel.families import ExpertShape, QKNorm
 # the retrieval level, and the two tokens that were pending
 MAX_GRAPH_TOKENS = 18
 # tokens of the longest pass in which a GPU mixes experts in fixed shapes, so that the host does not
-# wait to know the choice: more than a verification's, which reads most experts anyway
+# wait to know the choice: more than a verification's, which reads most experts anyway. What texts
+# share is recorded up to as many, of any model: of more the launches hide behind the arithmetic
 MAX_FIXED_TOKENS = 64
 
 

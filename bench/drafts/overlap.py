@@ -264,6 +264,6 @@ class PolicyTrace:
             "target", self.model, self.target, inner, Fixed(draft), sampling, chance
         )
         while (missing := new - decoder.stats.produced) > 0:
-            drive(decoder.round(missing), self.session.make)
+            drive(decoder.round(missing), lambda asked: self.session.make([asked])[0])
         self.rewind()
         return decoder.stats.produced, decoder.stats.passes

@@ -87,7 +87,7 @@ def decode_loop(
     decoder.observe = observe
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
-        drive(decoder.round(missing), session.make)
+        drive(decoder.round(missing), lambda asked: session.make([asked])[0])
         if time.perf_counter() - started > limit:
             break
     return decoder, time.perf_counter() - started

@@ -32,8 +32,8 @@ SPLIT_DRAFT_BYTES = 3 << 30
 # Texts at once where nothing is said, at most: what more of them would share is little.
 MAX_TEXTS = 8
 # Bytes of a layer's weights on a rank, in the mean of the models whose short passes are recorded as
-# CUDA graphs for a text alone, from which texts share passes, which are not. So many take 2 TB/s as
-# long as the launches of a layer, a dozen of 5 microseconds. Assumed; cautious for slower memory.
+# CUDA graphs, from which texts share passes, of which many are not. So many take 2 TB/s as long as
+# the launches of a layer, a dozen of 5 microseconds. Assumed; cautious for slower memory.
 SHARED_LAYER_BYTES = 120e6
 
 # -- the retrieval cache ---------------------------------------------------------------------------

@@ -82,9 +82,9 @@ def fit(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> MemoryPlan:
 def sharing_pays(needs: TextNeeds, records: bool) -> bool:
     """Return whether several texts are to share passes, if memory allows.
 
-    `records`: whether short passes of a text alone are recorded as CUDA graphs. Those that texts
-    share are not: launching them must take no longer than reading the weights that they share,
-    which experts are not.
+    `records`: whether short passes are recorded as CUDA graphs. Those that texts share are recorded
+    for each combination of texts anew, so many are launched: that must take no longer than reading
+    the weights that they share, which experts are not.
     """
     recorded = []
     if needs.has_retrieval:

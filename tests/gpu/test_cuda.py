@@ -32,12 +32,14 @@ from decoding.writing import Request
 from offload.errors import FitError, TierForceError
 from offload.fused import fused_kernels, steady_kernels
 from offload.prefill import LAST_ROWS
-from parallel.graphs import GraphRunner, Recorder, graphs_work
+from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
 from parallel.model import Attention
+from parallel.recorder import Recorder
 from standin import Machine, gpu_or_standin
 from support.batches import alone, tokens, written
 from support.engines import DEMO
+from support.recording import count_replays
 from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
@@ -110,16 +112,24 @@ def test_identical_texts_are_those_of_plain_decoding() -> None:
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize("resident", [2, 6])
-@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
-def test_texts_at_once_write_what_each_writes_alone(mode: str, resident: int) -> None:
-    """Where short passes of a text alone are recorded, and the last of the texts is alone."""
+@pytest.mark.parametrize(("mode", "resident"), [("retrieval", 6), ("hierarchical", 2)])
+def test_texts_at_once_write_what_each_writes_alone(
+    mode: str, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where their short passes are recorded, shared or not, and the last text is alone."""
+    monkeypatch.setattr(parallel.graphs, "USES", 2)
     group = Group(device=torch.device("cuda", 0))
     engine = opened(group, mode, resident_layers=resident, draft_length=5)
     assert engine.runtime.settings.graphs
-    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((290, 4), (130, 30))]
+    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((290, 16), (130, 26))]
     want = alone(engine, asked)
-    assert tokens(written(engine, asked, 2)) == want
+    replays = count_replays(monkeypatch)
+    texts = written(engine, asked, 2)
+    assert tokens(texts) == want
+    assert (2, 1) in replays
+    counts = [text.stats.fixed_shapes for text in texts]
+    assert all(each is not None and each["why"] is None for each in counts)
+    assert sum(each["replayed"] for each in counts if each is not None) > 0
     engine.close()
 
 
@@ -224,7 +234,7 @@ def failing_capture() -> None:
         before, x = torch.cuda.current_stream(), torch.ones(4, device=group.device)
         with pytest.raises(RuntimeError):
             # which waits for the device
-            group.recorder.record(lambda: x * x.sum().item(), group.recorder.pool())
+            group.recorder.record(lambda: x * x.sum().item())
         assert group.recorder.broken
         assert torch.cuda.current_stream() == before
         assert (x + 1).sum().item() == 8
@@ -235,23 +245,26 @@ def test_a_recording_sees_what_its_inputs_hold_now() -> None:
     group = Group(device=torch.device("cuda", 0))
     x = torch.zeros(4, device=group.device)
     recorder = Recorder(group.device)
-    again = recorder.record(lambda: x + 1, recorder.pool())
+    again = recorder.record(lambda: x + 1)
     for value in (1.0, 5.0):
         x.fill_(value)
         assert again().tolist() == [value + 1] * 4
 
 
 def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> None:
-    """Also where both texts were there before the first of them recorded anything."""
-    group = Group(device=torch.device("cuda", 0))
-    x = torch.zeros(4, device=group.device)
-    runners = [GraphRunner(True, group.recorder) for _ in range(2)]
-    runners[0].forget()
-    for runner in (*runners, runners[0]):
-        again = group.recorder.record(lambda: x + 1, runner._pool)
-        assert again().tolist() == [1] * 4
-        del again
-        runner.forget()
+    """And those that are there go on, whichever of them came first."""
+    recorder = Recorder(torch.device("cuda", 0))
+    x = torch.zeros(4, device=recorder.device)
+    for _ in range(2):
+        first = recorder.record(lambda: x + 1)
+        second = recorder.record(lambda: x + 2)
+        assert (first().tolist(), second().tolist()) == ([1] * 4, [2] * 4)
+        del first
+        third = recorder.record(lambda: x + 3)
+        assert (second().tolist(), third().tolist()) == ([2] * 4, [3] * 4)
+        assert recorder.count == 2
+        del second, third
+        assert recorder.count == 0
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,33 @@ import torch
 
 import parallel.graphs
 from decoding import GREEDY
+from parallel.graphs import GraphRunner
 from parallel.group import Group
+from parallel.loading import load_model
+from parallel.passes import Pass
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
+from support.recording import streaming
 
 pytestmark = pytest.mark.cuda
 PROMPT, NEW = random_tokens(70).tolist(), 16
 CHOICES = {"budget": 24, "chunk_size": 4, "window": 32, "sinks": 2, "draft_length": 5}
+
+
+def test_experts_are_recorded_as_long_as_the_host_need_not_know_the_choice(
+    checkpoint: Callable[..., Path],
+) -> None:
+    group = Group(device=torch.device("cuda", 0))
+    model = load_model(checkpoint(**OTHERS["qwen3_moe"]), group, "float32")
+    runner, caches = GraphRunner(True, group.recorder, 1), [streaming(model) for _ in range(5)]
+    for count in (9, 17, 17, 9):
+        tokens = random_tokens(count).to(group.device)
+        runner.make([Pass(model, cache, tokens, 1) for cache in caches])
+        for cache in caches:
+            cache.advance(1)
+    assert group.recorder.broken is None
+    assert (runner.counts["replayed"], runner.counts["refused"]) == (1, 0)
 
 
 @pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_moe"])

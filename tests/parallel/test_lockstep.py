@@ -4,7 +4,7 @@ of each text alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from parallel.group import Group
 from parallel.loading import load_model
 from parallel.lockstep import Level, Lockstep
 from parallel.model import Llama
-from parallel.passes import Pass
+from parallel.passes import Pass, make
 from support.links import CPU, make_test_link
 from support.models import random_tokens
 
@@ -53,14 +53,18 @@ class OneText:
             Level("retrieval", model, self.retrieval),
         ]
         self.is_closed = False
+        self.forgotten: list[int] = []
         with self.target.prefill(prompt) as reading:
             self.first = model.prefill(random_tokens(prompt, seed=seed), reading, 25)
         self.seed = seed
         self.size = 4 + seed % 3  # tokens of a verification
         self.turns = [4, 0, 1, 2, 3] if seed == 9 else [0, 1, 2, 3, 4]  # as they come
 
-    def make(self, asked: Pass) -> Tensor:
-        return asked.model(asked.tokens, asked.cache, asked.rows)
+    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
+        return make(passes)
+
+    def forget(self, other: OneText) -> None:
+        self.forgotten.append(other.seed)
 
     def close(self) -> None:
         self.is_closed = True
@@ -176,6 +180,7 @@ def together(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, int]]:
         for turn in range(4):
             place.go_on([third], turn)
         place.end(third)
+    assert [text.forgotten for text in place.opened] == [[], [7], [8]]
     logits = {} if place.group.rank else place.logits
     return logits, {text.seed: text.target.traffic.link_in for text in place.opened}
 
