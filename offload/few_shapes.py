@@ -14,16 +14,19 @@ from torch import Tensor
 
 ROWS = 64  # more are taken in multiples of it
 _FEW_ROWS = 16  # up to ROWS, in multiples of this
-_KERNELS = 32  # of a process; oneDNN's own limit is 1,024
+_KERNELS = 32  # of a process; by themselves those who keep them keep 1,024 each
+# where torch looks for how many oneDNN is to keep, and how many torch itself, for products
+_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def keep_few_kernels() -> None:
-    """Let oneDNN keep fewer kernels, before it makes the first; what the user says of it holds.
+    """Let fewer kernels be kept, before the first is made; what the user says of it holds.
 
-    Attention to each number of keys makes some, and hardly a text has those of another. What is
+    Drafts and prompts of other lengths make others, and hardly a text has those of another. What is
     kept grows up to the limit, at 0.3 MB each.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KERNELS))
+    for limit in _LIMITS:
+        os.environ.setdefault(limit, str(_KERNELS))
 
 
 def is_compiled(x: Tensor, beyond: int) -> bool:

@@ -1,4 +1,4 @@
-"""What oneDNN keeps of what it has compiled is limited, before it compiles anything."""
+"""What oneDNN and torch keep of what was compiled is limited, before anything is."""
 
 from __future__ import annotations
 
@@ -9,21 +9,49 @@ import sys
 import pytest
 
 CODE = """
+import ctypes
 from parallel.group import Group
 Group.from_environment("cpu")
 import torch
+
+class Allocated(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+def in_use():
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Allocated
+    return mallinfo().uordblks
+
 weight = torch.ones(256, 256, dtype=torch.bfloat16)
 for rows in [*range(1, 301), 1]:
+    if rows == 201:
+        before = in_use()
     torch.mm(torch.ones(rows, 256, dtype=torch.bfloat16), weight)
+print("grown by", in_use() - before)
 """
+ONEDNN, TORCH = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 
-@pytest.mark.parametrize(("kept", "made"), [(None, 301), ("1024", 300)])
-def test_a_kernel_of_long_ago_is_made_again(kept: str | None, made: int) -> None:
-    given = {"ONEDNN_VERBOSE": "2"} | ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": kept} if kept else {})
+def run(given: dict[str, str]) -> tuple[int, int]:
+    """Return how many kernels products of 300 sizes took, and the bytes that the last 100 left."""
     code = [sys.executable, "-c", CODE]
+    given = {"ONEDNN_VERBOSE": "2"} | given
     out = subprocess.run(code, env=os.environ | given, capture_output=True, text=True, check=True)
-    found = out.stdout.count("create:cache_miss,cpu,matmul")
-    if not found:
+    made = out.stdout.count("create:cache_miss,cpu,matmul")
+    if not made:
         pytest.skip("this processor has no kernels of oneDNN's for bfloat16")
-    assert found == made
+    return made, int(out.stdout.split()[-1])
+
+
+def test_a_kernel_of_long_ago_is_made_again() -> None:
+    made, grown = run({})
+    assert made == 301
+    assert grown < 2_000_000
+
+
+@pytest.mark.parametrize("whose", [ONEDNN, TORCH])
+def test_what_the_user_says_of_it_holds(whose: str) -> None:
+    made, grown = run({whose: "1024"})
+    assert made == (300 if whose == ONEDNN else 301)
+    assert grown > 10_000_000
