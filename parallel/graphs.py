@@ -275,7 +275,6 @@ class _Recording:
 
     def prepare(self, passes: Sequence[Pass]) -> None:
         """Put the input of the next pass, behind what the caches hold now, in its place."""
-        first = 0
         for index, (fixed, place, asked) in enumerate(
             zip(self._fixed, self._tokens, passes, strict=True)
         ):
@@ -283,8 +282,7 @@ class _Recording:
             count = len(asked.tokens)
             place[:count].copy_(asked.tokens)
             if len(passes) > 1:
-                self._ends[index].fill_(first + count)
-            first += len(place)
+                self._ends[index].fill_(index * len(place) + count)
 
     def erase(self) -> None:
         """Write zeros where the pass is to keep its KV, in the first layer."""
