@@ -135,7 +135,7 @@ class Engine:
         if self.group.rank:
             self.sessions.follow()
             return
-        refuse_no_text(text if isinstance(text, str) else None, max_new_tokens, sampling)
+        refuse_no_text(text, max_new_tokens, sampling, takes_tokens=False)
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
         prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)

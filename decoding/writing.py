@@ -59,12 +59,13 @@ class Request:
                 )
 
 
-def refuse_no_text(text: object, new: object, sampling: object) -> None:
+def refuse_no_text(text: object, new: object, sampling: object, takes_tokens: bool = True) -> None:
     """Raise DocumentError for arguments of a type that no text can be made of."""
     wrong: tuple[str, str, str] | None = None
-    if not isinstance(text, str) and not _are_tokens(text):
-        # what it says is nobody's business but its owner's
-        wrong = ("the text", "a text, or whole numbers that are token ids", type(text).__name__)
+    if not isinstance(text, str) and not (takes_tokens and _are_tokens(text)):
+        # the type alone: what a text says must not get into a log
+        kinds = "a string, or whole numbers that are token ids" if takes_tokens else "a string"
+        wrong = ("the text", kinds, type(text).__name__)
     elif not isinstance(new, Integral) or isinstance(new, bool):
         wrong = ("`max_new_tokens`", "a whole number", repr(new))
     elif sampling is not None and not isinstance(sampling, Sampling):

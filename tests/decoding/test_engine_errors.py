@@ -172,7 +172,7 @@ def test_a_refusal_beforehand_is_the_one_that_the_text_gets(
 @pytest.mark.parametrize(
     ("text", "more", "reason"),
     [
-        (None, {}, "the text must be a text, or whole numbers that are token ids, found NoneType"),
+        (None, {}, "the text must be a string, or .* numbers that are token ids, found NoneType"),
         (7, {}, "found int"),
         ([1, "two"], {}, "token ids"),
         (b"It was", {}, "token ids"),
@@ -191,6 +191,27 @@ def test_arguments_of_another_kind_are_refused_in_a_line(
         with pytest.raises(DocumentError, match=reason):
             list(engine.generate(text, **more))
         assert list(engine.generate(PROMPT, 5, GREEDY))  # and the engine is good for the next
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"hi", "bytes"),
+        (bytearray(b"hi"), "bytearray"),
+        (7, "int"),
+        (None, "NoneType"),
+        ([1, 2], "list"),
+        (1.5, "float"),
+        ({"role": "user"}, "dict"),
+    ],
+)
+def test_what_is_no_string_is_named_where_a_string_is_streamed(
+    text: Any, found: str, models: Pair
+) -> None:
+    with models.engine("plain") as engine:
+        for chat in (False, True):
+            with pytest.raises(DocumentError, match=f"^the text must be a string, found {found}.$"):
+                list(engine.stream(text, chat=chat))
 
 
 @pytest.mark.parametrize(
