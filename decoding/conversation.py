@@ -102,13 +102,14 @@ class Conversation:
         if len(request.prompt) + new > session.capacity or new > session.new:
             rooms = [new + self._later(request), new]
         session.is_given_up = request.is_given_up
+        cached = session.target.length
         try:
             logits = self.sessions.extend(session, request.prompt, kept, rooms, request.progress)
         except FitError:
             if not rooms:
                 raise
             return None
-        stats.reused_tokens = kept
+        stats.reused_tokens, stats.discarded_tokens = kept, max(0, cached - kept)
         return logits
 
     def _read(self, request: Request) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -172,8 +171,7 @@ class Engine:
             return
         refuse_no_text(prompt, max_new_tokens, sampling)
         if isinstance(prompt, str):
-            # never cut: what is too long for the context is refused
-            prompt, _ = Template.plain(self.tokenizer).fill(self.tokenizer, prompt, sys.maxsize)
+            prompt = Template.plain(self.tokenizer).fit(self.tokenizer, prompt, self.context)
         sampling = sampling or Sampling()
         request = Request(list(prompt), max_new_tokens, sampling, 0, progress, name)
         yield from self.respond(request)

@@ -1,33 +1,100 @@
-"""From a text to prompt tokens: the template around it, and what is cut where it does not fit."""
+"""From a text or messages to prompt tokens: the template around them, and what is cut to fit."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decoding.encoding import (
+    SpecialTokenGuard,
+    check_length,
+    clipped,
+    plain_spans,
+    plain_tokens,
+    prefix_tokens,
+    refuse_half_characters,
+)
 from decoding.rendering import rendered
 from offload.errors import DocumentError, TierForceError, one_line
 
 INSTRUCTION = "Summarize the text above."
-_MARK = "\ue000document\ue000"  # stands for the text while a chat template is rendered
+_DOCUMENT = "a document"
+MARK = "\ue000document\ue000"  # stands for a text of which only the surroundings are wanted
 
 
-@dataclass(frozen=True)
-class Template:
-    """Tokens before and after a text."""
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[dict[str, str]],
+    limit: int | None = None,
+    what: str = "these messages",
+) -> list[int]:
+    """Return the prompt tokens of a conversation, which an answer is to follow.
 
-    before: list[int]
-    after: list[int]
+    They are those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`:
+    the chat template renders the messages, and the whole is tokenised as one. Only what looks like
+    a special token in a message's content stays text.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: with `role` and `content`.
+        limit: tokens beyond which the prompt is refused, in memory that grows with them alone.
+        what: the template is told to take, for error messages.
+
+    Raises TierForceError where the template cannot take them, and DocumentError for a text that
+    cannot be written as UTF-8, or one far longer than `limit`.
+    """
+    guard = SpecialTokenGuard(tokenizer, [each["content"] for each in messages])
+    text = _rendered(tokenizer, messages, guard, what)
+    if limit is not None:
+        check_length(tokenizer, text, limit)
+    return guard.encode(text)
+
+
+def tokens_around(
+    tokenizer: Any, messages: Sequence[dict[str, str]], what: str
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of what a chat template writes before and after `MARK`, each by itself.
+
+    The messages have it once. Raises TierForceError for a template that does not write it once.
+    """
+    guard = SpecialTokenGuard(tokenizer, [each["content"] for each in messages])
+    text = _rendered(tokenizer, messages, guard, what)
+    if (times := text.count(MARK)) != 1:
+        why = f"it has it {times} times" if times else "it leaves it out"
+        raise TierForceError(f"the tokenizer's chat template cannot take {what} ({why}).")
+    before, after = map(guard.encode, text.split(MARK))
+    return before, after
+
+
+def _rendered(
+    tokenizer: Any, messages: Sequence[dict[str, str]], guard: SpecialTokenGuard, what: str
+) -> str:
+    """Return messages, `protect`ed by a guard, as the chat template writes them."""
+    for each in messages:
+        refuse_half_characters(each["content"])
+    try:
+        return rendered(
+            tokenizer, [{**each, "content": guard.protect(each["content"])} for each in messages]
+        )
+    except Exception as error:  # jinja's, or whatever the template's own code raises
+        raise TierForceError(
+            f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
+        ) from error
+
+
+class Template(ABC):
+    """What stands around a text in a prompt."""
 
     @classmethod
-    def plain(cls, tokenizer: Any) -> Template:
+    def plain(cls, tokenizer: Any) -> PlainTemplate:
         """Return what the tokenizer puts before any text, such as <s>: it is to be continued."""
-        return cls(tokenizer("").input_ids, [])
+        return PlainTemplate(prefix_tokens(tokenizer), [])
 
     @classmethod
-    def chat(cls, tokenizer: Any, content: str = _MARK) -> Template:
-        """Return what the tokenizer's chat template puts around a user's message.
+    def chat(cls, tokenizer: Any, content: str = MARK) -> Template:
+        """Return the tokenizer's chat template around a user's message, in which `MARK` is a text.
 
         Raises TierForceError where there is no chat template, or a broken one.
         """
@@ -35,8 +102,9 @@ class Template:
             raise TierForceError(
                 "the tokenizer has no chat template: use an instruct model, or leave out `chat`."
             )
-        message = {"role": "user", "content": content}
-        return cls(*parts_around(tokenizer, [message], [_MARK], "a document"))
+        template = _ChatTemplate(content)
+        template.around(tokenizer)
+        return template
 
     @classmethod
     def summary(cls, tokenizer: Any, instruction: str = INSTRUCTION) -> Template:
@@ -45,11 +113,15 @@ class Template:
         Raises TierForceError when that is broken.
         """
         if tokenizer.chat_template:
-            return cls.chat(tokenizer, f"{_MARK}\n\n{instruction}")
-        refuse_half_characters(instruction)
-        after = tokenizer(f"\n\n{instruction}\n\n", add_special_tokens=False).input_ids
-        return cls(tokenizer("").input_ids, after)
+            return cls.chat(tokenizer, f"{MARK}\n\n{instruction}")
+        after = plain_tokens(tokenizer, f"\n\n{instruction}\n\n")
+        return PlainTemplate(prefix_tokens(tokenizer), after)
 
+    @abstractmethod
+    def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after a text, each tokenised by itself."""
+
+    @abstractmethod
     def fill(
         self, tokenizer: Any, text: str, room: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
@@ -58,56 +130,75 @@ class Template:
         The text's end is dropped, or with `keep_end` its beginning. What looks like a special token
         in it is plain text. Raises DocumentError when the template leaves no room for any of it.
         """
+
+
+@dataclass(frozen=True)
+class PlainTemplate(Template):
+    """Tokens before and after a text."""
+
+    before: list[int]
+    after: list[int]
+
+    def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after a text."""
+        return self.before, self.after
+
+    def fill(
+        self, tokenizer: Any, text: str, room: int, keep_end: bool = False
+    ) -> tuple[list[int], int]:
+        """Return the prompt as `Template.fill` says."""
+        text, dropped = clipped(tokenizer, text, room, keep_end)
         tokens = plain_tokens(tokenizer, text)
         space = room - len(self.before) - len(self.after)
         if space < 1:
-            raise DocumentError(
-                f"no room left: the context has {max(0, room)} tokens for the prompt, and the "
-                f"template alone takes {len(self.before) + len(self.after)}. Use a longer "
-                "`context` or fewer `max_new_tokens`."
-            )
-        dropped = max(0, len(tokens) - space)
-        kept = tokens[dropped:] if keep_end else tokens[:space]
-        return [*self.before, *kept, *self.after], dropped
+            raise _no_room(room, len(self.before) + len(self.after))
+        excess = max(0, len(tokens) - space)
+        kept = tokens[excess:] if keep_end else tokens[:space]
+        return [*self.before, *kept, *self.after], dropped + excess
+
+    def fit(self, tokenizer: Any, text: str, limit: int) -> list[int]:
+        """Return the prompt with all of the text.
+
+        Raises DocumentError where it has far more than `limit` tokens.
+        """
+        check_length(tokenizer, text, limit)
+        return [*self.before, *plain_tokens(tokenizer, text), *self.after]
 
 
-def plain_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text, in which nothing is taken for a special token."""
-    refuse_half_characters(text)
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+@dataclass(frozen=True)
+class _ChatTemplate(Template):
+    """A user's message in a chat template, rendered and tokenised as one with the text."""
+
+    content: str  # of the message, in which `MARK` stands for the text
+
+    def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
+        """Return the tokens before and after a text. Raises TierForceError."""
+        return tokens_around(tokenizer, [_user(self.content)], _DOCUMENT)
+
+    def fill(
+        self, tokenizer: Any, text: str, room: int, keep_end: bool = False
+    ) -> tuple[list[int], int]:
+        """Return the prompt as `Template.fill` says."""
+        text, dropped = clipped(tokenizer, text, room, keep_end)
+        prompt = self._prompt(tokenizer, text)
+        while (excess := len(prompt) - room) > 0:
+            tokens = plain_spans(tokenizer, text)
+            if excess >= len(tokens.ids):
+                raise _no_room(room, len(prompt) - len(tokens.ids))
+            text, dropped = tokens.cut(text, excess, keep_end), dropped + excess
+            prompt = self._prompt(tokenizer, text)  # whose tokens at the cut may be others
+        return prompt, dropped
+
+    def _prompt(self, tokenizer: Any, text: str) -> list[int]:
+        return chat_tokens(tokenizer, [_user(self.content.replace(MARK, text))], what=_DOCUMENT)
 
 
-def refuse_half_characters(text: str) -> None:
-    """Raise DocumentError for a text that cannot be written as UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DocumentError(
-            f"the text has half a character, or bytes that are not UTF-8: a lone surrogate at "
-            f"index {error.start}."
-        ) from error
+def _user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
 
 
-def parts_around(
-    tokenizer: Any, messages: Sequence[dict[str, str]], marks: Sequence[str], what: str
-) -> list[list[int]]:
-    """Return the tokens that a chat template puts before, between and behind marks in messages.
-
-    The marks come in order, once each. Raises TierForceError for a template that cannot take
-    `what` they stand for.
-    """
-    parts = []
-    for message in messages:
-        refuse_half_characters(message["content"])
-    try:
-        rest = rendered(tokenizer, messages)
-        for mark in marks:
-            if (times := rest.count(mark)) != 1:
-                raise ValueError("it leaves it out" if not times else f"it has it {times} times")
-            part, rest = rest.split(mark)
-            parts.append(part)
-    except Exception as error:  # jinja's, or whatever the template's own code raises
-        raise TierForceError(
-            f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
-        ) from error
-    return [tokenizer(part, add_special_tokens=False).input_ids for part in (*parts, rest)]
+def _no_room(room: int, template: int) -> DocumentError:
+    return DocumentError(
+        f"no room left: the context has {max(0, room)} tokens for the prompt, and the template "
+        f"alone takes {template}. Use a longer `context` or fewer `max_new_tokens`."
+    )

@@ -31,6 +31,8 @@ class Stats:
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     reused_tokens: int = 0  # of the prompt: what the caches held from the turn before
+    # of the turn before: cached tokens after the first one that this prompt has otherwise
+    discarded_tokens: int = 0
     loaded_tokens: int = 0  # of the prompt: what came from disk
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
     read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
@@ -116,6 +118,7 @@ class Stats:
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
+            "discarded_tokens": self.discarded_tokens,
             "loaded_tokens": self.loaded_tokens,
             "new_tokens": self.new_tokens,
             "texts_at_once": self.texts_at_once,

@@ -142,9 +142,9 @@ def planted(
     """Return `context` tokens: a needle at `depth` of a text, its question, its answer begun."""
     question, begun, answer = NEEDLES[number]
     needle = _plain(tokenizer, f"\n\n{begun}{answer}\n\n")
-    template = Template.summary(tokenizer, question)
-    asked = [*template.after, *_plain(tokenizer, begun)]
-    room = context - len(template.before) - len(needle) - len(asked)
+    before, after = Template.summary(tokenizer, question).around(tokenizer)
+    asked = [*after, *_plain(tokenizer, begun)]
+    room = context - len(before) - len(needle) - len(asked)
     if not 0 < room <= len(tokens):
         raise TierForceError(
             f"--context {context} leaves {room} tokens for the text, which has {len(tokens)}: use "
@@ -153,7 +153,7 @@ def planted(
     start = number * max(0, len(tokens) - room) // len(NEEDLES)
     text = list(tokens[start : start + room])
     at = int(depth * room)
-    return [*template.before, *text[:at], *needle, *text[at:], *asked]
+    return [*before, *text[:at], *needle, *text[at:], *asked]
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:

@@ -119,7 +119,10 @@ class Terminal:
 
     def _stats(self, _: str) -> None:
         stats = self.chat.engine.stats
-        say(f"{describe(stats)}; {stats.reused_tokens} tokens were there before")
+        before = f"{stats.reused_tokens} tokens were there before"
+        if stats.discarded_tokens:
+            before += f", {stats.discarded_tokens} more were discarded: the prompt has others there"
+        say(f"{describe(stats)}; {before}")
 
     def _clear(self, _: str) -> None:
         self.chat.clear()

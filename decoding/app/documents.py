@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.prompt import refuse_half_characters
+from decoding.encoding import refuse_half_characters
 from offload.errors import DocumentError, TierForceError
 
 SUFFIXES = (".txt", ".md")

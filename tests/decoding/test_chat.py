@@ -1,4 +1,4 @@
-"""A chat goes on token by token, as its template would render it, and reads nothing twice."""
+"""A chat's prompts are what its template makes of all messages, and little is prefilled twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decoding import GREEDY, Engine, Settings
-from decoding.chat import Chat, Dialogue
+from decoding.chat import Chat
 from offload.errors import DocumentError, TierForceError
 from parallel.group import Group
 from support.engines import DEMO
@@ -88,7 +88,11 @@ def test_what_was_said_can_be_restored_and_forgotten(engine: Engine) -> None:
         again = Chat(engine, 16, GREEDY, document=STORY)
         again.restore((said[at]["content"], said[at + 1]["content"]) for at in (0, 2))
         assert again.messages == said
-        assert engine.tokenizer.decode(again.tokens) == engine.tokenizer.decode(tokens)
+        "".join(again.ask(QUESTIONS[2]))
+        restored = again.tokens
+        "".join(chat.ask(QUESTIONS[2]))
+        assert chat.tokens == restored
+        assert restored[: len(tokens)] == tokens
         chat.clear()
         assert not chat.messages
         "".join(chat.ask("Who?"))
@@ -120,10 +124,6 @@ def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
         (None, "has no chat template"),
         ("{{ raise_exception('not today') }}", "cannot take a conversation"),
         ("{{ messages[0].content }}", "cannot take a conversation"),
-        (
-            "{% for m in messages %}{{ loop.index }}: {{ m.content }}\n{% endfor %}",
-            "words later turns otherwise",
-        ),
     ],
 )
 def test_templates_that_do_not_do_are_refused(
@@ -133,6 +133,38 @@ def test_templates_that_do_not_do_are_refused(
     before, tokenizer.chat_template = tokenizer.chat_template, template
     try:
         with pytest.raises(TierForceError, match=reason):
-            Dialogue.of(tokenizer)
+            Chat(engine)
     finally:
         tokenizer.chat_template = before
+
+
+THOUGHTS = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}"
+    "<|assistant|>"
+)
+SYSTEM_LAST = (
+    "{% for m in messages %}[{{ m.content }}]{% if loop.last %} Be brief.{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [THOUGHTS, SYSTEM_LAST])
+def test_a_template_that_rewrites_earlier_turns_costs_a_prefill_of_what_changed(
+    template: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    chat = Chat(engine, 16, GREEDY, document=STORY)
+    thinking = "Hm</think>Nobody."
+    with engine.conversation():
+        "".join(chat.ask(QUESTIONS[0]))
+        assert engine.stats.discarded_tokens == 0
+        chat.messages[1]["content"] = thinking  # what the caches hold of it is another text
+        "".join(chat.ask(QUESTIONS[1]))
+        assert 0 < engine.stats.discarded_tokens < 40
+        assert engine.stats.reused_tokens > 100
+        asked = [dict(message) for message in chat.messages[:-1]]
+        asked[0]["content"] = f"{STORY}\n\n{asked[0]['content']}"
+        prompt = chat.tokens[: engine.stats.prompt_tokens]
+        assert engine.tokenizer.decode(prompt) == rendered(engine, asked)
+    answer = list(engine.generate(prompt, 16, GREEDY))
+    assert chat.tokens[len(prompt) :] == answer

@@ -125,6 +125,37 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode(plain) == "a<|start|>b"
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "bos", "prefix"),
+    [(True, True, 1, [1]), (False, True, 1, []), (True, False, 1, [1]), (True, True, 0, [0])],
+)
+def test_nothing_that_ends_a_text_stands_before_a_prompt(
+    first: bool, last: bool, bos: int, prefix: list[int], tmp_path: Path
+) -> None:
+    """Files may ask for a token at the end of every text; a prompt has no end."""
+    tokens = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    kinds = [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS))
+    said = {"pre": "gpt-2", "merges": [], "eos_token_id": 0, "bos_token_id": bos}
+    path = write(
+        tmp_path / "model.gguf",
+        "gpt2",
+        tokens,
+        kinds,
+        **said,
+        add_bos_token=first,
+        add_eos_token=last,
+    )
+    tokenizer = gguf_tokenizer(path)
+    text = [tokens.index(letter) for letter in "hi"]
+    template = Template.plain(tokenizer)
+    assert template.fill(tokenizer, "hi", 10) == ([*prefix, *text], 0)
+    assert template.fit(tokenizer, "hi", 10) == [*prefix, *text]
+    tokenizer.chat_template = None
+    summary, _ = Template.summary(tokenizer, "Why?").fill(tokenizer, "hi", 100)
+    assert summary[: len(prefix) + 2] == [*prefix, *text]
+    assert 0 not in summary[len(prefix) :]
+
+
 def test_a_word_that_is_a_token_is_taken_whole(tmp_path: Path) -> None:
     """Llama 3's words need no merges that lead to them; GPT-2's do."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -113,10 +113,10 @@ def test_tokenizer_and_chat_template() -> None:
     assert len(tokenizer) == 49_152
     text = long_text()[:100_000]
     assert tokenizer.decode(tokenizer(text).input_ids) == text
-    template = Template.summary(tokenizer)
-    assert tokenizer.decode(template.before).startswith("<|im_start|>system\nYou are a helpful AI")
-    assert tokenizer.decode(template.before).endswith("<|im_end|>\n<|im_start|>user\n")
-    assert tokenizer.decode(template.after).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    before, after = Template.summary(tokenizer).around(tokenizer)
+    assert tokenizer.decode(before).startswith("<|im_start|>system\nYou are a helpful AI")
+    assert tokenizer.decode(before).endswith("<|im_end|>\n<|im_start|>user\n")
+    assert tokenizer.decode(after).endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_logits_and_greedy_text_are_those_of_transformers(engine: Any, reference: Any) -> None:

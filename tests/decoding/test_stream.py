@@ -96,12 +96,8 @@ def test_a_message_is_asked_through_the_chat_template(
     template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
     written = "".join(engine.stream("What is it?", 8, GREEDY, chat=True))
-    parts = ("<s>user: ", "What is it?", "</s>bot:")
-    asked = [
-        token
-        for part in parts
-        for token in engine.tokenizer(part, add_special_tokens=False).input_ids
-    ]
+    messages = [{"role": "user", "content": "What is it?"}]
+    asked = engine.tokenizer.apply_chat_template(messages, return_dict=False)
     assert (asked[0], asked.count(1)) == (0, 1)  # the template's own special tokens
     assert written == engine.tokenizer.decode(
         list(engine.generate(asked, 8, GREEDY)), skip_special_tokens=True

@@ -17,6 +17,7 @@ def counts_of(stats: Stats, engine: Engine, seed: int) -> dict[str, Any]:
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,
         "reused_tokens": stats.reused_tokens,
+        "discarded_tokens": stats.discarded_tokens,
         "loaded_tokens": stats.loaded_tokens,
         "time_to_first_token_s": round(stats.first_token_s, 4),
         "ms_per_token": stats.ms_per_token,

@@ -40,6 +40,7 @@ from decoding.app.server.page import PAGE, POLICY
 from decoding.app.server.prompts import Prompts
 from decoding.app.server.replies import ChatReplies, Replies, TextReplies, error_of
 from decoding.app.terminal import say
+from decoding.encoding import ContextLengthError
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError, one_line
 
@@ -140,6 +141,9 @@ class Server:
         """Return a prompt's tokens; a long one's take a while."""
         try:
             return await run_sync(make)
+        except ContextLengthError as error:
+            length = {"prompt_tokens": error.tokens, "context": self.served.context}
+            raise Refused(400, str(error), _TOO_LONG, param, length) from error
         except TierForceError as error:
             raise Refused(400, str(error), param=param) from error
 

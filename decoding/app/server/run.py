@@ -73,7 +73,7 @@ def run(
         Sampling(**vars(common.sampling)),
         common.max_new_tokens,
     )
-    server = Server(queue, Prompts(engine.tokenizer), metrics, served)
+    server = Server(queue, Prompts(engine.tokenizer, engine.context), metrics, served)
     hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
     guarded = Guards(server.app(), hosts, keys, options.max_body * 10**6, metrics)
     with _Listening(guarded, listening, queue):

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from decoding.prompt import plain_tokens
+from decoding.encoding import plain_tokens
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token for a byte, in SentencePiece's vocabularies
 _PART = "\ufffd"  # what a part of a character decodes to

@@ -270,4 +270,4 @@ def test_a_disk_that_fills_up_ends_the_job_with_what_was_finished_intact(tmp_pat
 def _small_disk() -> None:
     import resource
 
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1400, 1400))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))

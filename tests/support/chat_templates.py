@@ -1,0 +1,276 @@
+"""Chat templates of published models, written anew from their documented forms, and tokenizers of
+their kinds: byte-level or SentencePiece's, with or without a blank before every section.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from bench.harness.text import long_text
+
+ALTERNATION = (
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+)
+SPLIT_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}"
+    "{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    SPLIT_SYSTEM + "{% for m in rest %}" + ALTERNATION + "{% set content = m.content %}"
+    "{% if loop.first and system %}"
+    "{% set content = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' + content %}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{% for m in messages %}{% set content = '<|start_header_id|>' + m.role + '<|end_header_id|>"
+    "\n\n' + m.content | trim + '<|eot_id|>' %}{% if loop.first %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA_3_1 = (
+    "{{- bos_token }}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
+    "{%- if not date_string is defined %}{%- set date_string = '26 Jul 2024' %}{%- endif %}"
+    "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content | trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}"
+    "{%- if tools is not none %}{{- 'Environment: ipython\n' }}{%- endif %}"
+    "{{- 'Cutting Knowledge Date: December 2023\nToday Date: ' + date_string + '\n\n' }}"
+    "{{- system + '<|eot_id|>' }}{%- for m in messages %}"
+    "{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim }}"
+    "{{- '<|eot_id|>' }}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+MISTRAL_V1 = (
+    SPLIT_SYSTEM + "{{ bos_token }}{% for m in rest %}" + ALTERNATION + "{% if m.role == 'user' %}"
+    "{% if loop.first and system %}{{ ' [INST] ' + system + '\n\n' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' [INST] ' + m.content + ' [/INST]' }}{% endif %}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+# the system text stands in the last turn of the user
+_MISTRAL_LAST = (
+    SPLIT_SYSTEM + "{{ bos_token }}{% for m in rest %}" + ALTERNATION + "{% if m.role == 'user' %}"
+    "{% if tools and loop.last %}{{ '[AVAILABLE_TOOLS]' + blank + (tools | tojson) }}{% endif %}"
+    "{% if loop.last and system %}"
+    "{{ '[INST]' + blank + system + '\n\n' + m.content + '[/INST]' }}"
+    "{% else %}{{ '[INST]' + blank + m.content + '[/INST]' }}{% endif %}"
+    "{% else %}{{ blank + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL_V3 = "{% set blank = ' ' %}" + _MISTRAL_LAST
+NEMO = "{% set blank = '' %}" + _MISTRAL_LAST
+QWEN_2_5 = (
+    "{%- if messages[0].role == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- else %}"
+    "{{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role != 'system' or not loop.first %}"
+    "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# thoughts stay behind the last question only
+QWEN_3 = (
+    "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' + (tools | tojson) + '<|im_end|>\n' }}"
+    "{%- elif messages[0].role == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}"
+    "{%- set ns = namespace(looking=true, last=messages | length - 1) %}"
+    "{%- for m in messages[::-1] %}{%- if ns.looking and m.role == 'user' and not "
+    "(m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>')) %}"
+    "{%- set ns.looking = false %}{%- set ns.last = messages | length - 1 - loop.index0 %}"
+    "{%- endif %}{%- endfor %}{%- for m in messages %}"
+    "{%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
+    "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{%- elif m.role == 'assistant' %}{%- set content = m.content %}{%- set thought = '' %}"
+    "{%- if '</think>' in content %}"
+    "{%- set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
+    "{%- if loop.index0 > ns.last and (loop.last or thought) %}"
+    "{{- '<|im_start|>assistant\n<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}"
+    "{{- content.lstrip('\n') }}{%- else %}{{- '<|im_start|>assistant\n' + content }}"
+    "{%- endif %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+SMOLLM_2 = (
+    "{% for m in messages %}{% if loop.first and messages[0].role != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM.<|im_end|>\n' }}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# what the system text says of thinking goes, and decides
+SMOLLM_3 = (
+    "{%- set mode = '/think' %}{%- set custom = '' %}{%- if messages[0].role == 'system' %}"
+    "{%- set custom = messages[0].content %}{%- if '/no_think' in custom %}"
+    "{%- set mode = '/no_think' %}{%- endif %}{%- set custom = custom.replace('/no_think', '')"
+    ".replace('/think', '').rstrip() %}{%- endif %}{{- '<|im_start|>system\n## Metadata\n\n' }}"
+    "{{- 'Reasoning Mode: ' + mode + '\n\n## Custom Instructions\n\n' }}"
+    "{{- (custom or 'You are a helpful assistant.') + '\n\n<|im_end|>\n' }}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{{- '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{%- elif m.role == 'assistant' %}"
+    "{%- if mode == '/think' %}{{- '<|im_start|>assistant\n' + m.content.lstrip('\n') }}"
+    "{%- else %}{{- '<|im_start|>assistant\n<think>\n\n</think>\n' + m.content.lstrip('\n') }}"
+    "{%- endif %}{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\n' }}{%- if mode == '/no_think' %}"
+    "{{- '<think>\n\n</think>\n' }}{%- endif %}{%- endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{% for m in messages %}"
+    + ALTERNATION
+    + "{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+GEMMA_3 = (
+    "{{ bos_token }}"
+    + SPLIT_SYSTEM
+    + "{%- for m in rest -%}"
+    + ALTERNATION
+    + "{{ '<start_of_turn>'"
+    " + ('model' if m.role == 'assistant' else m.role) + '\n' + (system + '\n\n' if loop.first and "
+    "system else '') }}{{ m.content | trim }}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"
+)
+PHI_3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+PHI_4 = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '<|im_sep|>' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+GRANITE = (
+    "{%- if messages[0].role == 'system' %}{%- set system = messages[0].content %}"
+    "{%- set rest = messages[1:] %}{%- else %}{%- set system = 'Knowledge Cutoff Date: April 2024."
+    "\nYou are Granite, developed by IBM.' %}{%- set rest = messages %}{%- endif %}"
+    "{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}"
+    "{%- for m in rest %}{{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content }}"
+    "{{- '<|end_of_text|>\n' }}{%- endfor %}{%- if add_generation_prompt %}"
+    "{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{% endfor %}"
+)
+LLAMA_TOKENS = ("<unk>", "<s>", "</s>")
+IM = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+THINKING = ("<think>", "</think>", "<tool_response>", "</tool_response>")
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A template, and the tokenizer that goes with it."""
+
+    template: str
+    kind: str  # "bytes", or SentencePiece's: "blank" before every section, "first" only, "none"
+    special: tuple[str, ...]  # unk, bos and eos first where there are three of Llama's
+    plain: tuple[str, ...] = ()  # added, but not special
+    strips: bool = False  # special tokens swallow the blanks after them
+    takes_system: bool = True
+
+    def tokenizer(self) -> Any:
+        """Return a small tokenizer of this kind with the template."""
+        backend = Tokenizer.from_str(_trained(self.kind))
+        backend.add_special_tokens(
+            [
+                AddedToken(each, special=True, normalized=False, rstrip=self.strips and "|" in each)
+                for each in self.special
+            ]
+        )
+        backend.add_tokens([AddedToken(each, normalized=False) for each in self.plain])
+        named = dict(zip(("unk_token", "bos_token", "eos_token"), self.special, strict=False))
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            chat_template=self.template,
+            clean_up_tokenization_spaces=False,
+            **named,
+        )
+
+
+HEADERS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
+TEXT = ("<|unk|>", "<|begin_of_text|>", "<|end_of_text|>")
+INST = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[TOOL_CALLS]")
+TURNS = ("<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+CHAT_MODELS = {
+    "chatml": ChatModel(CHATML, "bytes", IM),
+    "llama-2": ChatModel(LLAMA_2, "blank", LLAMA_TOKENS),
+    "llama-2-first": ChatModel(LLAMA_2, "first", LLAMA_TOKENS),
+    "llama-3": ChatModel(LLAMA_3, "bytes", TEXT + HEADERS),
+    "llama-3.1": ChatModel(LLAMA_3_1, "bytes", TEXT + HEADERS),
+    "mistral-v0.1": ChatModel(MISTRAL_V1, "blank", LLAMA_TOKENS),
+    "mistral-v0.3": ChatModel(MISTRAL_V3, "blank", LLAMA_TOKENS + INST),
+    "nemo": ChatModel(NEMO, "bytes", LLAMA_TOKENS + INST),
+    "qwen-2.5": ChatModel(QWEN_2_5, "bytes", IM),
+    "qwen-3": ChatModel(QWEN_3, "bytes", IM, THINKING),
+    "smollm-2": ChatModel(SMOLLM_2, "bytes", IM),
+    "smollm-3": ChatModel(SMOLLM_3, "bytes", IM, THINKING),
+    "gemma": ChatModel(GEMMA, "none", TURNS, takes_system=False),
+    "gemma-3": ChatModel(GEMMA_3, "none", TURNS),
+    "phi-3": ChatModel(
+        PHI_3,
+        "blank",
+        (*LLAMA_TOKENS, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        strips=True,
+    ),
+    "phi-4": ChatModel(PHI_4, "bytes", (*IM, "<|im_sep|>")),
+    "granite": ChatModel(GRANITE, "bytes", (*TEXT, "<|start_of_role|>", "<|end_of_role|>")),
+    "zephyr": ChatModel(ZEPHYR, "blank", LLAMA_TOKENS),
+}
+
+
+@cache
+def _trained(kind: str) -> str:
+    """Return a tokenizer without added tokens, trained on a little text, as JSON."""
+    text = [long_text()[:40_000]]
+    if kind == "bytes":
+        backend = Tokenizer(BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        backend.train_from_iterator(
+            text, BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+        )
+        return backend.to_str()
+    trained = Tokenizer(BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    trained.train_from_iterator(
+        text, BpeTrainer(vocab_size=500, initial_alphabet=["▁"], show_progress=False)
+    )
+    vocab = trained.get_vocab()
+    merges = json.loads(trained.to_str())["model"]["merges"]
+    for byte in range(256):  # SentencePiece's bytes for what has no token
+        vocab[f"<0x{byte:02X}>"] = len(vocab)
+    vocab["<unk>"] = len(vocab)
+    model = BPE(
+        vocab=vocab,
+        merges=[(left, right) for left, right in merges],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = Tokenizer(model)
+    blank = normalizers.Replace(" ", "▁")
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "blank":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blank])
+    elif kind == "none":
+        backend.normalizer = blank
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(decoding)
+    return backend.to_str()
