@@ -121,7 +121,7 @@ class Terminal:
         stats = self.chat.engine.stats
         before = f"{stats.reused_tokens} tokens were there before"
         if stats.discarded_tokens:
-            before += f", {stats.discarded_tokens} more were discarded: the prompt has others there"
+            before += f", and {stats.discarded_tokens} that this prompt has otherwise were not"
         say(f"{describe(stats)}; {before}")
 
     def _clear(self, _: str) -> None:
