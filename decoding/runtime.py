@@ -100,15 +100,14 @@ class Runtime:
     @property
     def slice_kernels(self) -> Kernels:
         """The kernels that layers in slices are joined with, or None, and why it is so."""
-        config, device = self.target.config, self.target.group.device
-        return fused_kernels(device.type, self.dtype, config.head_dim)
+        layout, device = self.needs.layout, self.target.group.device
+        return fused_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
     def steady_kernels(self) -> Kernels:
         """The kernels that identical texts attend with, or None, and why it is so."""
-        config, device = self.target.config, self.target.group.device
-        groups = config.heads // config.kv_heads
-        return steady_kernels(device.type, self.dtype, config.head_dim, groups)
+        layout, device = self.needs.layout, self.target.group.device
+        return steady_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
     def needs(self) -> TextNeeds:

@@ -17,7 +17,7 @@ from offload.slices import SliceCodec
 from offload.steady_shape import KEYS
 
 _HEADS, _TOKENS = 2, 300  # of a trial
-_ROWS = 3, 12, 30  # of its passes: with these, programs take 16, 32 and 64 rows
+_BLOCKS = 16, 32, 64  # rows of a KV head that a program takes: a kernel is compiled for each
 _STEADY_TOKENS, _STEADY_ROWS = KEYS + 44, 11  # with several blocks of both
 _CLOSE = 2e-2  # of attention in bfloat16, of which weights are rounded too
 _CLOSE_IN_32_BITS = 1e-4
@@ -26,20 +26,21 @@ Kernels = tuple[ModuleType | None, str]  # that are used, and why, or why none a
 
 
 @cache
-def fused_kernels(device: str, dtype: torch.dtype, dim: int) -> Kernels:
+def fused_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
     """Return `offload.slice_kernels` for a type of device, or None, and why it is so.
 
     Args:
         device: the type.
         dtype: of the elements, which are cut into slices.
         dim: of a head.
+        groups: query heads to a KV head.
     """
 
     if slice_format(dtype) is None:
         return None, f"elements of {dtype} are not cut into slices"
 
     def trial(kernels: ModuleType) -> None:
-        _try(kernels, torch.device(device), dtype, dim)
+        _try(kernels, torch.device(device), dtype, dim, groups)
 
     return _tried("slice_kernels", device, trial)
 
@@ -79,12 +80,15 @@ def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kerne
     return kernels, "a trial showed that they are right"
 
 
-def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int) -> None:
+def _try(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
+) -> None:
     """Raise RuntimeError where kernels say something else than plain operations."""
     cut = slice_format(dtype)
     assert cut is not None
     codec = SliceCodec(cut)
-    kv, queries = _inputs(device, dtype, _TOKENS, dim, max(_ROWS), 2)
+    passes = _rows(groups)
+    kv, queries = _inputs(device, dtype, _TOKENS, dim, passes[-1], groups)
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     codes, lows, _ = codec.split(kv, offsets)
@@ -99,11 +103,20 @@ def _try(kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int
     codec.join(codes, None, offsets, near)
     keys = near[0].transpose(0, 1)
     values = near[1].transpose(0, 1)
-    for rows in _ROWS:
+    for rows in passes:
         q = queries[:rows]
         right, _ = partial_attention(q, keys, values, causal=False)
         found, _ = kernels.attend(cut, q, codes, table)
         _refuse_unlike(f"attention to codes of {dtype}", found, right)
+
+
+def _rows(groups: int) -> list[int]:
+    """Return the rows of passes for which all kernels of attention to codes are compiled.
+
+    Of the largest block there are two, of which the second is not full.
+    """
+    most = _BLOCKS[-1] // groups + 1
+    return sorted({1, *(max(1, block // groups) for block in _BLOCKS), most})
 
 
 def _try_steadily(

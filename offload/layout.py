@@ -29,6 +29,7 @@ class KVLayout:
     heads: int
     head_dim: int
     dtype: torch.dtype
+    groups: int = 1  # query heads per KV head
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim"):

@@ -25,6 +25,7 @@ _JOINED = 1024  # elements of a head that a program joins
 _KEYS = 64  # that a program looks at at a time
 _PROGRAMS = 256  # over which keys are split: two for each processor of a 4090
 _MIN_KEYS = 256  # of a program
+_STAGED_DIM, _STAGED = 128, 32 * 128  # largest head, and largest block, with tiles loaded ahead
 # triton's interpreter, which tests use, would multiply bfloat16 as whole numbers
 WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -82,6 +83,7 @@ def attend(cut: SliceFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Parti
     share = ceil_div(tokens, splits)
     share = ceil_div(share, _KEYS) * _KEYS  # keys of a split
     splits = ceil_div(tokens, share)
+    columns = max(16, triton.next_power_of_2(dim))
     outs = torch.empty(splits, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(splits, rows, query_heads, dtype=torch.float32, device=q.device)
     _attend[heads, blocks, splits](
@@ -103,13 +105,23 @@ def attend(cut: SliceFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Parti
         LOW_BITS=cut.low_bits,
         ROWS=block,
         KEYS=_KEYS,
-        DIM=max(16, triton.next_power_of_2(dim)),
+        DIM=columns,
         WIDENS=WIDENS,
+        num_stages=stages(block, columns),
     )
     parts = list(zip(outs, lses, strict=True))
     out, lse = merge(parts)
     out = out.to(q.dtype)
     return out, lse
+
+
+def stages(rows: int, columns: int) -> int:
+    """Return how many tiles of keys a program of so many rows and dimensions has in flight.
+
+    Shared memory is 100 KB on an RTX 3090 or 4090, for two programs at a time up to head dimension
+    128, and for one beyond.
+    """
+    return 2 if columns <= _STAGED_DIM and rows * columns <= _STAGED else 1
 
 
 @triton.jit
@@ -121,7 +133,8 @@ def _patterns(code, low, constant, LOW_BITS: tl.constexpr):
     return (y + constant).to(tl.int16)
 
 
-@triton.jit
+# A kernel of its own for each kind of number would be compiled in the middle of a text.
+@triton.jit(do_not_specialize=["offset_part"])
 def _join(
     codes,
     lows,
@@ -162,8 +175,8 @@ def _join(
         tl.store(place, patterns, mask=inside)
 
 
-# which differ from pass to pass: a kernel of its own for each kind of number would be compiled
-@triton.jit(do_not_specialize=["tokens", "share", "rows"])
+# Likewise: these differ from pass to pass, or between the self-test and a model.
+@triton.jit(do_not_specialize=["tokens", "share", "rows", "query_heads", "offset_part"])
 def _attend(
     q,
     codes,

@@ -48,7 +48,8 @@ class Coding:
         codes = None
         if on_device and not late:
             codes = torch.empty(buffer, dtype=torch.uint8, device=device)
-        kernels, _ = fused_kernels(device.type, shape.layout.dtype, shape.layout.head_dim)
+        layout = shape.layout
+        kernels, _ = fused_kernels(device.type, layout.dtype, layout.head_dim, layout.groups)
         late_codes = buffer if late else None
         return cls(SliceCodec(shape.format), outliers, codes, late_codes, kernels)
 

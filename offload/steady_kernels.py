@@ -24,6 +24,7 @@ from offload.steady_shape import KEYS, WIDTH
 
 _TILE = 64  # keys that a program looks at at a time
 _MOST_ROWS = 64  # of a program: more would not fit a processor's registers
+_MOST_ROWS_OF_LARGE_HEADS = 16  # in 32 bits: with more, shared memory of 100 KB does not do
 
 
 def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -43,11 +44,11 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
     outs = torch.empty(spans, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(spans, rows, query_heads, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, query_heads, dim, dtype=q.dtype, device=q.device)
-    tile = program_rows(groups)
+    columns = max(16, triton.next_power_of_2(dim))
+    tile = program_rows(groups, columns, q.dtype)
     tiles = ceil_div(WIDTH * groups, tile)
     last_block = ceil_div(end, WIDTH)
     blocks = last_block - start // WIDTH
-    columns = max(16, triton.next_power_of_2(dim))
     strides = []  # in tokens
     for part in (prefix, recent):
         strides.append(part.stride(0) // dim)
@@ -80,11 +81,18 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def program_rows(groups: int) -> int:
-    """Return how many rows of a KV head a program has, with so many query heads to each."""
+def program_rows(groups: int, columns: int, dtype: torch.dtype) -> int:
+    """Return how many rows of a KV head a program has.
+
+    Args:
+        groups: query heads per KV head.
+        columns: dimensions of a head, as many as a tile has.
+        dtype: of the elements.
+    """
     rows = triton.next_power_of_2(WIDTH * groups)
     rows = max(16, rows)
-    return min(_MOST_ROWS, rows)
+    is_large = columns > 128 and dtype.itemsize == 4
+    return min(_MOST_ROWS_OF_LARGE_HEADS if is_large else _MOST_ROWS, rows)
 
 
 @triton.jit

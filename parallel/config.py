@@ -334,7 +334,8 @@ class ModelConfig:
         """
         self.refuse_ranks(ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
-        return KVLayout(self.layers, heads, self.head_dim, dtype)
+        groups = self.heads // self.kv_heads
+        return KVLayout(self.layers, heads, self.head_dim, dtype, groups)
 
 
 def _config_file(folder: Path) -> Path:

@@ -26,8 +26,8 @@ def slice_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     if cut is None:
         return {}
     codec = SliceCodec(cut)
-    kernels, _ = fused_kernels(device.type, dtype, config.head_dim)
     layout = config.kv_layout(1, dtype)
+    kernels, _ = fused_kernels(device.type, dtype, layout.head_dim, layout.groups)
     kv = normal(*layout.shape(1, _TOKENS), device=device, dtype=dtype)[0]
     q = normal(1, config.heads, config.head_dim, device=device, dtype=dtype)
     offsets = codec.offsets(kv)

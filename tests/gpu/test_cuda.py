@@ -335,15 +335,19 @@ def test_what_lacks_its_kernels_is_warned_of(
 
 @pytest.mark.cuda(standin=False)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 128, 256])
-def test_fused_kernels_are_right(dtype: torch.dtype, dim: int) -> None:
-    kernels, why = fused_kernels("cuda", dtype, dim)
+@pytest.mark.parametrize(
+    ("dim", "groups"), [(64, 1), (80, 4), (128, 1), (128, 4), (128, 7), (256, 4)]
+)
+def test_fused_kernels_are_right(dtype: torch.dtype, dim: int, groups: int) -> None:
+    kernels, why = fused_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why
 
 
 @pytest.mark.cuda(standin=False)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("dim", "groups"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 16)])
+@pytest.mark.parametrize(
+    ("dim", "groups"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 16), (256, 4)]
+)
 def test_steady_kernels_are_right(dtype: torch.dtype, dim: int, groups: int) -> None:
     kernels, why = steady_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -135,21 +136,43 @@ def test_they_compile_for_gpus(tmp_path: Path) -> None:
     assert done.stdout == "compiled\n", done.stderr
 
 
+@pytest.mark.parametrize("groups", [1, 3, 4, 7, 16])
+def test_a_trial_compiles_all_that_a_model_launches(
+    groups: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel is compiled for each number of query heads per KV head, and of rows of a block."""
+    launched = set()
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*arguments: Any, **constants: Any) -> None:
+                launched.add((constants["GROUPS"], constants["ROWS"], grid[1]))
+                real[grid](*arguments, **constants)
+
+            return launch
+
+    real = kernels._attend
+    monkeypatch.setattr(kernels, "_attend", Spy())
+    fused._try(kernels, torch.device("cpu"), torch.bfloat16, 32, groups)
+    assert {(groups, rows) for rows in (16, 32, 64)} == {each[:2] for each in launched}
+    assert max(blocks for *_, blocks in launched) == 2
+
+
 def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fused_kernels("cpu", torch.bfloat16, 64) == (None, "there are none for cpu")
-    _, why = fused_kernels("cuda", torch.float32, 64)
+    assert fused_kernels("cpu", torch.bfloat16, 64, 1) == (None, "there are none for cpu")
+    _, why = fused_kernels("cuda", torch.float32, 64, 1)
     assert why == "elements of torch.float32 are not cut into slices"
     device = torch.device("cpu")
     for dim in (64, 80, 128):
-        fused._try(kernels, device, torch.bfloat16, dim)
-        fused._try(kernels, device, torch.float16, dim)
+        fused._try(kernels, device, torch.bfloat16, dim, 2)
+        fused._try(kernels, device, torch.float16, dim, 2)
     monkeypatch.setattr(kernels, "join", lambda *_: None)
     with pytest.raises(RuntimeError, match="are joined wrongly"):
-        fused._try(kernels, device, torch.bfloat16, 64)
+        fused._try(kernels, device, torch.bfloat16, 64, 2)
     monkeypatch.undo()
     attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *each: (attend(*each)[0] + 0.1, None))
     with pytest.raises(RuntimeError, match=r"codes of torch\.float16 is off by 0\.1"):
-        fused._try(kernels, device, torch.float16, 64)
+        fused._try(kernels, device, torch.float16, 64, 2)

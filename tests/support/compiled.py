@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -16,15 +17,31 @@ from offload.layout import ceil_div
 from offload.steady_shape import KEYS, WIDTH
 
 GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: bytes of a block
+PROCESSOR, RESERVED = 102_400, 1_024  # of an RTX 4090: bytes of a processor, and CUDA's of a block
+ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SLICED = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
 SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "WIDENS": False}
-BLOCKS = [(16, 64), (32, 128), (64, 128), (64, 256)]  # rows and dimensions of attention to codes
+# of attention to codes: elements, rows and dimensions of a block
+BLOCKS = {
+    80: [("fp16", 16, 64)],
+    89: [
+        *(("bf16", rows, columns) for columns in (128, 256) for rows in (16, 32, 64)),
+        ("fp16", 64, 64),
+    ],
+    90: [("bf16", 64, 128)],
+}
+# numbers that are multiples of 16, as a launch finds: only then are tiles of codes loaded ahead
+MULTIPLES = {"dim", "count"}
+MULTIPLES |= {"code_part", "code_head", "low_part", "low_head", "out_part", "out_head"}
 POINTERS = {"codes": "*u8", "lows": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
 # of steady attention: elements, dimensions of a head, and query heads to a KV head
 STEADY = {
     80: [("fp16", 128, 1)],
-    89: [("bf16", 64, 3), ("bf16", 80, 1), ("bf16", 128, 4), ("bf16", 128, 16), ("fp32", 128, 8)],
+    89: [
+        *(("bf16", 64, 3), ("bf16", 80, 1), ("bf16", 128, 4), ("bf16", 128, 16)),
+        *(("bf16", 256, 8), ("fp32", 128, 8), ("fp32", 256, 8)),
+    ],
     90: [("bf16", 128, 8)],
 }
 
@@ -32,7 +49,7 @@ STEADY = {
 def compiled(
     kernel: Any, element: str, generation: int, sizes: dict[str, Any], **options: int
 ) -> Any:
-    """Return a kernel's machine code for elements of this kind, which fits such a GPU."""
+    """Return a kernel compiled for elements of this kind, which fits such a GPU."""
     constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
     types = dict.fromkeys(("q", "prefix", "recent", "attended"), f"*{element}") | POINTERS
     signature = {
@@ -40,36 +57,50 @@ def compiled(
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    for each in kernel.params:
+        # else a launch of the self-test would not compile what a model's launches need
+        varies = signature[each.name] == "i32" and each.name not in MULTIPLES
+        assert each.do_not_specialize or not varies, each.name
     # memory on a GPU begins at multiples of 16 bytes, and so do tokens in it
     aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*")
+        (each.num,): [["tt.divisibility", 16]]
+        for each in kernel.params
+        if signature[each.name].startswith("*")
+        or (each.name in MULTIPLES and not each.do_not_specialize)
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     target = GPUTarget("cuda", generation, 32)
     made = triton.compile(source, target=target, options=options or None)
     assert made.metadata.shared <= GENERATIONS[generation], (element, sizes, made.metadata.shared)
-    return made.asm["cubin"]
+    return made
+
+
+def codes(generation: int) -> None:
+    """Compile attention to codes: two programs fit a processor up to head dimension 128."""
+    for element, rows, columns in BLOCKS[generation]:
+        sizes = SIZES | SLICED[element] | {"ROWS": rows, "DIM": columns}
+        ahead = slice_kernels.stages(rows, columns)
+        made = compiled(slice_kernels._attend, element, generation, sizes, num_stages=ahead)
+        if generation == 89 and columns <= 128:
+            assert 2 * (made.metadata.shared + RESERVED) <= PROCESSOR, (rows, columns)
 
 
 def steady(generation: int) -> None:
     """Compile the kernels for steady attention in shapes in which they are launched."""
     for element, dim, groups in STEADY[generation]:
-        rows = steady_kernels.program_rows(groups)
+        columns = triton.next_power_of_2(dim)
+        rows = steady_kernels.program_rows(groups, columns, ELEMENTS[element])
         sizes = {"GROUPS": groups, "WIDTH": WIDTH, "SPAN": KEYS, "ROWS": rows, "DIM": dim}
         sizes |= {"TILES": ceil_div(WIDTH * groups, rows), "TILE": steady_kernels._TILE}
-        sizes |= {"COLUMNS": triton.next_power_of_2(dim), "WIDENS": False}
-        assert compiled(steady_kernels._attend, element, generation, sizes, num_stages=1)
-        assert compiled(steady_kernels._merge, element, generation, sizes)
+        sizes |= {"COLUMNS": columns, "WIDENS": False}
+        compiled(steady_kernels._attend, element, generation, sizes, num_stages=1)
+        compiled(steady_kernels._merge, element, generation, sizes)
 
 
 if __name__ == "__main__":
     for generation in GENERATIONS:
         element = "fp16" if generation == 80 else "bf16"
-        assert compiled(slice_kernels._join, element, generation, SIZES | SLICED[element])
-        for rows, dim in BLOCKS:
-            sizes = SIZES | SLICED[element] | {"ROWS": rows, "DIM": dim}
-            assert compiled(slice_kernels._attend, element, generation, sizes)
+        compiled(slice_kernels._join, element, generation, SIZES | SLICED[element])
+        codes(generation)
         steady(generation)
     print("compiled")
