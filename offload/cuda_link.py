@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.errors import FitError
-from offload.host_memory import allocate, touch
+from offload.host_memory import allocate, keep_from_forks, touch
 from offload.link import Copy, Link, by_head
 from offload.numa import gpu_node, on_node
 from offload.retrieval_shape import SHARED_BYTES
@@ -47,6 +47,7 @@ class CudaLink(Link):
                 f"(cudaHostRegister: error {code}). Raise the limit on locked memory (ulimit -l "
                 "unlimited), or use a shorter `context`."
             )
+        keep_from_forks(buffer, True)
         self._registered[buffer.data_ptr()] = buffer
         return buffer
 
@@ -54,6 +55,7 @@ class CudaLink(Link):
         self.drain()
         if self._registered.pop(buffer.data_ptr(), None) is not None:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+            keep_from_forks(buffer, False)
 
     def copy(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
         return self._start(self._stream, pairs)

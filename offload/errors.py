@@ -42,6 +42,10 @@ _NO_MEMORY = (  # what allocators say that raise nothing but a RuntimeError
     "could not create a memory",
     "std::bad_alloc",
     "out of memory",
+    # of cuBLAS, cuDNN and NCCL
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "Cannot allocate memory",
 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.errors import one_line
+from offload.errors import is_out_of_memory, one_line
 from offload.slice_format import slice_format
 from offload.slices import SliceCodec
 from offload.steady_shape import KEYS
@@ -65,17 +65,17 @@ def steady_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Ke
 def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kernels:
     """Return the kernels of a module of this package where they pass a trial.
 
-    Raises torch.OutOfMemoryError, which says nothing of them.
+    Raises what says that memory ran out (`is_out_of_memory`), which says nothing of them.
     """
     if device != "cuda":
         return None, f"there are none for {device}"
     try:
         kernels = import_module(f"offload.{name}")
         trial(kernels)
-    except torch.OutOfMemoryError:
-        raise
     # whatever a compiler or driver makes of them, plain operations do without
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         return None, f"{type(error).__name__}: {one_line(error)}"
     return kernels, "a trial showed that they are right"
 

@@ -15,7 +15,19 @@ import psutil
 from offload.errors import FitError
 from offload.layout import ceil_div
 
-_HUGE_PAGES, _POPULATE = 14, 23  # MADV_HUGEPAGE and MADV_POPULATE_WRITE of Linux
+# of Linux: MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE and MADV_POPULATE_WRITE
+_DONT_FORK, _DO_FORK, _HUGE_PAGES, _POPULATE = 10, 11, 14, 23
+# of cgroups, versions 2 and 1: the folder, its limit, what is used, and of that the page cache,
+# which the kernel takes back before it refuses memory
+_CGROUPS = (
+    ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
 _MAX_THREADS = 8  # with more, memory is what clearing pages waits for
 
 if TYPE_CHECKING:
@@ -23,24 +35,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def host_available() -> int:
+def host_available(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of host memory that can really be had.
 
-    It is the kernel's estimate, or less where a cgroup sets a limit.
+    It is the kernel's estimate, or less where a cgroup sets a limit. Page cache counts as free, of
+    the machine and of a cgroup alike.
     """
     available = psutil.virtual_memory().available
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
+    for folder, limit, used, page_cache in _CGROUPS:
         try:
-            with open(limit) as top, open(used) as now:
-                available = min(available, max(0, int(top.read()) - int(now.read())))
+            most = int((cgroups / folder / limit).read_text())
+            now = int((cgroups / folder / used).read_text())
         except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
+        stat = cgroups / folder / "memory.stat"
+        for line in stat.read_text().splitlines() if stat.exists() else ():
+            name, _, count = line.partition(" ")
+            if name in page_cache:
+                now -= int(count)
+        available = min(available, max(0, most - now))
     return available
 
 
@@ -105,6 +118,15 @@ def touch(buffer: Tensor) -> None:
     with ThreadPoolExecutor(threads) as pool:  # whose threads inherit this one's CPUs
         starts = range(0, nbytes, share)
         list(pool.map(populate, starts))
+
+
+def keep_from_forks(buffer: Tensor, keep: bool) -> None:
+    """Keep the pages of a buffer from processes that fork off this one, or let them have them.
+
+    A fork copies pinned pages at once, which takes their time and as much memory again. To be
+    undone before the buffer is freed: what comes to those pages next must survive a fork.
+    """
+    _advise(buffer.data_ptr(), buffer.nbytes, _DONT_FORK if keep else _DO_FORK)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:

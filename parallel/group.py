@@ -186,6 +186,7 @@ class Group:
         if self.watchdog:
             self.watchdog.stop()
         if self.size > 1 and dist.is_initialized():
+            self.recorder.reset()
             dist.destroy_process_group()
 
     @contextmanager

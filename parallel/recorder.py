@@ -10,6 +10,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+_RECORDERS: WeakSet[Recorder] = WeakSet()  # of this process
+
+
+def reset_recordings() -> None:
+    """Reset all CUDA graphs of this process, as `Recorder.reset` does."""
+    for recorder in list(_RECORDERS):
+        recorder.reset()
+
 
 class Recorder:
     """The maker of CUDA graphs on one device; on a CPU there is nothing to record."""
@@ -22,6 +30,16 @@ class Recorder:
         # whose memory all share, for no two are replayed at once: it goes with the last of them
         self._graphs: WeakSet[Any] = WeakSet()
         self._pool: Any = None
+        _RECORDERS.add(self)
+
+    def reset(self) -> None:
+        """Free what all recordings hold; none can be replayed again.
+
+        NCCL does not end while a graph with one of its collectives exists: to be called before
+        `torch.distributed.destroy_process_group`, which would hang.
+        """
+        for graph in list(self._graphs):
+            graph.reset()
 
     @property
     def count(self) -> int:

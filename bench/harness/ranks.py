@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from parallel.recorder import reset_recordings
+
 # what ranks, and commands forked in tests, would else import in seconds each
 PRELOAD = [
     "torch.distributed.run",
@@ -52,6 +54,13 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
+def leave_group() -> None:
+    """Leave the group of this process if it is in one, also where what ran in it has failed."""
+    if dist.is_initialized():
+        reset_recordings()
+        dist.destroy_process_group()
+
+
 def free_port() -> int:
     """Return a port of the loopback that nobody listens on."""
     with socket.socket() as listener:
@@ -78,5 +87,4 @@ def _rank(
     try:
         torch.save(function(*args), folder / f"{rank}.pt")
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_group()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import bench.harness.ranks
 import decoding.keeping.saving
 import parallel.graphs
 from bench.harness.ranks import run_ranks
@@ -265,6 +266,42 @@ def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> N
         assert recorder.count == 2
         del second, third
         assert recorder.count == 0
+
+
+def test_recordings_are_reset_before_a_group_is_left() -> None:
+    """NCCL would wait for ever for graphs that hold its collectives."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("one GPU here")
+    for close in (True, False):
+        run_ranks(2, leaving, close)
+
+
+def leaving(close: bool) -> None:
+    with gpu_or_standin():
+        group = Group.from_environment("cuda")
+        x = torch.ones(4, device=group.device)
+        group.all_reduce(x)
+        again = group.recorder.record(lambda: group.all_reduce(x * 2))
+    counts, destroy = [], dist.destroy_process_group
+    reset = type(next(iter(group.recorder._graphs))).reset
+
+    def counted(graph: Any) -> None:
+        counts.append("reset")
+        reset(graph)
+
+    def destroyed() -> None:
+        assert counts == ["reset"]  # while `again` still holds the graph
+        destroy()
+
+    with (
+        patch.object(type(next(iter(group.recorder._graphs))), "reset", counted),
+        patch.object(dist, "destroy_process_group", destroyed),
+    ):
+        if close:
+            group.close()
+        else:
+            bench.harness.ranks.leave_group()
+    assert callable(again)
 
 
 @pytest.mark.parametrize(

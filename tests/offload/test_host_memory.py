@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 from mmap import PAGESIZE
+from pathlib import Path
 
 import pytest
 import torch
 
 from offload import host_memory
-from offload.host_memory import allocate, touch
+from offload.cuda_link import CudaLink
+from offload.host_memory import allocate, host_available, touch
+from standin import standin
 
 
 def resident(buffer: torch.Tensor) -> int:
@@ -64,3 +67,61 @@ def test_threads_that_touch_it_run_where_their_caller_may(monkeypatch: pytest.Mo
     touch(buffer)
     assert sum(nbytes for _, nbytes in seen[1:]) == 10_000
     assert len(seen[1:]) == min(8, len(every))
+
+
+# a limit of 3 GB, of which 2.5 are used: 2 by files that were read, and half a GB by programs
+CGROUPS = {
+    "": {
+        "memory.max": "3000000000",
+        "memory.current": "2500000000",
+        "memory.stat": "anon 500000000\ninactive_file 1200000000\nactive_file 800000000\n",
+    },
+    "memory": {
+        "memory.limit_in_bytes": "3000000000",
+        "memory.usage_in_bytes": "2500000000",
+        "memory.stat": "inactive_file 1\ntotal_inactive_file 1200000000\n"
+        "total_active_file 800000000\n",
+    },
+}
+
+
+@pytest.mark.parametrize("version", CGROUPS)
+def test_files_in_the_page_cache_take_nothing_of_a_containers_limit(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1 << 40
+    monkeypatch.setattr(
+        host_memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free})
+    )
+    assert host_available(tmp_path) == free
+    folder = tmp_path / version
+    folder.mkdir(exist_ok=True)
+    for name, text in CGROUPS[version].items():
+        (folder / name).write_text(text)
+    assert host_available(tmp_path) == 2_500_000_000
+    (folder / "memory.stat").unlink()
+    assert host_available(tmp_path) == 500_000_000
+
+
+def is_kept_from_forks(buffer: torch.Tensor) -> bool:
+    """Return whether the kernel copies no page of a buffer to a process that forks off."""
+    middle = buffer.data_ptr() + buffer.nbytes // 2
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, dash, rest = line.split()[0].partition("-")
+        if dash:
+            inside = int(first, 16) <= middle < int(rest, 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "dc" in line.split()
+    raise AssertionError("no such memory")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
+def test_pinned_memory_is_not_copied_to_forks_until_it_is_freed() -> None:
+    with standin():
+        link = CudaLink(torch.device("cuda", 0))
+        buffer = link.host_empty(64 << 20, torch.uint8)
+        assert is_kept_from_forks(buffer)
+        link.release(buffer)
+        assert not is_kept_from_forks(buffer)
+        link.close()

@@ -50,6 +50,7 @@ class Graph:
         self.machine = machine
         self.nodes: list[Node] = []
         self.invalid = False
+        self.is_reset = False
 
     def add(
         self,
@@ -79,8 +80,13 @@ class Graph:
                 "CUDA error: operation failed due to a previous error during capture"
             )
 
+    def reset(self) -> None:
+        self.nodes.clear()
+        self.is_reset = True
+
     def replay(self) -> None:
         assert not self.invalid
+        assert not self.is_reset
         self.machine.refuse("replay")
         with _disable_current_modes():
             for node in self.nodes:

@@ -1,0 +1,32 @@
+"""What libraries say where memory runs out is known as that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload.errors import is_out_of_memory
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+        "NCCL error: unhandled system error. Last error: mmap failed: Cannot allocate memory",
+        "Triton Error [CUDA]: out of memory",
+    ],
+)
+def test_libraries_of_a_gpu_that_lack_memory_say_so_in_their_own_words(words: str) -> None:
+    assert is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(ValueError(words))
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    words = "out of resource: shared memory, Required: 139264, Hardware limit: 101376"
+    assert not is_out_of_memory(RuntimeError(words))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
