@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from subprocess import CalledProcessError
 from types import ModuleType
 
 import torch
@@ -76,8 +77,16 @@ def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kerne
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        return None, f"{type(error).__name__}: {one_line(error)}"
+        return None, _reason(error)
     return kernels, "a trial showed that they are right"
+
+
+def _reason(error: Exception) -> str:
+    """Return why kernels cannot be used, and what is missing where triton cannot compile."""
+    reason = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, CalledProcessError | FileNotFoundError) or "C compiler" in reason:
+        reason += "; triton needs gcc and Python.h here: install gcc and python3-dev"
+    return reason
 
 
 def _try(
@@ -115,8 +124,11 @@ def _rows(groups: int) -> list[int]:
 
     Of the largest block there are two, of which the second is not full.
     """
-    most = _BLOCKS[-1] // groups + 1
-    return sorted({1, *(max(1, block // groups) for block in _BLOCKS), most})
+    found = {1, _BLOCKS[-1] // groups + 1}
+    for block in _BLOCKS:
+        rows = block // groups
+        found.add(max(1, rows))
+    return sorted(found)
 
 
 def _try_steadily(

@@ -43,17 +43,21 @@ def host_available(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """
     available = psutil.virtual_memory().available
     for folder, limit, used, page_cache in _CGROUPS:
+        cgroup = cgroups / folder
         try:
-            most = int((cgroups / folder / limit).read_text())
-            now = int((cgroups / folder / used).read_text())
+            most = int((cgroup / limit).read_text())
+            now = int((cgroup / used).read_text())
         except (OSError, ValueError):  # no such cgroup version, or "max"
             continue
-        stat = cgroups / folder / "memory.stat"
-        for line in stat.read_text().splitlines() if stat.exists() else ():
+        counts = ""
+        with suppress(OSError):
+            counts = (cgroup / "memory.stat").read_text()
+        for line in counts.splitlines():
             name, _, count = line.partition(" ")
             if name in page_cache:
                 now -= int(count)
-        available = min(available, max(0, most - now))
+        free = max(0, most - now)
+        available = min(available, free)
     return available
 
 
@@ -126,7 +130,10 @@ def keep_from_forks(buffer: Tensor, keep: bool) -> None:
     A fork copies pinned pages at once, which takes their time and as much memory again. To be
     undone before the buffer is freed: what comes to those pages next must survive a fork.
     """
-    _advise(buffer.data_ptr(), buffer.nbytes, _DONT_FORK if keep else _DO_FORK)
+    advice = _DO_FORK
+    if keep:
+        advice = _DONT_FORK
+    _advise(buffer.data_ptr(), buffer.nbytes, advice)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:

@@ -121,7 +121,10 @@ def stages(rows: int, columns: int) -> int:
     Shared memory is 100 KB on an RTX 3090 or 4090, for two programs at a time up to head dimension
     128, and for one beyond.
     """
-    return 2 if columns <= _STAGED_DIM and rows * columns <= _STAGED else 1
+    is_small = rows * columns <= _STAGED
+    if is_small and columns <= _STAGED_DIM:
+        return 2
+    return 1
 
 
 @triton.jit

@@ -91,8 +91,10 @@ def program_rows(groups: int, columns: int, dtype: torch.dtype) -> int:
     """
     rows = triton.next_power_of_2(WIDTH * groups)
     rows = max(16, rows)
-    is_large = columns > 128 and dtype.itemsize == 4
-    return min(_MOST_ROWS_OF_LARGE_HEADS if is_large else _MOST_ROWS, rows)
+    most = _MOST_ROWS
+    if columns > 128 and dtype.itemsize == 4:
+        most = _MOST_ROWS_OF_LARGE_HEADS
+    return min(most, rows)
 
 
 @triton.jit

@@ -334,8 +334,7 @@ class ModelConfig:
         """
         self.refuse_ranks(ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
-        groups = self.heads // self.kv_heads
-        return KVLayout(self.layers, heads, self.head_dim, dtype, groups)
+        return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
 
 
 def _config_file(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.few_shapes import keep_few_kernels
+from offload.numa import gpu_address
+from parallel.driver import unseen_gpus
 from parallel.environment import Place, RankLost, place_of
 from parallel.recorder import Recorder
 from parallel.sizes import share
@@ -57,21 +60,38 @@ class Group:
         self.recorder = Recorder(self.device)
 
     @classmethod
-    def from_environment(cls, device: str = "auto") -> Group:
+    def from_environment(
+        cls,
+        device: str = "auto",
+        warn: Callable[[str], None] | None = None,
+    ) -> Group:
         """Join the group that torchrun, or our own launcher, describes in the environment.
 
-        Where it describes none, this rank is alone. `device` is auto, cpu or cuda. Raises
-        TierForceError when CUDA is asked for and missing, or has too few GPUs for the ranks.
+        Where it describes none, this rank is alone.
+
+        Args:
+            device: auto, cpu or cuda.
+            warn: called on rank 0 with a line where a GPU that the driver knows is not used,
+                because torch does not see it; by default a warning of Python.
+
+        Raises TierForceError when CUDA is asked for and missing, or has too few GPUs for the ranks.
         """
         place = place_of()
         gpus = _usable_gpus(device, place.local_size)
         if gpus:
-            where = torch.device("cuda", place.local_rank)
+            # a launcher may show each rank a GPU of its own alone
+            where = torch.device("cuda", 0 if gpus == 1 else place.local_rank)
             torch.cuda.set_device(where)
             if "GeForce" in torch.cuda.get_device_name(where):
                 # no peer access; patched drivers return wrong data
                 os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         else:
+            if device == "auto" and place.rank == 0 and (line := unseen_gpus()):
+                line = f"the processor does all the work: {line}"
+                if warn is None:
+                    warnings.warn(line, stacklevel=2)
+                else:
+                    warn(line)
             where = torch.device("cpu")
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
             keep_few_kernels()
@@ -90,6 +110,7 @@ class Group:
             watchdog.start()
         group = cls(place.rank, place.size, where, watchdog)
         if starts and gpus:
+            _refuse_shared_gpus(group)
             for count in _TRIED_SUMS:
                 with group.together():  # a sum may be wrong on one rank alone
                     _try_nccl(group, count)
@@ -261,15 +282,26 @@ def _usable_gpus(device: str, ranks: int) -> int:
         return 0
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and gpus == 0:
-        raise TierForceError(
-            "`device` cuda, but torch sees no GPU here. Use `device` cpu, or install a CUDA build "
-            "of torch."
-        )
-    if 0 < gpus < ranks:
+        hint = "Use `device` cpu, or install a CUDA build of torch."
+        raise TierForceError(f"`device` cuda, but torch sees no GPU here. {unseen_gpus() or hint}")
+    has_own = gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if 0 < gpus < ranks and not has_own:
         raise TierForceError(
             f"{ranks} ranks, but only {gpus} GPUs: use `gpus` {gpus}, or `device` cpu."
         )
     return gpus
+
+
+def _refuse_shared_gpus(group: Group) -> None:
+    """Raise TierForceError, on all ranks, where two of them have the same GPU: NCCL would hang."""
+    addresses = group.gather(gpu_address(group.device))
+    for rank, address in enumerate(addresses):
+        first = addresses.index(address)
+        if first != rank:
+            raise TierForceError(
+                f"ranks {first} and {rank} have the same GPU ({address}): use `gpus` "
+                f"{len(set(addresses))}, or let CUDA_VISIBLE_DEVICES name another for each rank."
+            )
 
 
 def _try_nccl(group: Group, count: int) -> None:

@@ -190,7 +190,7 @@ def read_conversation(path: Path) -> list[tuple[str, str]]:
 def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
     """Load the models for a conversation; None on ranks other than 0, once rank 0 is done."""
     silence_transformers()
-    group = Group.from_environment(common.device)
+    group = Group.from_environment(common.device, warn)
     text: str | None = None
     with group.together():
         if document is not None and group.rank == 0:

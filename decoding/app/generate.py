@@ -14,7 +14,7 @@ from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
 from decoding.app.progress import Display
-from decoding.app.terminal import silence_transformers
+from decoding.app.terminal import silence_transformers, warn
 from decoding.engine import Engine, Progress
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
@@ -38,7 +38,7 @@ class Request:
 def run(common: Common, request: Request, interrupts: Interrupts) -> None:
     """Continue or answer a text; all ranks call it."""
     silence_transformers()
-    group = Group.from_environment(common.device)
+    group = Group.from_environment(common.device, warn)
     with group.together():
         prompt = request.text or ""
         if request.file is not None:

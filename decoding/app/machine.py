@@ -19,7 +19,7 @@ import torch
 from decoding.app.job import Job, model_digest
 from decoding.app.options import Common
 from decoding.app.summarize import Summaries
-from decoding.app.terminal import silence_transformers
+from decoding.app.terminal import silence_transformers, warn
 from decoding.engine import Engine
 from decoding.planning.fit import Sharing
 from decoding.prompt import Template
@@ -146,7 +146,7 @@ def _own_name() -> str:
 
 def _engine(common: Common, job: Job) -> Engine:
     """Load the models on this rank. Raises TierForceError, also for another model's weights."""
-    group = Group.from_environment(common.device)
+    group = Group.from_environment(common.device, warn)
     folder = resolve(common.model, group)
     with group.together():
         if model_digest(folder) != job.weights:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from decoding.app.files import check_writable, write_json
 from decoding.app.probe_view import table
-from decoding.app.terminal import say, silence_transformers
+from decoding.app.terminal import say, silence_transformers, warn
 from decoding.probe.probe import profile
 from decoding.settings import dtype_of
 from parallel.group import Group
@@ -18,7 +18,7 @@ def run(model: str | None, dtype: str, device: str, output: Path) -> None:
     """Measure this machine with the dimensions of `model`; every rank calls it."""
     silence_transformers()
     kind = dtype_of(dtype)
-    group = Group.from_environment(device)
+    group = Group.from_environment(device, warn)
     with group.together():
         if group.rank == 0:
             check_writable("--output", output)  # before what takes a minute or two

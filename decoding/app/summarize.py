@@ -50,7 +50,7 @@ def run(
     the job from starting, and at its end where documents failed.
     """
     silence_transformers()
-    group = Group.from_environment(common.device)
+    group = Group.from_environment(common.device, warn)
     documents: list[Document] = []
     with group.together():
         if group.rank == 0:

@@ -7,6 +7,7 @@ waits.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -37,7 +38,7 @@ from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
 from parallel.model import Attention
 from parallel.recorder import Recorder
-from standin import Machine, gpu_or_standin
+from standin import Machine, gpu_or_standin, standin
 from support.batches import alone, tokens, written
 from support.engines import DEMO
 from support.recording import count_replays
@@ -266,6 +267,31 @@ def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> N
         assert recorder.count == 2
         del second, third
         assert recorder.count == 0
+
+
+@pytest.mark.parametrize("distinct", [True, False])
+def test_ranks_that_see_one_gpu_each(distinct: bool, gpu: Machine | None) -> None:
+    """As under launchers that set CUDA_VISIBLE_DEVICES for each process."""
+    if gpu is None:
+        pytest.skip("it takes two stand-ins")
+    run_ranks(2, with_one_gpu, distinct)
+
+
+def with_one_gpu(distinct: bool) -> None:
+    rank = int(os.environ["RANK"])
+    with standin(1) as machine, patch.dict(os.environ):
+        refused = pytest.raises(TierForceError, match="2 ranks, but only 1 GPUs")
+        with refused:
+            Group.from_environment("cuda")
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        if distinct:
+            machine.bus = rank + 1
+            group = Group.from_environment("cuda")
+            assert (group.rank, group.device) == (rank, torch.device("cuda", 0))
+        else:
+            refused = pytest.raises(TierForceError, match="ranks 0 and 1 have the same GPU")
+            with refused:
+                Group.from_environment("cuda")
 
 
 def test_recordings_are_reset_before_a_group_is_left() -> None:

@@ -176,3 +176,25 @@ def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
     monkeypatch.setattr(kernels, "attend", lambda *each: (attend(*each)[0] + 0.1, None))
     with pytest.raises(RuntimeError, match=r"codes of torch\.float16 is off by 0\.1"):
         fused._try(kernels, device, torch.float16, 64, 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        subprocess.CalledProcessError(1, ["gcc", "main.c", "-I/usr/include/python3.12"]),
+        FileNotFoundError(2, "No such file or directory", "cc"),
+    ],
+)
+def test_a_machine_that_cannot_compile_is_told_what_it_lacks(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(fused, "_try", fails)
+    fused_kernels.cache_clear()
+    kernels, why = fused_kernels("cuda", torch.bfloat16, 64, 1)
+    fused_kernels.cache_clear()
+    assert kernels is None
+    assert why.endswith("triton needs gcc and Python.h here: install gcc and python3-dev")

@@ -123,7 +123,7 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
             total_memory=machine.memory,
             L2_cache_size=72 << 20,  # a 4090's
             pci_domain_id=0,
-            pci_bus_id=machine.index + 1,
+            pci_bus_id=machine.bus,
             pci_device_id=0,
         ),
         "Stream": stream_type,

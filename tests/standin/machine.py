@@ -40,6 +40,7 @@ class Machine:
 
     def __init__(self, index: int, memory: int):
         self.index, self.memory, self.limit = index, memory, memory
+        self.bus = index + 1  # of its PCI address
         self.device = torch.device("cuda", index)
         self.host = Timeline("the host")
         self.default = Timeline("the default stream")

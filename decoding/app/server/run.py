@@ -46,7 +46,7 @@ def run(
     Raises TierForceError for what keeps it from it, and SystemExit with the signal's exit code.
     """
     silence_transformers()
-    group = Group.from_environment(common.device)
+    group = Group.from_environment(common.device, warn)
     listening: socket.socket | None = None
     keys: list[str] = []
     with group.together():
