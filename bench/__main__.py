@@ -8,7 +8,7 @@ from importlib import import_module
 import typer
 
 COMMANDS = {  # name: module, and what it measures
-    "gpu": ("bench.gpu", "what only a GPU can tell: its tests, link, prefill and passes"),
+    "gpu": ("bench.gpu.day", "what only a GPU can tell: its tests, kernels, link and passes"),
     "compare": ("bench.peers.compare", "TierForce beside transformers, DeepSpeed, llama.cpp"),
     "grid": ("bench.speed.grid", "decoding speed over any grid of settings, links included"),
     "passes": ("bench.speed.passes", "what one pass of each level costs, by context"),

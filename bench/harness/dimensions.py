@@ -28,6 +28,7 @@ def _dimensions(vocab: int, hidden: int, intermediate: int, heads: int, layers: 
 TINY = _dimensions(512, 128, 256, heads=4, layers=3)
 LLAMA_68M = _dimensions(32_000, 768, 3_072, heads=12, layers=2)
 LLAMA_7B = _dimensions(32_000, 4_096, 11_008, heads=32, layers=32)
+LLAMA_8B = _dimensions(128_256, 4_096, 14_336, heads=32, layers=32) | {"num_key_value_heads": 8}
 LLAMA_13B = _dimensions(32_000, 5_120, 13_824, heads=40, layers=40)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType
 
 from bench.peers.gguf import dequantised, hugging_face_folder, kernels

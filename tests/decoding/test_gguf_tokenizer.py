@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("gguf")
 from gguf import GGUFWriter
 from tokenizers import (
     AddedToken,

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("gguf")
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,97 +1,230 @@
-"""`python -m bench gpu` runs whole with tiny dimensions, on a CPU and on a GPU or a stand-in."""
+"""`python -m bench gpu` runs whole in a rehearsal, and goes on where a part of it fails."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from bench.gpu import context_that_fits, main
+from bench.gpu.choices import Choices, Context
+from bench.gpu.day import NAMES, main
+from bench.gpu.models import context_that_fits, loaded, planned_memory, usable_bytes, weight_bytes
+from decoding.planning.profile import HardwareProfile
+from decoding.runtime import Runtime
+from decoding.settings import Settings
 from parallel.config import ModelConfig
+from standin import standin
 from support.engines import DEMO
 
+ROOT = Path(__file__).parents[2]
 app = typer.Typer()
 app.command()(main)
 
+PROGRAM = """
+import os, sys, time
+import typer
+from bench.gpu import day, worker
 
-def test_every_part_is_run_and_kept(tmp_path: Path) -> None:
+def dies(context):
+    context.add("before", 1.0)
+    os._exit(3)
+
+def fails(context):
+    {}["missing"]
+
+worker.PARTS.update(
+    dies=(dies, 60),
+    fails=(fails, 60),
+    hangs=(lambda context: time.sleep(600), 1),
+    works=(lambda context: context.add("pid", os.getpid()), 60),
+)
+if __name__ == "__main__":
+    day.NAMES = [*day.NAMES, "dies", "fails", "hangs", "works"]
+    app = typer.Typer()
+    app.command()(day.main)
+    parts = "works,dies,fails,hangs,works,works"
+    app(["--parts", parts, "--device", "cpu", "--output", sys.argv[1]])
+"""
+
+FAULTY = """
+import torch
+import typer
+from bench.gpu import day, worker
+from offload.cuda_link import CudaLink
+
+def frees(context):
+    link = CudaLink(context.device)
+    host = link.host_empty(64, torch.float32)
+    device = torch.zeros(64, device=context.device)
+    link.copy([(device, host)])
+    del device
+    link.close()
+
+worker.PARTS.update(frees=(frees, 60))
+if __name__ == "__main__":
+    day.NAMES = [*day.NAMES, "frees"]
+    app = typer.Typer()
+    app.command()(day.main)
+    app()
+"""
+
+
+def ran(output: Path, *arguments: str) -> tuple[dict[tuple[str, str], Any], str, int]:
+    """Run the command in this process: rows by part and name, what it printed, its exit code."""
+    done = CliRunner().invoke(app, [*arguments, "--output", str(output)])
+    if not output.exists():
+        return {}, done.output, done.exit_code
+    rows = json.loads(output.read_text())["rows"]
+    found = {(row["part"], row["what"]): row["value"] for row in rows}
+    return found, done.output, done.exit_code
+
+
+def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    """On a stand-in where there is no GPU, in a process that knows nothing of these tests."""
     output = tmp_path / "gpu.json"
-    arguments = [
-        *("--target", "tiny", "--context", "1024", "--budget", "256", "--no-tests"),
+    command = [sys.executable, "-m", "bench", "gpu", "--rehearse", "--output", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(output.read_text())
+    assert document["environment"]["command"] == "python -m bench gpu --rehearse --output gpu.json"
+    rows = {(row["part"], row["what"]): row["value"] for row in document["rows"]}
+    assert list(dict.fromkeys(part for part, _ in rows)) == list(NAMES)
+    assert not [part for part, what in rows if what == "failed"]
+    assert rows["tests", "pytest -m cuda"].startswith("1 passed")
+    assert rows["machine", "short passes can be recorded as CUDA graphs"] == "yes"
+    for part in ("resident", "plan"):
+        assert rows[part, "recordings: replayed"] > 0
+        assert rows[part, "recordings: refused"] == 0
+    assert rows["resident", "resident layers"] == 3
+    assert rows["streamed", "resident layers"] == 0
+    assert rows["streamed", "target 33: wall / max(link, compute)"] > 0
+    assert rows["split", "bytes of a verification"] > 0
+    assert rows["deterministic", "wherever layers live"] == "the same bits"
+    for phase in ("prefill", "passes", "rounds"):
+        peak = rows["plan", f"peak in {phase}, beside weights"]
+        assert 0 < peak <= rows["plan", "planned, beside weights"]
+
+
+def test_a_part_that_dies_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
+    program, output = tmp_path / "day.py", tmp_path / "gpu.json"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program), str(output)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "parts that failed: dies, fails, hangs."
+    rows = [
+        (row["part"], row["what"], row["value"]) for row in json.loads(output.read_text())["rows"]
+    ]
+    reasons = [(part, value) for part, what, value in rows if what == "failed"]
+    assert reasons[0] == ("dies", "its process ended with exit code 3")
+    assert reasons[1][1].startswith("KeyError: 'missing'")
+    assert reasons[2] == ("hangs", "ended after 1 s: its time was up")
+    assert ("dies", "before", 1.0) in rows
+    first, second, third = (value for _, what, value in rows if what == "pid")
+    assert first != second == third  # parts share a process as long as all is well
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
+def test_a_fault_that_a_stand_in_notes_is_not_lost(tmp_path: Path) -> None:
+    program, output = tmp_path / "day.py", tmp_path / "gpu.json"
+    program.write_text(FAULTY)
+    command = [sys.executable, str(program), "--rehearse", "--parts", "frees", "--output"]
+    done = subprocess.run([*command, str(output)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "parts that failed: frees." in done.stderr
+    assert "was freed before stream" in done.stderr
+
+
+def test_what_a_failing_part_says_names_the_place(tmp_path: Path) -> None:
+    rows, output, code = ran(
+        tmp_path / "gpu.json",
+        *("--device", "cpu", "--target", str(tmp_path), "--parts", "streamed,machine"),
+    )
+    assert code == 1
+    assert "has no config.json" in rows["streamed", "failed"]
+    assert "(parallel/" in rows["streamed", "failed"]
+    assert rows["machine", "device"] == "cpu"
+    assert "parts that failed: streamed." in output.splitlines()
+
+
+def test_time_that_is_up_begins_no_part(tmp_path: Path) -> None:
+    rows, _, code = ran(tmp_path / "gpu.json", "--limit", "0", "--parts", "pin,tests")
+    assert code == 1
+    assert {part for part, what in rows if what == "failed"} == {"pin", "tests"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--parts", "pin,nothing"), "--parts nothing: use some of machine,pin,link"),
+        (("--mode", "fast"), "--mode fast: use one of hierarchical, retrieval"),
+    ],
+)
+def test_names_that_are_none(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    _, output, code = ran(tmp_path / "gpu.json", *arguments)
+    assert code == 1
+    assert words in output
+    assert output.count("\n") == 1
+
+
+def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None:
+    rows, output, code = ran(
+        tmp_path / "gpu.json",
+        *("--target", "tiny", "--parts", "machine,link,plan", "--resident-layers", "1"),
         # small, for a CPU's device memory is taken from the host's
-        *("--device", "cpu", "--device-memory", "1"),
-        *("--link", "emulated:1", "--resident-layers", "1", "--output", str(output)),
-    ]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    rows = {
-        (row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]
-    }
-    parts = {"device", "link", "slices", "identical", "prefill", "passes", "rounds"}
-    assert {part for part, _ in rows} == parts
-    assert rows["device", "short passes can be recorded as CUDA graphs"] == "no"
-    assert rows["rounds", "kinds of short passes: replayed"] == 0
-    assert rows["prefill", "resident layers"] == 1
-    assert 0 < rows["link", "pinned host to device"] <= 1.1
+        *("--device", "cpu", "--device-memory", "1", "--link", "emulated:1"),
+    )
+    assert code == 0, output
+    assert rows["machine", "short passes can be recorded as CUDA graphs"] == "no"
+    assert rows["plan", "recordings: replayed"] == 0
+    assert rows["plan", "resident layers"] == 1
+    assert 0 < rows["link", "131,072 KiB, pinned host to device"] <= 1.1
     for name in ("target 1", "target 17", "target 33", "target 33 refresh"):
-        assert 0 < rows["passes", f"{name}: share of the copy rate"] <= 1.1
-    assert rows["rounds", "tokens per verification (drawn weights say nothing)"] >= 1
+        assert 0 < rows["plan", f"{name}: share of the copy rate"] <= 1.1
+    assert rows["plan", "tokens per verification (drawn weights say nothing)"] >= 1
 
 
-@pytest.fixture
-def whole_memory(gpu: object) -> Iterator[None]:
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
+def test_a_named_model_reads_real_text_without_a_draft(tmp_path: Path) -> None:
+    rows, output, code = ran(
+        tmp_path / "gpu.json",
+        *("--target", str(DEMO / "target"), "--parts", "resident"),
+        *("--context", "600", "--device", "cpu", "--mode", "retrieval", "--no-int8"),
+    )
+    assert code == 0, output
+    assert rows["resident", "retrieval 2"] > 0
+    assert ("resident", "draft 1") not in rows
 
 
-@pytest.mark.cuda
-@pytest.mark.usefixtures("whole_memory")
-def test_every_part_runs_on_a_gpu_with_short_passes_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # too large for a stand-in
-    monkeypatch.setattr("bench.gpu.matmul_rate", lambda device, dtype: 1e12)
-    output = tmp_path / "gpu.json"
-    arguments = [
-        *("--target", "tiny", "--context", "1024", "--budget", "256", "--no-tests"),
-        *("--resident-layers", "1", "--device-memory", "1", "--output", str(output)),
-    ]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    rows = {
-        (row["part"], row["what"]): row["value"] for row in json.loads(output.read_text())["rows"]
-    }
-    assert rows["device", "short passes can be recorded as CUDA graphs"] == "yes"
-    assert rows["rounds", "kinds of short passes: replayed"] > 0
-    assert rows["rounds", "kinds of short passes: refused"] == 0
-    assert 0 < rows["prefill", "peak memory"] < 1
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
+def test_a_larger_card_plans_what_a_4090_plans() -> None:
+    assert usable_bytes(24) == HardwareProfile.find("1x4090").device_memory
 
+    def planned(memory: int, emulates: bool) -> int:
+        with standin(memory=memory), torch.inference_mode():
+            context = Context(Choices(target="tiny"), lambda *_: None)
+            weights = weight_bytes(context)
+            limit = planned_memory(24, weights) if emulates else None
+            target, draft, _ = loaded(context.choices, context.group)
+            settings = Settings(mode="hierarchical", device_memory=limit)
+            runtime = Runtime.make(target, draft, "hierarchical", settings)
+            runtime.link.close()
+            return runtime.memory().device
 
-def test_a_named_model_reads_real_text(tmp_path: Path) -> None:
-    arguments = [
-        *("--target", str(DEMO / "target"), "--context", "600", "--budget", "128", "--no-tests"),
-        *("--device", "cpu", "--device-memory", "1", "--link", "emulated:8"),
-        *("--resident-layers", "1", "--output", str(tmp_path / "gpu.json")),
-    ]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    rows = {row["what"]: row["value"] for row in found}
-    assert rows["retrieval 2"] > 0
-    assert "draft 1" not in rows
-    done = CliRunner().invoke(app, ["--target", str(tmp_path), "--device", "cpu", "--link", "view"])
-    assert done.exit_code == 1
-    assert "has no config.json" in done.output
+    # beside the weights some kilobytes are taken
+    assert planned(80 << 30, True) == pytest.approx(planned(int(25.2e9), False), abs=1 << 16)
 
 
 def test_the_text_is_cut_to_the_host_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ModelConfig.from_pretrained(Path(__file__).parents[2] / "demo" / "target")
+    config = ModelConfig.from_pretrained(DEMO / "target")
     layout = config.kv_layout(1, torch.bfloat16)
-    monkeypatch.setattr("bench.gpu.host_available", lambda: 10 * 1024 * layout.bytes(1))
+    monkeypatch.setattr("bench.gpu.models.host_available", lambda: 10 * 1024 * layout.bytes(1))
     assert context_that_fits(config, torch.bfloat16, 100_000) == 9 * 1024
     assert context_that_fits(config, torch.bfloat16, 2_000) == 2_000

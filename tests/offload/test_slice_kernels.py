@@ -24,6 +24,7 @@ from offload.slices import Offsets, SliceCodec
 from offload.tiered import TieredCache
 from offload.traffic import Traffic
 from support.driving import LAYOUT, forward, prefill, text, tiered
+from support.interpreter import interpreted
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -33,11 +34,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], 
 @pytest.fixture
 def kernels() -> Any:
     """The kernels: interpreted, or where there is a GPU tested there (tests/gpu)."""
-    if torch.cuda.is_available():
-        pytest.skip("compiled here, for a GPU")
-    from offload import slice_kernels
-
-    return slice_kernels
+    return interpreted("slice_kernels")
 
 
 def format_of(dtype: torch.dtype) -> SliceFormat:

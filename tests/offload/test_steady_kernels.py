@@ -21,6 +21,7 @@ from offload.steady import steady_attention
 from offload.steady_shape import KEYS, WIDTH, working_bytes
 from offload.traffic import Traffic
 from support.driving import LAYOUT, forward, prefill, text, tiered
+from support.interpreter import interpreted
 
 pytest.importorskip("triton")
 HEADS, GROUPS, DIM = 2, 3, 24  # which fills no power of two
@@ -32,11 +33,7 @@ every_dtype = pytest.mark.parametrize(
 @pytest.fixture
 def kernels() -> Any:
     """The kernels: interpreted, or where there is a GPU tested there (tests/gpu)."""
-    if torch.cuda.is_available():
-        pytest.skip("compiled here, for a GPU")
-    from offload import steady_kernels
-
-    return steady_kernels
+    return interpreted("steady_kernels")
 
 
 def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

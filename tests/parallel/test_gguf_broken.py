@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("gguf")
 import gguf
 import numpy as np
-import pytest
 from gguf import GGMLQuantizationType as Kind
 
 import parallel.named

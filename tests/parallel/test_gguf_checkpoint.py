@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize

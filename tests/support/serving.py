@@ -12,6 +12,9 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import pytest
+
+pytest.importorskip("openai")
 from openai import OpenAI
 
 from support.commands import PATIENCE, Finished, Fork

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
 
 from decoding import GREEDY, Engine, Settings

@@ -11,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import openai
 import pytest
+
+pytest.importorskip("openai")
+import openai
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

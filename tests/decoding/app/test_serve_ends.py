@@ -7,8 +7,10 @@ import threading
 import time
 from pathlib import Path
 
-import openai
 import pytest
+
+pytest.importorskip("openai")
+import openai
 
 from support.chatty import STORY
 from support.commands import PATIENCE, Finished, wait_for

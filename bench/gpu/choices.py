@@ -1,0 +1,74 @@
+"""What a part of a GPU day is given: the options, the device, and a way to report rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from parallel.graphs import graphs_work
+from parallel.group import Group
+
+Add = Callable[[str, float | str | None, str], None]  # what, value and unit
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of `python -m bench gpu`; None: each part has its own default."""
+
+    target: str = "8b"
+    draft: str | None = None
+    rope: str | None = None
+    context: int | None = None
+    device: str = "auto"
+    device_memory: float = 24.0
+    budget: int = 4096
+    resident_layers: int | None = None
+    link: str = "auto"
+    mode: str = "hierarchical"
+    int8: bool | None = None
+    graphs: bool | None = None
+    rehearse: bool = False
+
+
+@dataclass
+class Context:
+    """What the parts that run in one process share."""
+
+    choices: Choices
+    report: Callable[[str, str, float | str | None, str], None]  # the part, and what `add` is given
+    part: str = ""
+    # milliseconds of forward passes with all KV on the device, by their names in `passes`
+    compute: dict[str, float] = field(default_factory=dict)
+
+    def add(self, what: str, value: float | str | None, unit: str = "") -> None:
+        """Report a value of the part that runs; None is unknown."""
+        self.report(self.part, what, value, unit)
+
+    @cached_property
+    def group(self) -> Group:
+        """Return the group of this process alone."""
+        return Group.from_environment(self.choices.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that is measured."""
+        return self.group.device
+
+    @cached_property
+    def graphs(self) -> bool:
+        """Return whether short passes are recorded as CUDA graphs."""
+        return graphs_work(self.group) if self.choices.graphs is None else self.choices.graphs
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether to measure small sizes: in a rehearsal, and on a processor."""
+        return self.choices.rehearse or self.device.type == "cpu"
+
+    def tokens(self, default: int) -> int:
+        """Return the tokens of a prompt: what was asked for, or the default of the part."""
+        if self.choices.context is not None:
+            return self.choices.context
+        return 1024 if self.is_small else default

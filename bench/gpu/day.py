@@ -1,0 +1,153 @@
+"""What only a GPU can tell, in a quarter of an hour: the CUDA tests, kernels, copies and a model.
+
+The model has the dimensions of an 8B (or a 7B) and weights that were drawn: it costs what the real
+one costs, and writes nonsense. A model that is named (`--target`) reads real text. Every row is
+saved as it comes. A part that fails or hangs is noted and ended, and the next one goes on.
+
+The physics: copies should run at the bandwidth that one large copy from pinned memory reaches; a
+verification should take the larger of its link time and its compute; prefill should be bound by
+arithmetic; and no peak should exceed the plan.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench.gpu.choices import Choices
+from bench.gpu.report import Report
+from bench.gpu.tests import run_tests
+from bench.gpu.worker import PARTS, run_parts
+from bench.harness.options import Draft, Rope
+from bench.harness.record import benchmark
+from bench.harness.tables import show
+from decoding.settings import LEVELS
+from offload.errors import TierForceError
+
+TESTS_S = 170  # seconds
+NAMES = (*list(PARTS)[:6], "tests", *list(PARTS)[6:])
+
+
+@benchmark
+def main(
+    parts: Annotated[
+        str,
+        typer.Option(help="Parts to run, in this order, separated by commas; by default all."),
+    ] = ",".join(NAMES),
+    limit: Annotated[
+        float, typer.Option(help="Seconds for all parts together. Each has its own limit, too.")
+    ] = 900,
+    matching: Annotated[
+        str | None, typer.Option("-k", help="Of the part tests, those that match, as pytest's -k.")
+    ] = None,
+    rehearse: Annotated[
+        bool, typer.Option(help="Run all parts in tiny sizes, without a GPU on a stand-in for one.")
+    ] = False,
+    target: Annotated[
+        str, typer.Option(help="Drawn weights: 8b, 7b or tiny; or a model, which reads real text.")
+    ] = "8b",
+    draft: Draft = None,
+    rope: Rope = None,
+    mode: Annotated[
+        str, typer.Option(help="Mode of the parts resident, streamed and plan.")
+    ] = "hierarchical",
+    context: Annotated[
+        int | None,
+        typer.Option(help="Prompt tokens; by default 65,536, and 130,048 in the part plan."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device_memory: Annotated[
+        float,
+        typer.Option(help="The part plan plans as a card of so many GiB does: 24 as an RTX 4090."),
+    ] = 24.0,
+    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
+    resident_layers: Annotated[
+        int | None,
+        typer.Option(help="Layers on the device: streamed has 0 by default, plan all that fit."),
+    ] = None,
+    int8: Annotated[
+        bool | None,
+        typer.Option(
+            "--int8/--no-int8",
+            help="Keep the retrieval cache in 8 bits; by default in the parts streamed and plan.",
+        ),
+    ] = None,
+    graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Record short passes as CUDA graphs; by default where it is found to work.",
+        ),
+    ] = None,
+    link: Annotated[str, typer.Option(help="auto; on a CPU also emulated:RATE.")] = "auto",
+    output: Annotated[
+        Path, typer.Option(help="JSON document, written again after every row.")
+    ] = Path("results/gpu.json"),
+) -> None:
+    """Run parts, each to its end or its limit, and print one table."""
+    ends_at = time.monotonic() + limit
+    names = parts.split(",")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise TierForceError(f"--parts {','.join(unknown)}: use some of {','.join(NAMES)}.")
+    if mode not in LEVELS:
+        raise TierForceError(f"--mode {mode}: use one of {', '.join(LEVELS)}.")
+    choices = Choices(
+        target="tiny" if rehearse else target,
+        draft=draft,
+        rope=rope,
+        context=context,
+        device=device,
+        device_memory=device_memory,
+        budget=budget,
+        resident_layers=resident_layers,
+        link=link,
+        mode=mode,
+        int8=int8,
+        graphs=graphs,
+        rehearse=rehearse,
+    )
+    report = Report(output)
+    with _ended_by_sigterm():
+        _run(names, choices, report, ends_at, matching)
+    title = f"GPU day: {target}"
+    if rehearse:
+        title = "A rehearsal in tiny sizes: none of these numbers is a measurement"
+    show(title, report.rows)
+    print(f"written to {output}")
+    if failed := report.failed:
+        raise TierForceError(f"parts that failed: {', '.join(dict.fromkeys(failed))}.")
+
+
+def _run(
+    names: list[str], choices: Choices, report: Report, ends_at: float, matching: str | None
+) -> None:
+    """Run parts in their order, as many in one process as stand together without the tests."""
+    left = list(names)
+    while left:
+        if (rest := ends_at - time.monotonic()) <= 0:
+            for name in left:
+                report.add(name, "failed", "not begun: the time for all parts was up")
+            return
+        if left[0] == "tests":
+            left.pop(0)
+            run_tests(report, min(TESTS_S, rest), choices.rehearse, matching)
+            continue
+        count = left.index("tests") if "tests" in left else len(left)
+        left[:count] = run_parts(left[:count], choices, report, ends_at)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM, such as that of `timeout`, end what this process has started, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,156 @@
+"""Parts of a GPU day that need no model: the machine, pinning, copies and attention kernels."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from bench.gpu.choices import Context
+from decoding.probe.rates import normal, typical
+from decoding.probe.survey import Machine
+from offload.attention import partial_attention
+from offload.bandwidth import Copies
+from offload.fused import fused_kernels, steady_kernels
+from offload.link import make_link
+from offload.slice_format import slice_format
+from offload.steady import steady_attention
+from offload.traffic import Traffic
+
+_DIM = 128  # of a head
+_DTYPE = torch.bfloat16
+
+
+def machine(context: Context) -> None:
+    """Report what the measurements depend on beside the GPU: driver, host memory and versions."""
+    here = Machine.here()
+    context.add("device", str(context.device))
+    if context.device.type == "cuda":
+        context.add("name", torch.cuda.get_device_name(context.device))
+    context.add("driver", here.driver)
+    context.add("host memory that can be had", here.host_available / 1e9, "GB")
+    locked = "no limit" if here.memlock is None else here.memlock / 1e9
+    context.add("memory that may be pinned (ulimit -l)", locked, "GB")
+    context.add("processor cores of this process", here.usable_cores)
+    context.add("C compiler", "yes" if shutil.which("gcc") or shutil.which("clang") else "no")
+    for name in ("triton", "numpy", "flash-attn"):
+        try:
+            context.add(name, version(name))
+        except PackageNotFoundError:
+            context.add(name, "not installed")
+    context.add("short passes can be recorded as CUDA graphs", "yes" if context.graphs else "no")
+
+
+def pin(context: Context) -> None:
+    """Pinning host memory: seconds for each GB, and seconds to free it."""
+    nbytes = (64 << 20) if context.is_small else (16 << 30)
+    with closing(make_link(context.choices.link, context.device)) as link:
+        started = time.perf_counter()
+        buffer = link.host_empty(nbytes, torch.uint8)
+        seconds = time.perf_counter() - started
+        context.add("allocating and pinning", 1e9 * seconds / nbytes, "s/GB")
+        started = time.perf_counter()
+        link.release(buffer)
+        context.add("freeing", 1e9 * (time.perf_counter() - started) / nbytes, "s/GB")
+
+
+def link(context: Context) -> None:
+    """Copies in both directions, by size: from which size on a copy reaches the link's rate."""
+    seconds = 0.05 if context.is_small else 0.3
+    with closing(make_link(context.choices.link, context.device)) as made:
+        for size in (64 << 10, 512 << 10, 4 << 20, 33 << 20, 128 << 20):
+            with closing(Copies(made, size)) as copies:
+                for out, direction in ((False, "host to device"), (True, "device to host")):
+                    rate = copies.rate(out, seconds) / 1e9
+                    context.add(f"{size >> 10:,} KiB, pinned {direction}", rate, "GB/s")
+
+
+def flash(context: Context) -> None:
+    """Few rows over a long KV: whether the kernel splits the keys, so that few heads fill a GPU."""
+    keys = 2048 if context.is_small else 131_072
+    shapes = ((1, 1, 1), (1, 1, 33), (1, 4, 33), (8, 4, 1), (32, 1, 1), (32, 1, 33))
+    for heads, groups, rows in shapes:
+        run, nbytes = _attention(context, heads, groups, rows, keys)
+        rate = nbytes / typical(run) / 1e9
+        context.add(f"{heads} KV heads x {groups}, {rows} rows", rate, "GB/s")
+
+
+def chunks(context: Context) -> None:
+    """Attention of a prefill's chunk to the tokens before it: which number of rows is fastest."""
+    keys = 512 if context.is_small else 65_536
+    models = (("7B", 32, 1), ("7B on 2", 16, 1), ("8B", 8, 4), ("8B on 2", 4, 4))
+    for name, heads, groups in models:
+        for rows in (64,) if context.is_small else (1024, 1280, 1536, 2048, 2304, 3072, 4096):
+            run, _ = _attention(context, heads, groups, rows, keys)
+            flops = 4 * rows * heads * groups * _DIM * keys
+            context.add(f"{name}, {rows:,} rows", flops / typical(run, 3) / 1e12, "TFLOP/s")
+
+
+def _attention(
+    context: Context, heads: int, groups: int, rows: int, keys: int
+) -> tuple[partial[torch.Tensor], int]:
+    """Return attention to drawn keys and values, and the bytes of these."""
+    device = context.device
+    kv = normal(2, heads, keys, _DIM, device=device, dtype=_DTYPE).transpose(1, 2)
+    q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
+    return partial(_attended, q, kv), kv.nbytes
+
+
+def _attended(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    return partial_attention(q, kv[0], kv[1], causal=False)[0]
+
+
+def fused(context: Context) -> None:
+    """The fused kernels: of split float (`offload.slices`), and of batch-invariant attention."""
+    heads, groups = 8, 4
+    tokens = 512 if context.is_small else 65_536
+    _split_float(context, heads, groups, tokens)
+    _batch_invariant(context, heads, groups, tokens)
+
+
+def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None:
+    device = context.device
+    kernels, why = fused_kernels(device.type, _DTYPE, _DIM, groups)
+    context.add("split float", why)
+    cut = slice_format(_DTYPE)
+    if kernels is None or cut is None:
+        return
+    codes = torch.randint(8, 120, (2, heads, tokens, _DIM), dtype=torch.uint8, device=device)
+    lows = torch.randint(0, 255, (1, heads, tokens, _DIM), dtype=torch.uint8, device=device)
+    offsets = torch.full((2, heads), 14_000, dtype=torch.int32, device=device)
+    out = torch.empty(2, heads, tokens, _DIM, dtype=_DTYPE, device=device)
+
+    def reconstruct() -> torch.Tensor:
+        kernels.join(cut, codes, lows, offsets, out)
+        return out
+
+    moved = codes.nbytes + lows.nbytes + out.nbytes
+    context.add("reconstruction, bytes moved", moved / typical(reconstruct) / 1e9, "GB/s")
+    for rows in (1, 3, 9, 17):
+        q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
+        attend = partial(kernels.attend, cut, q, codes, offsets)
+        rate = codes.nbytes / typical(partial(_first, attend)) / 1e9
+        context.add(f"attention to high bytes, {rows} rows x {groups}", rate, "GB/s")
+
+
+def _first(attend: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Return what is attended to, without its weight."""
+    return attend()[0]
+
+
+def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> None:
+    device = context.device
+    kernels, why = steady_kernels(device.type, _DTYPE, _DIM, groups)
+    context.add("batch-invariant", why)
+    tokens = min(tokens, 65_536 if kernels else 8_192)  # plain operations are many launches
+    kv = normal(2, heads, tokens, _DIM, device=device, dtype=_DTYPE)
+    for rows in (1, 9, 33):
+        q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
+        seconds = typical(partial(steady_attention, q, [kv], Traffic()))
+        rate = kv.nbytes / seconds / 1e9
+        context.add(f"batch-invariant attention, {rows} rows x {groups}", rate, "GB/s")

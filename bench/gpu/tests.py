@@ -1,0 +1,65 @@
+"""The part of a GPU day that runs the tests marked `cuda`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench.gpu.report import Report
+
+ROOT = Path(__file__).parents[2]
+PATHS = (  # that have such tests: other files import what a machine may lack
+    "tests/gpu",
+    "tests/offload/test_ring.py",
+    "tests/offload/test_attention.py",
+    "tests/decoding/speculation/test_sampling.py",
+)
+_WORKERS = 10  # of which each has a context on the GPU
+_TEST_S = 100  # of one test
+REHEARSED = "recording_sees"  # one of all that are collected, which would take minutes
+
+
+def run_tests(report: Report, limit_s: float, rehearse: bool, matching: str | None) -> None:
+    """Run them, and report what pytest says in the end.
+
+    Args:
+        report: where the rows go.
+        limit_s: seconds after which they are ended, with all that they started.
+        rehearse: whether one of them is enough.
+        matching: those to run, as pytest's -k; None: all.
+    """
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", *PATHS, "-rfE"]
+    command += ["-p", "no:cacheprovider", "--durations=8"]
+    if find_spec("pytest_timeout"):
+        command += ["--timeout", str(_TEST_S)]
+    if rehearse or matching:
+        command += ["-k", matching or REHEARSED]
+    if find_spec("xdist") and not rehearse:
+        command += ["-n", str(min(_WORKERS, len(os.sched_getaffinity(0))))]
+    log = report.output.with_suffix(".tests.log")
+    with log.open("w") as written:
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    lines = log.read_text(errors="replace").strip().splitlines()
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            report.add("tests", "failed test", line)
+    counts = [line for line in lines if " in " in line and ("passed" in line or "failed" in line)]
+    report.add("tests", "pytest -m cuda", (counts or lines or ["no output"])[-1])
+    if code is None:
+        report.add("tests", "failed", f"took more than {limit_s:.0f} s")
+    elif code:
+        report.add("tests", "failed", f"pytest ended with exit code {code}: see {log.name}")
