@@ -7,7 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from mmap import PAGESIZE
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import psutil
@@ -17,17 +17,16 @@ from offload.layout import ceil_div
 
 # of Linux: MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE and MADV_POPULATE_WRITE
 _DONT_FORK, _DO_FORK, _HUGE_PAGES, _POPULATE = 10, 11, 14, 23
-# of cgroups, versions 2 and 1: the folder, its limit, what is used, and of that the page cache,
-# which the kernel takes back before it refuses memory
-_CGROUPS = (
-    ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
-    (
-        "memory",
+# of cgroups by their folder, versions 2 and 1: the limit, what is used, and what of that is page
+# cache, which the kernel takes back before it refuses memory
+_CGROUPS = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": (
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         ("total_inactive_file", "total_active_file"),
     ),
-)
+}
 _MAX_THREADS = 8  # with more, memory is what clearing pages waits for
 
 if TYPE_CHECKING:
@@ -35,30 +34,54 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def host_available(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def host_available(
+    cgroups: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+) -> int:
     """Return the bytes of host memory that can really be had.
 
     It is the kernel's estimate, or less where a cgroup sets a limit. Page cache counts as free, of
     the machine and of a cgroup alike.
+
+    Args:
+        cgroups: where they are mounted.
+        own: the file that names those of this process.
     """
     available = psutil.virtual_memory().available
-    for folder, limit, used, page_cache in _CGROUPS:
-        cgroup = cgroups / folder
-        try:
-            most = int((cgroup / limit).read_text())
-            now = int((cgroup / used).read_text())
-        except (OSError, ValueError):  # no such cgroup version, or "max"
-            continue
-        counts = ""
-        with suppress(OSError):
-            counts = (cgroup / "memory.stat").read_text()
-        for line in counts.splitlines():
-            name, _, count = line.partition(" ")
-            if name in page_cache:
-                now -= int(count)
-        free = max(0, most - now)
-        available = min(available, free)
+    for kind, (limit, used, page_cache) in _CGROUPS.items():
+        path = PurePosixPath(_own_cgroup(own, kind))
+        for part in (path, *path.parents):  # the limits of all above it hold, too
+            cgroup = cgroups / kind / str(part).lstrip("/")
+            try:
+                most = int((cgroup / limit).read_text())
+                now = int((cgroup / used).read_text())
+            except (OSError, ValueError):  # no such cgroup version, or "max"
+                continue
+            counts = ""
+            with suppress(OSError):
+                counts = (cgroup / "memory.stat").read_text()
+            for line in counts.splitlines():
+                name, _, count = line.partition(" ")
+                if name in page_cache:
+                    now -= int(count)
+            free = max(0, most - now)
+            available = min(available, free)
     return available
+
+
+def _own_cgroup(own: Path, kind: str) -> str:
+    """Return the path of this process's cgroup of version 2 (kind ""), or of a kind of version 1.
+
+    It is / where the system does not say, as in most containers.
+    """
+    text = ""
+    with suppress(OSError):
+        text = own.read_text()
+    for line in text.splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kind in kinds.split(","):
+            return path
+    return "/"
 
 
 def process_peak() -> int | None:

@@ -86,21 +86,26 @@ CGROUPS = {
 
 
 @pytest.mark.parametrize("version", CGROUPS)
+@pytest.mark.parametrize("inside", [".", "a.slice", "a.slice/b.scope"])
 def test_files_in_the_page_cache_take_nothing_of_a_containers_limit(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether the limit is that of the process's cgroup, or of one above it."""
     free = 1 << 40
     monkeypatch.setattr(
         host_memory.psutil, "virtual_memory", lambda: type("Memory", (), {"available": free})
     )
-    assert host_available(tmp_path) == free
-    folder = tmp_path / version
-    folder.mkdir(exist_ok=True)
+    own = tmp_path / "own"
+    own.write_text("5:cpu,memory:/a.slice/b.scope\n1:cpuset:/\n0::/a.slice/b.scope\n")
+    assert host_available(tmp_path, own) == free
+    folder = tmp_path / version / inside
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in CGROUPS[version].items():
         (folder / name).write_text(text)
-    assert host_available(tmp_path) == 2_500_000_000
+    assert host_available(tmp_path, own) == 2_500_000_000
+    assert host_available(tmp_path, tmp_path / "none") == (2_500_000_000 if inside == "." else free)
     (folder / "memory.stat").unlink()
-    assert host_available(tmp_path) == 500_000_000
+    assert host_available(tmp_path, own) == 500_000_000
 
 
 def is_kept_from_forks(buffer: torch.Tensor) -> bool:
