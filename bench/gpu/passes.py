@@ -61,7 +61,7 @@ def streamed(context: Context) -> None:
     tokens = context.tokens(_TOKENS)
     with prefilled(context, tokens, mode, resident_layers=layers, int8_retrieval=int8) as session:
         times, moved = _timed(context, session)
-        _report_link(context, session, times, moved)
+        _report_link(context, session, times, moved, context.compute)
 
 
 def split(context: Context) -> None:
@@ -141,7 +141,7 @@ def _planned(context: Context) -> None:
         session.runtime.link.peak()  # which forgets that of the matrix product
         times, moved = _timed(context, session)
         peaks = {"prefill": session.peaks["prefill"], "passes": session.runtime.link.peak()}
-        _report_link(context, session, times, moved)
+        _report_link(context, session, times, moved, {})
         session.runtime.link.peak()
         _report_rounds(context, session)
         peaks["rounds"] = session.runtime.link.peak()
@@ -164,8 +164,22 @@ def _timed(context: Context, session: Session) -> tuple[dict[str, float], float]
     return times, (session.target.traffic.link_in - before) / _VERIFICATIONS
 
 
-def _report_link(context: Context, session: Session, times: dict[str, float], moved: float) -> None:
-    """Report what share of the link's rate verifications reach."""
+def _report_link(
+    context: Context,
+    session: Session,
+    times: dict[str, float],
+    moved: float,
+    compute: dict[str, float],
+) -> None:
+    """Report what share of the link's rate verifications reach.
+
+    Args:
+        context: of the part.
+        session: whose link it is.
+        times: milliseconds of passes by name.
+        moved: bytes that a verification copies to the device.
+        compute: milliseconds of the same passes with all KV on the device, where known.
+    """
     if not moved:
         return
     with closing(Copies(session.runtime.link)) as copies:
@@ -174,9 +188,11 @@ def _report_link(context: Context, session: Session, times: dict[str, float], mo
     context.add("link, one large copy", rate / 1e9, "GB/s")
     link_ms = 1e3 * moved / rate
     for name, ms in times.items():
-        if name.startswith("target"):
-            bound = max(link_ms, context.compute.get(name, 0.0))
-            context.add(f"{heading(name)}: share of the copy rate", link_ms / ms)
+        if not name.startswith("target"):
+            continue
+        context.add(f"{heading(name)}: share of the copy rate", link_ms / ms)
+        if name in compute:
+            bound = max(link_ms, compute[name])
             context.add(f"{heading(name)}: wall / max(link, compute)", ms / bound)
 
 
