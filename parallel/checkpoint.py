@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from math import prod
@@ -13,12 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from parallel.config_file import unread_dtype
 from parallel.errors import CheckpointError
 from parallel.gguf_header import LFS, refuse_pointer
+from parallel.weight_headers import HEAD, weight_files
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-# may be left over: computed from the config, or a copy of tied embeddings
-_DERIVED = ("rotary_emb.inv_freq", "lm_head.weight")
+_DERIVED = "rotary_emb.inv_freq"  # may be left over: computed from the config
 
 
 class Indexable(Protocol):
@@ -69,7 +69,8 @@ class Checkpoint(ABC):
         Raises CheckpointError.
         """
         unasked = self._shapes.keys() - self._asked
-        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED))
+        # a head is a copy of the embedding, else it would be the model's (`config_file`)
+        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED) and name != HEAD)
         if leftovers:
             raise CheckpointError(
                 f"{self.path}: {len(leftovers)} tensors have no place in the model that "
@@ -161,10 +162,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._shapes[name] = tuple(tensor.get_shape())
                 kind = tensor.get_dtype()
                 if kind not in _DTYPES:
-                    raise CheckpointError(
-                        f"{path.name}: tensor {name} is {kind}; only {', '.join(_DTYPES)} weights "
-                        "are read."
-                    )
+                    raise unread_dtype(path, name, kind)
                 self._dtypes[name] = _DTYPES[kind]
 
     def _open(self, path: Path) -> Any:
@@ -180,46 +178,3 @@ class SafetensorsCheckpoint(Checkpoint):
                 f"{path} is not a complete safetensors file ({error}). Was the download "
                 "interrupted? Fetch it again."
             ) from error
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that hold a folder's weights. Raises CheckpointError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return _indexed(folder, index)
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise CheckpointError(
-            f"{folder} has pickle weights only, which can run code and are not loaded."
-            ' Convert them once: python -c "from transformers import AutoModelForCausalLM as'
-            f" M; M.from_pretrained('{folder}', "
-            f"dtype='auto').save_pretrained('{folder}')\""
-        )
-    raise CheckpointError(f"{folder} has no weights: model.safetensors (or its index) is missing.")
-
-
-def _indexed(folder: Path, index: Path) -> list[Path]:
-    """Return the files that an index names. Raises CheckpointError."""
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = sorted(folder / name for name in names)
-        outside = sorted(
-            name for name in names if Path(name).is_absolute() or ".." in Path(name).parts
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is not a readable weight index: {error}. Fetch it again."
-        ) from error
-    if outside:
-        raise CheckpointError(
-            f"{index} names {outside[0]}, which lies outside its folder: fetch it again."
-        )
-    missing = [path.name for path in files if not path.is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{folder}: {len(missing)} weight files are missing, first {missing[0]}. "
-            "Fetch them again."
-        )
-    return files

@@ -7,7 +7,6 @@ for a plan that has to answer at once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,25 +15,35 @@ from typing import TYPE_CHECKING, Any
 from offload.errors import one_line
 from offload.layout import KVLayout, ceil_div
 from parallel.borrowing import read_borrows
+from parallel.config_checks import COUNT, LAYERS, NORM_EPS, check_number, flag, shown
+from parallel.config_file import config_file, read_fields
 from parallel.errors import ConfigError
 from parallel.families import (
     FAMILIES,
     ExpertShape,
     QKNorm,
     family_of,
-    missing_fields,
+    multipliers,
     read_experts,
+    unrotated_layers,
 )
 from parallel.gguf_families import config_fields
 from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
 from parallel.named import find_local, is_gguf
+from parallel.positions import (
+    addressable_positions,
+    context_notes,
+    dense_positions,
+    trained_positions,
+)
 from parallel.rope import (
     MAX_STRETCH,
     inverse_frequencies,
     is_positive,
     read_rope,
     stretch_factor,
+    with_known_rope,
 )
 from parallel.sizes import share_size
 
@@ -46,7 +55,6 @@ if TYPE_CHECKING:
 
 
 _COUNTS = (
-    "layers",
     "hidden",
     "heads",
     "kv_heads",
@@ -67,7 +75,7 @@ def token_ids(given: Any) -> frozenset[int]:
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(each) is int and each >= 0 for each in ids):
         raise ConfigError(
-            f"eos_token_id must be a token id or a list of them, found {json.dumps(given)[:80]}."
+            f"eos_token_id must be a token id or a list of them, found {shown(given)}."
         )
     return frozenset(ids)
 
@@ -94,6 +102,9 @@ class ModelConfig:
     stop_tokens: frozenset[int]  # end-of-sequence ids
     rope: dict[str, Any] = field(hash=False)  # transformers' rope_parameters
     rotary_dim: int  # of a head's dimensions, the first so many turn
+    trained_positions: int | None = None  # that the config names beside RoPE's factor
+    # beyond so many positions the model was made for dual chunk attention, which is not computed
+    dense_positions: int | None = None
     unrotated: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
     norms_behind: bool = False  # attention and MLP have their norm behind them, not before
@@ -106,18 +117,10 @@ class ModelConfig:
     borrows: frozenset[str] = frozenset()  # parts of a draft that its target lends
 
     def __post_init__(self) -> None:
+        check_number("layers", self.layers, LAYERS)
         for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"the model's config gives {name} = {value!r}; it must be a whole number of at "
-                    "least 1."
-                )
-        if not is_positive(self.norm_eps) and self.norm_eps != 0:
-            raise ConfigError(
-                f"the model's config gives norm_eps = {self.norm_eps!r}; it must be a number of 0 "
-                "or more."
-            )
+            check_number(name, getattr(self, name), COUNT)
+        check_number("norm_eps", self.norm_eps, NORM_EPS)
         for name in _MULTIPLIERS:
             if not is_positive(getattr(self, name)):
                 raise ConfigError(
@@ -139,19 +142,21 @@ class ModelConfig:
         """
         if is_gguf(folder):
             return cls._read(folder)
-        path = _config_file(folder)
-        cls._read(path)  # which says what is wrong in words of ours
-        from transformers import AutoConfig
+        path = config_file(folder)
+        given = read_fields(path)
+        read = cls._checked(path, given)  # which says what is wrong in words of ours
+        from transformers import CONFIG_MAPPING
 
         try:
-            hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            return cls.from_hf(hf)
+            hf = CONFIG_MAPPING[read.family].from_dict(
+                with_known_rope(given, FAMILIES[read.family])
+            )
+            config = cls.from_hf(hf)
         except ConfigError:
             raise
         except Exception as error:  # whatever the broken field happens to break
-            if "trust_remote_code" in str(error):
-                raise _foreign_code(path) from error
             raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+        return replace(config, trained_positions=read.trained_positions)
 
     @classmethod
     def find(cls, name: str) -> ModelConfig:
@@ -162,7 +167,7 @@ class ModelConfig:
         """
         path = find_local(name) or Path(name)
         if path.is_dir():
-            return cls._read(_config_file(path))
+            return cls._read(config_file(path))
         if path.is_file():
             if not is_gguf(path) and path.suffix != ".json":
                 raise ConfigError(f"{path} is no GGUF file and no config.json: give a folder.")
@@ -177,9 +182,11 @@ class ModelConfig:
 
     @classmethod
     def _read(cls, path: Path) -> ModelConfig:
-        given = config_fields(read_header(path)) if is_gguf(path) else _given(path)
-        if given.get("model_type") not in FAMILIES and "auto_map" in given:
-            raise _foreign_code(path)
+        given = config_fields(read_header(path)) if is_gguf(path) else read_fields(path)
+        return cls._checked(path, given)
+
+    @classmethod
+    def _checked(cls, path: Path, given: Mapping[str, Any]) -> ModelConfig:
         try:
             return cls.from_fields(given)
         except ConfigError:
@@ -203,13 +210,19 @@ class ModelConfig:
         """
         family = family_of(given)
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
-        head_dim = given.get("head_dim") or family.head_dim or hidden // heads
+        head_dim = given.get("head_dim") or family.head_dim
+        if head_dim is None and hidden % heads:
+            raise ConfigError(
+                f"the model's config gives hidden_size = {hidden}, which does not divide into "
+                f"num_attention_heads = {heads}, and no head_dim."
+            )
+        head_dim = head_dim or hidden // heads
         rope, rotary_dim = read_rope(given, family, head_dim)
-        biases = {name: _flag(given, name, False) for name in family.optional_biases}
+        biases = {name: flag(given, name, False) for name in family.optional_biases}
         attention_bias = biases.get("attention_bias", False)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        tied = _flag(given, "tie_word_embeddings", family.tied)
+        tied = flag(given, "tie_word_embeddings", family.tied)
         return cls(
             family=given["model_type"],
             layers=given["num_hidden_layers"],
@@ -229,13 +242,15 @@ class ModelConfig:
             stop_tokens=token_ids(given.get("eos_token_id", family.stop_token)),
             rope=rope,
             rotary_dim=rotary_dim,
-            unrotated=_unrotated(given) if family.skips_rope else frozenset(),
+            trained_positions=trained_positions(given),
+            dense_positions=dense_positions(given),
+            unrotated=unrotated_layers(given) if family.skips_rope else frozenset(),
             qk_norm=family.qk_norm,
             norms_behind=family.norms_behind,
             fused=family.fused,
             experts=None if family.experts is None else read_experts(given, family.experts),
             borrows=read_borrows(given, tied),
-            **(_multipliers(given, head_dim) if family.multiplies else {}),
+            **(multipliers(given, head_dim) if family.multiplies else {}),
         )
 
     def stretched(self, rope: str | None) -> ModelConfig:
@@ -248,10 +263,13 @@ class ModelConfig:
         if rope is None:
             return self
         factor = stretch_factor(rope)
+        if self.rope["rope_type"] == "yarn" and self.rope["factor"] == factor:
+            return self
         if self.rope["rope_type"] != "default" or "frequency_factors" in self.rope:
             raise ConfigError(
                 f"`rope` {rope}: the model stretches its positions itself, by RoPE type "
-                f"{self.rope['rope_type']!r} or by factors of its own."
+                f"{self.rope['rope_type']!r} or by factors of its own, and has {self.max_context} "
+                "of them."
             )
         stretched = {
             **self.rope,
@@ -259,11 +277,16 @@ class ModelConfig:
             "factor": factor,
             "original_max_position_embeddings": self.max_positions,
         }
-        return replace(self, rope=stretched, max_positions=int(self.max_positions * factor))
+        return replace(
+            self,
+            rope=stretched,
+            trained_positions=self.max_positions,
+            max_positions=int(self.max_positions * factor),
+        )
 
     def refuse_context(self, tokens: int) -> None:
         """Raise ConfigError for a text of more tokens than there are positions."""
-        limit = self.context_limit
+        limit = self.max_context
         if tokens <= limit:
             return
         factor, hint = ceil_div(tokens, limit), ""
@@ -277,12 +300,24 @@ class ModelConfig:
         return self.experts is not None and layer in self.experts.layers
 
     @property
-    def context_limit(self) -> int:
-        """Tokens the model can address: its positions, stretched where the RoPE type stretches
-        beyond what the config counts.
+    def max_context(self) -> int:
+        """Tokens the model can address: its positions, stretched where the config counts those of
+        the training.
         """
-        stretches = self.rope["rope_type"] in ("linear", "dynamic")
-        return int(self.max_positions * (self.rope["factor"] if stretches else 1.0))
+        return addressable_positions(self.rope, self.max_positions, self.trained_positions)[0]
+
+    @property
+    def context_limit(self) -> int:
+        """Tokens of a text where no other number is given: less than `max_context` where the model
+        would need attention of another kind beyond them.
+        """
+        return min(self.max_context, self.dense_positions or self.max_context)
+
+    def context_notes(self) -> list[str]:
+        """Return what is to be known of these numbers, a sentence each."""
+        return context_notes(
+            self.rope, self.max_positions, self.trained_positions, self.dense_positions
+        )
 
     def inverse_frequencies(self, tokens: int) -> tuple[Tensor, float]:
         """Return (rotary_dim / 2,) float32 and the factor on cos and sin, for such a text."""
@@ -335,66 +370,3 @@ class ModelConfig:
         self.refuse_ranks(ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
         return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
-
-
-def _config_file(folder: Path) -> Path:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder} has no config.json: point `model` and `draft` at complete Hugging Face "
-            "checkpoint folders, or at GGUF files."
-        )
-    return path
-
-
-def _given(path: Path) -> dict[str, Any]:
-    """Return the fields of a config.json. Raises ConfigError where it does not say what the model
-    is.
-    """
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(given, dict):
-            raise ValueError("it is not a JSON object")
-        if not isinstance(kind := given.get("model_type", ""), str):
-            raise ValueError(f"its model_type is {str(kind)[:60]}, which is no name")
-    except Exception as error:  # no file, no text, no JSON, no object
-        raise ConfigError(
-            f"{path} cannot be read as a model's config ({one_line(error)}): fetch it again."
-        ) from error
-    if missing := missing_fields(given):
-        raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
-    return given
-
-
-def _foreign_code(path: Path) -> ConfigError:
-    return ConfigError(
-        f"{path} would run code that came with the model (auto_map), which is never done here."
-    )
-
-
-def _flag(given: Mapping[str, Any], name: str, otherwise: bool) -> bool:
-    """Return what a field says; null is false, too. Raises ConfigError for anything else."""
-    value = given.get(name, otherwise)
-    if not isinstance(value, bool | None):
-        raise ConfigError(f"the model's config gives {name} = {value!r}; it must be true or false.")
-    return bool(value)
-
-
-def _unrotated(given: Mapping[str, Any]) -> frozenset[int]:
-    """Return the layers without RoPE, as SmolLM3's config tells them."""
-    layers = range(given["num_hidden_layers"])
-    turns = given.get("no_rope_layers")  # which says of each layer whether it has RoPE
-    if turns is None:
-        interval = given.get("no_rope_layer_interval", 4)
-        turns = [(layer + 1) % interval for layer in layers]
-    return frozenset(layer for layer in layers if not turns[layer])
-
-
-def _multipliers(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
-    """Return Granite's factors. Its attention_multiplier takes the place of head_dim ** -0.5."""
-    return {
-        "embedding_multiplier": given.get("embedding_multiplier", 1.0),
-        "residual_multiplier": given.get("residual_multiplier", 1.0),
-        "query_multiplier": given.get("attention_multiplier", 1.0) * head_dim**0.5,
-        "logits_scaling": given.get("logits_scaling", 1.0),
-    }

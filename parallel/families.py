@@ -5,12 +5,13 @@ Everything here is read from config.json's fields, with neither torch nor transf
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from parallel.config_checks import check_fields, flag, shown
 from parallel.errors import ConfigError
+from parallel.unsupported import refusal
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # over each head's dimensions; over all heads' together
@@ -155,22 +156,6 @@ _NEEDED = (
     "intermediate_size",
     "vocab_size",
 )
-# fields that mean layers of another kind, or weights that are not plain numbers
-_FOREIGN_FIELDS = {
-    "quantization_config": "compressed weights: use the model's 16-bit checkpoint",
-    "attn_logit_softcapping": "soft-capped attention",
-    "final_logit_softcapping": "soft-capped logits",
-    "kv_lora_rank": "multi-latent attention",
-    "add_full_attention_sink_bias": "attention sinks",
-    "add_swa_attention_sink_bias": "attention sinks",
-    "mamba_d_state": "recurrent layers",
-    "ssm_state_size": "recurrent layers",
-    "state_size": "recurrent layers",
-    "linear_num_key_heads": "linear attention",
-    "conv_L_cache": "convolutional layers",
-}
-_ATTENDING = {"full_attention", "sliding_attention", "attention"}
-_SINKS = ("gpt_oss",)  # their configs do not name them
 
 
 def family_of(given: Mapping[str, Any]) -> Family:
@@ -178,21 +163,16 @@ def family_of(given: Mapping[str, Any]) -> Family:
 
     Raises ConfigError for a model with parts that are not supported, and says which.
     """
-    kind = given.get("model_type")
-    part = _foreign_part(given)
-    if kind not in FAMILIES:
-        parts = f" It has {part}." if part else ""
-        raise ConfigError(
-            f"model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}.{parts}"
-        )
-    if part:
-        raise ConfigError(f"the model's config has {part}, which is not supported.")
+    if reason := refusal(given, FAMILIES):
+        raise ConfigError(reason)
+    kind = given["model_type"]
+    check_fields(given)
     if kind == "mistral" and "layer_types" in given:
         raise ConfigError("layer_types in a mistral config is not supported: it means Ministral.")
     family = FAMILIES[kind]
     act = given.get("hidden_act", "silu")
     if act != "silu":
-        raise ConfigError(f"activation {act!r} is not supported; these families use silu.")
+        raise ConfigError(f"activation {shown(act)} is not supported; these families use silu.")
     _refuse_windows(given, family)
     return family
 
@@ -234,28 +214,36 @@ def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | 
         per_token=given["num_experts_per_tok"],
         intermediate=given[names.intermediate],
         # Mixtral's always do
-        normalised=given.get("norm_topk_prob", given["model_type"] == "mixtral"),
+        normalised=flag(given, "norm_topk_prob", given["model_type"] == "mixtral"),
         layers=sparse,
         names=names,
     )
 
 
-def _foreign_part(given: Mapping[str, Any]) -> str | None:
-    """Return what a config says of the first part that is not supported, and what that part is."""
-    for name, part in _FOREIGN_FIELDS.items():
-        if given.get(name):
-            return f"{name} = {json.dumps(given[name], default=str)[:80]} ({part})"
-    for name in ("layer_types", "layers_block_type"):
-        kinds = given.get(name) or ()
-        if others := sorted({str(kind) for kind in kinds} - _ATTENDING):
-            return f"{name} with {', '.join(others)} (layers that are not attention)"
-    return "attention sinks" if given.get("model_type") in _SINKS else None
+def unrotated_layers(given: Mapping[str, Any]) -> frozenset[int]:
+    """Return the layers without RoPE, as SmolLM3's config tells them."""
+    layers = range(given["num_hidden_layers"])
+    turns = given.get("no_rope_layers")  # which says of each layer whether it has RoPE
+    if turns is None:
+        interval = given.get("no_rope_layer_interval", 4)
+        turns = [(layer + 1) % interval for layer in layers]
+    return frozenset(layer for layer in layers if not turns[layer])
+
+
+def multipliers(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
+    """Return Granite's factors. Its attention_multiplier takes the place of head_dim ** -0.5."""
+    return {
+        "embedding_multiplier": given.get("embedding_multiplier", 1.0),
+        "residual_multiplier": given.get("residual_multiplier", 1.0),
+        "query_multiplier": given.get("attention_multiplier", 1.0) * head_dim**0.5,
+        "logits_scaling": given.get("logits_scaling", 1.0),
+    }
 
 
 def _refuse_windows(given: Mapping[str, Any], family: Family) -> None:
     """Raise ConfigError for layers that do not see the whole context."""
     window = given.get("sliding_window", family.sliding_window)
-    uses_window = given.get("use_sliding_window", family.uses_sliding_window)
+    uses_window = flag(given, "use_sliding_window", family.uses_sliding_window)
     positions = given.get("max_position_embeddings", family.max_positions)
     if window and uses_window:
         if window < positions:

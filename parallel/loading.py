@@ -21,6 +21,7 @@ from parallel.group import Group
 from parallel.hub import NotThere, fetch_model
 from parallel.model import OUTER_NAMES, Llama
 from parallel.named import find_local, is_gguf
+from parallel.sizes import lent_parameters, parameter_count
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
@@ -145,12 +146,11 @@ def load_model(
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.decode_to(chosen)
-    checkpoint.refuse_absurd(config.layers, 0)
+    own = parameter_count(config, group.size, group.rank)
+    own -= lent_parameters(config, group.size, group.size)  # all that is borrowed
+    checkpoint.refuse_absurd(config.layers, own)  # before torch multiplies such sizes
     model = _meta_model(config, group)
     unlent = [] if lender is None else lender.lend(model)
-    if not unlent:
-        own = (each for each in model.parameters() if each.is_meta)
-        checkpoint.refuse_absurd(config.layers, sum(each.numel() for each in own))
     _allocate(model, chosen)
     with torch.inference_mode():
         model.load(checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from parallel.config_checks import Number, check_number, shown
 from parallel.errors import ConfigError
 from parallel.families import Family
 
@@ -12,13 +13,30 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_STRETCH = 64  # times as many positions
-_NEEDED = {  # the parameters without which a type means nothing
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("original_max_position_embeddings",),
+_THETA = Number(low=2, high=1e15, whole=False)
+_FACTOR = Number(low=1, high=1e6, whole=False)
+_POSITIONS = Number()
+_SCALE = Number(low=1e-6, high=1e6, whole=False)
+_NEEDED: dict[str, dict[str, Number]] = {  # the parameters without which a type means nothing
+    "default": {},
+    "linear": {"factor": _FACTOR},
+    "dynamic": {"factor": _FACTOR},
+    "yarn": {"factor": _FACTOR, "original_max_position_embeddings": _POSITIONS},
+    "llama3": {
+        "factor": _FACTOR,
+        "original_max_position_embeddings": _POSITIONS,
+        "low_freq_factor": _SCALE,
+        "high_freq_factor": _SCALE,
+    },
+    "longrope": {"original_max_position_embeddings": _POSITIONS},
+}
+_OPTIONAL = {
+    "factor": _FACTOR,
+    "attention_factor": _SCALE,
+    "mscale": Number(low=0, high=1e6, whole=False),
+    "mscale_all_dim": Number(low=0, high=1e6, whole=False),
+    "beta_fast": _SCALE,
+    "beta_slow": _SCALE,
 }
 _STRETCHED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
 _LONG_FACTORS = ("short_factor", "long_factor")
@@ -47,21 +65,16 @@ def read_rope(
     The config may be of any year. Of a head's dimensions the first turn. Raises ConfigError for a
     kind of RoPE that is not supported, and for numbers that are none.
     """
-    said = given.get("rope_scaling") or given.get("rope_parameters") or {}
-    if not isinstance(said, Mapping):
-        raise ConfigError(
-            f"the model's config says of RoPE {str(said)[:60]!r}, which is no object of parameters."
-        )
-    rope = dict(said)
-    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope = rope_object(given)
+    rope["rope_type"] = _rope_type(rope)
     rope.setdefault("rope_theta", given.get("rope_theta", family.rope_theta))
     if rope["rope_type"] in family.rope_aliases:
         rope["rope_type"] = "longrope"
     kind = rope["rope_type"]
     if kind not in family.rope_types or any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(
-            f"RoPE type {kind!r} is not supported; supported are {', '.join(family.rope_types)}, "
-            "one for all layers."
+            f"RoPE type {shown(kind)} is not supported; supported are "
+            f"{', '.join(family.rope_types)}, one for all layers."
         )
     part = rope.pop("partial_rotary_factor", given.get("partial_rotary_factor"))
     turning = _turning(head_dim, 1.0 if part is None else part, family)
@@ -72,11 +85,11 @@ def read_rope(
         if beside is not None:
             rope["original_max_position_embeddings"] = beside
         rope.setdefault("original_max_position_embeddings", positions)
-    for name in ("rope_theta", *_NEEDED[kind]):
-        if not is_positive(rope.get(name)):
-            raise ConfigError(f"RoPE type {kind!r} needs {name} above 0, found {rope.get(name)!r}.")
+    _check_numbers(rope, kind)
     if kind == "longrope":
         _check_long_factors(rope, turning // 2)
+    if kind == "dynamic" and turning < 4:
+        raise ConfigError(f"RoPE type 'dynamic' needs more than the {turning} dimensions a head.")
     return rope, turning
 
 
@@ -109,23 +122,74 @@ def inverse_frequencies(
 
 
 def is_positive(value: Any) -> bool:
-    """Return whether this is a finite number above 0."""
-    return isinstance(value, int | float) and 0 < value < float("inf")
+    """Return whether this is a number above 0 that arithmetic does not exceed."""
+    return _SCALE.allows(value)
+
+
+def with_known_rope(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a config.json's fields with the type of RoPE by the name that transformers knows.
+
+    It renames LongRoPE's older names too, but only behind a check that they do not pass.
+    """
+    fields = dict(given)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = fields.get(name)
+        if isinstance(rope, Mapping) and _rope_type(rope) in family.rope_aliases:
+            fields[name] = {**rope, "rope_type": "longrope"}
+    return fields
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+def rope_object(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config says of RoPE, by either name. Raises ConfigError for what is no object.
+
+    transformers, too, prefers the older one.
+    """
+    said = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if not isinstance(said, Mapping):
+        raise ConfigError(
+            f"the model's config says of RoPE {shown(said)}, which is no object of parameters."
+        )
+    return dict(said)
+
+
+def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:
+    """Raise ConfigError for parameters of a type of RoPE that are missing or no such numbers."""
+    for name, number in {"rope_theta": _THETA, **_NEEDED[kind]}.items():
+        if not number.allows(value := rope.get(name)):
+            raise ConfigError(
+                f"RoPE type {kind!r} needs {name} above 0, {number}; found {shown(value)}."
+            )
+    for name, number in _OPTIONAL.items():
+        if kind != "default" and rope.get(name) is not None:
+            check_number(f"RoPE's {name}", rope[name], number)
+    if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+        raise ConfigError(
+            f"RoPE type 'llama3' needs low_freq_factor below high_freq_factor, found "
+            f"{rope['low_freq_factor']} and {rope['high_freq_factor']}."
+        )
 
 
 def _turning(head_dim: int, part: Any, family: Family) -> int:
     """Return how many of a head's dimensions turn. Raises ConfigError."""
     if part == 1.0:
+        if head_dim % 2:
+            raise ConfigError(
+                f"RoPE turns pairs of dimensions, and the model's heads have {head_dim}."
+            )
         return head_dim
     if not family.partial_rotary:
         raise ConfigError(
-            f"partial rotary embeddings (partial_rotary_factor = {part!r}) are not supported in "
-            "this family."
+            f"partial rotary embeddings (partial_rotary_factor = {shown(part)}) are not supported "
+            "in this family."
         )
     turning = int(head_dim * part) if is_positive(part) and part < 1 else 0
     if turning < 2 or turning % 2:
         raise ConfigError(
-            f"partial_rotary_factor = {part!r} of {head_dim} dimensions a head is not an even "
+            f"partial_rotary_factor = {shown(part)} of {head_dim} dimensions a head is not an even "
             "number of them."
         )
     return turning

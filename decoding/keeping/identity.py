@@ -14,10 +14,10 @@ import torch
 
 from decoding.keeping.files import write_whole
 from offload.errors import TierForceError
-from parallel.checkpoint import weight_files
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.named import is_gguf
+from parallel.weight_headers import weight_files
 
 VERSION = 1  # of what is written: another one is another identity
 _PIECE = 64 << 20  # bytes of a file that are digested at once

@@ -178,7 +178,7 @@ def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> N
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"model_type": "mistral"}, "sliding_window = 4096"),
         ({"num_hidden_layers": "many"}, "layers = 'many'"),
-        ({"num_attention_heads": 0}, "cannot be read"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; it must be a whole number"),
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"rope_theta": "big"}, "rope_theta above 0"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),

@@ -1,0 +1,88 @@
+"""Reading a model's config.json, and what lies beside it that says more of the model.
+
+Needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from offload.errors import one_line
+from parallel.config_checks import flag
+from parallel.errors import CheckpointError, ConfigError
+from parallel.families import FAMILIES, missing_fields
+from parallel.json_file import read_json
+from parallel.weight_headers import DTYPES, has_own_head, stored_tensors
+
+# files that say that a folder's weights are compressed where its config.json does not: NVIDIA's
+# (FP8, NVFP4), and those of GPTQ and AWQ before transformers knew them
+_QUANTISED_BY = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+
+
+def config_file(folder: Path) -> Path:
+    """Return the config.json of a folder. Raises ConfigError where there is none."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: point `model` and `draft` at complete Hugging Face "
+            "checkpoint folders, or at GGUF files."
+        )
+    return path
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json, corrected by the weights beside it.
+
+    Raises ConfigError where it does not say what the model is, and CheckpointError for weights
+    beside it that are compressed.
+    """
+    try:
+        given = read_json(path)
+        if not isinstance(given, dict):
+            raise ValueError("it is not a JSON object")
+        if not isinstance(kind := given.get("model_type", ""), str):
+            raise ValueError(f"its model_type is {str(kind)[:60]}, which is no name")
+    except Exception as error:  # no file, no text, no JSON, no object
+        raise ConfigError(
+            f"{path} cannot be read as a model's config ({one_line(error)}): fetch it again."
+        ) from error
+    if missing := missing_fields(given):
+        raise ConfigError(f"{path} lacks {', '.join(missing)}: it does not say what the model is.")
+    family = FAMILIES.get(kind)
+    if family is not None and path.name == "config.json":
+        tied = flag(given, "tie_word_embeddings", family.tied)
+        given["tie_word_embeddings"] = _is_tied(path.parent, tied)
+    return given
+
+
+def _is_tied(folder: Path, tied: bool) -> bool:
+    """Return whether a model's head is its embedding, which its config says or denies.
+
+    Where the files hold a head of its own it is not, as in transformers. Raises CheckpointError for
+    weights that are compressed or cannot be compared.
+    """
+    tensors = stored_tensors(folder)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise unread_dtype(tensor.path, name, tensor.dtype)
+    quantised = next((folder / name for name in _QUANTISED_BY if (folder / name).is_file()), None)
+    if quantised is not None and not tensors:
+        raise CheckpointError(
+            f"{quantised} says that the weights are compressed, which is not supported: use the "
+            "model's 16-bit checkpoint."
+        )
+    try:
+        return tied and not has_own_head(tensors)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: its weights cannot be read: {error.strerror}.") from error
+
+
+def unread_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
+    """Return the error for a tensor of a safetensors file whose dtype is not read."""
+    found = [each for each in _QUANTISED_BY if (path.parent / each).is_file()]
+    why = f", as {found[0]} beside it says" if found else ""
+    return CheckpointError(
+        f"{path.name}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are read. If it "
+        f"holds compressed weights{why}, use the model's 16-bit checkpoint."
+    )
