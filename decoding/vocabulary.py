@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from offload.errors import TierForceError
+from parallel.gguf_families import TOKENS
+from parallel.gguf_header import read_header
+from parallel.json_file import MIB, read_json
+from parallel.named import is_gguf
 
 Names = Mapping[str, int]  # ids of tokens, by how they are written
 
@@ -38,15 +41,21 @@ def refuse_other_names(folder: Path, target: Names, draft: Names, vocab: int) ->
             )
 
 
-def names_in(folder: Path) -> Names | None:
-    """Return the names in a folder's tokenizer.json; None where it has none that can be read."""
+def names_in(model: Path) -> Names | None:
+    """Return the names in a folder's tokenizer.json, or in a GGUF file.
+
+    None where it has none that can be read.
+    """
+    if is_gguf(model):
+        tokens = read_header(model).metadata.get(TOKENS)
+        return {token: at for at, token in enumerate(tokens)} if tokens else None
     try:
-        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        content = read_json(model / "tokenizer.json", 256 * MIB)
         names = content["model"]["vocab"]
         if isinstance(names, list):  # a token each, with its score
             names = {name: token for token, (name, _) in enumerate(names)}
         added = {each["content"]: each["id"] for each in content.get("added_tokens", [])}
         found = {**names, **added}
         return found if found and all(type(token) is int for token in found.values()) else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -45,7 +45,7 @@ _ROPE = {  # likewise, the field of its rope_parameters
 _CHECKED = ("attention.value_length", "rope.dimension_count")
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 _STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
-_TOKENS = "tokenizer.ggml.tokens"
+TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by, as Llama 3.1 has it
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -120,7 +120,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     if "vocab_size" not in fields:
-        fields["vocab_size"] = len(metadata.get(_TOKENS, ())) or _rows(header, "token_embd.weight")
+        fields["vocab_size"] = len(metadata.get(TOKENS, ())) or _rows(header, "token_embd.weight")
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["attention_bias"] = "blk.0.attn_output.bias" in tensors or None
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors

@@ -128,7 +128,8 @@ def plan(
         int8_retrieval=machine.int8_retrieval,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))
-    notes = _notes_on_tokens(model, draft, needs)
+    _refuse_other_tokens(model, draft, needs)
+    notes = needs.target.context_notes()
     prompt = _prompt_tokens(needs.target, context, max_new_tokens)
     rates = Acceptance(acceptance, inner_acceptance, is_coupled=identical)
     if identical:
@@ -194,25 +195,25 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
     )
 
 
-def _notes_on_tokens(model: str, draft: str | None, needs: TextNeeds) -> list[str]:
-    """Return what is to be said of a draft's tokens, which must be the target's.
+def _refuse_other_tokens(model: str, draft: str | None, needs: TextNeeds) -> None:
+    """Refuse a draft whose tokens are not the target's: where both tokenizers are here by them,
+    else by the sizes of the vocabularies.
 
-    Where this machine has both tokenizers, raises TierForceError if they differ.
+    Raises TierForceError.
     """
     small, target = needs.draft, needs.target
     if draft is None or small is None or small.borrows or not needs.has_draft:
-        return []
+        return
     folders = [Path(find_local(name) or name) for name in (model, draft)]
     theirs, ours = (names_in(folder) for folder in folders)
     if theirs is not None and ours is not None:
         refuse_other_names(folders[1], theirs, ours, min(small.vocab, target.vocab))
-        return []
-    if abs(small.vocab - target.vocab) <= MAX_PADDING:
-        return []
-    return [
-        f"{draft} has {small.vocab:,} tokens, {model} {target.vocab:,}: a draft must share the "
-        "target's tokenizer, and tokenizers were not looked at."
-    ]
+    elif abs(small.vocab - target.vocab) > MAX_PADDING:
+        raise TierForceError(
+            f"{draft} has a vocabulary of {small.vocab:,} tokens, {model} one of "
+            f"{target.vocab:,}: a draft must share the target's tokenizer. If it does, give both "
+            "as folders or GGUF files with their tokenizers, so that these can be compared."
+        )
 
 
 def _one_of_several(

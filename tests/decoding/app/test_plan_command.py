@@ -363,17 +363,55 @@ def draft_of(folder: Path, **fields: Any) -> list[str]:
     return ["--hardware", "1x4090", "--draft", str(path)]
 
 
-def test_a_draft_with_other_tokens_is_told_of(tmp_path: Path) -> None:
-    """Vocabularies are padded, and a mode without a draft is none of its affair."""
+def test_a_draft_with_another_vocabulary_does_not_fit(tmp_path: Path) -> None:
+    """Vocabularies are padded, and a mode without a draft is not affected."""
     many = draft_of(tmp_path, vocab_size=50_000)
-    said = "50,000 tokens"
-    done = plan(tmp_path, *many)
-    assert said in done.out
-    assert "must share the target's tokenizer" in done.out
-    assert said in json.loads(plan(tmp_path, *many, "--json").out)["notes"][0]
-    assert said not in plan(tmp_path, *many, "--mode", "retrieval").out
+    text = refused(plan(tmp_path, *many))
+    assert "has a vocabulary of 50,000 tokens" in text
+    assert "must share the target's tokenizer" in text
+    assert plan(tmp_path, *many, "--mode", "retrieval").code == 0
     few = draft_of(tmp_path, vocab_size=json_of("target")["vocab_size"] + 128)
     assert json.loads(plan(tmp_path, *few, "--json").out)["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt", "note"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 32_256, "is taken to count that"),
+        (
+            {
+                "model_type": "qwen2",
+                "max_position_embeddings": 1_010_000,
+                "dual_chunk_attention_config": {"original_max_position_embeddings": 262_144},
+            },
+            261_632,
+            "dual chunk attention, which is not computed",
+        ),
+    ],
+    ids=["LLaMA-2-7B-32K", "Qwen2.5-1M"],
+)
+def test_a_doubt_about_the_positions_is_a_note(
+    fields: dict[str, Any], prompt: int, note: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json_of("target") | {"max_position_embeddings": 32_768} | fields))
+    options = ["plan", "--model", str(path), "--hardware", "1x4090"]
+    found = json.loads(forked(tmp_path, *options, "--json").out)
+    assert found["job"]["prompt"] == prompt
+    assert note in found["notes"][0]
+    assert note in " ".join(forked(tmp_path, *options).out.split())
+
+
+def test_yarn_by_its_published_recipe_is_planned_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+    fields = {"model_type": "qwen2", "max_position_embeddings": 32_768, "rope_scaling": yarn}
+    path.write_text(json.dumps(json_of("target") | fields))
+    options = ["plan", "--model", str(path), "--hardware", "1x4090", "--json"]
+    for more in ([], ["--context", "131072"], ["--rope", "yarn:4"]):
+        found = json.loads(forked(tmp_path, *options, *more).out)
+        assert found["job"]["prompt"] + found["job"]["new"] == 131_072
+        assert found["notes"] == []
 
 
 def json_of(model: str) -> dict[str, Any]:
