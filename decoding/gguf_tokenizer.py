@@ -23,7 +23,9 @@ from tokenizers import (
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from decoding.gguf_vocabulary import check_vocabulary
 from offload.errors import TierForceError, one_line
+from parallel.config_checks import shown
 from parallel.gguf_header import read_header
 
 _GPT2 = (
@@ -96,6 +98,7 @@ def gguf_tokenizer(path: Path) -> Any:
 
 
 def _built(said: Mapping[str, Any]) -> Any:
+    check_vocabulary(said)
     kind, tokens = said.get("model"), said.get("tokens")
     if kind is None or not tokens:
         raise TierForceError(
@@ -104,8 +107,8 @@ def _built(said: Mapping[str, Any]) -> Any:
         )
     if kind not in ("gpt2", "llama"):
         raise TierForceError(
-            f"its tokenizer is of kind {kind!r}; supported are gpt2 (byte-level BPE) and llama "
-            "(SentencePiece)."
+            f"its tokenizer is of kind {shown(kind)}; supported are gpt2 (byte-level BPE) and "
+            "llama (SentencePiece)."
         )
     for name in ("scores", "token_type"):
         if len(said.get(name, tokens)) != len(tokens):
@@ -141,7 +144,7 @@ def _byte_level(said: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokeniz
     name = said.get("pre")
     if name not in SPLITS:
         raise TierForceError(
-            f"its tokenizer splits text in the way {name!r} (tokenizer.ggml.pre); known are "
+            f"its tokenizer splits text in the way {shown(name)} (tokenizer.ggml.pre); known are "
             f"{', '.join(SPLITS)}."
         )
     splits = SPLITS[name]
@@ -160,12 +163,17 @@ def _pair(merge: str) -> tuple[str, str]:
     """Return the two tokens of a merge, which a space stands between."""
     gap = merge.find(" ", 1)  # what stands first is of a token
     if gap < 0:
-        raise TierForceError(f"its merge {merge!r} is not of two tokens: the file is broken.")
+        raise TierForceError(f"its merge {shown(merge)} is not of two tokens: the file is broken.")
     return merge[:gap], merge[gap + 1 :]
 
 
 def _sentencepiece(said: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
     """Return SentencePiece's BPE with bytes for what has no token (Kudo and Richardson 2018)."""
+    if "scores" not in said:
+        raise TierForceError(
+            "the tokenizer cannot be made: the file has no tokenizer.ggml.scores, by which "
+            "SentencePiece merges."
+        )
     unknown = said.get("unknown_token_id", 0)
     model = BPE(
         vocab=vocab,
@@ -231,6 +239,6 @@ def _token(tokens: Sequence[str], index: Any) -> str | None:
         return None
     if type(index) is not int or not 0 <= index < len(tokens):
         raise TierForceError(
-            f"its tokenizer names token {index!r} of {len(tokens)}: the file is broken."
+            f"its tokenizer names token {shown(index)} of {len(tokens)}: the file is broken."
         )
     return tokens[index]

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 from offload.errors import one_line
 from offload.layout import KVLayout, ceil_div
 from parallel.borrowing import read_borrows
-from parallel.config_checks import COUNT, LAYERS, NORM_EPS, check_number, flag, shown
+from parallel.config_checks import (
+    COUNT,
+    LAYERS,
+    NORM_EPS,
+    check_number,
+    flag,
+    is_positive,
+    shown,
+)
 from parallel.config_file import config_file, read_fields
 from parallel.errors import ConfigError
 from parallel.families import (
@@ -40,7 +48,6 @@ from parallel.positions import (
 from parallel.rope import (
     MAX_STRETCH,
     inverse_frequencies,
-    is_positive,
     read_rope,
     stretch_factor,
     with_known_rope,

@@ -43,6 +43,7 @@ COUNT = Number()
 COUNT_OR_NONE = Number(low=0)
 NORM_EPS = Number(low=0, high=1, whole=False)
 REAL = Number(low=0, high=1e9, whole=False)
+SCALE = Number(low=1e-6, high=1e6, whole=False)
 
 _REQUIRED = {
     "num_hidden_layers": LAYERS,
@@ -83,6 +84,11 @@ def check_number(name: str, value: Any, number: Number) -> None:
     """Raise ConfigError unless a config's field is such a number."""
     if not number.allows(value):
         raise ConfigError(f"the model's config gives {name} = {shown(value)}; it must be {number}.")
+
+
+def is_positive(value: Any) -> bool:
+    """Return whether this is a number above 0 that arithmetic does not exceed."""
+    return SCALE.allows(value)
 
 
 def check_fields(given: Mapping[str, Any]) -> None:

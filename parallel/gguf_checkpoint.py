@@ -6,7 +6,6 @@ than mapped, so that no page of the file counts as this process's memory.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,11 +20,11 @@ from offload.layout import ceil_div
 from parallel.checkpoint import Checkpoint
 from parallel.errors import CheckpointError
 from parallel.gguf_families import ROPE_FACTORS, config_fields, family_of
-from parallel.gguf_header import GgufHeader, TensorInfo, read_header
+from parallel.gguf_header import TensorInfo, read_header
+from parallel.gguf_tensors import TYPES, check_end
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-KINDS = tuple(GGMLQuantizationType[name] for name in (*_PLAIN, *_QUANTISED))
+KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)
 _AT_ONCE = 1 << 20  # numbers: what is converted at once takes some ten times as many bytes
 
 
@@ -121,8 +120,13 @@ class GgufCheckpoint(Checkpoint):
         for info in header.tensors.values():
             if info.name == ROPE_FACTORS:  # the config has them
                 continue
-            _check(header, info)
+            check_end(header, info)
             name = family.tensor_name(info.name) or info.name
+            if name in self._infos:
+                raise CheckpointError(
+                    f"{path}: {self._infos[name].name} and {info.name} are both tensor {name}: the "
+                    "file is broken. Fetch it again."
+                )
             self._infos[name] = info
             self._shapes[name] = info.shape
 
@@ -147,28 +151,3 @@ class GgufCheckpoint(Checkpoint):
 
     def _file_of(self, name: str) -> Path:
         return self.path
-
-
-def _check(header: GgufHeader, info: TensorInfo) -> None:
-    """Raise CheckpointError for a tensor that is not read, or not all there."""
-    if info.kind not in KINDS:
-        raise CheckpointError(
-            f"{header.path}: tensor {info.name} is of {_kind_name(info.kind)}; read are "
-            f"{', '.join(kind.name for kind in KINDS)}."
-        )
-    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.kind)]
-    if not info.shape or info.shape[-1] % block:
-        raise CheckpointError(
-            f"{header.path}: tensor {info.name} of shape {info.shape} is not made of whole blocks "
-            f"of {block} numbers: the file is broken. Fetch it again."
-        )
-    if info.start + math.prod(info.shape) // block * block_bytes > header.size:
-        raise CheckpointError(
-            f"{header.path} ends before tensor {info.name} does. Was the download interrupted? "
-            "Fetch it again."
-        )
-
-
-def _kind_name(kind: int) -> str:
-    known = {each.value: each.name for each in GGMLQuantizationType}
-    return f"type {known[kind]}" if kind in known else f"an unknown type ({kind})"

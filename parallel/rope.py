@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from parallel.config_checks import Number, check_number, shown
+from parallel.config_checks import SCALE, Number, check_number, is_positive, shown
 from parallel.errors import ConfigError
 from parallel.families import Family
 
@@ -16,7 +16,6 @@ MAX_STRETCH = 64  # times as many positions
 _THETA = Number(low=2, high=1e15, whole=False)
 _FACTOR = Number(low=1, high=1e6, whole=False)
 _POSITIONS = Number()
-_SCALE = Number(low=1e-6, high=1e6, whole=False)
 _NEEDED: dict[str, dict[str, Number]] = {  # the parameters without which a type means nothing
     "default": {},
     "linear": {"factor": _FACTOR},
@@ -25,18 +24,18 @@ _NEEDED: dict[str, dict[str, Number]] = {  # the parameters without which a type
     "llama3": {
         "factor": _FACTOR,
         "original_max_position_embeddings": _POSITIONS,
-        "low_freq_factor": _SCALE,
-        "high_freq_factor": _SCALE,
+        "low_freq_factor": SCALE,
+        "high_freq_factor": SCALE,
     },
     "longrope": {"original_max_position_embeddings": _POSITIONS},
 }
 _OPTIONAL = {
     "factor": _FACTOR,
-    "attention_factor": _SCALE,
+    "attention_factor": SCALE,
     "mscale": Number(low=0, high=1e6, whole=False),
     "mscale_all_dim": Number(low=0, high=1e6, whole=False),
-    "beta_fast": _SCALE,
-    "beta_slow": _SCALE,
+    "beta_fast": SCALE,
+    "beta_slow": SCALE,
 }
 _STRETCHED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
 _LONG_FACTORS = ("short_factor", "long_factor")
@@ -119,11 +118,6 @@ def inverse_frequencies(
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
     inverse, scale = compute(hf, torch.device("cpu"), seq_len=tokens)
     return inverse if factors is None else inverse / torch.tensor(factors), scale
-
-
-def is_positive(value: Any) -> bool:
-    """Return whether this is a number above 0 that arithmetic does not exceed."""
-    return _SCALE.allows(value)
 
 
 def with_known_rope(given: Mapping[str, Any], family: Family) -> dict[str, Any]:

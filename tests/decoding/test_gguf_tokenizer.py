@@ -26,6 +26,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from bench.harness.text import long_text
 from decoding.gguf_tokenizer import SPLITS, gguf_tokenizer
+from decoding.gguf_vocabulary import MAX_TOKENS, check_vocabulary
 from decoding.pieces import pieces
 from decoding.prompt import Template
 from offload.errors import TierForceError
@@ -222,6 +223,15 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
         ("gpt2", {"pre": "smollm", "eos_token_id": 9}, "names token 9 of 2"),
         ("llama", {}, "cannot be made"),
         ("llama", {"scores": [0.0]}, "has 2 tokens, but scores of 1"),
+        ("llama", {}, "has no tokenizer.ggml.scores"),
+        ("llama", {"scores": [0.0, float("nan")]}, "nan in tokenizer.ggml.scores; it must be a"),
+        ("llama", {"scores": 5}, "tokenizer.ggml.scores = 5; it must be a list of finite numbers"),
+        ("llama", {"scores": ["a", "b"]}, "'a' in tokenizer.ggml.scores; it must be a list of"),
+        ("gpt2", {"pre": 7}, "tokenizer.ggml.pre = 7; it must be a text"),
+        ("gpt2", {"pre": "smollm", "merges": [1, 2]}, "1 in tokenizer.ggml.merges; it must be a"),
+        ("gpt2", {"pre": "smollm", "add_bos_token": 1}, "add_bos_token = 1; it must be true or"),
+        ("gpt2", {"pre": "smollm", "eos_token_id": "</s>"}, "names token '</s>' of 2"),
+        ("gpt2", {"pre": "smollm", "merges": ["a " + "b" * 5000]}, "a merge of 5,002 characters"),
     ],
 )
 def test_what_is_no_tokenizer(tmp_path: Path, model: str, said: dict[str, Any], words: str) -> None:
@@ -236,6 +246,39 @@ def test_a_token_that_is_there_twice(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "gpt2", ["a", "a"], [1, 1], pre="smollm")
     with pytest.raises(TierForceError, match="has a token twice"):
         gguf_tokenizer(path)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (["a", "b" * 3_000_000], "has a token of 3,000,000 characters, and at most 1,024"),
+        ([f"{'c' * 1000}{at}" for at in range(6000)], "tokens have 6,022,890 characters, and at"),
+    ],
+    ids=["long", "much"],
+)
+def test_a_vocabulary_that_would_take_minutes(
+    tmp_path: Path, model: str, tokens: list[str], words: str
+) -> None:
+    said = {"scores": [0.0] * len(tokens), "pre": "smollm"}
+    path = write(tmp_path / "model.gguf", model, tokens, [1] * len(tokens), **said)
+    with pytest.raises(TierForceError, match=words):
+        gguf_tokenizer(path)
+
+
+def test_more_tokens_than_any_model_has() -> None:
+    with pytest.raises(TierForceError, match=r"has 1,048,577 tokens, and at most 1,048,576"):
+        check_vocabulary({"tokens": ["a"] * (MAX_TOKENS + 1)})
+
+
+@pytest.mark.parametrize("value", [7, "a", [1, 2], [["a"]], True])
+def test_a_vocabulary_that_is_none(value: Any) -> None:
+    with pytest.raises(
+        TierForceError, match=r"tokenizer\.ggml\.tokens.*; it must be a list of texts"
+    ):
+        check_vocabulary({"model": "gpt2", "tokens": value})
+    with pytest.raises(TierForceError, match=r"tokenizer\.chat_template.*; it must be a text"):
+        check_vocabulary({"chat_template": [value]})
 
 
 def test_every_way_to_split_is_a_pattern() -> None:
