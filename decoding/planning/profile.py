@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import TierForceError
+from parallel.config_checks import Number, shown
+from parallel.json_file import read_json
 
-_MOST = 1e30  # of any number of a machine
+
+def _bounds(name: str) -> Number:
+    """Return what a machine's number may be: no time that follows overflows, or is infinite."""
+    if name == "gpus":
+        return Number(1, 1024, whole=False)
+    if name.endswith("_s"):
+        return Number(0, 1e6, whole=False)
+    return Number(1, 1e24, whole=False)  # bytes, or bytes or operations a second
 
 
 @dataclass(frozen=True)
@@ -88,21 +97,22 @@ class HardwareProfile:
                         f"hardware {self.name}: runs_ahead must be true or false, found {value!r}."
                     )
                 continue
-            zero = field.name.endswith("_s")
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value < _MOST
-            ):
-                raise TierForceError(
-                    f"hardware {self.name}: {field.name} must be a number of 0 or more, found "
-                    f"{value!r}."
-                )
-            if not value and not zero:
-                raise TierForceError(f"hardware {self.name}: {field.name} must be above 0.")
+            self._check_number(field.name, value)
         if self.gpus != int(self.gpus):
             raise TierForceError(
                 f"hardware {self.name}: gpus must be a whole number, found {self.gpus}."
+            )
+
+    def _check_number(self, name: str, value: Any) -> None:
+        """Raise TierForceError for what is no number, or none that a machine could have."""
+        bounds = _bounds(name)
+        if Number(0, bounds.high, whole=False).allows(value) and value < bounds.low:
+            least = f"{bounds.low:g} or more, found {value!r}" if value else "above 0"
+            raise TierForceError(f"hardware {self.name}: {name} must be {least}.")
+        if not bounds.allows(value):
+            raise TierForceError(
+                f"hardware {self.name}: {name} must be a number of 0 or more, found "
+                f"{shown(value)}; at most {bounds.high:g} is taken."
             )
 
     @classmethod
@@ -121,8 +131,8 @@ class HardwareProfile:
                 f"{', '.join(shipped)}, or a JSON file that `tierforce probe` has made."
             )
         try:
-            content = json.loads(Path(name).read_text())
-        except (OSError, ValueError, RecursionError) as error:
+            content = read_json(Path(name))
+        except (OSError, ValueError) as error:
             raise TierForceError(f"`hardware` {name} cannot be read as JSON ({error}).") from error
         return cls._of(Path(name).stem, content)
 

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +443,15 @@ def test_a_draft_whose_tokenizer_is_here_is_compared(tmp_path: Path) -> None:
         ({"link_in": {"source": "none"}}, "link_in must be a number of 0 or more, found None"),
         ({"gpus": 1.5}, "gpus must be a whole number, found 1.5"),
         ({"matmul": 10**400}, "matmul must be a number of 0 or more, found 1000"),
+        ({"matmul": 1e30}, r"found 1e.30; at most 1e.24 is taken"),
+        ({"matmul": 1e-300}, "matmul must be 1 or more, found 1e-300"),
+        ({"link_in": {"value": 0.5}}, "link_in must be 1 or more, found 0.5"),
+        ({"layer_s": 1e300}, r"layer_s must be .*, found 1e.300; at most 1e.06 is taken"),
+        ({"link_in": float("inf")}, "link_in must be a number of 0 or more, found inf"),
+        ({"link_in": float("nan")}, "link_in must be a number of 0 or more, found nan"),
+        ({"device_memory": 1e300}, "device_memory must be .*; at most 1e.24 is taken"),
+        ({"gpus": 2000}, "gpus must be .*, found 2000; at most 1024 is taken"),
+        ({"gpus": True}, "gpus must be a number of 0 or more, found True"),
         ({"matmul": None}, "matmul must be a number of 0 or more, found None"),
     ],
 )
@@ -450,6 +461,19 @@ def test_hardware_that_makes_no_sense_is_refused(
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS | change))
     with pytest.raises(TierForceError, match=line):
         HardwareProfile.find(str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize("field", [name for name in NUMBERS if name != "gpus"])
+def test_the_slowest_and_the_fastest_machine_have_finite_plans(field: str, pair: Pair) -> None:
+    """Or none, where it does not fit."""
+    fields = {"host_memory": 1e12, "device_memory": 1e9, "link_in": 1e9}
+    needs = TextNeeds(pair.target.config, None, "plain", Settings(), torch.bfloat16, 1, 1, True)
+    for value in (1.0, 1e6, 1e24):
+        numbers = NUMBERS | fields | ({field: value} if value < 1e7 or field[-2:] != "_s" else {})
+        with suppress(FitError):
+            ahead = look_ahead(needs, HardwareProfile("a machine", **numbers), 16_000, 512)
+            said = ahead.forecast.as_dict().values()
+            assert all(isfinite(each) for each in said if isinstance(each, int | float))
 
 
 def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
