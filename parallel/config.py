@@ -162,7 +162,7 @@ class ModelConfig:
         except ConfigError:
             raise
         except Exception as error:  # whatever the broken field happens to break
-            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+            raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
         return replace(config, trained_positions=read.trained_positions)
 
     @classmethod
@@ -199,7 +199,7 @@ class ModelConfig:
         except ConfigError:
             raise
         except Exception as error:  # whatever the broken field happens to break
-            raise ConfigError(f"{path} cannot be read: {one_line(error)}") from error
+            raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
     @classmethod
     def from_hf(cls, hf: Any) -> ModelConfig:

@@ -78,6 +78,10 @@ _LISTS: dict[str, type] = {
     "mlp_only_layers": int,
     "no_rope_layers": int,
 }
+_DTYPES = (
+    *("bfloat16", "float16", "float32", "float64", "half", "float", "double"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
 
 
 def check_number(name: str, value: Any, number: Number) -> None:
@@ -112,14 +116,15 @@ def check_fields(given: Mapping[str, Any]) -> None:
                 f"{'names' if kind is str else 'whole numbers'}."
             )
     for name in ("dtype", "torch_dtype"):
-        if isinstance(given.get(name), int | float | list | Mapping):
+        value = given.get(name)  # a name, or what transformers has made of one
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
             raise ConfigError(
-                f"the model's config gives {name} = {shown(given[name])}; it must be the name of a "
-                "number format."
+                f"the model's config gives {name} = {shown(value)}; it must be the name of a "
+                "number format, such as bfloat16."
             )
     layers = given["num_hidden_layers"]
     for name in ("layer_types", "no_rope_layers"):
-        if given.get(name) and len(given[name]) != layers:
+        if given.get(name) is not None and len(given[name]) != layers:
             raise ConfigError(
                 f"the model's config gives {name} for {len(given[name])} layers, and "
                 f"num_hidden_layers = {layers}."

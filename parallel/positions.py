@@ -14,12 +14,17 @@ MIN_TRAINED = 2048
 
 
 def trained_positions(given: Mapping[str, Any]) -> int | None:
-    """Return the positions of the training that a config names beside RoPE's factor, if it does."""
-    named = given.get("original_max_position_embeddings")
-    positions = (
-        rope_object(given).get("original_max_position_embeddings") if named is None else named
-    )
-    return positions if type(positions) is int else None
+    """Return the positions of the training that a config names beside RoPE's factor, if it does.
+
+    Raises ConfigError for what is no number of them.
+    """
+    name = "original_max_position_embeddings"
+    positions: Any = given.get(name)
+    if positions is None:
+        positions = rope_object(given).get(name)
+    if positions is not None:
+        check_number(name, positions, COUNT)
+    return positions
 
 
 def addressable_positions(

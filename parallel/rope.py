@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MAX_STRETCH = 64  # times as many positions
 _THETA = Number(low=2, high=1e15, whole=False)
 _FACTOR = Number(low=1, high=1e6, whole=False)
-_POSITIONS = Number()
+_POSITIONS = Number(low=2)
 _NEEDED: dict[str, dict[str, Number]] = {  # the parameters without which a type means nothing
     "default": {},
     "linear": {"factor": _FACTOR},

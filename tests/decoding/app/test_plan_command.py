@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from decoding import Settings
+from decoding.app.plan import _needs, _prompt_tokens
 from decoding.app.plan_view import duration
 from decoding.planning.defaults import BUDGETS
 from decoding.planning.needs import TextNeeds, weight_bytes
@@ -474,6 +475,25 @@ def test_the_slowest_and_the_fastest_machine_have_finite_plans(field: str, pair:
             ahead = look_ahead(needs, HardwareProfile("a machine", **numbers), 16_000, 512)
             said = ahead.forecast.as_dict().values()
             assert all(isfinite(each) for each in said if isinstance(each, int | float))
+
+
+@pytest.mark.parametrize("size", [1, 10**5, 10**12])
+@pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3_moe"])
+def test_a_model_of_any_size_is_planned_at_once(family: str, size: int, tmp_path: Path) -> None:
+    """Or refused in one line: nothing overflows, and nothing goes through 10^12 layers."""
+    fields = json_of("target") | {"model_type": family, "num_experts_per_tok": 1}
+    fields |= {"num_experts": 4, "moe_intermediate_size": 64, "rope_parameters": None}
+    path, machine = tmp_path / "config.json", HardwareProfile.find("1x4090")
+    sizes = [
+        name for name, value in fields.items() if type(value) is int and "token_id" not in name
+    ]
+    for name in (*sizes, "all of them"):
+        changed = dict.fromkeys(sizes, size) if name not in sizes else {name: size}
+        path.write_text(json.dumps(fields | changed))
+        with suppress(TierForceError):
+            needs = _needs(str(path), None, Settings(dtype="bfloat16"), 1)
+            ahead = look_ahead(needs, machine, _prompt_tokens(needs.target, None, 8), 8)
+            assert ahead.forecast.document_s < 1e30
 
 
 def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
