@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from parallel.environment import place_of
 from parallel.errors import ConfigError
 from parallel.graphs import graphs_work
 from parallel.group import Group
+from parallel.json_file import read_json
 from parallel.loading import Lender, load_model, resolve
 from parallel.model import Llama
 from parallel.named import find_local, is_gguf
@@ -161,7 +161,7 @@ def load_stop_tokens(folder: Path) -> frozenset[int]:
     if not os.path.lexists(path):  # a link that leads nowhere is a broken file
         return frozenset()
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:

@@ -30,6 +30,7 @@ from parallel.families import (
     FAMILIES,
     ExpertShape,
     QKNorm,
+    active_window,
     family_of,
     multipliers,
     read_experts,
@@ -109,9 +110,12 @@ class ModelConfig:
     stop_tokens: frozenset[int]  # end-of-sequence ids
     rope: dict[str, Any] = field(hash=False)  # transformers' rope_parameters
     rotary_dim: int  # of a head's dimensions, the first so many turn
-    trained_positions: int | None = None  # that the config names beside RoPE's factor
-    # beyond so many positions the model was made for dual chunk attention, which is not computed
-    dense_positions: int | None = None
+    # of these no KV depends, and so no digest (`repr`): the positions that the config names beside
+    # RoPE's factor; those beyond which the model was made for dual chunk attention, which is not
+    # computed; and tokens that attention sees at most
+    trained_positions: int | None = field(default=None, repr=False)
+    dense_positions: int | None = field(default=None, repr=False)
+    window: int | None = field(default=None, repr=False)
     unrotated: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
     norms_behind: bool = False  # attention and MLP have their norm behind them, not before
@@ -155,15 +159,12 @@ class ModelConfig:
         from transformers import CONFIG_MAPPING
 
         try:
-            hf = CONFIG_MAPPING[read.family].from_dict(
-                with_known_rope(given, FAMILIES[read.family])
-            )
-            config = cls.from_hf(hf)
+            fields = with_known_rope(given, FAMILIES[read.family])
+            return cls.from_hf(CONFIG_MAPPING[read.family].from_dict(fields), given)
         except ConfigError:
             raise
         except Exception as error:  # whatever the broken field happens to break
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
-        return replace(config, trained_positions=read.trained_positions)
 
     @classmethod
     def find(cls, name: str) -> ModelConfig:
@@ -202,18 +203,25 @@ class ModelConfig:
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
     @classmethod
-    def from_hf(cls, hf: Any) -> ModelConfig:
-        """Take the numbers of a transformers config. Raises ConfigError."""
+    def from_hf(cls, hf: Any, said: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Take the numbers of a transformers config. Raises ConfigError.
+
+        `said`: the fields of the config.json that it was made of, where there is one; transformers
+        fills in what a config leaves out of RoPE's parameters.
+        """
         if hf.model_type in FAMILIES:
             # a parameter beside rope_parameters counts when the frequencies are computed
             hf.standardize_rope_params()
-        return cls.from_fields({**vars(hf), "model_type": hf.model_type})
+        return cls.from_fields({**vars(hf), "model_type": hf.model_type}, said)
 
     @classmethod
-    def from_fields(cls, given: Mapping[str, Any]) -> ModelConfig:
+    def from_fields(
+        cls, given: Mapping[str, Any], said: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
         """Take the fields of a config.json; what is absent means what transformers would fill in.
 
-        Raises ConfigError for a model that is not supported.
+        `said`: the same before anything was filled in. Raises ConfigError for a model that is not
+        supported.
         """
         family = family_of(given)
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
@@ -227,6 +235,9 @@ class ModelConfig:
         rope, rotary_dim = read_rope(given, family, head_dim)
         biases = {name: flag(given, name, False) for name in family.optional_biases}
         attention_bias = biases.get("attention_bias", False)
+        max_positions = given.get("max_position_embeddings", family.max_positions)
+        trained = trained_positions(given if said is None else said)
+        addressable, _ = addressable_positions(rope, max_positions, trained)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         tied = flag(given, "tie_word_embeddings", family.tied)
@@ -240,7 +251,7 @@ class ModelConfig:
             intermediate=given["intermediate_size"],
             vocab=given["vocab_size"],
             norm_eps=given.get("rms_norm_eps", family.norm_eps),
-            max_positions=given.get("max_position_embeddings", family.max_positions),
+            max_positions=max_positions,
             tied=tied,
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias,
@@ -249,8 +260,9 @@ class ModelConfig:
             stop_tokens=token_ids(given.get("eos_token_id", family.stop_token)),
             rope=rope,
             rotary_dim=rotary_dim,
-            trained_positions=trained_positions(given),
+            trained_positions=trained,
             dense_positions=dense_positions(given),
+            window=active_window(given, family, addressable),
             unrotated=unrotated_layers(given) if family.skips_rope else frozenset(),
             qk_norm=family.qk_norm,
             norms_behind=family.norms_behind,
@@ -278,6 +290,12 @@ class ModelConfig:
                 f"{self.rope['rope_type']!r} or by factors of its own, and has {self.max_context} "
                 "of them."
             )
+        positions = int(self.max_positions * factor)
+        if self.window is not None and self.window < positions:
+            raise ConfigError(
+                f"`rope` {rope} makes {positions} positions, but the model's attention sees "
+                f"{self.window} tokens at most (sliding_window)."
+            )
         stretched = {
             **self.rope,
             "rope_type": "yarn",
@@ -288,7 +306,7 @@ class ModelConfig:
             self,
             rope=stretched,
             trained_positions=self.max_positions,
-            max_positions=int(self.max_positions * factor),
+            max_positions=positions,
         )
 
     def refuse_context(self, tokens: int) -> None:

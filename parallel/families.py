@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from parallel.config_checks import check_fields, flag, shown
 from parallel.errors import ConfigError
-from parallel.unsupported import refusal
+from parallel.unsupported import refusal, window_part
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 QKNorm = Literal["head", "width"]  # over each head's dimensions; over all heads' together
@@ -163,17 +163,17 @@ def family_of(given: Mapping[str, Any]) -> Family:
 
     Raises ConfigError for a model with parts that are not supported, and says which.
     """
-    if reason := refusal(given, FAMILIES):
-        raise ConfigError(reason)
-    kind = given["model_type"]
+    kind = given.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    window = None if family is None else window_part(given, *_window_fields(given, family))
+    if (reason := refusal(given, FAMILIES, window)) or family is None:
+        raise ConfigError(str(reason))
     check_fields(given)
     if kind == "mistral" and "layer_types" in given:
         raise ConfigError("layer_types in a mistral config is not supported: it means Ministral.")
-    family = FAMILIES[kind]
     act = given.get("hidden_act", "silu")
     if act != "silu":
         raise ConfigError(f"activation {shown(act)} is not supported; these families use silu.")
-    _refuse_windows(given, family)
     return family
 
 
@@ -240,19 +240,36 @@ def multipliers(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
     }
 
 
-def _refuse_windows(given: Mapping[str, Any], family: Family) -> None:
-    """Raise ConfigError for layers that do not see the whole context."""
-    window = given.get("sliding_window", family.sliding_window)
-    uses_window = flag(given, "use_sliding_window", family.uses_sliding_window)
-    positions = given.get("max_position_embeddings", family.max_positions)
-    if window and uses_window:
+def active_window(given: Mapping[str, Any], family: Family, positions: int) -> int | None:
+    """Return the tokens that attention sees at most, None where it sees all.
+
+    Args:
+        given: the fields of a config.json.
+        family: the model's.
+        positions: the tokens it can address.
+
+    Raises ConfigError for layers that do not see so many.
+    """
+    window, is_used, _ = _window_fields(given, family)
+    if window and flag({"use_sliding_window": is_used}, "use_sliding_window", False):
         if window < positions:
             raise ConfigError(
                 f"sliding-window attention (sliding_window = {window}, of {positions} positions) "
                 "is not supported: every layer must see the whole context."
             )
-    elif "sliding_attention" in (given.get("layer_types") or ()):
+        return int(window)
+    if "sliding_attention" in (given.get("layer_types") or ()):
         raise ConfigError(
             "layer_types with sliding_attention is not supported: every layer must see the whole "
             "context."
         )
+    return None
+
+
+def _window_fields(given: Mapping[str, Any], family: Family) -> tuple[Any, Any, Any]:
+    """Return a config's window, whether it is used, and positions, filled in as by transformers."""
+    return (
+        given.get("sliding_window", family.sliding_window),
+        given.get("use_sliding_window", family.uses_sliding_window),
+        given.get("max_position_embeddings", family.max_positions),
+    )

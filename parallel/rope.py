@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from parallel.config_checks import SCALE, Number, check_number, is_positive, shown
@@ -123,9 +124,10 @@ def inverse_frequencies(
 def with_known_rope(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return a config.json's fields with the type of RoPE by the name that transformers knows.
 
-    It renames LongRoPE's older names too, but only behind a check that they do not pass.
+    It renames LongRoPE's older names too, but only behind a check that they do not pass. They are a
+    copy, to be written to.
     """
-    fields = dict(given)
+    fields = deepcopy(dict(given))
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.get(name)
         if isinstance(rope, Mapping) and _rope_type(rope) in family.rope_aliases:

@@ -47,7 +47,9 @@ _CONVERSIONS = {  # of models that need code of their own, whose publishers conv
 }
 
 
-def refusal(given: Mapping[str, Any], supported: Iterable[str]) -> str | None:
+def refusal(
+    given: Mapping[str, Any], supported: Iterable[str], window: str | None = None
+) -> str | None:
     """Return why a model with such a config.json is not supported; None if nothing speaks against.
 
     Every part is named, those of a wrapper's `text_config` as well, and compressed weights last:
@@ -56,6 +58,8 @@ def refusal(given: Mapping[str, Any], supported: Iterable[str]) -> str | None:
     Args:
         given: the fields of its config.json.
         supported: the model types that are supported.
+        window: what a supported type's config says of sliding windows, which alone is no reason
+            here: whether they act depends on RoPE as well.
     """
     kind, supported = given.get("model_type"), tuple(supported)
     known = kind in supported
@@ -65,6 +69,8 @@ def refusal(given: Mapping[str, Any], supported: Iterable[str]) -> str | None:
     compressed = next(
         (part for each in (given, inner) for part in _fields(each, _QUANTISED_FIELDS)), None
     )
+    if window is not None and (parts or compressed):
+        parts.append(window)
     if compressed is not None:
         words = _COMPRESSED if known and not parts else _COMPRESSED.partition(":")[0]
         parts.append(f"{compressed} ({words})")
@@ -87,11 +93,17 @@ def refusal(given: Mapping[str, Any], supported: Iterable[str]) -> str | None:
     return " ".join(reasons)
 
 
-def window_part(given: Mapping[str, Any]) -> str | None:
-    """Return what a config of an unknown type says of sliding windows; None if nothing."""
-    window, positions = given.get("sliding_window"), given.get("max_position_embeddings")
-    acts = given.get("use_sliding_window", True)
-    if acts and type(window) is int and 0 < window < (positions if type(positions) is int else inf):
+def window_part(given: Mapping[str, Any], window: Any, is_used: Any, positions: Any) -> str | None:
+    """Return what a config says of sliding windows that do not span all positions; None if nothing.
+
+    Args:
+        given: the config's fields.
+        window: tokens of a window, if any.
+        is_used: whether windows are in use.
+        positions: the model's.
+    """
+    limit = positions if type(positions) is int else inf
+    if is_used and type(window) is int and 0 < window < limit:
         return f"sliding_window = {window} (sliding-window attention)"
     if any("sliding_attention" in _kinds(given, name) for name in _LAYER_LISTS):
         return "layer_types with sliding_attention (sliding-window attention)"
@@ -113,7 +125,9 @@ def _parts(given: Mapping[str, Any], known: bool) -> Iterator[str]:
     for name in _LAYER_LISTS:
         if others := sorted(_kinds(given, name) - _ATTENDING):
             yield f"{name} with {', '.join(others)} (layers that are not attention)"
-    if not known and (window := window_part(given)):
+    said = (given.get("sliding_window"), given.get("use_sliding_window", True))
+    window = window_part(given, *said, given.get("max_position_embeddings"))
+    if window is not None and not known:
         yield window
 
 

@@ -172,6 +172,18 @@ def test_the_stretching_that_the_config_names_may_be_named_again(tmp_path: Path)
         config.stretched("yarn:2")
 
 
+def test_a_window_must_span_what_positions_are_stretched_to(tmp_path: Path) -> None:
+    fields = {"model_type": "mistral", "max_position_embeddings": 32_768}
+    yarn = rope("yarn", factor=4.0, original_max_position_embeddings=32_768)
+    plain = read(tmp_path, **fields, sliding_window=65_536)
+    assert plain.stretched("yarn:2").context_limit == 65_536
+    with pytest.raises(ConfigError, match="131072 positions, but the model's attention sees 65536"):
+        plain.stretched("yarn:4")
+    with pytest.raises(ConfigError, match="sliding_window = 65536, of 131072 positions"):
+        read(tmp_path, **fields, sliding_window=65_536, rope_scaling=yarn)
+    assert read(tmp_path, **fields, sliding_window=None).stretched("yarn:4").max_context == 131_072
+
+
 @pytest.mark.parametrize(
     ("positions", "parameters", "context"),
     [

@@ -99,6 +99,10 @@ def refusal(folder: Path, **fields: Any) -> str:
         ({"model_type": "internlm2", **CODE}, ["tools/convert2llama.py"]),
         ({"model_type": "Yi", **CODE}, ["fetch the repository's newer revision"]),
         (
+            {"model_type": "mistral", "quantization_config": {"bits": 4}, "sliding_window": 4096},
+            ["has sliding_window = 4096 (sliding-window attention) and quantization_config = "],
+        ),
+        (
             {"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}},
             ['quantization = {"group_size": 64, "bits": 4} (compressed weights: use the model'],
         ),
@@ -109,7 +113,8 @@ def test_every_part_is_named(fields: dict[str, Any], parts: list[str], tmp_path:
     text = refusal(tmp_path, **fields)
     for part in parts:
         assert part in text
-    assert ("is not supported; supported are llama" in text) == (fields["model_type"] != "llama")
+    is_known = fields["model_type"] in ("llama", "mistral")
+    assert ("is not supported; supported are llama" in text) != is_known
 
 
 @pytest.mark.parametrize(
