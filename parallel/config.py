@@ -7,6 +7,7 @@ for a plan that has to answer at once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from parallel.config_checks import (
     check_number,
     flag,
     is_positive,
-    shown,
 )
 from parallel.config_file import config_file, read_fields
 from parallel.errors import ConfigError
@@ -83,7 +83,7 @@ def token_ids(given: Any) -> frozenset[int]:
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(each) is int and each >= 0 for each in ids):
         raise ConfigError(
-            f"eos_token_id must be a token id or a list of them, found {shown(given)}."
+            f"eos_token_id must be a token id or a list of them, found {json.dumps(given)[:80]}."
         )
     return frozenset(ids)
 

@@ -24,6 +24,11 @@ def config_file(folder: Path) -> Path:
     """Return the config.json of a folder. Raises ConfigError where there is none."""
     path = folder / "config.json"
     if not path.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{folder} holds an adapter (LoRA) without the model it was made for: merge it "
+                "into that model once, with PEFT's merge_and_unload, and save the whole."
+            )
         raise ConfigError(
             f"{folder} has no config.json: point `model` and `draft` at complete Hugging Face "
             "checkpoint folders, or at GGUF files."

@@ -170,20 +170,24 @@ def _said(header: GgufHeader) -> dict[str, Any]:
             f"{header.path}: its metadata lacks {', '.join(missing)}: it does not say what the "
             "model is."
         )
+    foreign = []
     for key, value in header.metadata.items():
         name = key.removeprefix(prefix)
         if name == key or not (value or name in known):  # nothing, as `expert_count` 0
             continue
         if name not in known:
-            raise ConfigError(
-                f"{header.path}: its metadata has {key} = {str(value)[:40]!r}, which means a part "
-                "that is not supported."
-            )
+            foreign.append(f"{key} = {str(value)[:40]!r}")
+            continue
         if reason := _mistake(name, value):
             raise ConfigError(
                 f"{header.path}: its metadata has {key} = {shown(value)}; it must be {reason}."
             )
         said[name] = value
+    if foreign:
+        raise ConfigError(
+            f"{header.path}: its metadata has {', '.join(foreign[:8])}, which means parts that are "
+            "not supported."
+        )
     return said
 
 

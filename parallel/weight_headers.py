@@ -78,6 +78,11 @@ def weight_files(folder: Path) -> list[Path]:
             f" M; M.from_pretrained('{folder}', "
             f"dtype='auto').save_pretrained('{folder}')\""
         )
+    if (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(
+            f"{folder} holds the weights of an adapter (LoRA) alone: merge it into its model once, "
+            "with PEFT's merge_and_unload, and save the whole."
+        )
     raise CheckpointError(f"{folder} has no weights: model.safetensors (or its index) is missing.")
 
 

@@ -105,6 +105,12 @@ def test_no_metadata_raise_anything_else(whole: Path, tmp_path: Path) -> None:
     assert not [line for line in lines if any(words in line for words in internal)]
 
 
+def test_every_part_that_is_not_supported_is_named(whole: Path, tmp_path: Path) -> None:
+    parts = {"llama.expert_count": 8, "llama.expert_used_count": 2, "llama.attn_soft_cap": 50.0}
+    text = refused(rewrite_header(whole, tmp_path / "model.gguf", parts))
+    assert "llama.expert_count = '8', llama.expert_used_count = '2', llama.attn_soft_cap" in text
+
+
 @pytest.mark.parametrize("shift", [0, 32, -32])
 def test_tensors_that_overlap(whole: Path, tmp_path: Path, shift: int) -> None:
     header = read_header(whole)

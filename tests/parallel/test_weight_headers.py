@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parallel.config import ModelConfig
-from parallel.errors import CheckpointError
+from parallel.errors import CheckpointError, ConfigError
 from parallel.group import Group
 from parallel.loading import Lender, load_model, parameter_bytes
 from parallel.sizes import parameter_count
@@ -163,3 +163,13 @@ def test_compressed_weights_are_refused_by_a_plan(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"up_proj\.weight is I32; only BF16, F16, F32"):
         ModelConfig.find(str(folder))
+
+
+def test_an_adapter_alone_is_no_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds an adapter .* merge it into that model"):
+        load_model(tmp_path, Group())
+    shutil.copy(checkpoint() / "config.json", tmp_path)  # as trainers write it
+    with pytest.raises(CheckpointError, match="holds the weights of an adapter"):
+        load_model(tmp_path, Group())
