@@ -50,7 +50,7 @@ def names_in(model: Path) -> Names | None:
         tokens = read_header(model).metadata.get(TOKENS)
         return {token: at for at, token in enumerate(tokens)} if tokens else None
     try:
-        content = read_json(model / "tokenizer.json", 256 * MIB)
+        content = read_json(model / "tokenizer.json", 64 * MIB)
         names = content["model"]["vocab"]
         if isinstance(names, list):  # a token each, with its score
             names = {name: token for token, (name, _) in enumerate(names)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -287,8 +288,7 @@ class ModelConfig:
         if self.rope["rope_type"] != "default" or "frequency_factors" in self.rope:
             raise ConfigError(
                 f"`rope` {rope}: the model stretches its positions itself, by RoPE type "
-                f"{self.rope['rope_type']!r} or by factors of its own, and has {self.max_context} "
-                "of them."
+                f"{self.rope['rope_type']!r} or by factors of its own: it has {self.max_context}."
             )
         positions = int(self.max_positions * factor)
         if self.window is not None and self.window < positions:
@@ -303,10 +303,7 @@ class ModelConfig:
             "original_max_position_embeddings": self.max_positions,
         }
         return replace(
-            self,
-            rope=stretched,
-            trained_positions=self.max_positions,
-            max_positions=positions,
+            self, rope=stretched, trained_positions=self.max_positions, max_positions=positions
         )
 
     def refuse_context(self, tokens: int) -> None:
@@ -316,7 +313,7 @@ class ModelConfig:
             return
         factor, hint = ceil_div(tokens, limit), ""
         plain = self.rope["rope_type"] == "default" and "frequency_factors" not in self.rope
-        if plain and factor <= MAX_STRETCH:
+        if plain and factor <= MAX_STRETCH and (self.window or inf) >= factor * limit:
             hint = f"; `rope` yarn:{factor} would stretch them"
         raise ConfigError(f"`context` {tokens} is more than the model's {limit} positions{hint}.")
 

@@ -22,6 +22,7 @@ _FOREIGN_FIELDS = {
 }
 # fields of layers that only some of a hybrid's are; its list of layers says whether any is
 _HYBRID_FIELDS = ("mamba_d_state",)
+_RECURRENT = ("mamba", "hybrid", "linear")  # within the names of such layers
 _QUANTISED_FIELDS = ("quantization_config", "quantization", "compression_config")
 _COMPRESSED = "compressed weights: use the model's 16-bit checkpoint"
 _LAYER_LISTS = ("layer_types", "layers_block_type")
@@ -118,7 +119,9 @@ def _parts(given: Mapping[str, Any], known: bool) -> Iterator[str]:
     names = [
         name
         for name in _FOREIGN_FIELDS
-        if not kinds or name not in _HYBRID_FIELDS or any("mamba" in kind for kind in kinds)
+        if not kinds
+        or name not in _HYBRID_FIELDS
+        or any(word in kind for kind in kinds for word in _RECURRENT)
     ]
     for part in _fields(given, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"

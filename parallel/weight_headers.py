@@ -89,7 +89,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _indexed(folder: Path, listed: Path) -> list[Path]:
     """Return the files that an index names. Raises CheckpointError."""
     try:
-        names = set(read_json(listed, 256 * MIB)["weight_map"].values())
+        names = set(read_json(listed, 64 * MIB)["weight_map"].values())
         files = sorted(folder / name for name in names)
         outside = sorted(
             name for name in names if Path(name).is_absolute() or ".." in Path(name).parts

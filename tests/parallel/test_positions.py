@@ -168,7 +168,7 @@ def test_more_than_the_default_may_be_asked_of_dual_chunk_attention(tmp_path: Pa
 def test_the_stretching_that_the_config_names_may_be_named_again(tmp_path: Path) -> None:
     config = read(tmp_path, **PUBLISHED["Qwen2.5, its recipe"][0])
     assert config.stretched("yarn:4") == config
-    with pytest.raises(ConfigError, match=r"by RoPE type 'yarn'.* and has 131072 of them"):
+    with pytest.raises(ConfigError, match=r"by RoPE type 'yarn'.*: it has 131072"):
         config.stretched("yarn:2")
 
 
@@ -177,6 +177,10 @@ def test_a_window_must_span_what_positions_are_stretched_to(tmp_path: Path) -> N
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=32_768)
     plain = read(tmp_path, **fields, sliding_window=65_536)
     assert plain.stretched("yarn:2").context_limit == 65_536
+    with pytest.raises(ConfigError, match="positions; `rope` yarn:2 would stretch them"):
+        plain.refuse_context(40_000)
+    with pytest.raises(ConfigError, match=r"is more than the model's 32768 positions\.$"):
+        plain.refuse_context(80_000)
     with pytest.raises(ConfigError, match="131072 positions, but the model's attention sees 65536"):
         plain.stretched("yarn:4")
     with pytest.raises(ConfigError, match="sliding_window = 65536, of 131072 positions"):

@@ -89,6 +89,10 @@ def refusal(folder: Path, **fields: Any) -> str:
             {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], **HYBRID},
             ["mamba_d_state = 256 (recurrent layers) and layer_types with mamba"],
         ),
+        (
+            {"model_type": "zamba2", "layers_block_type": ["hybrid", "linear_attention"], **HYBRID},
+            ["mamba_d_state = 256 (recurrent layers)", "with hybrid, linear_attention"],
+        ),
         ({"model_type": "jamba", **HYBRID}, ["mamba_d_state = 256 (recurrent layers)"]),
         ({"model_type": "internlm3", **CODE}, ["model_type 'internlm3'", "would run code"]),
         (
