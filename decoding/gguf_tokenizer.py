@@ -23,7 +23,7 @@ from tokenizers import (
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from decoding.gguf_vocabulary import check_vocabulary
+from decoding.gguf_vocabulary import MAX_MERGES, check_vocabulary
 from offload.errors import TierForceError, one_line
 from parallel.config_checks import shown
 from parallel.gguf_header import read_header
@@ -194,13 +194,21 @@ def _sentencepiece(said: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
 
 
 def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a third, the one of the best score first."""
+    """Return all pairs of tokens that make a third, the one of the best score first.
+
+    Raises TierForceError for more of them than any vocabulary has.
+    """
     merges = []
     for token, index in vocab.items():
         for at in range(1, len(token)):
             left, right = vocab.get(token[:at]), vocab.get(token[at:])
             if left is not None and right is not None:
                 merges.append((-scores[index], left, right, token, at))
+        if len(merges) > MAX_MERGES:
+            raise TierForceError(
+                f"its tokens are made of one another in more than {MAX_MERGES:,} ways: the file is "
+                "broken."
+            )
     merges.sort()
     return [(token[:at], token[at:]) for *_, token, at in merges]
 

@@ -13,10 +13,11 @@ from offload.errors import TierForceError
 from parallel.config_checks import shown
 
 # the largest vocabularies have 262,144 tokens of 1.7 million characters in all, the longest of them
-# a few hundred
+# a few hundred, and half a million merges
 MAX_TOKENS = 1 << 20
 MAX_CHARACTERS = 1 << 22
 MAX_TOKEN = 1024
+MAX_MERGES = 1 << 21
 _PREFIX = "tokenizer.ggml."
 
 
@@ -73,10 +74,11 @@ def check_vocabulary(said: Mapping[str, Any]) -> None:
 
 def _check_sizes(tokens: Sequence[str], merges: Sequence[str]) -> None:
     """Raise TierForceError for more or longer texts than a tokenizer is made of."""
-    if len(tokens) > MAX_TOKENS:
-        raise TierForceError(
-            f"its vocabulary has {len(tokens):,} tokens, and at most {MAX_TOKENS:,} are read."
-        )
+    for name, texts, most in (("token", tokens, MAX_TOKENS), ("merge", merges, MAX_MERGES)):
+        if len(texts) > most:
+            raise TierForceError(
+                f"its vocabulary has {len(texts):,} {name}s, and at most {most:,} are read."
+            )
     for name, texts, most in (("token", tokens, MAX_TOKEN), ("merge", merges, 2 * MAX_TOKEN + 1)):
         longest = max(map(len, texts), default=0)
         if longest > most:

@@ -24,9 +24,10 @@ from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+import decoding.gguf_tokenizer
 from bench.harness.text import long_text
 from decoding.gguf_tokenizer import SPLITS, gguf_tokenizer
-from decoding.gguf_vocabulary import MAX_TOKENS, check_vocabulary
+from decoding.gguf_vocabulary import MAX_MERGES, MAX_TOKENS, check_vocabulary
 from decoding.pieces import pieces
 from decoding.prompt import Template
 from offload.errors import TierForceError
@@ -266,9 +267,22 @@ def test_a_vocabulary_that_would_take_minutes(
         gguf_tokenizer(path)
 
 
+def test_tokens_that_are_made_of_one_another_in_all_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding.gguf_tokenizer, "MAX_MERGES", 500)
+    tokens = ["a" * length for length in range(1, 40)]
+    said = {"scores": [0.0] * len(tokens), "unknown_token_id": 0}
+    path = write(tmp_path / "model.gguf", "llama", tokens, [1] * len(tokens), **said)
+    with pytest.raises(TierForceError, match="made of one another in more than 500 ways"):
+        gguf_tokenizer(path)
+
+
 def test_more_tokens_than_any_model_has() -> None:
     with pytest.raises(TierForceError, match=r"has 1,048,577 tokens, and at most 1,048,576"):
         check_vocabulary({"tokens": ["a"] * (MAX_TOKENS + 1)})
+    with pytest.raises(TierForceError, match=r"has 2,097,153 merges, and at most 2,097,152"):
+        check_vocabulary({"merges": ["a b"] * (MAX_MERGES + 1)})
 
 
 @pytest.mark.parametrize("value", [7, "a", [1, 2], [["a"]], True])
