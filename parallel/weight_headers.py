@@ -12,7 +12,7 @@ from parallel.errors import CheckpointError
 from parallel.json_file import MIB, read_json
 
 DTYPES = ("BF16", "F16", "F32")  # that are read
-_MAX_HEADER = 100 * MIB  # bytes, the format's own limit
+_MAX_HEADER = 32 * MIB  # bytes; of real files it is a few MB
 _AT_ONCE = 16 * MIB  # bytes of two tensors that are compared
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

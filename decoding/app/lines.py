@@ -76,7 +76,10 @@ def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
 def doubts(engine: Engine, common: Common) -> list[str]:
     """Return what a user may not have meant by these models, a line each."""
     lines = []
-    vocab, known = engine.runtime.target.config.vocab, len(engine.tokenizer)
+    config = engine.runtime.target.config
+    if engine.runtime.settings.context is None or engine.context > config.context_limit:
+        lines += [f"{common.model}: {note}" for note in config.context_notes()]
+    vocab, known = config.vocab, len(engine.tokenizer)
     if 2 * known < vocab:
         lines.append(
             f"{common.model} has {vocab:,} tokens, its tokenizer {known:,}: it may be that of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from decoding.settings import Settings
 from decoding.speculation.sampling_options import SamplingOptions
 from support.commands import DRAFT, MODELS, forked
 from support.engines import Pair
+from support.models import rope
 
 COMMON = Common(model="a", draft="b", settings=Settings(), sampling=SamplingOptions())
 
@@ -46,6 +48,20 @@ def test_what_cannot_be_meant_is_told(pair: Pair) -> None:
         assert f"a has {vocab:,} tokens, its tokenizer {vocab // 3:,}" in other
         assert "no token that ends a text" in endless
         assert unused == "--draft b has no part in --mode plain."
+
+
+@pytest.mark.parametrize(("context", "is_told"), [(None, True), (4096, False)])
+def test_a_context_that_was_guessed_is_told(
+    checkpoint: Callable[..., Path], context: int | None, is_told: bool
+) -> None:
+    linear = rope("linear", factor=4.0)
+    folder = checkpoint(max_position_embeddings=16_384, rope_parameters=linear)
+    pair = Pair(folder, folder)
+    with pair.engine("plain", stop=[3], context=context) as engine:
+        engine.tokenizer = OtherTokenizer(pair.target.config.vocab)
+        told = doubts(engine, replace(COMMON, draft=None))
+        assert engine.context == (context or 16_384)
+    assert [line.startswith("a: RoPE type 'linear' stretches") for line in told] == [True] * is_told
 
 
 def test_a_command_tells_its_doubts(tmp_path: Path) -> None:

@@ -24,9 +24,12 @@ from decoding.planning.outlook import look_ahead
 from decoding.planning.profile import HardwareProfile
 from decoding.session import Session
 from offload.errors import FitError, TierForceError
+from parallel.gguf_header import read_header
 from parallel.loading import parameter_bytes
 from support.commands import Finished, forked, refused
 from support.engines import DEMO, Pair
+from support.gguf import convert
+from support.gguf_bytes import rewrite_header
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
@@ -415,6 +418,17 @@ def test_yarn_by_its_published_recipe_is_planned_to_its_end(tmp_path: Path) -> N
         found = json.loads(forked(tmp_path, *options, *more).out)
         assert found["job"]["prompt"] + found["job"]["new"] == 131_072
         assert found["notes"] == []
+
+
+def test_the_vocabulary_of_a_gguf_file_is_compared(tmp_path: Path) -> None:
+    path = convert(DEMO / "draft", tmp_path / "draft.gguf")
+    options = ["--hardware", "1x4090", "--draft", str(path)]
+    assert plan(tmp_path, *options).code == 0
+    tokens = read_header(path).metadata["tokenizer.ggml.tokens"]
+    tokens[500] = "another"
+    path = rewrite_header(path, tmp_path / "other.gguf", {"tokenizer.ggml.tokens": tokens})
+    text = refused(plan(tmp_path, "--hardware", "1x4090", "--draft", str(path)))
+    assert "token 500 is 'another' for the draft" in text
 
 
 def json_of(model: str) -> dict[str, Any]:
