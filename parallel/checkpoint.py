@@ -63,14 +63,14 @@ class Checkpoint(ABC):
             )
         return self._open_tensor(name)
 
-    def refuse_leftovers(self) -> None:
+    def refuse_leftovers(self, is_tied: bool = False) -> None:
         """Refuse tensors that nobody asked for: without them the text would be another.
 
-        Raises CheckpointError.
+        `is_tied`: the model's head is its embedding, of which the files may hold a copy; a head
+        that differs would have made it another model (`config_file`). Raises CheckpointError.
         """
-        unasked = self._shapes.keys() - self._asked
-        # a head is a copy of the embedding, else it would be the model's (`config_file`)
-        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED) and name != HEAD)
+        unasked = self._shapes.keys() - self._asked - ({HEAD} if is_tied else set())
+        leftovers = sorted(name for name in unasked if not name.endswith(_DERIVED))
         if leftovers:
             raise CheckpointError(
                 f"{self.path}: {len(leftovers)} tensors have no place in the model that "

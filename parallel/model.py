@@ -295,7 +295,7 @@ class Llama(Module):
         for part, module in self.outer_parts().items():
             if part not in self.config.borrows:
                 module.load(checkpoint, OUTER_NAMES[part])
-        checkpoint.refuse_leftovers()
+        checkpoint.refuse_leftovers(self.config.tied and not self.config.borrows)
 
     def outer_parts(self) -> dict[str, RMSNorm | VocabParallelEmbedding]:
         """Return what is around the layers, by its name in `parallel.borrowing`.

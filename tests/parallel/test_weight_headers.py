@@ -107,6 +107,17 @@ def test_a_draft_with_a_head_of_its_own_borrows_none(
     assert torch.equal(model.head.weight, head)
 
 
+def test_a_head_that_is_borrowed_may_not_be_there(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """It would be dropped in silence."""
+    target = checkpoint()
+    draft = borrowing_draft(target, tmp_path / "draft", borrows=["embed_tokens"])
+    config = json.loads((draft / "config.json").read_text())
+    config["tierforce"] = {"borrows": ["embed_tokens", "lm_head"]}
+    (draft / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"have no place in the model .* lm_head\.weight"):
+        load_model(draft, Group(), lender=Lender(load_model(target, Group()), target))
+
+
 def test_files_that_only_some_are_there_of_leave_a_plan_to_the_config(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
