@@ -161,6 +161,17 @@ def test_nothing_is_told_of_what_the_config_says(tmp_path: Path) -> None:
         assert read(tmp_path, **PUBLISHED[name][0]).context_notes() == []
 
 
+def test_an_early_name_of_longrope_means_the_same(tmp_path: Path) -> None:
+    early, today = (
+        read(tmp_path, **PUBLISHED[f"Phi-3, {name}"][0]) for name in ("an early upload", "of today")
+    )
+    for tokens in (100, 100_000):
+        ours, factor = early.inverse_frequencies(tokens)
+        theirs, other = today.inverse_frequencies(tokens)
+        assert ours.equal(theirs)
+        assert factor == other
+
+
 def test_more_than_the_default_may_be_asked_of_dual_chunk_attention(tmp_path: Path) -> None:
     read(tmp_path, **PUBLISHED["Qwen2.5-1M"][0]).refuse_context(1_000_000)
 

@@ -99,6 +99,14 @@ def refusal(folder: Path, **fields: Any) -> str:
             {"model_type": "deepseek_v2", "kv_lora_rank": 512, **CODE},
             ["kv_lora_rank = 512 (multi-latent attention)", "would run code"],
         ),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, **CODE}
+            | {"quantization_config": {"quant_method": "fp8"}},
+            [
+                "It has kv_lora_rank = 512 (multi-latent attention) and quantization_config = "
+                '{"quant_method": "fp8"} (compressed weights). It would run code'
+            ],
+        ),
         ({"model_type": "chatglm", **CODE}, ["names end in -hf", "'glm' is not supported"]),
         ({"model_type": "internlm2", **CODE}, ["tools/convert2llama.py"]),
         ({"model_type": "Yi", **CODE}, ["fetch the repository's newer revision"]),
