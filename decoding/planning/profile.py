@@ -22,7 +22,7 @@ def _bounds(name: str) -> Number:
         return Number(1, 1024, whole=False)
     if name.endswith("_s"):
         return Number(0, 1e6, whole=False)
-    return Number(1, 1e24, whole=False)  # bytes, or bytes or operations a second
+    return Number(1, 1e30, whole=False)  # bytes, or bytes or operations a second
 
 
 @dataclass(frozen=True)
