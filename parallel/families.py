@@ -251,7 +251,8 @@ def active_window(given: Mapping[str, Any], family: Family, positions: int) -> i
     Raises ConfigError for layers that do not see so many.
     """
     window, is_used, _ = _window_fields(given, family)
-    if window and flag({"use_sliding_window": is_used}, "use_sliding_window", False):
+    is_used = flag({"use_sliding_window": is_used}, "use_sliding_window", False)
+    if window and is_used:
         if window < positions:
             raise ConfigError(
                 f"sliding-window attention (sliding_window = {window}, of {positions} positions) "

@@ -144,12 +144,13 @@ def rope_object(given: Mapping[str, Any]) -> dict[str, Any]:
 
     transformers, too, prefers the older one.
     """
-    said = given.get("rope_scaling") or given.get("rope_parameters") or {}
-    if not isinstance(said, Mapping):
-        raise ConfigError(
-            f"the model's config says of RoPE {shown(said)}, which is no object of parameters."
-        )
-    return dict(said)
+    for name in ("rope_scaling", "rope_parameters"):
+        said = given.get(name)
+        if said is not None and not isinstance(said, Mapping):
+            raise ConfigError(
+                f"the model's config says of RoPE {shown(said)}, which is no object of parameters."
+            )
+    return dict(given.get("rope_scaling") or given.get("rope_parameters") or {})
 
 
 def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:

@@ -20,7 +20,7 @@ _FOREIGN_FIELDS = {
     "linear_num_key_heads": "linear attention",
     "conv_L_cache": "convolutional layers",
 }
-# fields of layers that only some of a hybrid's are; its list of layers says whether any is
+# fields of recurrent layers, of which a hybrid may have none; its list of layers says so
 _HYBRID_FIELDS = ("mamba_d_state",)
 _RECURRENT = ("mamba", "hybrid", "linear")  # within the names of such layers
 _QUANTISED_FIELDS = ("quantization_config", "quantization", "compression_config")
@@ -116,13 +116,8 @@ def _parts(given: Mapping[str, Any], known: bool) -> Iterator[str]:
     if given.get("model_type") in _SINKS:
         yield "attention sinks"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(given, name)}
-    names = [
-        name
-        for name in _FOREIGN_FIELDS
-        if not kinds
-        or name not in _HYBRID_FIELDS
-        or any(word in kind for kind in kinds for word in _RECURRENT)
-    ]
+    has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
+    names = [name for name in _FOREIGN_FIELDS if has_recurrent or name not in _HYBRID_FIELDS]
     for part in _fields(given, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:
