@@ -198,8 +198,8 @@ class ModelConfig:
     def _checked(cls, path: Path, given: Mapping[str, Any]) -> ModelConfig:
         try:
             return cls.from_fields(given)
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
         except Exception as error:  # whatever the broken field happens to break
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
