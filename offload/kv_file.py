@@ -15,6 +15,7 @@ from offload.buffers import span
 from offload.errors import DamagedError
 from offload.layout import KVLayout
 from offload.link import Copy
+from offload.regular_files import UnsuitableFileError, open_regular
 
 PIECE_TOKENS = 4096  # of a head: what a checksum is of
 
@@ -36,16 +37,23 @@ class KVFile:
     """A file with the KV of `tokens` tokens in one layer, and nothing else.
 
     It has the pieces of each head in order, (2, T, D) each. Its checksums are CRC-32, in the order
-    of the file; whoever writes it keeps them.
+    of the file; whoever writes it keeps them. They begin with `seed`, by which whoever writes it
+    ties them to the text: KV of another text of the same length does not match them.
     """
 
     path: Path
     layout: KVLayout
     tokens: int
+    seed: int = 0  # 32 bits
 
     @property
     def nbytes(self) -> int:
         return self.layout.bytes(self.tokens, 1)
+
+    @property
+    def pieces(self) -> int:
+        """Return how many pieces it has, and so how many checksums."""
+        return len(self._ends()) * self.layout.heads
 
     def write(self, excerpt: Excerpt) -> list[int]:
         """Write the file, to the disk itself, and return its checksums. Raises OSError."""
@@ -55,7 +63,7 @@ class KVFile:
                 for start, end in self._ends():
                     kv = excerpt(head, start, end)
                     raw = _bytes_of(kv)
-                    checksum = zlib.crc32(raw)
+                    checksum = zlib.crc32(raw, self.seed)
                     checksums.append(checksum)
                     file.write(raw)
             file.flush()
@@ -67,8 +75,7 @@ class KVFile:
 
         They raise DamagedError where the file is not what was written, and OSError.
         """
-        count = len(self._ends())
-        if len(checksums) != count * self.layout.heads:
+        if len(checksums) != self.pieces:
             raise DamagedError(f"{self.path.name} has {len(checksums)} checksums")
         rest = iter(checksums)
         for head in range(self.layout.heads):
@@ -113,16 +120,18 @@ class _Reader:
         per_token = layout.layer_token_bytes // layout.heads
         before = self.head * file.tokens + self.start
         at = before * per_token
-        if file.path.exists() and not file.path.is_file():  # a pipe would be waited for
-            raise DamagedError(f"{file.path.name} is no regular file")
-        with file.path.open("rb") as opened:
+        try:
+            opened = open_regular(file.path)
+        except UnsuitableFileError as error:
+            raise DamagedError(f"{file.path.name} is no regular file") from error
+        with opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.nbytes:
                 raise DamagedError(f"{file.path.name} has {size} of {file.nbytes} bytes")
             opened.seek(at)
             opened.readinto(raw)
         # what is checked is what is used: not what the disk may say another time
-        if zlib.crc32(raw) != self.checksum:
+        if zlib.crc32(raw, file.seed) != self.checksum:
             raise DamagedError(f"{file.path.name} is not what was written")
         wanted = span(kv, 0, self.last - self.start)
         return Piece(self.head, self.start, wanted)

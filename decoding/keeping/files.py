@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
-from typing import TextIO
+from typing import BinaryIO
+
+from offload.regular_files import UnsuitableFileError, open_regular
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -66,46 +68,40 @@ class Lock:
         return folder / f"rank-{rank}.lock"
 
 
-def read_regular(path: Path) -> bytes:
-    """Return what is in a file. Raises OSError, also for a pipe, which would be waited for."""
-    refuse_irregular(path)
-    return path.read_bytes()
-
-
-def refuse_irregular(path: Path) -> None:
-    """Raise OSError for what is there and no regular file."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, f"{path.name} in it is no regular file")
-
-
 @contextmanager
 def locked(path: Path, limit_s: float | None = None) -> Iterator[None]:
     """Wait for a file's lock, and hold it; the file is made where there is none.
 
     Raises OSError, also where somebody else has held it for `limit_s` seconds.
     """
-    refuse_irregular(path)
-    with path.open("a") as file:
-        _lock(file, limit_s)
+    with _opened(path, os.O_CREAT) as file:
+        _lock(file, path.name, limit_s)
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _lock(file: TextIO, limit_s: float | None) -> None:
+def _opened(path: Path, flags: int = 0) -> BinaryIO:
+    """Open a file to lock it. Raises OSError; UnsuitableFileError for what is no regular file."""
+    try:
+        return open_regular(path, os.O_RDWR | os.O_NOFOLLOW | flags)
+    except UnsuitableFileError as error:
+        raise UnsuitableFileError(error.errno, f"{path.name} in it is no regular file") from error
+
+
+def _lock(file: BinaryIO, name: str, limit_s: float | None) -> None:
     if limit_s is None:
         fcntl.flock(file, fcntl.LOCK_EX)
         return
     until = time.monotonic() + limit_s
     while not _try_lock(file):
         if time.monotonic() > until:
-            name = Path(file.name).name
             raise OSError(errno.ETIMEDOUT, f"another job has held its {name} for {limit_s:g} s")
         time.sleep(0.02)
 
 
-def _try_lock(file: TextIO) -> bool:
+def _try_lock(file: BinaryIO) -> bool:
     """Take a file's lock if nobody holds it; tell whether that is so."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,10 +111,14 @@ def _try_lock(file: TextIO) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether some process holds a file's lock. Raises OSError."""
-    refuse_irregular(path)
-    with path.open("a") as file:
-        if not _try_lock(file):
-            return True
-        fcntl.flock(file, fcntl.LOCK_UN)
+    """Tell whether some process holds a file's lock, or may do so, where that cannot be told."""
+    try:
+        with _opened(path) as file:
+            if not _try_lock(file):
+                return True
+            fcntl.flock(file, fcntl.LOCK_UN)
+    except UnsuitableFileError:
+        return False  # no process of ours has made it
+    except OSError:
+        return True
     return False

@@ -14,15 +14,17 @@ import torch
 
 from decoding.keeping.files import write_whole
 from offload.errors import TierForceError
+from offload.regular_files import read_regular
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.named import is_gguf
 from parallel.weight_headers import weight_files
 
-VERSION = 1  # of what is written: another one is another identity
+VERSION = 2  # of what is written: another one is another identity
 _PIECE = 64 << 20  # bytes of a file that are digested at once
 _THREADS = 8
 _DIGESTS = ".digests.json"  # of files that were digested before
+_MAX_DIGESTS = 1 << 20  # bytes of that file, which has some 150 a weight file; more is begun anew
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def digest_of(weights: Weights, config: ModelConfig, dtype: torch.dtype, group: 
 def _known(notes: Path) -> dict[str, str]:
     """Return what was noted."""
     try:
-        known = json.loads(notes.read_text())
+        known = json.loads(read_regular(notes, _MAX_DIGESTS))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(known, dict):

@@ -13,9 +13,11 @@ from pathlib import Path
 from decoding.keeping.files import Lock
 from decoding.keeping.prompt_cache import (
     LEAST_TOKENS,
+    MAX_TOKENS,
     KeptPrompt,
     Manifest,
     PromptCache,
+    digest_of_text,
     is_new,
 )
 from decoding.keeping.saving import Saving, files_of, is_written, saved, was_given_up
@@ -45,6 +47,7 @@ class _Stored:
     folder: Path
     tokens: int  # that are there
     used: int  # of these
+    text: bytes  # digest of what its KV depends on
 
 
 class Keeper:
@@ -82,7 +85,7 @@ class Keeper:
         if self.group.rank == 0:
             kept, count = self._found(identity, prompt)
             if kept is not None:
-                stored = _Stored(kept.folder, kept.manifest.tokens, count)
+                stored = _Stored(kept.folder, kept.manifest.tokens, count, kept.digest())
         stored = self.group.broadcast(stored)
         if stored is None:
             return 0
@@ -121,9 +124,11 @@ class Keeper:
         begun = None
         if group.rank == 0 and may_save:
             begun = self._begun(identity, prompt, nbytes)
-        folder = group.broadcast(begun and begun[0])
-        if folder is None:
+        # rank 0's identity counts: the others have none
+        agreed = group.broadcast(begun and (begun[0], digest_of_text(identity, prompt)))
+        if agreed is None:
             return None
+        folder, text = agreed
         lock = begun[1] if begun else _lock_of(folder, group.rank)
         group.gather(None)  # rank 0 waits for the locks of all
         if lock is None:
@@ -134,7 +139,7 @@ class Keeper:
             manifest = Manifest(identity, name, self.identity.model, *counts)
             finish = partial(self._finish, folder, manifest, list(prompt))
         try:
-            files = files_of(folder, group.rank, layout, len(prompt))
+            files = files_of(folder, group.rank, layout, len(prompt), text)
             layers = list(zip(files, cache.excerpts(), strict=True))
             return Saving(folder, group.rank, lock, layers, finish)
         except (RuntimeError, MemoryError, TierForceError) as error:  # no memory, no thread
@@ -163,7 +168,7 @@ class Keeper:
     def _load(self, stored: _Stored, cache: TieredCache) -> None:
         """Fill a cache on this rank. Raises DamagedError, OSError."""
         rank = self.group.rank
-        files = files_of(stored.folder, rank, cache.layout, stored.tokens)
+        files = files_of(stored.folder, rank, cache.layout, stored.tokens, stored.text)
         with cache.prefill(stored.used) as way:
             for layer, pieces in saved(stored.folder, rank, files, stored.used):
                 way.fill(layer, pieces)
@@ -187,7 +192,7 @@ class Keeper:
     def _begun(self, identity: str, prompt: Sequence[int], nbytes: int) -> tuple[Path, Lock] | None:
         """Return a folder for a prompt; None where it is not worth it, or there is no room."""
         assert self._cache is not None
-        if len(prompt) < LEAST_TOKENS or self.has(identity, prompt):
+        if not LEAST_TOKENS <= len(prompt) <= MAX_TOKENS or self.has(identity, prompt):
             return None
         try:
             return self._cache.begin(nbytes)

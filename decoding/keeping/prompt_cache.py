@@ -22,14 +22,18 @@ from decoding.keeping.files import (
     Lock,
     is_locked,
     locked,
-    read_regular,
     sync_folder,
     write_synced,
 )
 from decoding.speculation.text import common_prefix
 from offload.errors import TierForceError
+from offload.regular_files import UnsuitableFileError, read_regular
 
 LEAST_TOKENS = 256  # fewer are read again as soon
+MAX_TOKENS = 1 << 24  # more than any context: what says that it has more is not believed
+_MAX_MANIFEST = 1 << 14  # bytes
+_MAX_NAME = 200  # characters of a name that is kept
+_TOKEN_BYTES = 8
 _MANIFEST, _TOKENS, _LOCK = "manifest.json", "tokens.bin", ".lock"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _ID = "[0-9a-f]{12}"
@@ -54,12 +58,14 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read what is said of a folder's prompt. Raises OSError, and _NONE for what is nothing."""
-        said = json.loads(read_regular(folder / _MANIFEST))
+        said = json.loads(read_regular(folder / _MANIFEST, _MAX_MANIFEST))
         for each in fields(cls):
             if type(said[each.name]).__name__ != each.type:
                 raise TypeError(each.name)
             if each.type == "int" and not 0 <= said[each.name] < 2**63:
                 raise ValueError(each.name)
+        if said["tokens"] > MAX_TOKENS:
+            raise ValueError("tokens")
         return cls(**{each.name: said[each.name] for each in fields(cls)})
 
 
@@ -78,11 +84,13 @@ class KeptPrompt:
     def tokens(self) -> npt.NDArray[np.int64]:
         """Return its token ids (T,); none where they are not there as they were written."""
         raw = b""
-        with suppress(OSError):
-            raw = read_regular(self.folder / _TOKENS)
-        if zlib.crc32(raw) != self.manifest.checksum:
-            raw = b""
+        with suppress(OSError, ValueError):
+            raw = _read_tokens(self.folder, self.manifest)
         return np.frombuffer(raw, dtype=np.int64)
+
+    def digest(self) -> bytes:
+        """Return the digest of all that its KV depends on."""
+        return digest_of_text(self.manifest.identity, self.tokens())
 
 
 class PromptCache:
@@ -190,8 +198,10 @@ class PromptCache:
         """
         tokens = np.array(prompt, dtype=np.int64).tobytes()
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        manifest = replace(manifest, checksum=zlib.crc32(tokens), saved=now)
-        kept = self.folder / sha256(manifest.identity.encode() + tokens).hexdigest()[:12]
+        name, model = manifest.name[:_MAX_NAME], manifest.model[:_MAX_NAME]
+        checksum = zlib.crc32(tokens)
+        manifest = replace(manifest, name=name, model=model, checksum=checksum, saved=now)
+        kept = self.folder / digest_of_text(manifest.identity, prompt).hex()[:12]
         write_synced(written / _TOKENS, tokens)
         write_synced(written / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
         with self._locked():
@@ -252,7 +262,8 @@ class PromptCache:
         gone = self.folder / f"{_DROPPED}{token_hex(6)}"
         with suppress(FileNotFoundError):
             folder.rename(gone)
-            shutil.rmtree(gone)
+            # what cannot be removed now is no prompt any more, and is tried again another time
+            shutil.rmtree(gone, ignore_errors=True)
 
     def _clean(self) -> None:
         """Remove what processes that were killed have left, and what can never be found."""
@@ -262,9 +273,14 @@ class PromptCache:
                 is_left = not any(map(is_locked, path.glob(Lock.PATTERN)))
             if is_left:
                 shutil.rmtree(path, ignore_errors=True)
-        for path in filter(_is_damaged, self._folders()):
-            self.warn(f"what was kept in {path} is damaged: it is removed")
-            self._remove(path)
+        for path in self._folders():
+            if (name := _damaged(path)) is None:
+                continue
+            try:
+                self._remove(path)
+                self.warn(f"what was kept {name} is damaged: it is removed")
+            except OSError as error:
+                self.warn(f"what was kept {name} is damaged, and stays: {error.strerror}")
 
 
 def is_new(tokens: int, known: int) -> bool:
@@ -280,14 +296,37 @@ def _goes_on(manifest: Manifest, prompt: Sequence[int], other: KeptPrompt) -> bo
     return not is_new(older.tokens, common_prefix(other.tokens(), prompt))
 
 
-def _is_damaged(folder: Path) -> bool:
-    """Tell whether a prompt's folder does not say which prompt it is of."""
+def digest_of_text(identity: str, tokens: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
+    """Return the digest of all that a text's KV depends on: its identity and its tokens."""
+    return sha256(identity.encode() + np.asarray(tokens, dtype=np.int64).tobytes()).digest()
+
+
+def _read_tokens(folder: Path, manifest: Manifest) -> bytes:
+    """Return the token ids of a prompt. Raises OSError, and ValueError where they are others."""
+    size = manifest.tokens * _TOKEN_BYTES
+    raw = read_regular(folder / _TOKENS, size)
+    if len(raw) != size or zlib.crc32(raw) != manifest.checksum:
+        raise ValueError(_TOKENS)
+    return raw
+
+
+def _damaged(folder: Path) -> str | None:
+    """Say what a folder is of that is damaged; None where it is whole, or none of ours.
+
+    Here it is damaged if it does not say which prompt it is of, or has not as many bytes as it
+    says, by which the limit goes.
+    """
+    layers = list(folder.glob("rank-*-layer-*.kv"))
+    if not layers and not os.path.lexists(folder / _TOKENS):
+        return None
+    name = f"in {folder}"
     try:
-        tokens = read_regular(folder / _TOKENS)
-        return zlib.crc32(tokens) != Manifest.read(folder).checksum
-    except _NONE:
-        return True
-    except FileNotFoundError:
-        return any(folder.glob("rank-*-layer-*.kv"))  # else it is none of ours
+        manifest = Manifest.read(folder)
+        name = f"of {manifest.name}" if manifest.name else name
+        _read_tokens(folder, manifest)
+        is_whole = sum(path.stat().st_size for path in layers) == manifest.nbytes
+        return None if is_whole else name
+    except (FileNotFoundError, UnsuitableFileError, *_NONE):
+        return name
     except OSError:
-        return False
+        return None  # now it cannot be read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,16 +16,20 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from decoding.keeping.files import Lock, read_regular, write_synced
+from decoding.keeping.files import Lock, write_synced
 from offload.errors import DamagedError, one_line
 from offload.kv_file import Excerpt, KVFile, Piece
 from offload.layout import KVLayout
+from offload.regular_files import UnsuitableFileError, read_regular
 
 T = TypeVar("T")
 _THREADS = 4  # that read
 _AHEAD = 8  # pieces that are read before they are asked for
 _NICENESS = 19  # of the thread that writes
 _NOT_DONE = "it was not finished"
+_CHECKSUM_BYTES = (
+    16  # of a checksum, or a layer's brackets, as JSON: ten digits and what parts them
+)
 
 
 class GivenUp(Exception):
@@ -120,12 +125,18 @@ def was_given_up(folder: Path, rank: int) -> bool:
     return _given_up(folder, rank).exists()
 
 
-def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int) -> list[KVFile]:
-    """Return the files of a rank's layers."""
-    return [
-        KVFile(folder / f"rank-{rank}-layer-{layer}.kv", layout, tokens)
-        for layer in range(layout.layers)
-    ]
+def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, text: bytes) -> list[KVFile]:
+    """Return the files of a rank's layers.
+
+    Their checksums depend on `text`, the digest of all that the KV depends on, tokens included, and
+    on rank and layer: a file that was put in another one's place is noticed.
+    """
+
+    def file_of(layer: int) -> KVFile:
+        name = f"rank-{rank}-layer-{layer}.kv"
+        return KVFile(folder / name, layout, tokens, zlib.crc32(text + name.encode()))
+
+    return [file_of(layer) for layer in range(layout.layers)]
 
 
 def saved(
@@ -136,7 +147,7 @@ def saved(
     Raises DamagedError where they are not what was written, and OSError.
     """
     readers: list[tuple[int, Callable[[], Piece]]] = []
-    checksums = _read_checksums(folder, rank, len(files))
+    checksums = _read_checksums(folder, rank, files)
     for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
         readers += [(layer, reader) for reader in file.readers(tokens, sums)]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -157,14 +168,17 @@ def _ahead(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], T]]) -> Iterat
         yield done
 
 
-def _read_checksums(folder: Path, rank: int, layers: int) -> list[list[int]]:
+def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[list[int]]:
     """Return a rank's checksums by layer. Raises DamagedError, OSError."""
+    limit = _CHECKSUM_BYTES * sum(1 + file.pieces for file in files)
     try:
-        raw = json.loads(read_regular(_checksums(folder, rank)))
+        raw = json.loads(read_regular(_checksums(folder, rank), limit))
         checksums = [list(map(int, each)) for each in raw]
+    except UnsuitableFileError as error:
+        raise DamagedError(f"the checksums of rank {rank}: {error.strerror}") from error
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise DamagedError(f"the checksums of rank {rank} are none") from error
-    if len(checksums) != layers:
+    if len(checksums) != len(files):
         raise DamagedError(f"the checksums of rank {rank} are of {len(checksums)} layers")
     return checksums
 

@@ -116,7 +116,7 @@ def test_texts_together_are_kept_too(early: bool, models: Pair, kept: str) -> No
 def whole(prompt: KeptPrompt, models: Pair) -> bool:
     """Read all that is kept of a prompt; raises where it is not what was written."""
     layout, tokens = models.target.config.kv_layout(1, torch.float32), prompt.manifest.tokens
-    files = files_of(prompt.folder, 0, layout, tokens)
+    files = files_of(prompt.folder, 0, layout, tokens, prompt.digest())
     for _, pieces in saved(prompt.folder, 0, files, tokens):
         assert list(pieces)
     return len(prompt.tokens()) == tokens

@@ -1,0 +1,63 @@
+"""Reading files that somebody else may have put there: never a pipe, a device or without a bound.
+
+A pipe would be waited for and a device may have no end, so only regular files are read. A file's
+size says little (files of /proc have none, sparse ones take no disk), so what is read at once is
+limited, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import BufferedRandom, BufferedReader
+from pathlib import Path
+
+_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+# opening a folder to write, a link in a circle, a socket, a device that is not there
+_IRREGULAR = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
+
+
+class UnsuitableFileError(OSError):
+    """A file that is there and cannot be what is expected: not regular, or too large."""
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> BufferedReader | BufferedRandom:
+    """Open a regular file, without waiting for anything; `flags` are those of `os.open`.
+
+    Raises OSError; UnsuitableFileError for a folder, a pipe, a socket or a device. What is looked
+    at is what was opened, whatever takes its place meanwhile.
+    """
+    try:
+        handle = os.open(path, flags | _FLAGS, 0o666)
+    except OSError as error:
+        if error.errno in _IRREGULAR:
+            raise _unsuitable(path, "it is not a regular file") from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _unsuitable(path, "it is not a regular file")
+        if flags & os.O_RDWR:
+            return os.fdopen(handle, "rb+")
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return what is in a regular file of at most `limit` bytes.
+
+    Raises OSError; UnsuitableFileError as `open_regular` does, and for a larger file.
+    """
+    with open_regular(path) as file:
+        # before memory is taken, which reading so many bytes would take at once
+        if os.fstat(file.fileno()).st_size <= limit:
+            content = file.read(limit + 1)
+            if len(content) <= limit:
+                return content
+    raise _unsuitable(path, f"it has more than {limit:,} bytes")
+
+
+def _unsuitable(path: Path, why: str) -> UnsuitableFileError:
+    return UnsuitableFileError(errno.EINVAL, why, str(path))

@@ -1,0 +1,37 @@
+"""Only regular files are read, and no more of them than a limit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload.regular_files import UnsuitableFileError, open_regular, read_regular
+from support.irregular import IRREGULAR
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_what_is_not_a_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    IRREGULAR[kind](path)
+    for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+        with pytest.raises(UnsuitableFileError, match="not a regular file"):
+            open_regular(path, flags)
+
+
+def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_regular(path, 5) == b"12345"
+    for limit in (0, 4):
+        with pytest.raises(UnsuitableFileError, match=f"more than {limit} bytes"):
+            read_regular(path, limit)
+    os.truncate(path, 1 << 40)  # which takes no disk
+    with pytest.raises(UnsuitableFileError, match="more than 1,000 bytes"):
+        read_regular(path, 1000)
+    # the system says that it has no bytes
+    with pytest.raises(UnsuitableFileError, match="more than 10 bytes"):
+        read_regular(Path("/proc/self/status"), 10)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "nowhere", 5)
