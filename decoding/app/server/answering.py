@@ -27,6 +27,7 @@ from decoding.app.server.jobs import (
     Wrote,
 )
 from decoding.app.server.metrics import Metrics
+from decoding.app.server.names import name_of
 from decoding.app.server.stop_strings import StopStrings
 from decoding.app.server.token_texts import TokenTexts
 from decoding.app.terminal import say
@@ -37,7 +38,6 @@ from decoding.writing import Request
 from offload.errors import DocumentError, FitError, GivenUpError, TierForceError, one_line
 from parallel.environment import RankLost
 
-_NAME = "request"  # what prompts are called that are kept on disk
 _LEAST_S = 0.1  # between two reports of how far something is
 
 
@@ -112,7 +112,7 @@ class _Answer:
             asked.new,
             asked.sampling,
             progress=self._read,
-            name=_NAME,
+            name=name_of(engine.tokenizer, asked.prompt) if engine.sessions.keeper else "",
             watch=self._watch,
             observe=self._laws.observe if self._laws is not None else None,
             is_given_up=lambda: job.is_over,

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("openai")
 import openai
 
+from decoding.keeping.prompt_cache import PromptCache
 from support.chatty import STORY
 from support.commands import PATIENCE, Finished, wait_for
 from support.serving import SLOW, Serving, serving
@@ -57,6 +58,7 @@ def test_what_was_read_is_on_disk_when_it_ends(
         waiting.join()
     assert "shut down" in failed[0]
     assert "given up" in finished.err
+    assert "It was the best of times" in PromptCache(kept).prompts()[0].manifest.name
     # as the next one finds
     with serving(tmp_path, *command) as server:
         answer = server.client().chat.completions.create(
