@@ -10,10 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
+from typing import BinaryIO
 
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+SMALL = 1 << 20  # bytes, more than any file that people write by hand
+_BLOCK = 1 << 20  # bytes that are passed over at once
 # opening a folder to write, a link in a circle, a socket, a device that is not there
 _IRREGULAR = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
@@ -57,6 +61,19 @@ def read_regular(path: Path, limit: int) -> bytes:
             if len(content) <= limit:
                 return content
     raise _unsuitable(path, f"it has more than {limit:,} bytes")
+
+
+def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line begins, and the line with its end: of a longer one `limit` + 1 bytes.
+
+    The rest of that is passed over when the next line is taken.
+    """
+    offset = 0
+    while line := file.readline(limit + 1):
+        yield offset, line
+        offset += len(line)
+        while not line.endswith(b"\n") and (line := file.readline(_BLOCK)):
+            offset += len(line)
 
 
 def _unsuitable(path: Path, why: str) -> UnsuitableFileError:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from decoding.app.documents import Document
+from decoding.app.documents import MAX_BYTES, Document
 from decoding.app.files import check_writable, write_json
 from decoding.app.generate import show, stream
 from decoding.app.interrupts import TWICE_S, Interrupts
@@ -27,6 +27,7 @@ from decoding.engine import Engine
 from decoding.keeping.prompt_cache import LEAST_TOKENS
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
+from offload.regular_files import read_regular
 from parallel.environment import RankLost
 from parallel.group import Group
 from parallel.launch import answer_signals
@@ -169,10 +170,8 @@ def _say_help() -> None:
 
 def read_conversation(path: Path) -> list[tuple[str, str]]:
     """Return questions with their answers, as /save wrote them. Raises TierForceError."""
-    if path.exists() and not path.is_file():
-        raise TierForceError(f"{path} is no regular file.")
     try:
-        saved: Any = json.loads(path.read_text(encoding="utf-8"))
+        saved: Any = json.loads(read_regular(path, MAX_BYTES).decode())
         roles = [each["role"] for each in saved["messages"]]
         words = [each["content"] for each in saved["messages"]]
         for each in words:

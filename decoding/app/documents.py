@@ -12,8 +12,12 @@ from typing import Any
 
 from decoding.encoding import refuse_half_characters
 from offload.errors import DocumentError, TierForceError
+from offload.regular_files import UnsuitableFileError, bounded_lines, open_regular
 
 SUFFIXES = (".txt", ".md")
+MAX_BYTES = 32 << 20  # of a text or a line, some 8 million tokens: more than any context
+MAX_DOCUMENTS = 1_000_000
+_MAX_ID = 4096  # characters, as many as a path has
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,17 @@ class Document:
     def read(self) -> str:
         """Return the text.
 
-        Raises DocumentError when it is empty, binary, not UTF-8, or not there any more.
+        Raises DocumentError when it is empty, binary, not UTF-8, too large, or not there any more.
         """
-        if self.path.exists() and not self.path.is_file():
-            raise DocumentError(f"{self.path} is no regular file: save its text to one first.")
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset or 0)
-                raw = file.read() if self.offset is None else file.readline()
+                most = MAX_BYTES + 1
+                raw = file.read(most) if self.offset is None else file.readline(most)
+        except UnsuitableFileError as error:
+            raise DocumentError(
+                f"{self.path} is no regular file: save its text to one first."
+            ) from error
         except OSError as error:
             raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
         text = decoded(raw)
@@ -47,7 +54,15 @@ class Document:
 
 
 def decoded(raw: bytes) -> str:
-    """Return the text of a document's bytes. Raises DocumentError where they are none in UTF-8."""
+    """Return the text of a document's bytes.
+
+    Raises DocumentError where they are none in UTF-8, or more than MAX_BYTES.
+    """
+    if len(raw) > MAX_BYTES:
+        raise DocumentError(
+            f"the document has more than {MAX_BYTES >> 20} MiB, which is more than any context "
+            "holds: split it into parts."
+        )
     if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and not raw.startswith(BOM_UTF32_LE):
         raise DocumentError(
             "the document is UTF-16, not UTF-8. Convert it first: iconv -f utf-16 -t utf-8."
@@ -104,6 +119,7 @@ def find_documents(source: Path, output: Path | None = None) -> Listing:
                 listing = Listing([Document(source.name, source, source.stat().st_size)])
     except OSError as error:
         raise TierForceError(f"--input {source} cannot be read: {error.strerror}.") from error
+    _refuse_too_many(source, len(listing.documents))
     if not listing.documents:
         what = f"no {' or '.join(SUFFIXES)} file" if source.is_dir() else "no line"
         raise TierForceError(f"--input {source} holds {what}: there is nothing to summarise.")
@@ -116,10 +132,16 @@ def _folder(source: Path, output: Path | None) -> Listing:
     found, unread = _files(source)
     files = [path for path in found if path.resolve() != ours]
     texts = sorted(path for path in files if path.suffix.lower() in SUFFIXES)
-    documents = [
-        Document(str(path.relative_to(source)), path, path.stat().st_size) for path in texts
-    ]
+    documents = [Document(str(path.relative_to(source)), path, _size(path)) for path in texts]
     return Listing(documents, len(files) - len(texts), tuple(sorted(unread)))
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file; 0 where it is gone, which reading it will tell."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _files(source: Path) -> tuple[list[Path], list[Path]]:
@@ -175,12 +197,12 @@ def _refuse_twins(source: Path, documents: Sequence[Document]) -> None:
 
 def _lines(source: Path) -> list[Document]:
     lines = list[tuple[int, str | None, int, int]]()
-    offset = 0
-    with source.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+    with open_regular(source) as file:
+        for number, (offset, raw) in enumerate(bounded_lines(file, MAX_BYTES), 1):
             if raw.strip():
-                lines.append((number, _identity(raw), len(raw), offset))
-            offset += len(raw)
+                name = _identity(raw) if len(raw) <= MAX_BYTES else None
+                lines.append((number, name, len(raw), offset))
+            _refuse_too_many(source, len(lines))
     given = {name for _, name, _, _ in lines if name is not None}
     documents = []
     for number, name, size, offset in lines:
@@ -190,6 +212,13 @@ def _lines(source: Path) -> list[Document]:
                 name += " (no id)"
         documents.append(Document(name, source, size, offset))
     return documents
+
+
+def _refuse_too_many(source: Path, documents: int) -> None:
+    if documents > MAX_DOCUMENTS:
+        raise TierForceError(
+            f"--input {source} has more than {MAX_DOCUMENTS:,} documents: split it into parts."
+        )
 
 
 def _identity(raw: bytes) -> str | None:
@@ -207,13 +236,16 @@ def _object(line: str) -> dict[str, Any]:
         raise DocumentError(f"the line is not JSON: {error}.") from error
     if not isinstance(value, dict) or not _is_id(value.get("id")):
         raise DocumentError(
-            'the line must be an object with "id", a string that is not empty or a whole number.'
+            'the line must be an object with "id", a string that is not empty, of at most '
+            f"{_MAX_ID:,} characters, or a whole number."
         )
     return value
 
 
 def _is_id(given: object) -> bool:
-    return isinstance(given, str | int) and not isinstance(given, bool) and given != ""
+    if isinstance(given, bool) or not isinstance(given, str | int):
+        return False
+    return 0 < len(str(given)) <= _MAX_ID
 
 
 def _text(line: str, name: str) -> str:

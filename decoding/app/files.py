@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from offload.errors import TierForceError
+from offload.regular_files import SMALL, read_regular
 
 
 def write_json(option: str, path: Path, content: dict[str, Any]) -> None:
@@ -36,8 +37,9 @@ def refuse_irregular(option: str, path: Path) -> None:
 
 def refuse_other_than_json(option: str, path: Path) -> None:
     """Raise TierForceError where something else stands that would be written over."""
-    with _writing(option, path):
-        content = path.read_bytes() if path.exists() else b""
+    content = b""
+    with _writing(option, path), suppress(FileNotFoundError):
+        content = read_regular(path, SMALL)
     try:
         is_ours = not content or isinstance(json.loads(content), dict)
     except (ValueError, RecursionError):

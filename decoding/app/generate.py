@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from decoding.app.documents import Document, decoded
+from decoding.app.documents import MAX_BYTES, Document, decoded
 from decoding.app.files import check_writable, refuse_other_than_json, write_json
 from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
@@ -74,7 +74,7 @@ def _read(file: Path, ranks: int) -> str:
         raise TierForceError("--prompt-file - is standard input, which is closed.")
     if ranks > 1:  # a launcher keeps it from its ranks
         raise TierForceError("--prompt-file - is standard input, which several GPUs do not get.")
-    text = decoded(sys.stdin.buffer.read())
+    text = decoded(sys.stdin.buffer.read(MAX_BYTES + 1))
     if not text.strip():
         raise TierForceError("standard input is empty.")
     return text

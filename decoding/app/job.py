@@ -13,6 +13,7 @@ from typing import Any
 
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
+from offload.regular_files import read_regular
 from parallel.errors import CheckpointError
 from parallel.gguf_header import read_header
 from parallel.named import find_local, is_gguf
@@ -20,6 +21,7 @@ from parallel.named import find_local, is_gguf
 # bytes of each end of a weight file that tell it from another: reading all of a 13B model takes
 # minutes
 _PART = 1 << 20
+_MAX_CONFIG = 1 << 28  # bytes of a config or a tokenizer
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def _files(model: Path) -> list[Path]:
 
 def _telling_parts(path: Path) -> Iterator[bytes]:
     if path.suffix in (".json", ".jinja", ".model"):
-        yield path.read_bytes()
+        yield read_regular(path, _MAX_CONFIG)
     elif path.suffix == ".safetensors" or is_gguf(path):
         size = path.stat().st_size
         # a GGUF file begins with its config and its tokenizer

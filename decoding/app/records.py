@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -15,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from decoding.app.documents import MAX_BYTES
 from offload.errors import TierForceError
+from offload.regular_files import bounded_lines, open_regular
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,14 @@ class Finished:
 
     digest: str | None  # of all that shaped its summary, by `Job.digest`; old records have none
     cut: bool  # whether the document was longer than the context
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file."""
+
+    content: bytes  # with its end; the beginning of one that is too long for a record
+    record: dict[str, Any] | None  # None where it is none
 
 
 class Records:
@@ -44,14 +55,9 @@ class Records:
                     f"--output {path} is a pipe or a device: records need a regular file."
                 )
             self._file = self._held(self._place.open("ab", buffering=0))
-            content = self._place.read_bytes()
-            kept = self._finished(content)
-            # by id; of several records of one id the last counts
             self.finished: dict[str, Finished] = {}
-            for line in kept:
-                self._note(json.loads(line))
-            if (repaired := b"".join(line + b"\n" for line in kept)) != content:
-                self._replace(repaired)
+            if self._needs_repair():
+                self._replace()
             self._sync_folder()
         except OSError as error:
             raise self._unwritable(error) from error
@@ -91,36 +97,50 @@ class Records:
             )
         return file
 
-    def _finished(self, content: bytes) -> list[bytes]:
-        """Return the lines of finished records.
+    def _lines(self) -> Iterator[_Line]:
+        """Yield the file's lines, but for a torn last one. Raises OSError."""
+        with open_regular(self._place) as file:
+            for _, raw in bounded_lines(file, MAX_BYTES):
+                if len(raw) > MAX_BYTES:
+                    yield _Line(raw, None)
+                elif raw.endswith(b"\n") or not _torn(raw):
+                    yield _Line(raw, _record(raw))
+
+    def _needs_repair(self) -> bool:
+        """Note what is finished; return whether there is anything else, which a repair leaves out.
 
         Raises TierForceError for a line that no job wrote, so that no other file is harmed.
         """
-        *lines, last = content.split(b"\n")
-        if not _torn(last):
-            lines.append(last)
-        records = [_record(line) for line in lines]
-        # a file that has nothing else was ours too, before a power loss
-        kept, ours = [], any(records) or not content.strip(_PADDING + b"\n")
-        for number, (line, record) in enumerate(zip(lines, records, strict=True), 1):
-            if record is None:
-                if ours and not line.strip(_PADDING):
-                    continue
+        size, ours, blank = 0, False, 0  # bytes of whole finished records; the first blank line
+        for number, line in enumerate(self._lines(), 1):
+            if line.record is not None:
+                ours = True
+                if "summary" in line.record:
+                    # of several records of one id the last counts
+                    self._note(line.record)
+                    size += len(line.content) if line.content.endswith(b"\n") else 0
+            elif len(line.content) <= MAX_BYTES and not line.content.strip(_PADDING + b"\n"):
+                blank = blank or number
+            else:
+                # a file that has nothing but blank lines was ours too, before a power loss
+                number = number if ours or not blank else blank
                 raise TierForceError(
                     f"--output {self.path} exists, but its line {number} is not a summary record; "
                     "choose another file."
                 )
-            if "summary" in record:
-                kept.append(line)
-        return kept
+        return size != os.fstat(self._file.fileno()).st_size
 
-    def _replace(self, content: bytes) -> None:
+    def _replace(self) -> None:
         """Swap the file for a repaired copy, in one step: a crash leaves the one or the other."""
         repaired = self._place.with_name(self._place.name + ".repair")
         file = repaired.open("wb", buffering=0)
         fcntl.flock(file, fcntl.LOCK_EX)
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
-        _write(file, content)
+        with open(file.fileno(), "wb", closefd=False) as buffered:
+            for line in self._lines():
+                if line.record is not None and "summary" in line.record:
+                    buffered.write(line.content.removesuffix(b"\n") + b"\n")
+        os.fsync(file.fileno())
         repaired.replace(self._place)
         self._file.close()
         self._file = file
@@ -169,7 +189,7 @@ def _torn(line: bytes) -> bool:
     """Tell whether this is what a crash leaves behind the last newline: a record's beginning."""
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return b'{"id": '.startswith(line[:7])
     return False
 
@@ -178,7 +198,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
     """Return the record in a line, of a finished document or a failed one; None for neither."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     ours = isinstance(record, dict) and isinstance(record.get("id"), str) and "versions" in record
     return record if ours and ("summary" in record) != ("error" in record) else None

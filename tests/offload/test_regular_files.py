@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from offload.regular_files import UnsuitableFileError, open_regular, read_regular
+from offload import regular_files
+from offload.regular_files import (
+    UnsuitableFileError,
+    bounded_lines,
+    open_regular,
+    read_regular,
+)
 from support.irregular import IRREGULAR
 
 
@@ -35,3 +41,20 @@ def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
         read_regular(Path("/proc/self/status"), 10)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "nowhere", 5)
+
+
+def test_lines_of_any_length_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regular_files, "_BLOCK", 3)
+    path = tmp_path / "file"
+    path.write_bytes(b"ab\n\n12345\n1234567890\nc\n1234567")
+    with open_regular(path) as file:
+        assert list(bounded_lines(file, 4)) == [
+            (0, b"ab\n"),
+            (3, b"\n"),
+            (4, b"12345"),
+            (10, b"12345"),
+            (21, b"c\n"),
+            (23, b"12345"),
+        ]

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from decoding.app import documents
 from decoding.app.documents import Document, find_documents
 from offload.errors import DocumentError, TierForceError
+from support.irregular import IRREGULAR
 
 
 def test_a_folder_is_searched_through_in_the_order_of_its_names(tmp_path: Path) -> None:
@@ -154,6 +156,51 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         Document("pipe.txt", tmp_path / "pipe.txt", 0).read()
     with pytest.raises(TierForceError, match="nothing to summarise"):
         find_documents(tmp_path)
+
+
+def test_no_more_of_a_document_is_read_than_a_context_may_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "MAX_BYTES", 100)
+    book, lines = tmp_path / "a.txt", tmp_path / "in.jsonl"
+    book.write_text("x" * 100)
+    assert len(Document("a.txt", book, 0).read()) == 100
+    os.truncate(book, 1 << 40)  # which takes no disk
+    lines.write_text(
+        f'{{"id": "a", "text": "first"}}\n{{"id": "b", "text": "{"x" * 1000}"}}\n'
+        '{"id": "c", "text": "last"}\n' + " " * 200
+    )
+    found = find_documents(lines).documents
+    assert [each.id for each in found] == ["a", "line 2", "c"]
+    assert [found[0].read(), found[2].read()] == ["first", "last"]
+    for large in (Document("a.txt", book, 0), found[1]):
+        with pytest.raises(DocumentError, match="more than any context holds: split it"):
+            large.read()
+    monkeypatch.setattr(documents, "MAX_DOCUMENTS", 2)
+    with pytest.raises(TierForceError, match="more than 2 documents: split it into parts"):
+        find_documents(lines)
+
+
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_what_takes_a_files_place_meanwhile_fails_alone(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("It was")
+    (document,) = find_documents(tmp_path).documents
+    path.unlink()
+    with pytest.raises(DocumentError, match="cannot be read: No such file"):
+        document.read()
+    IRREGULAR[kind](path)
+    with pytest.raises(DocumentError, match="is no regular file"):
+        document.read()
+
+
+def test_an_id_may_be_as_long_as_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"id": "{"x" * count}", "text": "a"}}\n' for count in (4096, 4097)))
+    first, second = find_documents(path).documents
+    assert first.read() == "a"
+    with pytest.raises(DocumentError, match="at most 4,096 characters"):
+        second.read()
 
 
 def test_a_line_without_an_id_takes_nobody_elses(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import decoding.app.records
 from decoding.app.records import Records
 from offload.errors import TierForceError
 from support.commands import records
@@ -202,3 +203,25 @@ def test_a_job_that_wrote_nothing_leaves_nothing(tmp_path: Path) -> None:
     path.touch()
     Records(path).close()
     assert path.exists()  # it was there before
+
+
+def test_a_file_of_any_size_is_read_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    with Records(path) as output:
+        output.append(record("a"))
+    one = path.read_bytes()
+    # as long as it was, though not as it was
+    path.write_bytes(one + b"\n" + one[:-1])
+    with Records(path) as output:
+        assert output.finished.keys() == {"a"}
+    assert path.read_bytes() == one + one
+    monkeypatch.setattr(decoding.app.records, "MAX_BYTES", len(one))
+    for size, content in ((1 << 40, one), (1 << 40, b""), (0, b"[" * 100_000)):
+        path.write_bytes(content)
+        if size:
+            os.truncate(path, size)  # which takes no disk
+        with pytest.raises(TierForceError, match="is not a summary record"):
+            Records(path)
+        assert path.stat().st_size == (size or len(content))
