@@ -182,6 +182,8 @@ def generate(
     """
     if (prompt is None) == (prompt_file is None):
         raise TierForceError("give the text to continue with either --prompt-file or --prompt.")
+    if prompt is not None and not prompt.strip():
+        raise TierForceError("--prompt is empty: there is nothing to continue.")
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.generate import Request, run
 
@@ -214,6 +216,8 @@ def ask(
     Every token is drawn from exactly the law of the target model alone. It is printed as it is
     verified.
     """
+    if not question.strip():
+        raise TierForceError("the question is empty: ask something, in quotes.")
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.chat import ask as answer
 

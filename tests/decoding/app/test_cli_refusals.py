@@ -73,6 +73,14 @@ def test_an_impossible_option_is_refused_by_name(option: str, tmp_path: Path) ->
     assert OPTIONS[option] in line
 
 
+@pytest.mark.parametrize("blank", ["", " \t\n", "\u00a0"])
+def test_nothing_is_not_asked(blank: str, tmp_path: Path) -> None:
+    model = ("--model", "nowhere")  # which is not looked for
+    assert "the question is empty" in refused(forked(tmp_path, "ask", *model, blank))
+    line = refused(forked(tmp_path, "generate", *model, "--prompt", blank))
+    assert "--prompt is empty" in line
+
+
 @pytest.mark.parametrize("mode", ["plain", "hierarchical"])
 def test_a_draft_that_is_not_there_is_told_in_any_mode(mode: str, tmp_path: Path) -> None:
     command = (*GENERATE, "--model", str(TARGET), "--draft", "./nowhere", "--mode", mode)
