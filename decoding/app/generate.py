@@ -14,7 +14,7 @@ from decoding.app.interrupts import Interrupts
 from decoding.app.lines import describe, say_what_fits
 from decoding.app.options import Common
 from decoding.app.progress import Display
-from decoding.app.terminal import silence_transformers, warn
+from decoding.app.terminal import silence_transformers, warn, without_controls
 from decoding.engine import Engine, Progress
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
@@ -112,6 +112,9 @@ def show(
 
 
 def _write(text: str) -> None:
-    """Write to standard output at once. Raises TierForceError where it cannot be."""
-    sys.stdout.write(text)
+    """Write to standard output at once. Raises TierForceError where it cannot be.
+
+    A terminal does not get what would steer it; a file or a pipe gets all.
+    """
+    sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -38,6 +38,8 @@ def main() -> None:
         say(f"tierforce: {error}")
     try:
         sys.stdout.flush()
+    except SystemExit as leaving:  # nobody reads it
+        code = code or cast(int, leaving.code)
     except TierForceError as error:
         if not code:
             say(f"tierforce: {error}")
@@ -89,5 +91,8 @@ def _explain(rank: int, error: Exception) -> None:
 
 def _fault(rank: int, reason: str) -> None:
     """Tell what struck this rank alone: whichever rank it is says so."""
+    from decoding.app.terminal import printable
+
     with suppress(OSError, AttributeError):
-        print(f"tierforce: rank {rank}: {reason}", file=sys.__stderr__, flush=True)
+        line = printable(f"tierforce: rank {rank}: {reason}")
+        print(line, file=sys.__stderr__, flush=True)

@@ -15,6 +15,7 @@ from rich.console import Console
 from decoding.app.files import check_writable
 from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described, refuse_sharing
 from decoding.app.plan_view import memory_table, plan_picture, times_table
+from decoding.app.terminal import printable
 from decoding.planning.choice import WayChooser
 from decoding.planning.cost import Acceptance
 from decoding.planning.counted_dtype import counted_dtype
@@ -157,7 +158,7 @@ def plan(
     console.print(times_table(ahead, others, shared, first))
     console.print(memory_table(ahead))
     for note in notes:
-        console.print(f"Note: {note}", soft_wrap=True)
+        console.print(f"Note: {printable(note)}", markup=False, soft_wrap=True)
 
 
 def _machine(hardware: str, host_memory: float | None) -> HardwareProfile:

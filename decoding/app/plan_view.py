@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
+from decoding.app.terminal import printable
 from decoding.planning.outlook import Outlook
 from offload.errors import TierForceError
 
@@ -43,7 +45,7 @@ def times_table(
     `shared` is the same text as one of several, `first` as the first one of a run.
     """
     seen, mode = ahead.forecast, ahead.needs.mode
-    title = f"Fits {ahead.hardware.name}. Predicted, not measured:"
+    title = f"Fits {escape(printable(ahead.hardware.name))}. Predicted, not measured:"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("")
     table.add_column("", justify="right")

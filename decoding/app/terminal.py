@@ -5,12 +5,17 @@ along, never the end of a job.
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO
 
 from offload.errors import TierForceError
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Unread:
@@ -38,7 +43,8 @@ class Unread:
 class Output:
     """Standard output: what cannot be written ends a command, with a line that says so.
 
-    What comes behind that is dropped: nothing is tried again.
+    A reader that has left (`| head`) ends it without a line, as SIGPIPE would. What comes behind
+    that is dropped: nothing is tried again.
     """
 
     def __init__(self, stream: TextIO | None):
@@ -56,19 +62,25 @@ class Output:
             return 0
         if self._is_closed:
             raise self._lost("it is closed")
-        try:
+        with self._writing():
             return self._stream.write(text)
-        except OSError as error:
-            raise self._lost(error.strerror) from error
 
     def flush(self) -> None:
-        try:
+        with self._writing():
             self._stream.flush()
-        except OSError as error:
-            raise self._lost(error.strerror) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            lost = self._lost(error.strerror)
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            raise lost from error
 
     def _lost(self, why: str | None) -> TierForceError:
         self._is_closed, self._stream = False, open(os.devnull, "w")  # noqa: SIM115
@@ -82,6 +94,16 @@ def printable(text: str) -> str:
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def without_controls(text: str) -> str:
+    """Spell out what may steer a terminal in a text that a model has written.
+
+    Those are control characters but tabs and ends of lines, and what overrides the direction of
+    writing. All else stays as it is, characters that join others, too.
+    """
+    text = text.replace("\r\n", "\n")
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def silence_transformers() -> None:

@@ -511,3 +511,12 @@ def test_a_plan_needs_neither_torch_nor_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_machines_name_is_neither_markup_nor_steers_the_terminal(tmp_path: Path) -> None:
+    hardware = tmp_path / "[b]mine\x1b[2J[x].json"
+    hardware.write_text(json.dumps(NUMBERS))
+    options = ("--model", str(DEMO / "target"), "--hardware", str(hardware), "--context", "1024")
+    done = forked(tmp_path, "plan", *options)
+    assert done.code == 0, done.err
+    assert "Fits [b]mine\\x1b[2J[x]." in done.out

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from decoding.app import generate
 from decoding.app.files import check_writable
 from decoding.app.terminal import Output
 from offload.errors import TierForceError
+from support.commands import TARGET, Fork, wait_for
 
 
 def test_what_is_closed_takes_nothing_and_says_so_once() -> None:
@@ -36,6 +42,59 @@ def test_characters_that_the_encoding_lacks_are_spelt_out() -> None:
     output.write("né 😀")
     output.flush()
     assert raw.getvalue() == b"n\\xe9 \\U0001f600"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("one\ttwo\nthree\r\n", "one\ttwo\nthree\n"),
+        ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
+        ("\x9b31m\x7f\x00\b\r", "\\x9b31m\\x7f\\x00\\x08\\r"),
+        ("a\u202eb\u2066c", "a\\u202eb\\u2066c"),
+        ("né 😀 \U0001f469\u200d\U0001f52c \u05d0\u200f", None),
+    ],
+)
+def test_a_terminal_is_not_steered_by_a_model(
+    text: str, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and pipes get what was written."""
+    for is_terminal in (True, False):
+        stream = io.StringIO(newline="")
+        stream.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stdout", Output(stream))
+        generate._write(text)
+        assert stream.getvalue() == (shown if is_terminal and shown else text)
+
+
+def _until_there(path: Path) -> None:
+    wait_for(path.exists)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("--help",),
+        ("summarize", "--help"),
+        ("--version",),
+        ("keep", "list", str(Path(__file__).parent), "--json"),
+        ("plan", "--model", str(TARGET)),
+        ("plan", "--model", str(TARGET), "--json"),
+        ("generate", "--model", str(TARGET), "--device", "cpu", "--prompt", "It was"),
+    ],
+    ids=" ".join,
+)
+def test_a_reader_that_has_left_ends_a_command_quietly(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    pipe, closed = tmp_path / "pipe", tmp_path / "closed"
+    os.mkfifo(pipe)
+    job = Fork(tmp_path, *command, out=pipe, before=partial(_until_there, closed))
+    pipe.open("rb").close()
+    closed.touch()
+    finished = job.finish()
+    assert finished.code == 128 + signal.SIGPIPE
+    assert "tierforce:" not in finished.err
+    assert "pipe" not in finished.err
 
 
 def test_a_name_with_a_nul_is_no_name(tmp_path: Path) -> None:
