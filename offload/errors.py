@@ -1,5 +1,10 @@
 """Errors that talk to the person at the keyboard: what is wrong, what was found, what to do."""
 
+from __future__ import annotations
+
+import errno
+import resource
+
 
 class TierForceError(Exception):
     """Anything that stops a job or a document for a reason the user can act on; its text is one
@@ -55,3 +60,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+def exceeded_limit(error: BaseException) -> str | None:
+    """Say which limit of the system an error has met, and what to do; None for other errors."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = one_line(error).lower()
+    if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text:
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"too many open files: `ulimit -n` allows {allowed}. Raise it: ulimit -n 1024."
+    if number == errno.EAGAIN or "can't start new thread" in text:
+        return (
+            "the system starts no more processes or threads: raise `ulimit -u`, or the limit on "
+            "processes of the container."
+        )
+    if "no usable temporary directory" in text:
+        return "no folder for temporary files can be written: set TMPDIR to one that can."
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        assert isinstance(error, OSError)
+        where = f" for {error.filename}" if error.filename else ""
+        return f"no space left on the disk{where}: free some, or set TMPDIR to another disk."
+    return None

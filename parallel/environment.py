@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from offload.errors import TierForceError
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_MAX_PORT = 65535
 
 
 class RankLost(TierForceError):
@@ -60,6 +61,8 @@ def place_of(variables: Mapping[str, str] = os.environ) -> Place:
             "ranks cannot be found: unset RANK and WORLD_SIZE to work alone, or start through "
             "--gpus or torchrun."
         )
+    if (port := _number(variables, "MASTER_PORT", 0)) > _MAX_PORT:
+        raise TierForceError(f"MASTER_PORT={port} in the environment is no port: unset it.")
     return place
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Timer
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +40,7 @@ _CLOSED = (
     "ncclRemoteError",
 )
 MEET = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
+_QUIET_S = 5.0  # seconds after which a rank says that it waits for them
 
 
 class Group:
@@ -262,6 +265,10 @@ def sent(on_host: Tensor, device: torch.device) -> Tensor:
 
 def _meet(place: Place) -> dist.Store:
     """Return the store through which the ranks find each other. Raises TierForceError."""
+    waiting = Timer(_QUIET_S, _say_what_is_waited_for, (place,))
+    waiting.daemon = True
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher would tell of ranks that are missing
+        waiting.start()
     try:
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=MEET))
     except RuntimeError as error:
@@ -270,8 +277,26 @@ def _meet(place: Place) -> dist.Store:
             f"rank {place.rank} of {place.size} does not find the others at {address} "
             f"({one_line(error)}): start all of them, or unset RANK and WORLD_SIZE to work alone."
         ) from error
+    finally:
+        waiting.cancel()
     store.set_timeout(PATIENCE)
     return store
+
+
+def _say_what_is_waited_for(place: Place) -> None:
+    """Warn on standard error that the environment makes this process wait for others."""
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    # of other ranks than the first, the command line silences standard error
+    stream = sys.stderr if place.rank == 0 else sys.__stderr__
+    with suppress(OSError, ValueError, AttributeError):
+        print(
+            f"warning: waiting for the other ranks at {address}, for {MEET.seconds} s at most: "
+            f"RANK={place.rank} and WORLD_SIZE={place.size} in the environment say that this is "
+            f"one of {place.size} processes. If no others are to come, stop it and unset RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
+            file=stream,
+            flush=True,
+        )
 
 
 def _usable_gpus(device: str, ranks: int) -> int:

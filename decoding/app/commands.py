@@ -30,7 +30,7 @@ from decoding.app.server.options import ServeOptions
 from decoding.app.terminal import say, warn
 from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
-from parallel.environment import ignored_variables, under_launcher
+from parallel.environment import ignored_variables, place_of, under_launcher
 
 app = typer.Typer(
     add_completion=False,
@@ -362,9 +362,17 @@ def _spread(gpus: int, model: str | None) -> None:
     """Run this very command as that many ranks, unless a launcher has, and end with their exit
     code.
 
-    Raises TierForceError, before any is started, for a model that cannot be split so.
+    Raises TierForceError, before any is started, for a model that cannot be split so, and where a
+    launcher has started another number.
     """
-    if gpus > 1 and not under_launcher():
+    if gpus > 1 and under_launcher():
+        if (size := place_of().size) != gpus:
+            raise TierForceError(
+                f"--gpus {gpus}, but the environment says that a launcher has started {size} "
+                f"rank{'s' if size > 1 else ''}: leave --gpus out, or unset TORCHELASTIC_RUN_ID, "
+                "RANK and WORLD_SIZE."
+            )
+    elif gpus > 1:
         if model is not None:
             from parallel.config import ModelConfig
 

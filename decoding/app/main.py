@@ -75,7 +75,7 @@ def _run(rank: int) -> int:
 
 def _explain(rank: int, error: Exception) -> None:
     """Say in one line what nobody foresaw; with TIERFORCE_DEBUG, raise it."""
-    from offload.errors import is_out_of_memory, one_line
+    from offload.errors import exceeded_limit, is_out_of_memory, one_line
 
     if is_out_of_memory(error):
         _fault(
@@ -83,6 +83,8 @@ def _explain(rank: int, error: Exception) -> None:
             f"out of memory: {one_line(error)} Finished records are safe: free memory, and run "
             "the same command again.",
         )
+    elif (limit := exceeded_limit(error)) is not None:
+        _fault(rank, limit)
     elif os.environ.get("TIERFORCE_DEBUG"):
         raise error
     else:

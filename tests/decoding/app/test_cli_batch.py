@@ -326,6 +326,9 @@ def test_left_over_variables_of_a_launcher_are_named_and_ignored(
     assert "is ignored: this process works alone" in result.err.splitlines()[0]
 
 
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
 class _Environment:
     def __init__(self, variables: dict[str, str]):
         self.variables = variables
@@ -342,6 +345,8 @@ class _Environment:
         ({"RANK": "2", "WORLD_SIZE": "2"}, "no place in a group"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "no place in a group"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({**TWO, "MASTER_PORT": "abc"}, "MASTER_PORT=abc"),
+        ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
     ],
 )
 def test_variables_that_name_no_rank_are_refused(
