@@ -7,6 +7,8 @@ from importlib import import_module
 
 import typer
 
+from decoding.app.environment import set_defaults
+
 COMMANDS = {  # name: module, and what it measures
     "gpu": ("bench.gpu.day", "what only a GPU can tell: its tests, kernels, link and passes"),
     "compare": ("bench.peers.compare", "TierForce beside transformers, DeepSpeed, llama.cpp"),
@@ -34,6 +36,7 @@ COMMANDS = {  # name: module, and what it measures
 
 def main(arguments: list[str]) -> None:
     """Run the benchmark that the first argument names, with the others."""
+    set_defaults()  # as the command line does, before torch is imported
     if not arguments or arguments[0] in ("-h", "--help"):
         print("python -m bench NAME [options], where NAME is one of")
         for name, (_, summary) in COMMANDS.items():

@@ -7,26 +7,11 @@ many, so rows are taken in numbers of which there are few.
 
 from __future__ import annotations
 
-import os
-
 import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 64  # more are taken in multiples of it
 _FEW_ROWS = 16  # up to ROWS, in multiples of this
-_KERNELS = 32  # of a process; by themselves those who keep them keep 1,024 each
-# where torch looks for how many oneDNN is to keep, and how many torch itself, for products
-_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-
-
-def keep_few_kernels() -> None:
-    """Let fewer kernels be kept, before the first is made; what the user says of it holds.
-
-    Drafts and prompts of other lengths make others, and hardly a text has those of another. What is
-    kept grows up to the limit, at 0.3 MB each.
-    """
-    for limit in _LIMITS:
-        os.environ.setdefault(limit, str(_KERNELS))
 
 
 def is_compiled(x: Tensor, beyond: int) -> bool:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from offload.few_shapes import keep_few_kernels
 from offload.numa import gpu_address
 from parallel.driver import unseen_gpus
 from parallel.environment import Place, RankLost, place_of
@@ -96,8 +95,6 @@ class Group:
                 else:
                     warn(line)
             where = torch.device("cpu")
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_size))
-            keep_few_kernels()
         watchdog = None
         starts = place.size > 1 and not dist.is_initialized()
         if starts:

@@ -84,6 +84,8 @@ def _rank(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     try:
         torch.save(function(*args), folder / f"{rank}.pt")
     finally:

@@ -175,6 +175,7 @@ class _Machines:
 
     def __init__(self, cluster: Cluster, common: Common, job: Job):
         """Join the cluster. Raises TierForceError where there is none, or no Ray."""
+        self._threads = os.environ.get("OMP_NUM_THREADS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
@@ -242,7 +243,7 @@ class _Machines:
         gpus = self._common.gpus or 1
         dataset = data.from_items(list(rows), override_num_blocks=blocks).map_batches(
             Machine,
-            fn_constructor_args=(self._common, self._job, at_once),
+            fn_constructor_args=(self._common, self._job, at_once, self._threads),
             batch_size=at_once,
             compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
             num_gpus=gpus if self._on_gpus else None,

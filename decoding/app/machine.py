@@ -86,16 +86,17 @@ class Machine:
     engine: Engine
     template: Template
 
-    def __init__(self, common: Common, job: Job, at_once: int):
+    def __init__(self, common: Common, job: Job, at_once: int, threads: str | None = None):
         """Load the models on `common.gpus` ranks, of which this process is the first.
 
-        What keeps it from that is told when it is called: Ray would bury it in a traceback.
+        `threads`: OMP_NUM_THREADS where the job was started, if it is set there. What keeps it from
+        that is told when it is called: Ray would bury it in a traceback.
         """
         silence_transformers()
         self.job, self.at_once, self.name = job, at_once, _own_name()
         self.trouble: str | None = None
         try:
-            _join(common, job)
+            _join(common, job, threads)
             self.engine = _engine(common, job)
             self.template = Template.summary(self.engine.tokenizer, job.instruction)
         except RankLost:
@@ -154,16 +155,16 @@ def _engine(common: Common, job: Job) -> Engine:
     return Engine.from_pretrained(folder, common.draft, common.settings, group=group)
 
 
-def _join(common: Common, job: Job) -> None:
+def _join(common: Common, job: Job, threads: str | None) -> None:
     """Make this process the first rank of its machine, whatever it was started under."""
     for name in list(os.environ):
         if name in _LAUNCHERS or name.startswith("TORCHELASTIC_"):
             del os.environ[name]
     ranks = common.gpus or 1
-    # Ray leaves one thread to an actor
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    torch.set_num_threads(threads)
+    if threads is None or not threads.isdecimal():  # Ray leaves one to an actor
+        threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    os.environ["OMP_NUM_THREADS"] = threads
+    torch.set_num_threads(max(1, int(threads)))
     if ranks > 1:
         os.environ |= _start_others(common, job, ranks)
 

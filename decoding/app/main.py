@@ -11,11 +11,14 @@ import traceback
 from contextlib import suppress
 from typing import Any, cast
 
+from decoding.app.environment import set_defaults
+
 
 def main() -> None:
     """Run the command line, and leave."""
     # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    set_defaults()  # before torch is imported
     from decoding.app.terminal import Output, Unread, say
     from offload.errors import TierForceError
     from parallel.environment import end_with_launcher, place_of

@@ -10,8 +10,8 @@ import pytest
 
 CODE = """
 import ctypes
-from parallel.group import Group
-Group.from_environment("cpu")
+from decoding.app.environment import set_defaults
+set_defaults()
 import torch
 
 class Allocated(ctypes.Structure):

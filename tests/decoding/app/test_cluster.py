@@ -152,7 +152,7 @@ def test_what_is_lost_is_sent_again_three_times_and_what_found_no_room_until_it_
 
 def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_HELD", 0.0)
-    monkeypatch.setattr(machine, "_join", lambda common, job: None)
+    monkeypatch.setattr(machine, "_join", lambda *_: None)
     monkeypatch.setattr(machine, "_own_name", lambda: "first")
     common = Common(
         model=str(TARGET),

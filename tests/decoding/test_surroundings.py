@@ -1,0 +1,95 @@
+"""An engine leaves a program's surroundings as it found them; a command sets what nobody has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from decoding.app.environment import set_defaults
+from support.commands import DRAFT, TARGET
+
+CODE = """
+import gc, locale, logging, os, random, resource, signal, sys, threading
+import numpy as np
+import torch
+import transformers  # torch and transformers change some themselves when they are imported
+
+def surroundings():
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    limits = [each for each in dir(resource) if each.startswith("RLIMIT_")]
+    return {
+        "environment": dict(os.environ),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "defaults": (torch.get_default_dtype(), torch.get_default_device()),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": (torch.get_float32_matmul_precision(), matmul.allow_tf32, cudnn.allow_tf32),
+        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "chance": (torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()),
+        "logging": (logging.root.level, list(logging.root.handlers), logging.root.manager.disable),
+        "transformers": transformers.utils.logging.get_verbosity(),
+        "signals": [signal.getsignal(each) for each in signal.valid_signals()],
+        "locale": locale.setlocale(locale.LC_ALL),
+        "limits": [resource.getrlimit(getattr(resource, each)) for each in limits],
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()),
+        "processor": (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)),
+        "numpy": np.geterr(),
+        "streams": (sys.stdout, sys.stderr),
+        "folder": os.getcwd(),
+    }
+
+def check(when):
+    now = surroundings()
+    changed = [name for name in before if before[name] != now[name]]
+    assert not changed, (when, changed)
+
+wanted = sys.argv[3]
+if wanted == "program":
+    torch.set_num_threads(3)
+else:
+    assert torch.get_num_threads() == 1
+before = surroundings()
+from decoding import GREEDY, Engine, Settings
+check("import")
+engine = Engine.from_pretrained(sys.argv[1], sys.argv[2], Settings(budget=256, keep=sys.argv[4]))
+check("making")
+tokens = engine.generate("It was the best of times. " * 60, 8, GREEDY)
+next(tokens)
+check("generating")
+list(tokens)
+list(engine.stream("It was", 4))
+engine.close()
+check("closing")
+"""
+
+
+def run(code: str, *arguments: str, **variables: str) -> None:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
+    others = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=others | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_leaves_all_as_it_was(tmp_path: Path) -> None:
+    models = str(TARGET), str(DRAFT)
+    run(CODE, *models, "program", str(tmp_path / "kept"))
+    run(CODE, *models, "user", str(tmp_path / "kept"), OMP_NUM_THREADS="1")
+
+
+def test_the_command_line_sets_its_defaults_before_torch_is_there() -> None:
+    run("import sys, decoding.app.main, decoding.cli; assert 'torch' not in sys.modules")
+
+
+def test_what_the_user_has_set_stays() -> None:
+    variables = {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "7"}
+    set_defaults(variables)
+    assert variables["OMP_WAIT_POLICY"] == "active"
+    assert variables["LRU_CACHE_CAPACITY"] == "7"
+    assert variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
+    fresh: dict[str, str] = {}
+    set_defaults(fresh)
+    assert fresh["OMP_WAIT_POLICY"] == "passive"
