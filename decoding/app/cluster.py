@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from decoding.app.cluster_guard import ClusterGuard
 from decoding.app.documents import Document
 from decoding.app.interrupts import Interrupts
 from decoding.app.job import Job
@@ -38,9 +39,11 @@ from offload.errors import DocumentError, TierForceError, one_line
 from offload.layout import ceil_div
 from parallel.config import ModelConfig
 from parallel.group import Group
+from parallel.launch import require_open_files
 from parallel.loading import resolve
 
 _PATIENCE = 10.0  # seconds that a cluster of our own may take to end
+_FILES = 512  # that each of Ray's processes may open at a time
 _TRIES = 3  # of a document whose machine is lost
 
 
@@ -180,6 +183,10 @@ class _Machines:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it prints stacks
+        if cluster.address == "local":
+            # as Ray does on other systems than Linux: all its ports are on the loopback then
+            os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+            require_open_files(_FILES, "--cluster local")
         try:
             import ray
             import ray.data
@@ -188,6 +195,11 @@ class _Machines:
                 "--cluster needs Ray: pip install 'tierforce[cluster]', on every machine."
             ) from error
         self._ray, self._cluster, self._common, self._job = ray, cluster, common, job
+        self._guard = ClusterGuard(
+            f"tierforce: the Ray node of --cluster {cluster.address} on this machine, or this job "
+            "itself, was killed (out of memory?). Finished records are safe: run the same command "
+            "again to go on."
+        )
         try:
             _knock(cluster.address)
             ray.init(
@@ -197,6 +209,7 @@ class _Machines:
                 **(_new_cluster(cluster) if cluster.address == "local" else {}),
             )
         except (OSError, OverflowError, ValueError, RuntimeError) as error:
+            self._guard.dismiss()
             raise TierForceError(
                 f"--cluster {cluster.address}: no Ray cluster answers ({one_line(error)}). Start "
                 "one with `ray start --head`, or say --cluster local."
@@ -278,7 +291,9 @@ class _Machines:
 
     def close(self) -> None:
         """Leave the cluster, and wait for the end of one that was started here."""
-        ours = psutil.Process().children(recursive=True)
+        guard = self._guard.process.pid
+        ours = [each for each in psutil.Process().children(recursive=True) if each.pid != guard]
         self._ray.shutdown()
         _, left = psutil.wait_procs(ours, timeout=_PATIENCE)
         _kill(left)
+        self._guard.dismiss()

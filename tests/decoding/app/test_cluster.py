@@ -5,10 +5,12 @@ of two machines.
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +30,7 @@ from decoding.app.progress import Display
 from decoding.app.records import Records
 from decoding.app.summarize import job_of
 from decoding.speculation.sampling_options import SamplingOptions
-from support.commands import MODELS, STEADY, TARGET, Job, forked, refused
+from support.commands import MODELS, STEADY, TARGET, Job, forked, refused, wait_for
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'tierforce[cluster]'"
@@ -99,6 +101,45 @@ def test_a_machine_that_is_lost_leaves_its_documents_to_others(tmp_path: Path) -
     assert again.code == 1
     assert again.err.count("finished before, skipped") == 6
     assert len(records(output)) == 7
+
+
+def listening(processes: Sequence[psutil.Process]) -> set[str]:
+    """The addresses that processes listen at."""
+    found = set[str]()
+    for process in processes:
+        with suppress(psutil.Error):
+            connections = process.net_connections(kind="inet")
+            found |= {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+    return found
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+@needs_ray
+@pytest.mark.parametrize("killed", ["raylet", "job"])
+def test_a_job_that_is_killed_says_so_and_leaves_nothing(killed: str, tmp_path: Path) -> None:
+    """And nothing of it could be reached from another machine."""
+    job = Job(
+        *asked(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
+        *("--max-new-tokens", "100000", "--cluster", "local"),
+    )
+    job.wait_for(lambda: actors(job))
+    processes = psutil.Process(job.process.pid).children(recursive=True)
+    addresses = listening(processes)
+    by_name = {each.name(): each for each in processes} | {"job": job.process}
+    by_name[killed].send_signal(signal.SIGKILL)
+    finished = job.finish()
+    assert finished.code == (1 if killed == "raylet" else -signal.SIGKILL)
+    last = finished.err.splitlines()[-1]
+    assert last.startswith("tierforce: the Ray node of --cluster local on this machine, or this")
+    assert "run the same command again" in last
+    wait_for(lambda: not any(map(is_alive, processes)))
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 class Scripted:
@@ -200,3 +241,18 @@ def test_machines_are_those_of_a_cluster(tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
     result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), "--machines", "2")
     assert "--machines is for --cluster" in refused(result)
+
+
+def _few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+
+def test_too_few_open_files_for_ray_are_told(tmp_path: Path) -> None:
+    source = documents(tmp_path / "in", 1)
+    ways = ("--cluster", "local")
+    result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), *ways, before=_few_files)
+    lines = result.err.splitlines()
+    assert result.code == 1
+    assert (
+        "--cluster local needs 512 open files at a time, and `ulimit -Hn` allows 100" in lines[-1]
+    )
