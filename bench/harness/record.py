@@ -42,7 +42,8 @@ def benchmark(main: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(main)
     def command(*args: Any, **options: Any) -> None:
-        cores, bound = os.sched_getaffinity(0), signature.bind(*args, **options)
+        cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+        bound = signature.bind(*args, **options)
         bound.apply_defaults()
         _OPTIONS.clear()
         _OPTIONS.update(bound.arguments)
@@ -53,15 +54,13 @@ def benchmark(main: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
         finally:
             os.sched_setaffinity(0, cores)
+            torch.set_num_threads(threads)
 
     return command
 
 
 def prepare(threads: int) -> None:
-    """Keep transformers quiet, and give this process so many cores (0: all that it has).
-
-    A rank that joins its group takes as many threads as it has cores.
-    """
+    """Keep transformers quiet, and give this process so many cores and threads (0: as it has)."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if threads:
