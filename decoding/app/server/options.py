@@ -8,6 +8,7 @@ from pathlib import Path
 
 from decoding.option import check_options, option
 from offload.errors import TierForceError
+from offload.regular_files import SMALL, read_regular
 
 _LEAST_KEY = 16  # characters
 
@@ -53,7 +54,7 @@ def read_keys(path: Path) -> list[str]:
     if path.exists() and not path.is_file():
         raise TierForceError(f"`api_key_file` {path} is no regular file.")
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
+        lines = read_regular(path, SMALL).decode("ascii").splitlines()
     except OSError as error:
         raise TierForceError(f"`api_key_file` {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from decoding.app import documents, generate
 from decoding.app.chat import read_conversation
 from decoding.app.files import refuse_other_than_json
 from decoding.app.job import model_digest
+from decoding.app.server.options import read_keys
 from decoding.planning.profile import HardwareProfile
 from offload.errors import TierForceError
 from support.irregular import IRREGULAR
@@ -22,6 +23,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "/load": read_conversation,
     "--hardware": lambda path: HardwareProfile.find(str(path)),
     "--stats": lambda path: refuse_other_than_json("--stats", path),
+    "--api-key-file": read_keys,
     "--model": lambda path: model_digest(path.parent),
 }
 
