@@ -57,7 +57,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         # before memory is taken, which reading so many bytes would take at once
         if os.fstat(file.fileno()).st_size <= limit:
-            content = file.read(limit + 1)
+            content = file.read(limit + 1) or b""  # None of a file of /proc that would wait
             if len(content) <= limit:
                 return content
     raise _unsuitable(path, f"it has more than {limit:,} bytes")

@@ -38,7 +38,7 @@ class Document:
             with open_regular(self.path) as file:
                 file.seek(self.offset or 0)
                 most = MAX_BYTES + 1
-                raw = file.read(most) if self.offset is None else file.readline(most)
+                raw = (file.read(most) or b"") if self.offset is None else file.readline(most)
         except UnsuitableFileError as error:
             raise DocumentError(
                 f"{self.path} is no regular file: save its text to one first."
