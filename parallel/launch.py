@@ -50,13 +50,13 @@ def require_open_files(count: int, what: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
-def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
+def launch(ranks: int, module: str, arguments: Sequence[str], advice: str) -> int:
     """Run `python -m module arguments` as `ranks` ranks of one group; returns the exit code of the
     first rank that failed, or 0.
 
     SIGINT and SIGTERM end them all, unless one of them answers these. When a rank dies the others
-    are ended. A rank that was killed by a signal could not say so itself, so it is said here.
-    Raises TierForceError where the system allows too few open files.
+    are ended. A rank that was killed by a signal could not say so itself, so it is said here, with
+    `advice` on what to do. Raises TierForceError where the system allows too few open files.
     """
 
     def interrupt(number: int, _: object) -> None:
@@ -97,13 +97,13 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, interrupt)
             elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
         except ChildFailedError as error:
-            return _exit_code(error)
+            return _exit_code(error, advice)
         except SignalException as error:
             return 128 + error.sigval
     return 0
 
 
-def _exit_code(error: ChildFailedError) -> int:
+def _exit_code(error: ChildFailedError, advice: str) -> int:
     rank, failure = error.get_first_failure()
     if failure.exitcode >= 0:
         return failure.exitcode
@@ -111,7 +111,7 @@ def _exit_code(error: ChildFailedError) -> int:
     if number not in (signal.SIGTERM, signal.SIGINT):
         print(
             f"tierforce: rank {rank} was killed by {signal.Signals(number).name} (out of memory?). "
-            "Finished records are safe: run the same command again to go on.",
+            f"{advice}",
             file=sys.stderr,
         )
     return 128 + number

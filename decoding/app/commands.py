@@ -27,7 +27,7 @@ from decoding.app.options import (
 )
 from decoding.app.plan import plan
 from decoding.app.server.options import ServeOptions
-from decoding.app.terminal import say, warn
+from decoding.app.terminal import advice_after_loss, say, warn
 from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
 from parallel.environment import ignored_variables, place_of, under_launcher
@@ -379,4 +379,4 @@ def _spread(gpus: int, model: str | None) -> None:
             ModelConfig.find(model).refuse_ranks(gpus)
         from parallel.launch import launch
 
-        sys.exit(launch(gpus, "decoding.cli", sys.argv[1:]))
+        sys.exit(launch(gpus, "decoding.cli", sys.argv[1:], advice_after_loss(sys.argv[1:])))

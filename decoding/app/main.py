@@ -54,7 +54,7 @@ def _run(rank: int) -> int:
     """Run the command as this rank, and return the exit code."""
     from decoding.app.commands import app
     from decoding.app.options import as_flags
-    from decoding.app.terminal import say
+    from decoding.app.terminal import advice_after_loss, say
     from offload.errors import TierForceError
     from parallel.environment import RankLost
 
@@ -66,7 +66,7 @@ def _run(rank: int) -> int:
         if os.environ.get("TIERFORCE_DEBUG"):  # not raised: the group's own clean-up would wait
             traceback.print_exc(file=sys.__stderr__)
         time.sleep(1)  # a signal to all ranks may be on its way here, and says more
-        say(f"tierforce: {error} Finished records are safe: run the same command again to go on.")
+        say(f"tierforce: {error} {advice_after_loss(sys.argv[1:])}")
     except TierForceError as error:
         say(f"tierforce: {as_flags(str(error))}")
         # launchers end the other ranks when the first leaves: let rank 0 speak, however slow it is
@@ -78,13 +78,14 @@ def _run(rank: int) -> int:
 
 def _explain(rank: int, error: Exception) -> None:
     """Say in one line what nobody foresaw; with TIERFORCE_DEBUG, raise it."""
+    from decoding.app.terminal import advice_after_loss
     from offload.errors import exceeded_limit, is_out_of_memory, one_line
 
     if is_out_of_memory(error):
         _fault(
             rank,
-            f"out of memory: {one_line(error)} Finished records are safe: free memory, and run "
-            "the same command again.",
+            f"out of memory: {one_line(error)} Free memory first. "
+            f"{advice_after_loss(sys.argv[1:])}",
         )
     elif (limit := exceeded_limit(error)) is not None:
         _fault(rank, limit)

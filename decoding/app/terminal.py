@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import Any, TextIO
@@ -123,6 +123,19 @@ def say(line: str) -> None:
 def warn(line: str) -> None:
     """Print one line on standard error that is not to be overlooked."""
     say(f"warning: {line}")
+
+
+def advice_after_loss(arguments: Sequence[str]) -> str:
+    """Return what to do when a command with these arguments has lost a rank or its memory."""
+    command = next((each for each in arguments if not each.startswith("-")), "")
+    if command == "summarize":
+        return "Finished records are safe: run the same command again to go on."
+    if command == "serve":
+        return (
+            "Requests that were not answered are lost; what --keep has on disk is safe. Start the "
+            "server again."
+        )
+    return "Run the same command again."
 
 
 def show_cursor() -> None:

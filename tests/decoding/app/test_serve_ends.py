@@ -103,6 +103,8 @@ def test_a_lost_rank_ends_it(model: tuple[str, ...], tmp_path: Path) -> None:
         finished = server.job.finish()
     assert finished.code > 0
     assert "rank 1 was killed by SIGKILL" in finished.err or "another rank ended" in finished.err
+    assert "Start the server again." in finished.err
+    assert "records" not in finished.err
 
 
 def never_ending() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from decoding.app import generate
 from decoding.app.files import check_writable
-from decoding.app.terminal import Output
+from decoding.app.terminal import Output, advice_after_loss
 from offload.errors import TierForceError
 from support.commands import TARGET, Fork, wait_for
 
@@ -100,3 +100,18 @@ def test_a_reader_that_has_left_ends_a_command_quietly(
 def test_a_name_with_a_nul_is_no_name(tmp_path: Path) -> None:
     with pytest.raises(TierForceError, match="is no name of a file"):
         check_writable("/save", tmp_path / "a\0b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_said", "is_not_said"),
+    [
+        (["summarize", "--input", "books"], "Finished records are safe", "server"),
+        (["serve", "--gpus", "2"], "Start the server again", "records"),
+        (["generate", "--prompt", "summarize"], "Run the same command again", "records"),
+        ([], "Run the same command again", "records"),
+    ],
+)
+def test_advice_holds_for_the_command(arguments: list[str], is_said: str, is_not_said: str) -> None:
+    advice = advice_after_loss(arguments)
+    assert is_said in advice
+    assert is_not_said not in advice
