@@ -108,7 +108,7 @@ class _Answer:
         self._next_report = 0.0
         asked = job.asked
         request = Request(
-            asked.prompt,
+            asked.prompt.tolist(),
             asked.new,
             asked.sampling,
             progress=self._read,

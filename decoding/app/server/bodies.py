@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -48,17 +47,7 @@ _IGNORED = {
 MAX_TOP = 20  # likeliest tokens whose probabilities are told
 
 
-def _whole(text: str) -> str:
-    """Refuse half a character, as JSON may spell it: no tokenizer takes it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"half a character at position {error.start}") from error
-    return text
-
-
-_Text = Annotated[str, AfterValidator(_whole)]
-_Stop = Annotated[_Text, Field(min_length=1, max_length=500)]
+_Stop = Annotated[str, Field(min_length=1, max_length=500)]
 
 
 def _refuse_others(data: Any, known: Collection[str], neutral: Mapping[str, Any]) -> Any:
@@ -66,7 +55,8 @@ def _refuse_others(data: Any, known: Collection[str], neutral: Mapping[str, Any]
     if isinstance(data, dict):
         for name, value in data.items():
             if name not in known and value is not None and value not in neutral.get(name, ()):
-                raise ValueError(f"{name[:100]} is not supported by this server: leave it out")
+                shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
+                raise ValueError(f"{shown} is not supported by this server: leave it out")
     return data
 
 
@@ -76,6 +66,12 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, data: Any) -> Any:
+        """Raise ValueError for a field that cannot be followed."""
+        return _refuse_others(data, cls.model_fields, {"include_obfuscation": (False,)})
 
 
 def _single(prompt: Any) -> str | list[int]:
@@ -88,7 +84,7 @@ def _single(prompt: Any) -> str | list[int]:
             raise ValueError(f"{len(prompt)} prompts in one request: send one")
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return _whole(prompt)
+        return prompt
     if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
         raise ValueError("send a text, or the ids of its tokens")
     return prompt
@@ -102,11 +98,11 @@ class _Body(BaseModel):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**63)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    top_k: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = None
 
     @model_validator(mode="before")
@@ -138,7 +134,13 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
-    text: _Text
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, data: Any) -> Any:
+        """Raise ValueError for what a part has beside its text."""
+        return _refuse_others(data, cls.model_fields, {})
 
 
 class Message(BaseModel):
@@ -147,7 +149,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True)
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: _Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -167,7 +169,7 @@ class ChatBody(_Body):
     """A conversation that is to be answered."""
 
     messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**63)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
 

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 
 import anyio
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from decoding.app.server import limits
 from decoding.app.server.jobs import Failed
 from decoding.app.server.metrics import Metrics
 from decoding.app.server.replies import error_of
 
 _OPEN = ("/", "/health")  # what is shown to everybody
 _BAD_KEY = "invalid_api_key"
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "5"}}  # by status
-_AT_ONCE = 64  # requests that are being received
-_BODY_S = 60.0  # that a client may take to send its request
-_READ_AWAY_S = 10.0  # that a request which is too large is read for, so that its client hears so
+_HEADERS = {  # by status
+    401: {"WWW-Authenticate": "Bearer"},
+    408: {"Connection": "close"},
+    429: {"Retry-After": "5"},
+    503: {"Retry-After": "5"},
+}
 
 
 class Refused(Exception):
@@ -48,14 +49,13 @@ class Refused(Exception):
 
 
 class Guards:
-    """Lets requests through to an application whole: their bodies have been received."""
+    """Lets requests through to an application, and refuses others before their body is read."""
 
     def __init__(
         self,
         app: ASGIApp,
         hosts: Sequence[str] | None,
         keys: Sequence[str],
-        max_body: int,
         metrics: Metrics,
     ):
         """Guard `app`.
@@ -65,46 +65,38 @@ class Guards:
             hosts: by which clients may call this server; None for any. A page of another site
                 could let its own name stand for this machine.
             keys: one of which has to come with a request; none where it is for everybody.
-            max_body: bytes of a request, at most.
             metrics: count replies.
         """
-        self._app, self._hosts, self._max_body = app, hosts, max_body
+        self._app, self._hosts = app, hosts
         self._keys = [_digest(key) for key in keys]
         self._metrics = metrics
-        self._receiving = asyncio.Semaphore(_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        if scope["type"] != "http":
-            return
         headers = Headers(scope=scope)
+        incoming = _Incoming(receive)
 
-        async def counted(message: Message) -> None:
+        async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if message["status"] != 408:  # of a slow one there is nothing to discard
+                    await incoming.drain()
                 self._metrics.replies.labels(str(message["status"])).inc()
             await send(message)
 
-        incoming = _Incoming(receive)
         try:
             self._check_host(headers)
             self._check_key(scope["path"], headers)
-            body = b""
             if scope["method"] == "POST":
                 _check_type(headers)
-                async with self._receiving:
-                    body = await self._body(headers, incoming)
         except Refused as refused:
-            await incoming.read_away()
-            await refused.reply()(scope, receive, counted)
+            await refused.reply()(scope, incoming.receive, reply)
             return
-        except _Gone:
-            return
-        await self._app(scope, _replayed(body, receive), counted)
+        await self._app(scope, incoming.receive, reply)
 
     def _check_host(self, headers: Headers) -> None:
         host = re.sub(r":\d*$", "", headers.get("host", ""))
         if self._hosts is not None and host.lower() not in self._hosts:
-            raise Refused(403, f"this server does not go by the name {host!r}.")
+            raise Refused(403, "this server does not go by the name in the Host header.")
 
     def _check_key(self, path: str, headers: Headers) -> None:
         """Compare with all keys, in a time that tells nothing of them."""
@@ -118,35 +110,6 @@ class Guards:
                 401, "send one of the server's keys as `Authorization: Bearer KEY`.", _BAD_KEY
             )
 
-    async def _body(self, headers: Headers, incoming: _Incoming) -> bytes:
-        """Return a request's body, which may be no larger and no slower than that."""
-        said = headers.get("content-length", "0")
-        if said.isdigit() and int(said) > self._max_body:
-            raise self._too_large()
-        parts, size = list[bytes](), 0
-        try:
-            with anyio.fail_after(_BODY_S):
-                async for part in incoming.parts():
-                    parts.append(part)
-                    size += len(part)
-                    if size > self._max_body:
-                        parts.clear()
-                        raise self._too_large()
-        except TimeoutError as error:
-            raise Refused(408, f"the request was not complete after {_BODY_S:.0f} s.") from error
-        return b"".join(parts)
-
-    def _too_large(self) -> Refused:
-        return Refused(
-            413,
-            f"the request is larger than {self._max_body / 1e6:g} MB: send less, or start the "
-            "server with a larger --max-body.",
-        )
-
-
-class _Gone(Exception):
-    """The client is gone before it had said all."""
-
 
 class _Incoming:
     """A request's body, as it comes."""
@@ -155,42 +118,32 @@ class _Incoming:
         self._receive = receive
         self._is_complete = False
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Yield what is left of it. Raises _Gone."""
-        while not self._is_complete:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise _Gone
-            self._is_complete = not message.get("more_body", False)
-            yield message.get("body", b"")
+    async def receive(self) -> Message:
+        """Return what comes next: of the body, or that the client is gone."""
+        message = await self._receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            self._is_complete = True
+        return message
 
-    async def read_away(self) -> None:
-        """Receive what nobody wants, for a while: who is still sending does not listen."""
-        with anyio.move_on_after(_READ_AWAY_S), suppress(_Gone):
-            async for _ in self.parts():
-                pass
+    async def drain(self) -> None:
+        """Discard the rest of the body, for a while: a client that is still sending may not read.
+
+        Where the connection is closed with the reply, unread input would reset it.
+        """
+        with anyio.move_on_after(limits.DRAIN_S):
+            while not self._is_complete:
+                with anyio.move_on_after(limits.DRAIN_IDLE_S) as waiting:
+                    await self.receive()
+                if waiting.cancelled_caught:
+                    return
 
 
 def _check_type(headers: Headers) -> None:
     """Refuse what a page of another site may send without asking."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused(415, f"send JSON, as `Content-Type: application/json`; found {kind!r}.")
+        raise Refused(415, "send JSON, with the header `Content-Type: application/json`.")
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return what gives a body at first, and then whatever else comes from the client."""
-    is_given = False
-
-    async def again() -> Message:
-        nonlocal is_given
-        if is_given:
-            return await receive()
-        is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again

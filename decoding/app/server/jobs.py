@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 from typing import Any
 
+from decoding.app.server import limits
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 
@@ -18,7 +20,7 @@ from offload.errors import TierForceError
 class Asked:
     """What a request asks for, as the engine takes it."""
 
-    prompt: list[int]
+    prompt: array[int]  # of 4 bytes: many may wait
     new: int
     sampling: Sampling
     stops: tuple[str, ...] = ()
@@ -96,7 +98,14 @@ class Job:
     is_over: bool = False  # nobody waits for more of it
 
     def tell(self, event: Event) -> None:
-        """Let the client hear of something; from any thread."""
+        """Let the client hear of something; from any thread.
+
+        A client that is too far behind gets no more: what it has not read is in memory.
+        """
+        if self.events.qsize() >= limits.UNREAD_EVENTS and not isinstance(event, Done | Failed):
+            if not self.is_over:
+                self.fail(Failed(503, "the answer was read too slowly and ends here."))
+            return
         with suppress(RuntimeError):  # the loop is closed: nobody listens
             self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 

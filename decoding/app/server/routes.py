@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,12 +15,14 @@ from typing import Any
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic import ValidationError
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from decoding.app.server.bodies import ChatBody, CompletionBody
+from decoding.app.server import limits
+from decoding.app.server.bodies import ChatBody, CompletionBody, StreamOptions
 from decoding.app.server.guards import Refused
 from decoding.app.server.jobs import (
     BROKEN,
@@ -38,6 +42,7 @@ from decoding.app.server.jobs import (
 from decoding.app.server.metrics import Metrics
 from decoding.app.server.page import PAGE, POLICY
 from decoding.app.server.prompts import Prompts
+from decoding.app.server.receiving import Uploads, parse_json
 from decoding.app.server.replies import ChatReplies, Replies, TextReplies, error_of
 from decoding.app.terminal import say
 from decoding.encoding import ContextLengthError
@@ -48,6 +53,8 @@ _TOO_LONG = "context_length_exceeded"
 _LOOK_S = 0.1  # between two looks at whether a client is still there
 _SEPARATOR = "\n"
 _SEED_BITS = 53  # as many as a number in JavaScript has
+_SEEDS = 2**63
+_AnyBody = ChatBody | CompletionBody
 
 
 @dataclass(frozen=True)
@@ -65,15 +72,25 @@ class Served:
 class Server:
     """Answers requests through the queue of one engine; in the event loop."""
 
-    def __init__(self, queue: JobQueue, prompts: Prompts, metrics: Metrics, served: Served):
-        """Serve one model, whose jobs go into `queue`."""
+    def __init__(
+        self, queue: JobQueue, prompts: Prompts, metrics: Metrics, served: Served, max_body: int
+    ):
+        """Serve one model, whose jobs go into `queue`; a request has `max_body` bytes at most."""
         self.queue, self.prompts, self.metrics, self.served = queue, prompts, metrics, served
+        self._uploads = Uploads(max_body)
+        self._parsing = asyncio.Semaphore(limits.PARSED_AT_ONCE)
         self._since = int(time.time())
 
     def app(self) -> FastAPI:
         """Return the application."""
-        app = FastAPI(title="TierForce", docs_url=None, redoc_url=None, openapi_url=None)
-        app.add_exception_handler(RequestValidationError, _invalid)
+        app = FastAPI(
+            title="TierForce",
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            redirect_slashes=False,  # it would redirect to the host that the request names
+        )
+        app.add_exception_handler(ClientDisconnect, _gone)
         app.add_exception_handler(HTTPException, _no_such)
         app.add_exception_handler(Refused, _refused)
         app.add_exception_handler(Exception, _broken)
@@ -112,42 +129,79 @@ class Server:
         self._check_model(name)
         return JSONResponse(self._card())
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
+    async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        self._check_model(body.model)
-        messages = [each.as_template() for each in body.messages]
-        prompt = await self._prompt(partial(self.prompts.of_messages, messages), "messages")
-        asked = self._asked(body, prompt, "messages")
-        replies = ChatReplies(self.served.model)
-        return await self._reply(body, asked, replies, request)
+        return await self._answer(request, ChatBody, ChatReplies(self.served.model))
 
-    async def complete(self, body: CompletionBody, request: Request) -> Response:
+    async def complete(self, request: Request) -> Response:
         """Continue a text."""
+        return await self._answer(request, CompletionBody, TextReplies(self.served.model))
+
+    async def _answer(self, request: Request, kind: type[_AnyBody], replies: Replies) -> Response:
+        """Put what is asked in the queue, and answer it."""
+        # of the body nothing is left in memory once this is known
+        asked, stream_options = await self._receive(request, kind)
+        job = Job(asked)
+        try:
+            self.queue.put(job)
+        except QueueFull as error:
+            raise Refused(429, str(error), "queue_full") from error
+        if stream_options is not None:
+            events = self._streamed(job, replies, bool(stream_options.include_usage))
+            return EventSourceResponse(
+                events, sep=_SEPARATOR, headers=_UNBUFFERED, ping=limits.PING_S
+            )
+        return await self._whole(job, replies, request)
+
+    async def _receive(
+        self, request: Request, kind: type[_AnyBody]
+    ) -> tuple[Asked, StreamOptions | None]:
+        """Return what a request asks for; options only if the answer is to be streamed."""
+        async with self._uploads.received(request) as body, self._parsing:
+            return await run_sync(self._parse, body, kind)
+
+    def _parse(self, text: bytes, kind: type[_AnyBody]) -> tuple[Asked, StreamOptions | None]:
+        """Return what a body asks for; on a thread, for long prompts take a while."""
+        value = parse_json(text, self.served.context + limits.EXTRA_VALUES)
+        try:
+            body = kind.model_validate(value)
+        except ValidationError as error:
+            raise _invalid(error) from error
         self._check_model(body.model)
+        if isinstance(body, ChatBody):
+            param, prompt = "messages", self._chat_prompt(body)
+        else:
+            param, prompt = "prompt", self._text_prompt(body)
+        options = (body.stream_options or StreamOptions()) if body.stream else None
+        return self._asked(body, prompt, param), options
+
+    def _chat_prompt(self, body: ChatBody) -> list[int]:
+        messages = [each.as_template() for each in body.messages]
+        return self._prompt(partial(self.prompts.of_messages, messages), "messages")
+
+    def _text_prompt(self, body: CompletionBody) -> list[int]:
         prompt = body.prompt
         if isinstance(prompt, str):
-            prompt = await self._prompt(partial(self.prompts.of_text, prompt), "prompt")
-        elif prompt and not 0 <= min(prompt) <= max(prompt) < self.served.vocab:
+            return self._prompt(partial(self.prompts.of_text, prompt), "prompt")
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self.served.vocab:
             raise Refused(
                 400,
                 f"the prompt has tokens outside the model's vocabulary of {self.served.vocab:,}.",
                 param="prompt",
             )
-        asked = self._asked(body, prompt, "prompt")
-        replies = TextReplies(self.served.model)
-        return await self._reply(body, asked, replies, request)
+        return prompt
 
-    async def _prompt(self, make: Callable[[], list[int]], param: str) -> list[int]:
-        """Return a prompt's tokens; a long one's take a while."""
+    def _prompt(self, make: Callable[[], list[int]], param: str) -> list[int]:
+        """Return a prompt's tokens. Raises Refused where they cannot be made."""
         try:
-            return await run_sync(make)
+            return make()
         except ContextLengthError as error:
             length = {"prompt_tokens": error.tokens, "context": self.served.context}
             raise Refused(400, str(error), _TOO_LONG, param, length) from error
         except TierForceError as error:
             raise Refused(400, str(error), param=param) from error
 
-    def _asked(self, body: ChatBody | CompletionBody, prompt: list[int], param: str) -> Asked:
+    def _asked(self, body: _AnyBody, prompt: list[int], param: str) -> Asked:
         """Return what a body asks for. Raises Refused for what cannot be done."""
         room = self.served.context - len(prompt)
         length = {"prompt_tokens": len(prompt), "context": self.served.context}
@@ -180,29 +234,11 @@ class Server:
         }
         try:
             own = {"seed": secrets.randbits(_SEED_BITS), **own}
+            own["seed"] %= _SEEDS  # a negative one counts from the end
             sampling = replace(self.served.sampling, **own)
         except TierForceError as error:
             raise Refused(400, str(error)) from error
-        return Asked(prompt, new, sampling, body.stops, body.top)
-
-    async def _reply(
-        self,
-        body: ChatBody | CompletionBody,
-        asked: Asked,
-        replies: Replies,
-        request: Request,
-    ) -> Response:
-        """Put what is asked in the queue, and answer it."""
-        job = Job(asked)
-        try:
-            self.queue.put(job)
-        except QueueFull as error:
-            raise Refused(429, str(error), "queue_full") from error
-        if body.stream:
-            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            events = self._streamed(job, replies, with_usage)
-            return EventSourceResponse(events, sep=_SEPARATOR, headers=_UNBUFFERED)
-        return await self._whole(job, replies, request)
+        return Asked(array("i", prompt), new, sampling, body.stops, body.top)
 
     async def _whole(self, job: Job, replies: Replies, request: Request) -> Response:
         """Wait for the whole answer, unless the client is gone before."""
@@ -307,19 +343,20 @@ async def _broken(_: Request, error: Exception) -> Response:
     return JSONResponse(error_of(BROKEN), BROKEN.status)
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    """Say what is wrong with a body, and where."""
-    assert isinstance(error, RequestValidationError)
+async def _gone(_: Request, __: Exception) -> Response:
+    """Answer a client that has left before its request was complete: it receives nothing."""
+    return Response(status_code=499)
+
+
+def _invalid(error: ValidationError) -> Refused:
+    """Return what is wrong with a body, and where."""
     # of several, such as those of each kind that a field may be of, what went furthest
-    first = max(error.errors(), key=lambda each: len(each["loc"]))
-    if first["type"] == "json_invalid":
-        message, param = f"the body is not JSON: {first['ctx']['error']}.", None
-    else:
-        parts = [str(part) for part in first["loc"][1:]]
-        param = ".".join(part for part in parts if "[" not in part) or None
-        said = first["msg"].removeprefix("Value error, ")
-        message = f"{param}: {said}." if param else f"{said}."
-    return JSONResponse(error_of(Failed(400, message), param), 400)
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(errors, key=lambda each: len(each["loc"]))
+    parts = [str(part) for part in first["loc"]]
+    param = ".".join(part for part in parts if "[" not in part) or None
+    said = first["msg"].removeprefix("Value error, ")
+    return Refused(400, f"{param}: {said}." if param else f"{said}.", param=param)
 
 
 async def _no_such(_: Request, error: Exception) -> Response:

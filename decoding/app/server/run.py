@@ -7,8 +7,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,7 +19,9 @@ from decoding.app.interrupts import TWICE_S, Interrupts
 from decoding.app.job import model_name
 from decoding.app.lines import say_what_fits
 from decoding.app.options import Common
+from decoding.app.server import limits
 from decoding.app.server.answering import Answering
+from decoding.app.server.connections import Connection, ConnectionLimits, HttpServer
 from decoding.app.server.guards import Guards
 from decoding.app.server.jobs import Failed, JobQueue
 from decoding.app.server.metrics import Metrics
@@ -34,7 +38,6 @@ from parallel.launch import answer_signals
 _CLOSING = Failed(503, "the server is being shut down.")
 _LOST = Failed(503, "the engine was lost; the server is being shut down.")
 _LAST_REPLIES_S = 5  # that clients are given to hear of the end
-_MORE_CLIENTS = 256  # that may be connected beside those who wait for an answer
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -73,9 +76,11 @@ def run(
         Sampling(**vars(common.sampling)),
         common.max_new_tokens,
     )
-    server = Server(queue, Prompts(engine.tokenizer, engine.context), metrics, served)
+    max_body = options.max_body * 10**6
+    prompts = Prompts(engine.tokenizer, engine.context)
+    server = Server(queue, prompts, metrics, served, max_body)
     hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
-    guarded = Guards(server.app(), hosts, keys, options.max_body * 10**6, metrics)
+    guarded = Guards(server.app(), hosts, keys, metrics)
     with _Listening(guarded, listening, queue):
         say(f"listening on http://{_as_host(options.host)}:{listening.getsockname()[1]}")
         try:
@@ -114,16 +119,23 @@ class _Listening:
 
     def __init__(self, app: ASGIApp, at: socket.socket, queue: JobQueue):
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        # whatever else is installed: the connections are bounded by ours alone
+        at_most = ConnectionLimits.for_queue(queue.limit)
+        protocol = partial(Connection, at_most=2 * at_most.total)
         config = uvicorn.Config(
             app,
+            loop="asyncio",
+            http=cast(Any, protocol),
+            ws="none",
             log_config=None,
             access_log=False,
             lifespan="off",
             server_header=False,
+            backlog=limits.BACKLOG,
+            timeout_keep_alive=limits.IDLE_S,
             timeout_graceful_shutdown=_LAST_REPLIES_S,
-            limit_concurrency=queue.limit + _MORE_CLIENTS,
         )
-        self._server, self._at, self._queue = uvicorn.Server(config), at, queue
+        self._server, self._at, self._queue = HttpServer(config, at_most), at, queue
         self._trouble: Exception | None = None
         self._thread = Thread(target=self._serve, name="server", daemon=True)
 

@@ -94,6 +94,16 @@ def test_a_text_is_continued(server: Serving, tokenizer: AutoTokenizer) -> None:
     assert sampled.tierforce["seed"] == 7
     seeds = {ask(prompt=prompt, temperature=1.0).tierforce["seed"] for _ in range(2)}
     assert len(seeds) == 2
+    # clients send any number of 64 bits
+    for seed, same in ((-1, 2**63 - 1), (-(2**63), 0)):
+        assert ask(prompt=prompt, temperature=1.0, seed=seed).tierforce["seed"] == same
+
+
+def test_what_changes_nothing_is_taken(server: Serving) -> None:
+    options = {"include_usage": None, "include_obfuscation": False}
+    body = spoken("user", [part(), part()], name="me")
+    assert server.status(CHAT, {**body, "stream": True, "stream_options": options}) == 200
+    assert server.status(CHAT, b"\xef\xbb\xbf" + json.dumps(body).encode()) == 200
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -158,11 +168,20 @@ def chat(**said: object) -> dict[str, object]:
     return {"model": "model", "messages": WHO, **said}
 
 
-def spoken(role: str, content: object) -> dict[str, object]:
-    return chat(messages=[{"role": role, "content": content}])
+def spoken(role: str, content: object, **said: object) -> dict[str, object]:
+    return chat(messages=[{"role": role, "content": content, **said}])
+
+
+def streamed(**options: object) -> dict[str, object]:
+    return chat(stream=True, stream_options=options)
+
+
+def part(**said: object) -> dict[str, object]:
+    return {"type": "text", "text": "x", **said}
 
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HALF = "\ud83d"
 BAD = {
     "no JSON": (CHAT, b'{"model": "model", "messages": [', 400, "not JSON"),
     "no text": (CHAT, b"\xff\xfe\x00", 400, "body"),
@@ -172,7 +191,23 @@ BAD = {
     "no message": (CHAT, chat(messages=[]), 400, "messages"),
     "a picture": (CHAT, spoken("user", [{"type": "image"}]), 400, "Input should be 'text'"),
     "a tool's": (CHAT, spoken("tool", "x"), 400, "role"),
-    "half a character": (CHAT, spoken("user", "\ud83d"), 400, "content"),
+    "half a character": (CHAT, spoken("user", "\ud83d"), 400, "half a character"),
+    "half a name": (CHAT, chat(**{HALF: 1}), 400, "half a character"),
+    "half a name in a text": (TEXT, {"prompt": "a", HALF: None}, 400, "half a character"),
+    "half a name in a message": (CHAT, spoken("user", "x", **{HALF: 1}), 400, "half a character"),
+    "half a name in options": (CHAT, streamed(**{HALF: 1}), 400, "half a character"),
+    "half a name in a part": (CHAT, spoken("user", [part(**{HALF: 1})]), 400, "half a character"),
+    "half a model": (CHAT, chat(model=HALF), 400, "half a character"),
+    "half of what is ignored": (CHAT, chat(user=[{"a": HALF}]), 400, "half a character"),
+    "an option": (CHAT, streamed(include_usage=True, often=1), 400, "often is not supported"),
+    "a field of a part": (CHAT, spoken("user", [part(cached=True)]), 400, "cached is not"),
+    "a field of a message": (CHAT, spoken("user", "x", tool_calls=[1]), 400, "tool_calls is not"),
+    "a line": (CHAT, chat(**{"a\nb": 1}), 400, "'a\\nb' is not supported"),
+    "a long name": (CHAT, chat(**{"a" * 1_000_000: 1}), 400, "aaa' is not supported"),
+    "a deep value": (CHAT, b'{"user": ' + b"[" * 999 + b"]" * 999 + b"}", 400, "recursion"),
+    "a wide value": (CHAT, chat(metadata=[1] * 300_000), 400, "more than 231,072 JSON values"),
+    "a long number": (CHAT, b'{"seed": ' + b"1" * 5000 + b"}", 400, "out of range"),
+    "a great number": (CHAT, chat(top_k=10**4000), 400, "top_k"),
     "cold": (CHAT, chat(temperature=-1), 400, "temperature"),
     "no number": (CHAT, chat(temperature=float("nan")), 400, "temperature"),
     "a word": (CHAT, chat(max_tokens="many"), 400, "max_tokens"),
@@ -181,6 +216,7 @@ BAD = {
     "tools": (CHAT, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
     "top alone": (CHAT, chat(top_logprobs=2), 400, "logprobs: true"),
     "seed": (CHAT, chat(seed=2**63), 400, "seed"),
+    "lower seed": (CHAT, chat(seed=-(2**63) - 1), 400, "seed"),
     "too much": (CHAT, chat(max_tokens=131_072), 400, "ask for at most 131,0"),
     "too much more": (CHAT, chat(max_completion_tokens=131_072), 400, "max_completion_tokens 131"),
     "another model": (CHAT, chat(model="gpt-4"), 404, "ask for 'model'"),
