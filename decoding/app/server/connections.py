@@ -34,6 +34,16 @@ class ConnectionLimits:
         """Return the limits of a server where `queue` requests may wait for their answer."""
         return cls(queue + limits.CONNECTIONS, queue + limits.CLIENT_CONNECTIONS)
 
+    @property
+    def momentary(self) -> int:
+        """Return how many may be open until the server comes round to closing some."""
+        return 2 * self.total
+
+    @property
+    def open_files(self) -> int:
+        """Return how many files the server may have open at a time."""
+        return self.momentary + limits.BACKLOG + limits.OTHER_FILES
+
 
 class HttpServer(uvicorn.Server):
     """A server that closes connections which hold up others, and those that take too long."""
@@ -166,7 +176,7 @@ class Connection(H11Protocol):
 
     def shutdown(self) -> None:
         """End it, now or after the reply that is under way."""
-        if self._is_refused:
+        if self._is_refused or (not self._is_between_requests and self.cycle.more_body):
             self.transport.abort()
         else:
             super().shutdown()

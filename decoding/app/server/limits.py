@@ -10,6 +10,7 @@ CONNECTIONS = 256  # in all; twice as many for a moment
 CLIENT_CONNECTIONS = 128  # from one IP address
 NEW_S = 0.1  # seconds in which a connection is not closed for others
 BACKLOG = 256  # that the kernel may hold for the server, and the server accepts at once
+OTHER_FILES = 128  # open files of the process that are no connections
 
 # A connection, in seconds
 IDLE_S = 10  # it stays open between two requests

@@ -33,7 +33,7 @@ from decoding.engine import Engine
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError, one_line
 from parallel.group import Group
-from parallel.launch import answer_signals
+from parallel.launch import answer_signals, require_open_files
 
 _CLOSING = Failed(503, "the server is being shut down.")
 _LOST = Failed(503, "the engine was lost; the server is being shut down.")
@@ -56,6 +56,8 @@ def run(
         if group.rank == 0:
             # before the models are loaded, which takes a while
             keys = _keys(options, key_file)
+            connections = ConnectionLimits.for_queue(options.queue)
+            require_open_files(connections.open_files, f"`queue` {options.queue}")
             listening = _bound(options)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     say_what_fits(engine, None, common)
@@ -121,7 +123,7 @@ class _Listening:
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         # whatever else is installed: the connections are bounded by ours alone
         at_most = ConnectionLimits.for_queue(queue.limit)
-        protocol = partial(Connection, at_most=2 * at_most.total)
+        protocol = partial(Connection, at_most=at_most.momentary)
         config = uvicorn.Config(
             app,
             loop="asyncio",
@@ -131,6 +133,7 @@ class _Listening:
             access_log=False,
             lifespan="off",
             server_header=False,
+            proxy_headers=False,
             backlog=limits.BACKLOG,
             timeout_keep_alive=limits.IDLE_S,
             timeout_graceful_shutdown=_LAST_REPLIES_S,

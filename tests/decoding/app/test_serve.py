@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import sys
 from collections.abc import Iterator
@@ -328,6 +329,10 @@ def no_fastapi() -> None:
     sys.modules.pop("decoding.app.server.run", None)
 
 
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+
+
 def test_what_a_server_cannot_start_with(model: tuple[str, ...], tmp_path: Path) -> None:
     def told(*arguments: str) -> str:
         return refused(forked(tmp_path, "serve", *model, *arguments))
@@ -350,6 +355,8 @@ def test_what_a_server_cannot_start_with(model: tuple[str, ...], tmp_path: Path)
         assert "cannot listen on 127.0.0.1" in told("--port", port)
         found = told("--host", "nowhere.invalid", "--api-key-file", str(good))
         assert "cannot listen on nowhere.invalid" in found
+    few: Finished = forked(tmp_path, "serve", *model, before=few_files)
+    assert "--queue 64 needs 1024 open files at a time" in refused(few)
     missing: Finished = forked(tmp_path, "serve", *model, before=no_fastapi)
     assert "pip install 'tierforce[server]'" in refused(missing)
 

@@ -94,7 +94,6 @@ def test_stalled_bodies_give_way() -> None:
         held = sum(each.size for each in uploads._uploads)
         assert limits.BODIES * MAX_BODY < held < (limits.BODIES + 1) * MAX_BODY + 20 * len(PART)
         assert await status_of(uploads, upload([])) == 200
-        assert not any(each.done() for each in stalled)
         assert await status_of(uploads, upload([PART] * 10)) == 200
         gone = [each.result() for each in stalled if each.done()]
         assert 408 in gone  # long before their own time was up
