@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from decoding.app.server import limits
 from decoding.app.server.guards import Refused
+from offload.host_memory import give_back
 
 _POLL_S = 0.05  # between two looks at whether there is memory
 
@@ -60,6 +61,8 @@ class Uploads:
             yield await self._receive(upload, request)
         finally:
             self._uploads.remove(upload)
+            if upload.size > limits.SMALL_BODY:
+                give_back()  # glibc would keep it for each of the threads that parse
 
     async def _receive(self, upload: _Upload, request: Request) -> bytes:
         if int(request.headers.get("content-length", 0)) > self._max_body:
