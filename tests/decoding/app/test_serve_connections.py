@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -9,7 +10,11 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.server import ServerState
 
+from decoding.app.server.connections import Connection
 from support.commands import PATIENCE, wait_for
 from support.serving import Serving, serving
 
@@ -254,3 +259,28 @@ def test_nothing_is_redirected_and_no_header_repeated(path: bytes, server: Servi
         assert status in reply.partition(b"\r\n")[0]
         assert b"location" not in reply.lower()
         assert host not in reply
+
+
+def test_a_connection_for_which_there_is_no_room_is_told() -> None:
+    """Where all others wait for the server, none is closed for it."""
+
+    async def run() -> bytes:
+        config = uvicorn.Config(FastAPI(), lifespan="off", ws="none", log_config=None)
+        state = ServerState()
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: Connection(config=config, server_state=state, app_state={}, at_most=0),
+            "127.0.0.1",
+        )
+        async with listening:
+            reader, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+            writer.write(GET)
+            reply = await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            while state.connections:
+                await asyncio.sleep(0.01)
+        return reply
+
+    reply = asyncio.run(asyncio.wait_for(run(), PATIENCE))
+    assert reply.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"too many connections" in reply
