@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,17 @@ def ran(output: Path, *arguments: str) -> tuple[dict[tuple[str, str], Any], str,
     return found, done.output, done.exit_code
 
 
+def in_a_process(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that imports `bench`, which is not installed."""
+    return subprocess.run(
+        [sys.executable, str(program), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     """On a stand-in where there is no GPU, in a process that knows nothing of these tests."""
     output = tmp_path / "gpu.json"
@@ -115,9 +127,7 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
 def test_a_part_that_dies_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
     program, output = tmp_path / "day.py", tmp_path / "gpu.json"
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), str(output)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = in_a_process(program, str(output))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "parts that failed: dies, fails, hangs."
     rows = [
@@ -136,8 +146,7 @@ def test_a_part_that_dies_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
 def test_a_fault_that_a_stand_in_notes_is_not_lost(tmp_path: Path) -> None:
     program, output = tmp_path / "day.py", tmp_path / "gpu.json"
     program.write_text(FAULTY)
-    command = [sys.executable, str(program), "--rehearse", "--parts", "frees", "--output"]
-    done = subprocess.run([*command, str(output)], cwd=ROOT, capture_output=True, text=True)
+    done = in_a_process(program, "--rehearse", "--parts", "frees", "--output", str(output))
     assert done.returncode == 1
     assert "parts that failed: frees." in done.stderr
     assert "was freed before stream" in done.stderr
