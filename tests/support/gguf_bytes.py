@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.gguf_header import read_header
 
-ABSENT = object()  # in place of a value: the key is left out
+ABSENT = type("ABSENT", (), {})  # in place of a value: the key is left out
 
 
 def rewrite_header(
