@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 from decoding.conversation import ROOM
-from decoding.encoding import clipped, plain_spans
+from decoding.encoding import cut_to
 from decoding.engine import Engine
 from decoding.pieces import pieces
 from decoding.planning.defaults import NEW_TOKENS
@@ -124,11 +124,7 @@ class Chat:
                 f"no room left for the document: the context is {context:,} tokens, and answers "
                 f"may take {self.max_new_tokens:,} of them. Use fewer `max_new_tokens`."
             )
-        document, self.dropped_tokens = clipped(self.engine.tokenizer, document, room)
-        tokens = plain_spans(self.engine.tokenizer, document)
-        if (excess := len(tokens.ids) - room) > 0:
-            document = tokens.cut(document, excess, keep_end=False)
-            self.dropped_tokens += excess
+        document, self.dropped_tokens = cut_to(self.engine.tokenizer, document, room)
         return document
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +32,6 @@ class Encoded:
 
     ids: list[int]
     spans: list[tuple[int, int]]
-
-    def cut(self, text: str, count: int, keep_end: bool) -> str:
-        """Return the text without its last `count` tokens, or with `keep_end` without its first."""
-        return text[self.spans[count][0] :] if keep_end else text[: self.spans[-count - 1][1]]
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:
@@ -73,7 +69,7 @@ def refuse_half_characters(text: str) -> None:
         ) from error
 
 
-def parts(text: str, limit: int) -> Iterator[str]:
+def _parts(text: str, limit: int) -> Iterator[str]:
     """Yield a text in consecutive parts, each of which takes memory in proportion to `limit`.
 
     A text whose tokenisation is bounded already is one part.
@@ -85,30 +81,51 @@ def parts(text: str, limit: int) -> Iterator[str]:
         yield text[start : start + size]
 
 
-def check_length(tokenizer: Any, text: str, limit: int) -> None:
+def check_length(text: str, limit: int, count: Callable[[str], int]) -> None:
     """Raise ContextLengthError for a text that has far more than `limit` tokens.
 
     Of a longer text only so much is tokenised as shows that. A cut between two parts may change
     a few tokens beside it, so a text that is only a little too long is left to the caller.
+
+    Args:
+        text: of any length.
+        limit: tokens.
+        count: returns the tokens of a text.
     """
-    refuse_half_characters(text)
-    count = 0
-    for part in parts(text, limit):
+    tokens = 0
+    for part in _parts(text, limit):
         if len(part) < len(text):  # else the caller tokenises it as soon
-            count += len(plain_tokens(tokenizer, part))
-        if count > limit + limit // 4:
-            raise ContextLengthError(count, limit)
+            tokens += count(part)
+        if tokens > limit + limit // 4:
+            raise ContextLengthError(tokens, limit)
 
 
-def clipped(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tuple[str, int]:
-    """Return as much of a text as may fit, in bounded memory, and how many tokens the rest has.
+def cut_to(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tuple[str, int]:
+    """Return a text without what exceeds `room` of its tokens, and how many tokens that has.
 
-    The text's end is the rest, or with `keep_end` its beginning.
+    The end is cut off, or with `keep_end` the beginning: whole characters, in memory that grows
+    with `room` alone. A longer text is returned whole where it may just fit.
+
+    Raises DocumentError for a text that cannot be written as UTF-8, and TierForceError for a
+    tokenizer that cannot tell where a text is to be cut.
+    """
+    text, dropped = clipped(tokenizer, text, room, keep_end)
+    if len(plain_tokens(tokenizer, text)) <= room:
+        return text, dropped
+    found = _with_spans(tokenizer, text, split_special_tokens=True)
+    excess = len(found.ids) - max(0, room)
+    first, last = found.spans[excess - 1][1], found.spans[-excess][0]
+    return text[first:] if keep_end else text[:last], dropped + excess
+
+
+def clipped(tokenizer: Any, text: str, room: int, keep_end: bool) -> tuple[str, int]:
+    """Return as much of a text as may fit, and how many tokens the rest has.
+
+    Raises DocumentError for a text that cannot be written as UTF-8.
     """
     refuse_half_characters(text)
     kept, count, dropped = list[str](), 0, 0
-    whole = text[::-1] if keep_end else text
-    for part in parts(whole, room):
+    for part in _parts(text[::-1] if keep_end else text, room):
         part = part[::-1] if keep_end else part
         tokens = len(plain_tokens(tokenizer, part)) if len(part) < len(text) else 0
         if count > room + room // 4:
@@ -119,76 +136,122 @@ def clipped(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tup
     return "".join(reversed(kept) if keep_end else kept), dropped
 
 
-def plain_spans(tokenizer: Any, text: str) -> Encoded:
-    """Return `plain_tokens` with the characters that each of them stands for.
-
-    Raises TierForceError for a tokenizer that cannot tell them.
-    """
-    refuse_half_characters(text)
-    return _with_spans(tokenizer, text, split_special_tokens=True)
-
-
 class SpecialTokenGuard:
     """Keeps what looks like a special token in a message as text, whatever a template does to it.
 
-    `protect` inserts a character that no message has into each such place, right after its first
-    character. The message is then rendered and tokenised as any other, and `encode` drops the
-    tokens of the inserted characters. All else is tokenised as one text, as transformers does it.
+    A template's special tokens and a message's cannot be told apart once they are rendered. So a
+    character that no message has is inserted after every character in a message that a special
+    token could begin with, before the message is rendered. Where a special token is then found at
+    such a place, and there alone, the inserted character stays while the text is tokenised, and
+    its own tokens are dropped: all else is tokenised as one text, as transformers does it.
     """
 
     def __init__(self, tokenizer: Any, contents: Iterable[str]):
         """Guard the messages of one prompt, whose texts are `contents`."""
         self._tokenizer = tokenizer
-        self._special = {
-            token: added.content
-            for token, added in tokenizer.added_tokens_decoder.items()
-            if added.special and added.content
-        }
-        rests: dict[str, list[str]] = {}  # what follows the first character, by that character
-        for name in self._special.values():
-            rests.setdefault(name[0], []).append(re.escape(name[1:]))
-        # a lookahead finds names that overlap; a plain first character is searched for fast
-        self._names = re.compile(
-            "|".join(f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
-            or "(?!)"
-        )
-        contents = list(contents)
+        added = tokenizer.added_tokens_decoder.items()
+        self._names = {token: each.content for token, each in added if each.special}
+        used = set[str]().union(*contents)
+        normalize = _normalize(tokenizer)
+        firsts = {name[0] for name in self._names.values() if name}
+        self._firsts = {each for each in used if {each, *normalize(each)} & firsts}
         self._mark = ""  # no message needs one
-        if any(map(self._names.search, contents)):
-            used = set(str(tokenizer.chat_template)).union(*contents)
+        if self._firsts:
+            used |= set(str(tokenizer.chat_template))
             free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-            if not (mark := next(free, "")):
+            self._mark = next((each for each in free if each in normalize(each)), "")
+            if not self._mark:
                 raise DocumentError("the messages use all of Unicode's private characters.")
-            self._mark = mark
 
-    def protect(self, content: str) -> str:
-        """Return a message's text with the inserted characters."""
+    def render(self, contents: Sequence[str], write: Callable[[Sequence[str]], str]) -> str:
+        """Return what a template writes, to be handed to `encode`.
+
+        A template that looks for such characters itself, as those do that look for thoughts, sees
+        them untouched, but in what looks like a special token.
+
+        Args:
+            contents: of the messages.
+            write: renders messages of these contents.
+        """
         if not self._mark:
-            return content
-        return self._names.sub(lambda found: found[0] + self._mark, content)
+            return write(contents)
+        names = sorted(filter(None, self._names.values()), key=len, reverse=True)
+        beginnings = dict.fromkeys(name[:2] for name in names)
+        with suppress(Exception):  # of a template's own: what it raises at last is told
+            plain = write(contents)
+            for sought in (self._firsts, beginnings):
+                guarded = write([self._marked(each, sought) for each in contents])
+                if self.plain(guarded) == plain:
+                    return guarded
+        return write([self._marked(each, names) for each in contents])
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text that `protect`ed messages stand in.
+        """Return the token ids of text that `render` has returned.
 
         Raises TierForceError for a tokenizer that cannot tell the characters of its tokens, where
-        there is something to protect.
+        messages have what a special token could begin with.
         """
         if not self._mark:
             return self._tokenizer(text, add_special_tokens=False).input_ids
+        pieces = text.split(self._mark)  # each but the last ends where a special token may begin
+        _, found, places = self._joined(pieces, set())
+        if not (split := {place for each in self._in_messages(found, places) for place in each}):
+            return found.ids
+        text, found, places = self._joined(pieces, split)
         ids = []
-        found = _with_spans(self._tokenizer, text)
-        for token, (start, end) in zip(found.ids, found.spans, strict=True):
-            if text[start:end] == self._mark:
-                continue
-            if token in self._special and text[end : end + 1] == self._mark:
-                # its name is one character, which nothing can be inserted into
-                ids += plain_tokens(self._tokenizer, text[start:end])
-            else:
+        own = self._in_messages(found, places)
+        for token, (start, end), inside in zip(found.ids, found.spans, own, strict=True):
+            if inside:  # a name of one character, which nothing can be inserted into
+                ids += plain_tokens(self._tokenizer, text[start:end].replace(self._mark, ""))
+            elif text[start:end] != self._mark:
                 ids.append(token)
         return ids
 
+    def plain(self, text: str) -> str:
+        """Return text that `render` has returned without the inserted characters."""
+        return text.replace(self._mark, "")
+
+    def _marked(self, content: str, names: Iterable[str]) -> str:
+        """Return a message with the inserted character after the first one of each of `names`."""
+        for name in names:
+            content = content.replace(name, name[0] + self._mark + name[1:])
+        return content
+
+    def _joined(
+        self, pieces: Sequence[str], split: Container[int]
+    ) -> tuple[str, Encoded, dict[int, int]]:
+        """Join pieces by the inserted character where they are `split`, else by nothing.
+
+        Returns the text, its tokens, and the numbers of the pieces by where each ends in it.
+        """
+        parts, places, length = list[str](), dict[int, int](), 0
+        for number, piece in enumerate(pieces):
+            part = piece + self._mark if number in split else piece
+            if number + 1 < len(pieces):
+                places[length + len(piece) - 1] = number
+            parts.append(part)
+            length += len(part)
+        text = "".join(parts)
+        return text, _with_spans(self._tokenizer, text), places
+
+    def _in_messages(self, found: Encoded, places: Mapping[int, int]) -> Iterator[list[int]]:
+        """Yield, for each token, the pieces that end in it if it is special: it is a message's."""
+        for token, span in zip(found.ids, found.spans, strict=True):
+            is_special = token in self._names
+            yield [places[at] for at in range(*span) if at in places] if is_special else []
+
+
+def _normalize(tokenizer: Any) -> Callable[[str], str]:
+    """Return what a tokenizer does to text before it looks for special tokens in it."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    added = tokenizer.added_tokens_decoder.values()
+    if normalizer is None or not any(each.special and each.normalized for each in added):
+        return lambda text: text
+    return normalizer.normalize_str
+
 
 def _with_spans(tokenizer: Any, text: str, **options: bool) -> Encoded:
+    """Tokenise a text. Raises TierForceError for a tokenizer that cannot tell spans."""
     if not tokenizer.is_fast:
         raise TierForceError(
             "the tokenizer does not tell which characters its tokens stand for: use a model folder "

@@ -11,7 +11,7 @@ from decoding.encoding import (
     SpecialTokenGuard,
     check_length,
     clipped,
-    plain_spans,
+    cut_to,
     plain_tokens,
     prefix_tokens,
     refuse_half_characters,
@@ -21,7 +21,7 @@ from offload.errors import DocumentError, TierForceError, one_line
 
 INSTRUCTION = "Summarize the text above."
 _DOCUMENT = "a document"
-MARK = "\ue000document\ue000"  # stands for a text of which only the surroundings are wanted
+MARK = "\ue000\ue001\ue000"  # stands for a text of which only the surroundings are wanted
 
 
 def chat_tokens(
@@ -42,13 +42,16 @@ def chat_tokens(
         limit: tokens beyond which the prompt is refused, in memory that grows with them alone.
         what: the template is told to take, for error messages.
 
-    Raises TierForceError where the template cannot take them, and DocumentError for a text that
-    cannot be written as UTF-8, or one far longer than `limit`.
+    Raises TierForceError where the template cannot take them, DocumentError for a text that cannot
+    be written as UTF-8, and ContextLengthError for one far longer than `limit`.
     """
-    guard = SpecialTokenGuard(tokenizer, [each["content"] for each in messages])
-    text = _rendered(tokenizer, messages, guard, what)
+    text, guard = _rendered(tokenizer, messages, what)
     if limit is not None:
-        check_length(tokenizer, text, limit)
+        check_length(
+            guard.plain(text),
+            limit,
+            lambda part: len(tokenizer(part, add_special_tokens=False).input_ids),
+        )
     return guard.encode(text)
 
 
@@ -57,27 +60,32 @@ def tokens_around(
 ) -> tuple[list[int], list[int]]:
     """Return the tokens of what a chat template writes before and after `MARK`, each by itself.
 
-    The messages have it once. Raises TierForceError for a template that does not write it once.
+    The messages have it once. Raises TierForceError for a template that leaves it out.
     """
-    guard = SpecialTokenGuard(tokenizer, [each["content"] for each in messages])
-    text = _rendered(tokenizer, messages, guard, what)
-    if (times := text.count(MARK)) != 1:
-        why = f"it has it {times} times" if times else "it leaves it out"
-        raise TierForceError(f"the tokenizer's chat template cannot take {what} ({why}).")
-    before, after = map(guard.encode, text.split(MARK))
-    return before, after
+    text, guard = _rendered(tokenizer, messages, what)
+    before, mark, after = text.partition(MARK)
+    if not mark:
+        raise TierForceError(
+            f"the tokenizer's chat template cannot take {what} (it leaves it out)."
+        )
+    return guard.encode(before), guard.encode(after)
 
 
 def _rendered(
-    tokenizer: Any, messages: Sequence[dict[str, str]], guard: SpecialTokenGuard, what: str
-) -> str:
-    """Return messages, `protect`ed by a guard, as the chat template writes them."""
-    for each in messages:
-        refuse_half_characters(each["content"])
+    tokenizer: Any, messages: Sequence[dict[str, str]], what: str
+) -> tuple[str, SpecialTokenGuard]:
+    """Return messages as the chat template writes them, and what tokenises that."""
+    contents = [each["content"] for each in messages]
+    for content in contents:
+        refuse_half_characters(content)
+    guard = SpecialTokenGuard(tokenizer, contents)
+
+    def write(contents: Sequence[str]) -> str:
+        pairs = zip(messages, contents, strict=True)
+        return rendered(tokenizer, [{**each, "content": content} for each, content in pairs])
+
     try:
-        return rendered(
-            tokenizer, [{**each, "content": guard.protect(each["content"])} for each in messages]
-        )
+        return guard.render(contents, write), guard
     except Exception as error:  # jinja's, or whatever the template's own code raises
         raise TierForceError(
             f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
@@ -161,7 +169,8 @@ class PlainTemplate(Template):
 
         Raises DocumentError where it has far more than `limit` tokens.
         """
-        check_length(tokenizer, text, limit)
+        refuse_half_characters(text)
+        check_length(text, limit, lambda part: len(plain_tokens(tokenizer, part)))
         return [*self.before, *plain_tokens(tokenizer, text), *self.after]
 
 
@@ -180,12 +189,13 @@ class _ChatTemplate(Template):
     ) -> tuple[list[int], int]:
         """Return the prompt as `Template.fill` says."""
         text, dropped = clipped(tokenizer, text, room, keep_end)
-        prompt = self._prompt(tokenizer, text)
+        prompt, left = self._prompt(tokenizer, text), 0
         while (excess := len(prompt) - room) > 0:
-            tokens = plain_spans(tokenizer, text)
-            if excess >= len(tokens.ids):
-                raise _no_room(room, len(prompt) - len(tokens.ids))
-            text, dropped = tokens.cut(text, excess, keep_end), dropped + excess
+            left = (left or len(plain_tokens(tokenizer, text))) - excess
+            if left < 1:
+                raise _no_room(room, len(prompt) - left - excess)
+            text, cut = cut_to(tokenizer, text, left, keep_end)
+            dropped += cut
             prompt = self._prompt(tokenizer, text)  # whose tokens at the cut may be others
         return prompt, dropped
 

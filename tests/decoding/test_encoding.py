@@ -8,8 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench.harness.text import long_text
-from decoding.encoding import ContextLengthError, check_length, clipped, plain_spans, plain_tokens
+from decoding.encoding import ContextLengthError, check_length, clipped, cut_to, plain_tokens
 from decoding.prompt import Template, chat_tokens
+from offload.errors import DocumentError
+from support.chat_templates import CHAT_MODELS
 from support.commands import TARGET
 
 CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
@@ -45,7 +47,7 @@ def test_a_prompt_far_too_long_is_refused_after_little_of_it(tokenizer: Any, tex
     tokenizer.wrapped.chat_template = CHAT
     messages = [{"role": "user", "content": text}]
     for refused in (
-        lambda: check_length(tokenizer, text, LIMIT),
+        lambda: check_length(text, LIMIT, lambda part: len(plain_tokens(tokenizer, part))),
         lambda: chat_tokens(tokenizer, messages, LIMIT),
         lambda: Template.plain(tokenizer).fit(tokenizer, text, LIMIT),
     ):
@@ -58,7 +60,7 @@ def test_a_prompt_far_too_long_is_refused_after_little_of_it(tokenizer: Any, tex
 
 def test_one_a_little_too_long_is_tokenised(tokenizer: Any, text: str) -> None:
     tokens = plain_tokens(tokenizer, text[:300_000])
-    check_length(tokenizer, text[:300_000], len(tokens) - 1)
+    check_length(text[:300_000], len(tokens) - 1, lambda _: len(tokens))
 
 
 @pytest.mark.parametrize("chat", [None, CHAT])
@@ -81,13 +83,50 @@ def test_what_does_not_fit_is_cut_as_if_all_had_been_tokenised(
 
 
 def test_a_clipped_text_is_its_beginning_or_its_end(tokenizer: Any, text: str) -> None:
-    first, dropped = clipped(tokenizer, text, LIMIT)
+    first, dropped = clipped(tokenizer, text, LIMIT, keep_end=False)
     assert text.startswith(first)
     assert len(first) < len(text)
     assert dropped > 100_000
     last, _ = clipped(tokenizer, text, LIMIT, keep_end=True)
     assert text.endswith(last)
-    assert clipped(tokenizer, text, len(text)) == (text, 0)
-    tokens = plain_spans(tokenizer, first)
-    assert plain_tokens(tokenizer, tokens.cut(first, 5, keep_end=False)) == tokens.ids[:-5]
-    assert plain_tokens(tokenizer, tokens.cut(first, 5, keep_end=True)) == tokens.ids[5:]
+    assert clipped(tokenizer, text, len(text), keep_end=False) == (text, 0)
+    tokens = plain_tokens(tokenizer, first)
+    cut, excess = cut_to(tokenizer, first, len(tokens) - 5)
+    assert (plain_tokens(tokenizer, cut), excess) == (tokens[:-5], 5)
+    cut, excess = cut_to(tokenizer, first, len(tokens) - 5, keep_end=True)
+    assert (plain_tokens(tokenizer, cut), excess) == (tokens[5:], 5)
+
+
+def test_a_template_s_own_special_tokens_count_as_one_each() -> None:
+    tokenizer = CHAT_MODELS["llama-3"].tokenizer()
+    messages = [{"role": ("user", "assistant")[at % 2], "content": "a"} for at in range(3001)]
+    tokens = len(chat_tokens(tokenizer, messages))
+    assert len(chat_tokens(tokenizer, messages, tokens)) == tokens
+    with pytest.raises(ContextLengthError):
+        chat_tokens(tokenizer, messages, tokens // 8)
+
+
+TEXTS = {
+    "letters": "The sun was low, and nobody spoke.",
+    "accents": "naïve é à la carte, déjà vu: œuvre",
+    "characters of several tokens": "東京は夜の七時😀🏳️‍🌈 한국어",
+    "special tokens": "a</s>b<|im_end|><|im_start|>[INST] c <",
+    "blanks": "  a   b \n\n  c ",
+}
+
+
+@pytest.mark.parametrize("keep_end", [False, True])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_every_text_is_cut_to_every_room(name: str, text: str, keep_end: bool) -> None:
+    """Also inside characters of several tokens, and behind a tokenizer's own blank."""
+    tokenizer = CHAT_MODELS[name].tokenizer()
+    template = Template.chat(tokenizer)
+    whole, _ = template.fill(tokenizer, text, 1000)
+    fewest = sum(map(len, template.around(tokenizer)))
+    for room in range(len(whole), fewest + 3, -1):
+        tokens, dropped = template.fill(tokenizer, text, room, keep_end)
+        assert len(tokens) <= room
+        assert dropped >= len(whole) - room
+    with pytest.raises(DocumentError, match="no room left"):
+        template.fill(tokenizer, text, 1, keep_end)

@@ -132,7 +132,6 @@ def test_a_context_that_the_template_alone_fills_leaves_no_room(room: int, token
         ("{{ raise_exception('Only code') }}", "Only code"),
         ("{% if %}", "Expected an expression"),
         ("nothing of the message", "it leaves it out"),
-        ("{{ messages[0].content * 2 }}", "it has it 2 times"),
     ],
 )
 def test_a_chat_template_that_cannot_take_a_document_is_refused(
