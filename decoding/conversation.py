@@ -64,9 +64,11 @@ class Conversation:
         started = time.perf_counter()
         try:
             stats.dropped_tokens = request.dropped  # which progress may tell
+            cached = self._session.target.length if self._session is not None else 0
             logits = self._read_on(request, stats)
             if logits is None:
                 logits = self._read(request)
+            stats.discarded_tokens = max(0, cached - stats.reused_tokens)
             session = self._session
             assert session is not None
             writing = self._writing = Writing(request, session, stats, started)
@@ -102,14 +104,13 @@ class Conversation:
         if len(request.prompt) + new > session.capacity or new > session.new:
             rooms = [new + self._later(request), new]
         session.is_given_up = request.is_given_up
-        cached = session.target.length
         try:
             logits = self.sessions.extend(session, request.prompt, kept, rooms, request.progress)
         except FitError:
             if not rooms:
                 raise
             return None
-        stats.reused_tokens, stats.discarded_tokens = kept, max(0, cached - kept)
+        stats.reused_tokens = kept
         return logits
 
     def _read(self, request: Request) -> Tensor:

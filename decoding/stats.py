@@ -31,7 +31,7 @@ class Stats:
     prompt_tokens: int = 0
     dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     reused_tokens: int = 0  # of the prompt: what the caches held from the turn before
-    # of the turn before: cached tokens after the first one that this prompt has otherwise
+    # that the caches held from the turn before and that this prompt could not go on from
     discarded_tokens: int = 0
     loaded_tokens: int = 0  # of the prompt: what came from disk
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them

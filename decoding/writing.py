@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -76,9 +76,11 @@ def refuse_no_text(text: object, new: object, sampling: object, takes_tokens: bo
 
 
 def _are_tokens(given: object) -> bool:
-    if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):
+    # bytes, and what has no order or is gone once it was looked at
+    others = (bytes, bytearray, memoryview, Mapping, Set, Iterator)
+    if isinstance(given, others) or not isinstance(given, Iterable):
         return False
-    return all(isinstance(token, Integral) for token in given)
+    return all(isinstance(token, Integral) and not isinstance(token, bool) for token in given)
 
 
 class Writing:

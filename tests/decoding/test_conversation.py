@@ -115,8 +115,10 @@ def test_what_a_turn_has_in_common_is_not_read_again(models: Pair) -> None:
         assert first.new_tokens == engine.stats.new_tokens == NEW
         list(engine.generate([*PROMPT[:100], 5], NEW, GREEDY))
         assert engine.stats.reused_tokens == 100
+        held = session.target.length
         list(engine.generate([7, *PROMPT], NEW, GREEDY))
         assert engine.stats.reused_tokens == 0
+        assert engine.stats.discarded_tokens >= held - 1 > 100
 
 
 def test_a_text_may_be_given_up_and_gone_on_with(models: Pair) -> None:
