@@ -16,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from decoding.app.server import limits
+
 # fields that are taken only with values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -47,7 +49,8 @@ _IGNORED = {
 MAX_TOP = 20  # likeliest tokens whose probabilities are told
 
 
-_Stop = Annotated[str, Field(min_length=1, max_length=500)]
+_Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
+_Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
 
 
 def _refuse_others(data: Any, known: Collection[str], neutral: Mapping[str, Any]) -> Any:
@@ -103,7 +106,7 @@ class _Body(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop: _Stop | _Stops | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -168,7 +171,7 @@ class Message(BaseModel):
 class ChatBody(_Body):
     """A conversation that is to be answered."""
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**63)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)

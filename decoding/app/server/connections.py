@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from asyncio import BaseTransport
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,17 +72,22 @@ class HttpServer(uvicorn.Server):
         not been read from yet.
         """
         held = Counter(each.address for each in connections)
-        waiting = {each for each in connections if each.is_waiting_for_client and not each.is_new}
+        waiting: dict[
+            str, deque[Connection]
+        ] = {}  # by client, those that have waited longest first
+        for each in sorted(connections, key=lambda each: each.since):
+            if each.is_waiting_for_client and not each.is_new:
+                waiting.setdefault(each.address, deque()).append(each)
+        total = len(connections)
         while waiting:
-            crowd = [each for each in waiting if held[each.address] > self._at_most.per_client]
-            if not crowd and held.total() > self._at_most.total:
-                crowd = list(waiting)
-            if not crowd:
+            address = max(waiting, key=held.__getitem__)
+            if held[address] <= self._at_most.per_client and total <= self._at_most.total:
                 return
-            closed = _longest_waiting(crowd, held)
-            closed.transport.abort()
-            waiting.remove(closed)
-            held[closed.address] -= 1
+            waiting[address].popleft().transport.abort()
+            held[address] -= 1
+            total -= 1
+            if not waiting[address]:
+                del waiting[address]
 
 
 class _StrictParser(h11.Connection):

@@ -74,7 +74,7 @@ class Guards:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
         headers = Headers(scope=scope)
-        incoming = _Incoming(receive)
+        incoming = _Incoming(receive, headers.get("expect", "").lower() == "100-continue")
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -114,12 +114,15 @@ class Guards:
 class _Incoming:
     """A request's body, as it comes."""
 
-    def __init__(self, receive: Receive):
+    def __init__(self, receive: Receive, is_announced: bool):
+        """`is_announced`: whether the client sends it only once it has been received from."""
         self._receive = receive
         self._is_complete = False
+        self._is_announced = is_announced
 
     async def receive(self) -> Message:
         """Return what comes next: of the body, or that the client is gone."""
+        self._is_announced = False
         message = await self._receive()
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self._is_complete = True
@@ -130,6 +133,8 @@ class _Incoming:
 
         Where the connection is closed with the reply, unread input would reset it.
         """
+        if self._is_announced:
+            return
         with anyio.move_on_after(limits.DRAIN_S):
             while not self._is_complete:
                 with anyio.move_on_after(limits.DRAIN_IDLE_S) as waiting:

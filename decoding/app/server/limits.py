@@ -41,5 +41,8 @@ PARSED_AT_ONCE = 2  # that are parsed and tokenized
 # What they stand for
 EXTRA_VALUES = 100_000  # JSON values of a body, in addition to one for each token of the context
 
+MESSAGES = 10_000
+STOPS, STOP_CHARACTERS = 16, 500
+
 # An answer
 UNREAD_EVENTS = 10_000  # parts of it that wait for its client to read them

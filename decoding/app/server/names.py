@@ -18,7 +18,7 @@ def name_of(tokenizer: Any, prompt: Sequence[int]) -> str:
 
     Messages are what stands between special tokens. The longest is the document, if there is one.
     """
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    special = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
     runs = [
         list(run) for is_special, run in groupby(prompt, special.__contains__) if not is_special
     ]

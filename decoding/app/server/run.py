@@ -51,12 +51,12 @@ def run(
     silence_transformers()
     group = Group.from_environment(common.device, warn)
     listening: socket.socket | None = None
+    connections = ConnectionLimits.for_queue(options.queue)
     keys: list[str] = []
     with group.together():
         if group.rank == 0:
             # before the models are loaded, which takes a while
             keys = _keys(options, key_file)
-            connections = ConnectionLimits.for_queue(options.queue)
             require_open_files(connections.open_files, f"`queue` {options.queue}")
             listening = _bound(options)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
@@ -83,7 +83,7 @@ def run(
     server = Server(queue, prompts, metrics, served, max_body)
     hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
     guarded = Guards(server.app(), hosts, keys, metrics)
-    with _Listening(guarded, listening, queue):
+    with _Listening(guarded, listening, queue, connections):
         say(f"listening on http://{_as_host(options.host)}:{listening.getsockname()[1]}")
         try:
             Answering(engine, queue, metrics).run()
@@ -119,10 +119,9 @@ class _Ending:
 class _Listening:
     """A server on a thread of its own, inside a `with` block."""
 
-    def __init__(self, app: ASGIApp, at: socket.socket, queue: JobQueue):
+    def __init__(self, app: ASGIApp, at: socket.socket, queue: JobQueue, at_most: ConnectionLimits):
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         # whatever else is installed: the connections are bounded by ours alone
-        at_most = ConnectionLimits.for_queue(queue.limit)
         protocol = partial(Connection, at_most=at_most.momentary)
         config = uvicorn.Config(
             app,

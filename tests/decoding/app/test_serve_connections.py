@@ -178,10 +178,26 @@ def test_a_client_that_ends_its_side_is_answered(name: str, server: Serving) -> 
     client.socket.shutdown(socket.SHUT_WR)
     reply = client.rest()
     assert reply.count(expected) == sent.count(b"Host:")
-    # and what was not sent whole is not waited for
+    # and what was not sent whole is not waited for: it gets no reply, not even that it is late
     client = Client(server, sent[:-3])
     client.socket.shutdown(socket.SHUT_WR)
-    assert client.rest().count(expected) == sent.count(b"Host:") - 1
+    reply = client.rest()
+    assert reply.count(expected) == reply.count(b"HTTP/1.") == sent.count(b"Host:") - 1
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Content-Type: text/plain\r\nContent-Length: 500000", b"415"),
+        (b"Content-Type: application/json\r\nContent-Length: 500000000", b"413"),
+    ],
+)
+def test_a_client_that_is_refused_is_not_asked_for_its_body(
+    head: bytes, status: bytes, server: Serving
+) -> None:
+    line = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    client = Client(server, line + head + b"\r\nExpect: 100-continue\r\n\r\n")
+    assert client.rest().startswith(b"HTTP/1.1 " + status)
 
 
 SMUGGLED = b"0\r\n\r\n" + GET
