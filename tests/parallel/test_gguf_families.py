@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 

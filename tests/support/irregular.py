@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(path))  # in full it may be too long
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as server:
+        server.bind(short := f"{folder}/socket")  # a path of over 108 bytes cannot be bound
+        os.rename(short, path)
 
 
 IRREGULAR: dict[str, Callable[[Path], object]] = {

@@ -10,6 +10,10 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.server import ServerState

@@ -9,6 +9,10 @@ import tracemalloc
 from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
 from starlette.requests import Request
 from starlette.types import Message
 
