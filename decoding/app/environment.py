@@ -11,7 +11,7 @@ from collections.abc import MutableMapping
 
 _DEFAULTS = {
     # Threads of OpenMP that wait for others sleep. By default they spin, and with a busy neighbour
-    # on the same cores a token takes ten times as long.
+    # on the same cores a token takes several times as long (docs/log.md).
     "OMP_WAIT_POLICY": "passive",
     # Kernels that oneDNN, and torch itself, keep: by default 1,024 of 0.3 MB each. Drafts and
     # prompts of other lengths make others, and hardly a text has those of another.
