@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -315,14 +316,19 @@ def _usable_gpus(device: str, ranks: int) -> int:
 
 
 def _refuse_shared_gpus(group: Group) -> None:
-    """Raise TierForceError, on all ranks, where two of them have the same GPU: NCCL would hang."""
-    addresses = group.gather(gpu_address(group.device))
-    for rank, address in enumerate(addresses):
-        first = addresses.index(address)
+    """Raise TierForceError, on all ranks, where two of them have the same GPU: NCCL would hang.
+
+    GPUs of two machines may have the same address.
+    """
+    gpus = group.gather((socket.gethostname(), gpu_address(group.device)))
+    for rank, gpu in enumerate(gpus):
+        first = gpus.index(gpu)
         if first != rank:
+            host, address = gpu
             raise TierForceError(
-                f"ranks {first} and {rank} have the same GPU ({address}): use `gpus` "
-                f"{len(set(addresses))}, or let CUDA_VISIBLE_DEVICES name another for each rank."
+                f"ranks {first} and {rank} have the same GPU ({address} of {host}): use `gpus` "
+                f"{sum(other == host for other, _ in set(gpus))}, or let CUDA_VISIBLE_DEVICES "
+                "name another for each rank."
             )
 
 

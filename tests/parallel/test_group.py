@@ -11,7 +11,7 @@ from bench.harness.ranks import run_ranks
 from offload.errors import FitError, TierForceError
 from parallel.environment import RankLost
 from parallel.errors import CheckpointError
-from parallel.group import Group
+from parallel.group import Group, _refuse_shared_gpus
 
 
 def collectives() -> dict[str, Any]:
@@ -113,3 +113,21 @@ def test_devices_that_are_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(TierForceError, match="`device` cuda, but torch sees no GPU"):
             Group.from_environment("cuda")
+
+
+class _OnHosts(Group):
+    """A group whose ranks all see a GPU at this address, each on the host that is named."""
+
+    def __init__(self, *hosts: str):
+        super().__init__(size=len(hosts))
+        self.hosts = hosts
+
+    def gather(self, value: Any) -> list[Any]:
+        return [(host, value[1]) for host in self.hosts]
+
+
+def test_gpus_of_two_machines_may_have_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallel.group.gpu_address", lambda _: "0000:01:00.0")
+    _refuse_shared_gpus(_OnHosts("a", "b"))
+    with pytest.raises(TierForceError, match=r"ranks 0 and 2 .*0000:01:00.0 of a\): use `gpus` 1,"):
+        _refuse_shared_gpus(_OnHosts("a", "b", "a"))
