@@ -25,7 +25,7 @@ from parallel.config_checks import (
     flag,
     is_positive,
 )
-from parallel.config_file import config_file, read_fields
+from parallel.config_file import config_file, for_transformers, read_fields
 from parallel.errors import ConfigError
 from parallel.families import (
     FAMILIES,
@@ -52,7 +52,6 @@ from parallel.rope import (
     inverse_frequencies,
     read_rope,
     stretch_factor,
-    with_known_rope,
 )
 from parallel.sizes import share_size
 
@@ -160,8 +159,9 @@ class ModelConfig:
         from transformers import CONFIG_MAPPING
 
         try:
-            fields = with_known_rope(given, FAMILIES[read.family])
-            return cls.from_hf(CONFIG_MAPPING[read.family].from_dict(fields), given)
+            fields = for_transformers(given, FAMILIES[read.family])
+            hf = CONFIG_MAPPING[read.family].from_dict(fields)
+            return replace(cls.from_hf(hf, given), dtype=read.dtype)
         except ConfigError:
             raise
         except Exception as error:  # whatever the broken field happens to break
@@ -238,7 +238,6 @@ class ModelConfig:
         attention_bias = biases.get("attention_bias", False)
         max_positions = given.get("max_position_embeddings", family.max_positions)
         trained = trained_positions(given if said is None else said)
-        addressable, _ = addressable_positions(rope, max_positions, trained)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
         tied = flag(given, "tie_word_embeddings", family.tied)
@@ -263,7 +262,7 @@ class ModelConfig:
             rotary_dim=rotary_dim,
             trained_positions=trained,
             dense_positions=dense_positions(given),
-            window=active_window(given, family, addressable),
+            window=active_window(given, family),
             unrotated=unrotated_layers(given) if family.skips_rope else frozenset(),
             qk_norm=family.qk_norm,
             norms_behind=family.norms_behind,
@@ -324,9 +323,10 @@ class ModelConfig:
     @property
     def max_context(self) -> int:
         """Tokens the model can address: its positions, stretched where the config counts those of
-        the training.
+        the training, and no more than attention sees.
         """
-        return addressable_positions(self.rope, self.max_positions, self.trained_positions)[0]
+        positions, _ = addressable_positions(self.rope, self.max_positions, self.trained_positions)
+        return min(positions, self.window or positions)
 
     @property
     def context_limit(self) -> int:

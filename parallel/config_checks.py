@@ -55,33 +55,12 @@ _REQUIRED = {
 _PRESENT = {  # may be absent, not null
     "max_position_embeddings": COUNT,
     "rms_norm_eps": NORM_EPS,
-    "embedding_multiplier": REAL,
-    "residual_multiplier": REAL,
-    "attention_multiplier": REAL,
-    "logits_scaling": REAL,
-    "num_experts_per_tok": COUNT,
-    "moe_intermediate_size": COUNT,
-    "decoder_sparse_step": COUNT,
-    "no_rope_layer_interval": COUNT,
 }
 _OPTIONAL = {  # null is as good as absent
     "num_key_value_heads": COUNT,
     "head_dim": COUNT,
     "original_max_position_embeddings": COUNT,
-    "sliding_window": COUNT_OR_NONE,
-    "num_local_experts": COUNT_OR_NONE,
-    "num_experts": COUNT_OR_NONE,
 }
-_LISTS: dict[str, type] = {
-    "layer_types": str,
-    "layers_block_type": str,
-    "mlp_only_layers": int,
-    "no_rope_layers": int,
-}
-_DTYPES = (
-    *("bfloat16", "float16", "float32", "float64", "half", "float", "double"),
-    *("float8_e4m3fn", "float8_e5m2"),
-)
 
 
 def check_number(name: str, value: Any, number: Number) -> None:
@@ -98,6 +77,8 @@ def is_positive(value: Any) -> bool:
 def check_fields(given: Mapping[str, Any]) -> None:
     """Refuse fields of a supported model that cannot be meant: of another type, or out of bounds.
 
+    What only some families read is checked where it is read.
+
     Args:
         given: the fields of a config.json.
 
@@ -108,27 +89,47 @@ def check_fields(given: Mapping[str, Any]) -> None:
             value = given.get(name)
             if name in given and not (value is None and table is _OPTIONAL):
                 check_number(name, value, number)
-    for name, kind in _LISTS.items():
-        value = given.get(name)
-        if value is not None and not _is_list(value, kind):
-            raise ConfigError(
-                f"the model's config gives {name} = {shown(value)}; it must be a list of "
-                f"{'names' if kind is str else 'whole numbers'}."
-            )
+    list_of(given, "layers_block_type", str)
+    per_layer(given, "layer_types", str)
     for name in ("dtype", "torch_dtype"):
         value = given.get(name)  # a name, or what transformers has made of one
-        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
+        if value is not None and not isinstance(value, str) and not f"{value}".startswith("torch."):
             raise ConfigError(
                 f"the model's config gives {name} = {shown(value)}; it must be the name of a "
                 "number format, such as bfloat16."
             )
-    layers = given["num_hidden_layers"]
-    for name in ("layer_types", "no_rope_layers"):
-        if given.get(name) is not None and len(given[name]) != layers:
-            raise ConfigError(
-                f"the model's config gives {name} for {len(given[name])} layers, and "
-                f"num_hidden_layers = {layers}."
-            )
+
+
+def list_of(given: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """Return the list that a field holds; null and what is absent are an empty one.
+
+    Args:
+        given: the fields of a config.json.
+        name: the field's.
+        kind: what the list is of: str or int.
+
+    Raises ConfigError for anything else.
+    """
+    value = given.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        raise ConfigError(
+            f"the model's config gives {name} = {shown(value)}; it must be a list of "
+            f"{'names' if kind is str else 'whole numbers'}."
+        )
+    return value
+
+
+def per_layer(given: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    """Return a field's list as `list_of` does, which has an entry for each layer or none at all."""
+    values, layers = list_of(given, name, kind), given["num_hidden_layers"]
+    if values and len(values) != layers:
+        raise ConfigError(
+            f"the model's config gives {name} for {len(values)} layers, and "
+            f"num_hidden_layers = {layers}."
+        )
+    return values
 
 
 def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -139,7 +140,3 @@ def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
             f"the model's config gives {name} = {shown(value)}; it must be true or false."
         )
     return bool(value)
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)

@@ -5,14 +5,16 @@ Needs neither torch nor transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from offload.errors import one_line
 from parallel.config_checks import flag
 from parallel.errors import CheckpointError, ConfigError
-from parallel.families import FAMILIES, missing_fields
+from parallel.families import FAMILIES, Family, missing_fields
 from parallel.json_file import read_json
+from parallel.rope import with_known_rope
 from parallel.weight_headers import DTYPES, has_own_head, stored_tensors
 
 # files that say that a folder's weights are compressed where its config.json does not: NVIDIA's
@@ -59,6 +61,23 @@ def read_fields(path: Path) -> dict[str, Any]:
         tied = flag(given, "tie_word_embeddings", family.tied)
         given["tie_word_embeddings"] = _is_tied(path.parent, tied)
     return given
+
+
+def for_transformers(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a copy of a config.json's fields that transformers reads as they are read here.
+
+    It trips over number formats that torch does not know, and where a field says nothing by
+    another value than null.
+    """
+    fields = with_known_rope(given, family)
+    for name in ("dtype", "torch_dtype"):
+        fields.pop(name, None)
+    for name in ("layer_types", "no_rope_layers"):
+        if not fields.get(name):
+            fields.pop(name, None)
+    if fields.get("sliding_window") is False:
+        fields["sliding_window"] = None
+    return fields
 
 
 def _is_tied(folder: Path, tied: bool) -> bool:

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parallel.config_checks import check_fields, flag, shown
+from parallel.config_checks import (
+    COUNT,
+    COUNT_OR_NONE,
+    REAL,
+    check_fields,
+    check_number,
+    flag,
+    list_of,
+    per_layer,
+    shown,
+)
 from parallel.errors import ConfigError
 from parallel.unsupported import refusal, window_part
 
@@ -194,7 +204,11 @@ def missing_fields(given: Mapping[str, Any]) -> list[str]:
 
 def expert_count(given: Mapping[str, Any]) -> Any:
     """Return the experts of a layer, whichever of its two names the config uses."""
-    return given.get("num_local_experts", given.get("num_experts"))
+    return given.get(_count_field(given))
+
+
+def _count_field(given: Mapping[str, Any]) -> str:
+    return "num_local_experts" if "num_local_experts" in given else "num_experts"
 
 
 def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | None:
@@ -203,12 +217,18 @@ def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | 
     Raises ConfigError for numbers that are none.
     """
     count = expert_count(given)
+    if count is None:
+        return None
+    check_number(_count_field(given), count, COUNT_OR_NONE)
     step = given.get("decoder_sparse_step", 1)
-    dense = given.get("mlp_only_layers") or ()
+    check_number("decoder_sparse_step", step, COUNT)
+    dense = list_of(given, "mlp_only_layers", int)
     layers = range(given["num_hidden_layers"])
     sparse = frozenset(each for each in layers if each not in dense and (each + 1) % step == 0)
     if not count or not sparse:
         return None
+    for name in ("num_experts_per_tok", names.intermediate):
+        check_number(name, given[name], COUNT)
     return ExpertShape(
         count=count,
         per_token=given["num_experts_per_tok"],
@@ -223,35 +243,35 @@ def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | 
 def unrotated_layers(given: Mapping[str, Any]) -> frozenset[int]:
     """Return the layers without RoPE, as SmolLM3's config tells them."""
     layers = range(given["num_hidden_layers"])
-    turns = given.get("no_rope_layers")  # which says of each layer whether it has RoPE
-    if turns is None:
+    turns = per_layer(given, "no_rope_layers", int)  # which says of each layer whether it has RoPE
+    if not turns:
         interval = given.get("no_rope_layer_interval", 4)
+        check_number("no_rope_layer_interval", interval, COUNT)
         turns = [(layer + 1) % interval for layer in layers]
     return frozenset(layer for layer in layers if not turns[layer])
 
 
 def multipliers(given: Mapping[str, Any], head_dim: int) -> dict[str, float]:
     """Return Granite's factors. Its attention_multiplier takes the place of head_dim ** -0.5."""
-    return {
-        "embedding_multiplier": given.get("embedding_multiplier", 1.0),
-        "residual_multiplier": given.get("residual_multiplier", 1.0),
-        "query_multiplier": given.get("attention_multiplier", 1.0) * head_dim**0.5,
-        "logits_scaling": given.get("logits_scaling", 1.0),
-    }
+    found = {f"{part}_multiplier": 1.0 for part in ("embedding", "residual", "attention")}
+    found["logits_scaling"] = 1.0
+    for name in found:
+        found[name] = given.get(name, 1.0)
+        check_number(name, found[name], REAL)
+    query = found.pop("attention_multiplier") * head_dim**0.5
+    return {**found, "query_multiplier": query}
 
 
-def active_window(given: Mapping[str, Any], family: Family, positions: int) -> int | None:
+def active_window(given: Mapping[str, Any], family: Family) -> int | None:
     """Return the tokens that attention sees at most, None where it sees all.
 
-    Args:
-        given: the fields of a config.json.
-        family: the model's.
-        positions: the tokens it can address.
-
-    Raises ConfigError for layers that do not see so many.
+    Raises ConfigError for a window of fewer tokens than `max_position_embeddings`. One of fewer
+    than RoPE stretches these to only limits the context.
     """
-    window, is_used, _ = _window_fields(given, family)
+    window, is_used, positions = _window_fields(given, family)
     is_used = flag({"use_sliding_window": is_used}, "use_sliding_window", False)
+    if is_used and window not in (None, False):
+        check_number("sliding_window", window, COUNT_OR_NONE)
     if window and is_used:
         if window < positions:
             raise ConfigError(

@@ -80,7 +80,7 @@ def choose_dtype(
     name = config.dtype if wanted == "auto" else wanted
     if name is not None and name not in DTYPES:
         raise TierForceError(
-            f"the model's config says dtype {name}, in which no model is run here: use `dtype` "
+            f"the model's config says dtype {name:.40}, in which no model is run here: use `dtype` "
             f"{' or '.join(DTYPES)}."
         )
     dtype = checkpoint.dtype if name is None else DTYPES[name]

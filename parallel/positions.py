@@ -34,7 +34,8 @@ def addressable_positions(
 
     Configs count the positions of the training, as Qwen2.5's with YaRN do, or those that RoPE
     stretches them to, as most do. Where `trained` is not named, `max_positions` are taken to count
-    the factor if at least `MIN_TRAINED` are left without it.
+    the factor of linear RoPE and YaRN if at least `MIN_TRAINED` are left without it. Dynamic RoPE
+    stretches `max_positions` by definition, LongRoPE those of the training.
 
     Args:
         rope: the parameters that `read_rope` returns.
@@ -44,21 +45,27 @@ def addressable_positions(
     factor = rope.get("factor") or 1.0
     if rope["rope_type"] in ("default", "llama3") or factor == 1:  # llama3's always count it
         return max_positions, False
+    if rope["rope_type"] == "dynamic":
+        return int(max_positions * factor), False
     if trained is not None:
         return max(max_positions, int(trained * factor)), False
+    if rope["rope_type"] == "longrope":
+        return max_positions, False
     if max_positions / factor >= MIN_TRAINED:
         return max_positions, True
     return int(max_positions * factor), False
 
 
 def dense_positions(given: Mapping[str, Any]) -> int | None:
-    """Return the positions up to which dual chunk attention (Qwen2.5-1M) is plain attention."""
+    """Return the positions up to which dual chunk attention (Qwen2.5-1M) is plain attention.
+
+    None where the config does not say.
+    """
     chunks = given.get("dual_chunk_attention_config")
-    if not chunks:
-        return None
     named = "original_max_position_embeddings"
     positions: Any = chunks.get(named) if isinstance(chunks, Mapping) else None
-    check_number(f"dual_chunk_attention_config's {named}", positions, COUNT)
+    if positions is not None:
+        check_number(f"dual_chunk_attention_config's {named}", positions, COUNT)
     return positions
 
 

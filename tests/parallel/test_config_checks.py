@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload.errors import TierForceError
 from parallel.config import ModelConfig
@@ -149,6 +150,22 @@ def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
             "layer_types for 1 layers, and num_hidden_layers = 2",
         ),
         ({"dtype": 16}, "dtype = 16; it must be the name of a number format"),
+        (
+            {"model_type": "qwen3_moe", "num_experts_per_tok": None},
+            "num_experts_per_tok = None; it must be a whole number of at least 1",
+        ),
+        (
+            {"model_type": "qwen3_moe", "moe_intermediate_size": 0},
+            "moe_intermediate_size = 0; it must be a whole number of at least 1",
+        ),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step = 0; it must"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers = 1; it must be a li"),
+        ({"model_type": "granite", "logits_scaling": None}, "logits_scaling = None; it must be"),
+        (
+            {"model_type": "smollm3", "no_rope_layer_interval": 0},
+            "no_rope_layer_interval = 0; it must be a whole number of at least 1",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers for 1 layers, and num"),
     ],
     ids=str,
 )
@@ -159,6 +176,66 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], words: str, tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         ModelConfig.from_pretrained(tmp_path)
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_experts_per_tok": 0},
+        {"num_experts_per_tok": None},
+        {"moe_intermediate_size": 0},
+        {"moe_intermediate_size": None},
+        {"num_local_experts": -1},
+        {"decoder_sparse_step": 0},
+        {"mlp_only_layers": "none"},
+        {"logits_scaling": None},
+        {"embedding_multiplier": None},
+        {"no_rope_layer_interval": None},
+        {"no_rope_layer_interval": 0},
+        {"no_rope_layers": []},
+        {"no_rope_layers": [1]},
+        {"layer_types": []},
+        {"sliding_window": False},
+        {"dual_chunk_attention_config": {"chunk_size": 100}},
+        {"dual_chunk_attention_config": True},
+    ],
+    ids=str,
+)
+def test_what_a_family_does_not_read_is_no_reason(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert refusal(tmp_path, {"model_type": "llama", **NEEDED}) is None
+    plain = ModelConfig.from_pretrained(tmp_path)
+    assert refusal(tmp_path, {"model_type": "llama", **NEEDED, **fields}) is None
+    assert ModelConfig.from_pretrained(tmp_path) == plain
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "smollm3", "no_rope_layers": []},
+        {"model_type": "smollm3", "layer_types": []},
+        {"model_type": "mistral", "sliding_window": False},
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": False},
+    ],
+    ids=str,
+)
+def test_what_says_nothing_is_as_good_as_absent(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert refusal(tmp_path, {**NEEDED, **fields}) is None
+    ModelConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["auto", "bf16", "int8", "a" * 5000])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_a_dtype_that_is_not_known_may_be_chosen(
+    checkpoint: Callable[..., Path], tmp_path: Path, field: str, name: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps({**config, field: name}))
+    with pytest.raises(TierForceError, match=f"says dtype {name[:40]}, in which.*use `dtype` bf"):
+        load_model(folder, Group())
+    assert load_model(folder, Group(), "float32").norm.weight.dtype == torch.float32
 
 
 def test_sizes_whose_product_no_integer_holds(

@@ -83,7 +83,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "InternLM3's numbers": (
         {"max_position_embeddings": 32_768, "rope_scaling": rope("dynamic", factor=6.0)},
-        32_768,
+        196_608,
     ),
     "Llama-3.1": (
         {"max_position_embeddings": 131_072, "rope_scaling": rope("llama3", factor=8.0, **LLAMA3)},
@@ -183,7 +183,7 @@ def test_the_stretching_that_the_config_names_may_be_named_again(tmp_path: Path)
         config.stretched("yarn:2")
 
 
-def test_a_window_must_span_what_positions_are_stretched_to(tmp_path: Path) -> None:
+def test_a_window_spans_the_positions_and_limits_what_they_are_stretched_to(tmp_path: Path) -> None:
     fields = {"model_type": "mistral", "max_position_embeddings": 32_768}
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=32_768)
     plain = read(tmp_path, **fields, sliding_window=65_536)
@@ -194,8 +194,13 @@ def test_a_window_must_span_what_positions_are_stretched_to(tmp_path: Path) -> N
         plain.refuse_context(80_000)
     with pytest.raises(ConfigError, match="131072 positions, but the model's attention sees 65536"):
         plain.stretched("yarn:4")
-    with pytest.raises(ConfigError, match="sliding_window = 65536, of 131072 positions"):
-        read(tmp_path, **fields, sliding_window=65_536, rope_scaling=yarn)
+    for window in (32_768, 65_536):
+        capped = read(tmp_path, **fields, sliding_window=window, rope_scaling=yarn)
+        assert capped.context_limit == capped.max_context == window
+        with pytest.raises(ConfigError, match=rf"is more than the model's {window} positions\.$"):
+            capped.refuse_context(window + 1)
+    with pytest.raises(ConfigError, match="sliding_window = 32767, of 32768 positions"):
+        read(tmp_path, **fields, sliding_window=32_767, rope_scaling=yarn)
     assert read(tmp_path, **fields, sliding_window=None).stretched("yarn:4").max_context == 131_072
 
 
