@@ -24,6 +24,7 @@ from decoding.settings import LEVELS
 from offload.errors import FitError
 from offload.host_memory import host_available
 from parallel.config import ModelConfig
+from parallel.errors import ConfigError
 from parallel.group import Group
 from parallel.loading import parameter_bytes, random_model
 from parallel.model import Llama
@@ -34,6 +35,7 @@ PAIRS = {
     "8b": (LLAMA_8B, LLAMA_68M | {"vocab_size": 128_256}),
     "tiny": (TINY, TINY | {"num_hidden_layers": 1}),
 }
+_ROOM = 1024  # tokens that are written behind a prompt, at most
 _TAKEN = (24 << 30) - 25.2e9  # bytes that driver and context take of a 4090 (profiles.json)
 
 
@@ -98,7 +100,7 @@ def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iter
     if context.device.type == "cuda":
         torch.cuda.empty_cache()  # of the sessions before
     target, draft, tokenizer = loaded(choices, context.group)
-    tokens = min(tokens, target.config.max_positions - 1024)
+    tokens = min(tokens, longest_prompt(target.config))
     tokens = context_that_fits(target.config, target.embed.weight.dtype, tokens)
     common: dict[str, Any] = {
         "budget": min(choices.budget, tokens // 4),
@@ -133,6 +135,17 @@ def report_prefill(context: Context, session: Session) -> None:
     context.add("one large matrix product", arithmetic / 1e12, "TFLOP/s")
     least = sum(prefill_flops(target.config, tokens)) / arithmetic
     context.add("the prefill's operations at this rate", least, "s")
+
+
+def longest_prompt(config: ModelConfig) -> int:
+    """Return the tokens of a prompt that leave a model room to write. Raises ConfigError."""
+    longest = config.context_limit - _ROOM
+    if longest < 1:
+        raise ConfigError(
+            f"the target has a context of {config.context_limit:,} tokens, and what is written "
+            f"needs room for {_ROOM:,}: use another --target, or stretch it by --rope."
+        )
+    return longest
 
 
 def context_that_fits(config: ModelConfig, dtype: torch.dtype, wanted: int) -> int:

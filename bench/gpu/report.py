@@ -23,6 +23,7 @@ class Report:
     """Rows of one table, saved whenever one is added."""
 
     def __init__(self, output: Path):
+        output.parent.mkdir(parents=True, exist_ok=True)
         self.output = output
         self.rows: list[Row] = []
 

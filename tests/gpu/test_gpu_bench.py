@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,19 @@ from typer.testing import CliRunner
 
 from bench.gpu.choices import Choices, Context
 from bench.gpu.day import NAMES, main
-from bench.gpu.models import context_that_fits, loaded, planned_memory, usable_bytes, weight_bytes
+from bench.gpu.models import (
+    context_that_fits,
+    loaded,
+    longest_prompt,
+    planned_memory,
+    usable_bytes,
+    weight_bytes,
+)
 from decoding.planning.profile import HardwareProfile
 from decoding.runtime import Runtime
 from decoding.settings import Settings
 from parallel.config import ModelConfig
+from parallel.errors import ConfigError
 from standin import standin
 from support.engines import DEMO
 
@@ -199,6 +208,27 @@ def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None
     for name in ("target 1", "target 17", "target 33", "target 33 refresh"):
         assert 0 < rows["plan", f"{name}: share of the copy rate"] <= 1.1
     assert rows["plan", "tokens per verification (drawn weights say nothing)"] >= 1
+
+
+def test_a_verification_copies_the_same_without_a_retrieval_cache(tmp_path: Path) -> None:
+    """But for some of the last tokens. And the folder of the results is made."""
+    copied = list[float]()
+    for mode in ("plain", "hierarchical"):
+        rows, output, code = ran(
+            tmp_path / "results" / mode / "gpu.json",
+            *("--target", "tiny", "--parts", "streamed", "--mode", mode, "--context", "600"),
+            *("--device", "cpu", "--link", "emulated:1"),
+        )
+        assert code == 0, output
+        copied.append(rows["streamed", "bytes of a verification"])
+    assert copied[0] == pytest.approx(copied[1], rel=0.1)
+
+
+def test_a_prompt_leaves_room_within_the_context() -> None:
+    config = replace(ModelConfig.from_pretrained(DEMO / "target"), dense_positions=8192)
+    assert longest_prompt(config) == 8192 - 1024
+    with pytest.raises(ConfigError, match="a context of 1,024 tokens, and what is written"):
+        longest_prompt(replace(config, dense_positions=1024))
 
 
 def test_a_named_model_reads_real_text_without_a_draft(tmp_path: Path) -> None:
