@@ -201,6 +201,15 @@ class _Machines:
             "again to go on."
         )
         try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self) -> None:
+        """Join the cluster, and count its machines. Raises TierForceError."""
+        ray, cluster, common = self._ray, self._cluster, self._common
+        try:
             _knock(cluster.address)
             ray.init(
                 address=cluster.address,
@@ -209,7 +218,6 @@ class _Machines:
                 **(_new_cluster(cluster) if cluster.address == "local" else {}),
             )
         except (OSError, OverflowError, ValueError, RuntimeError) as error:
-            self._guard.dismiss()
             raise TierForceError(
                 f"--cluster {cluster.address}: no Ray cluster answers ({one_line(error)}). Start "
                 "one with `ray start --head`, or say --cluster local."
@@ -224,7 +232,6 @@ class _Machines:
         most = sum(places)
         self.count = cluster.machines or sum(each > 0 for each in places)
         if self.count > most or not most:
-            self.close()
             what = f"{gpus} GPUs" if self._on_gpus else "a processor"
             raise TierForceError(
                 f"--cluster {cluster.address} has {most} machines with {what} each, and "
@@ -293,7 +300,9 @@ class _Machines:
         """Leave the cluster, and wait for the end of one that was started here."""
         guard = self._guard.process.pid
         ours = [each for each in psutil.Process().children(recursive=True) if each.pid != guard]
-        self._ray.shutdown()
-        _, left = psutil.wait_procs(ours, timeout=_PATIENCE)
-        _kill(left)
-        self._guard.dismiss()
+        try:
+            self._ray.shutdown()
+            _, left = psutil.wait_procs(ours, timeout=_PATIENCE)
+            _kill(left)
+        finally:
+            self._guard.dismiss()

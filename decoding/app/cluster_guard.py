@@ -41,30 +41,28 @@ class ClusterGuard:
         self.process.communicate(_DONE)
 
 
-def _guard(job: psutil.Process, last_words: str) -> None:
-    """Note what a job starts until it closes this process's standard input; then end all that."""
+def _guard(job: int, last_words: str) -> None:
+    """Note what a job starts until it closes this process's standard input; then end all that.
+
+    The job is named by its process, which may have died already.
+    """
     started = set[psutil.Process]()
-    while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        started |= _below(job)
+    with suppress(psutil.Error):
+        process = psutil.Process(job)
+        while not select.select([sys.stdin], [], [], _LOOK_S)[0]:
+            started |= set(process.children(recursive=True))
     is_done = sys.stdin.buffer.read() == _DONE
     if not is_done:
         show_cursor()
         say(last_words)
     started.discard(psutil.Process())
     for _ in range(_LOOKS):
-        for process in started | _marked(job.pid):
+        for process in started | _marked(job):
             with suppress(psutil.Error):
                 process.kill()
         if is_done:  # it has waited for most of them itself
             return
         time.sleep(_LOOK_S)
-
-
-def _below(process: psutil.Process) -> set[psutil.Process]:
-    try:
-        return set(process.children(recursive=True))
-    except psutil.Error:
-        return set()
 
 
 def _marked(job: int) -> set[psutil.Process]:
@@ -78,4 +76,4 @@ def _marked(job: int) -> set[psutil.Process]:
 
 
 if __name__ == "__main__":
-    _guard(psutil.Process(int(sys.argv[1])), sys.argv[2])
+    _guard(int(sys.argv[1]), sys.argv[2])

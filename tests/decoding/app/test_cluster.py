@@ -5,8 +5,10 @@ of two machines.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +16,9 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -22,7 +26,7 @@ import pytest
 
 from decoding import Settings
 from decoding.app import machine
-from decoding.app.cluster import _Batch
+from decoding.app.cluster import Cluster, _Batch, _Machines
 from decoding.app.documents import find_documents
 from decoding.app.job import model_digest
 from decoding.app.options import Common
@@ -224,6 +228,59 @@ def test_a_cluster_that_is_not_there(address: str, tmp_path: Path) -> None:
     result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), "--cluster", address)
     assert f"--cluster {address}: no Ray cluster answers" in refused(result)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+class Guard:
+    """A guard that counts how often it was dismissed."""
+
+    dismissed = 0
+    process = psutil.Process()
+
+    def __init__(self, last_words: str):
+        Guard.dismissed = 0
+
+    def dismiss(self) -> None:
+        Guard.dismissed += 1
+
+
+def _fails(*_: Any, **__: Any) -> None:
+    raise KeyError("anything")
+
+
+@pytest.mark.parametrize("failing", ["init", "nodes", "shutdown"])
+def test_a_guard_is_dismissed_whatever_ray_raises(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would say that this job was killed."""
+    node = {"Alive": True, "Resources": {"CPU": 1}}
+    parts = {"init": lambda **_: None, "nodes": lambda: [node], "shutdown": lambda: None}
+    ray = ModuleType("ray")
+    ray.data = ModuleType("ray.data")  # type: ignore[attr-defined]
+    for name, part in {**parts, failing: _fails}.items():
+        setattr(ray, name, part)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", ray.data)  # type: ignore[attr-defined]
+    monkeypatch.setattr("decoding.app.cluster.ClusterGuard", Guard)
+    monkeypatch.setattr("psutil.wait_procs", lambda *_, **__: ([], []))
+    common = Common(
+        model=str(TARGET), device="cpu", settings=Settings(), sampling=SamplingOptions()
+    )
+    job = job_of(common, TARGET, "Summarise.")
+    # it sets variables for Ray
+    with patch.dict(os.environ), pytest.raises(KeyError, match="anything"):
+        _Machines(Cluster("auto"), common, job).close()
+    assert Guard.dismissed == 1
+
+
+def test_a_job_that_died_before_its_guard_was_up_leaves_nothing(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    environment = {**os.environ, "TIERFORCE_CLUSTER_JOB": str(gone.pid)}
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment)
+    command = [sys.executable, "-m", "decoding.app.cluster_guard", str(gone.pid), "it was killed"]
+    guard = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert (guard.returncode, guard.stderr) == (0, "it was killed\n")
+    assert left.wait() == -signal.SIGKILL
 
 
 def _no_ray() -> None:
