@@ -258,6 +258,7 @@ class Engine:
         """Take part in all texts until rank 0 closes the engine; on the other ranks."""
         while self.sessions.follow():
             pass
+        self.group.recorder.reset()  # as in `close`, which may not follow
 
     @contextmanager
     def idle(self) -> Iterator[None]:
@@ -282,9 +283,15 @@ class Engine:
             thread.join()
 
     def close(self) -> None:
-        """Let go of the link, and on rank 0 of the other ranks."""
+        """Let go of the link, and on rank 0 of the other ranks.
+
+        Of several ranks nothing recorded stays: `torch.distributed.destroy_process_group`, which a
+        program may call next, would hang (`Recorder.reset`).
+        """
         if self.group.rank == 0:
             self.group.broadcast(None)
+        if self.group.size > 1:
+            self.group.recorder.reset()
         self.runtime.link.close()
 
     def _new_conversation(self, room: int) -> Conversation:
@@ -296,7 +303,7 @@ class Engine:
         self._busy = True
         try:
             yield
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if self.group.size > 1 or not is_out_of_memory(error):
                 # other ranks are in the middle of the same pass: there is no going on together
                 raise

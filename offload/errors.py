@@ -59,6 +59,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     # the latter is torch's
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
+    if isinstance(error, OSError):  # of what maps files or starts processes
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 

@@ -107,6 +107,6 @@ def unread_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
     found = [each for each in _QUANTISED_BY if (path.parent / each).is_file()]
     why = f", as {found[0]} beside it says" if found else ""
     return CheckpointError(
-        f"{path.name}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are read. If it "
+        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are read. If it "
         f"holds compressed weights{why}, use the model's 16-bit checkpoint."
     )

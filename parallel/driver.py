@@ -29,9 +29,9 @@ def unseen_gpus() -> str | None:
         return None
     try:
         count = pynvml.nvmlDeviceGetCount()
-        if not count:
+        names = [name for index in range(count) if (name := _name(index)) is not None]
+        if not names:
             return None
-        name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
         driver = pynvml.nvmlSystemGetDriverVersion()
         # 12040 is CUDA 12.4
         cuda = divmod(pynvml.nvmlSystemGetCudaDriverVersion_v2() // 10, 100)
@@ -39,8 +39,16 @@ def unseen_gpus() -> str | None:
         return None
     finally:
         pynvml.nvmlShutdown()
-    named = f"{count} x {name}" if count > 1 else name
+    named = f"{count} x {names[0]}" if count > 1 else names[0]
     return f"torch does not see the GPU here ({named}): {_reason(driver, cuda, hidden)}"
+
+
+def _name(index: int) -> str | None:
+    """Return a GPU's name, None where it does not answer: it is lost, or broken."""
+    try:
+        return pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))
+    except pynvml.NVMLError:
+        return None
 
 
 def _reason(driver: str, cuda: tuple[int, int], hidden: str | None) -> str:

@@ -85,7 +85,7 @@ class Group:
             # a launcher may show each rank a GPU of its own alone
             where = torch.device("cuda", 0 if gpus == 1 else place.local_rank)
             torch.cuda.set_device(where)
-            if "GeForce" in torch.cuda.get_device_name(where):
+            if place.size > 1 and "GeForce" in torch.cuda.get_device_name(where):
                 # no peer access; patched drivers return wrong data
                 os.environ.setdefault("NCCL_P2P_DISABLE", "1")
         else:
@@ -192,7 +192,7 @@ class Group:
             yield
         except TierForceError as error:
             own = error
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             own = FitError(f"rank {self.rank}: out of memory: {one_line(error)}")
@@ -265,8 +265,7 @@ def _meet(place: Place) -> dist.Store:
     """Return the store through which the ranks find each other. Raises TierForceError."""
     waiting = Timer(_QUIET_S, _say_what_is_waited_for, (place,))
     waiting.daemon = True
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # a launcher would tell of ranks that are missing
-        waiting.start()
+    waiting.start()
     try:
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=MEET))
     except RuntimeError as error:
@@ -284,14 +283,17 @@ def _meet(place: Place) -> dist.Store:
 def _say_what_is_waited_for(place: Place) -> None:
     """Warn on standard error that the environment makes this process wait for others."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        names.append("TORCHELASTIC_RUN_ID")
     # of other ranks than the first, the command line silences standard error
     stream = sys.stderr if place.rank == 0 else sys.__stderr__
     with suppress(OSError, ValueError, AttributeError):
         print(
             f"warning: waiting for the other ranks at {address}, for {MEET.seconds} s at most: "
             f"RANK={place.rank} and WORLD_SIZE={place.size} in the environment say that this is "
-            f"one of {place.size} processes. If no others are to come, stop it and unset RANK, "
-            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
+            f"one of {place.size} processes. If no others are to come, stop it and unset "
+            f"{', '.join(names[:-1])} and {names[-1]}.",
             file=stream,
             flush=True,
         )

@@ -63,6 +63,15 @@ def reports(folders: Folders, deep: Folders) -> list[Report]:
     return run_ranks(2, on_a_rank, folders, deep)
 
 
+class Recording:
+    """What a recorder holds of a CUDA graph."""
+
+    is_reset = False
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
 def on_a_rank(folders: Folders, deep: Folders) -> Report:
     group = Group.from_environment("cpu")
     pair = Pair(*folders, group)
@@ -70,8 +79,11 @@ def on_a_rank(folders: Folders, deep: Folders) -> Report:
     for mode in MODES:
         with pair.engine(mode, **SMALL) as engine:
             report[mode] = lead(engine, whole) if not group.rank else engine.follow()
+    recording = Recording()
+    group.recorder._graphs.add(recording)
     with pair.engine("hierarchical", **SMALL) as engine:
         report["given up"] = lead(engine, given_up) if not group.rank else engine.follow()
+    report["reset"] = recording.is_reset
     report["plans"] = plans_differ(Pair(*deep, group))
     report["fit"] = one_rank_too_small(pair)
     report["late"] = late_layers(pair)
@@ -193,6 +205,11 @@ def test_texts_given_up_or_refused_leave_no_trace(
     reports: list[Report], alone: dict[str, list[int]]
 ) -> None:
     assert reports[0]["given up"] == [alone["hierarchical"]] * 3
+
+
+def test_no_recording_stays_once_an_engine_is_closed(reports: list[Report]) -> None:
+    """destroy_process_group would hang."""
+    assert [report["reset"] for report in reports] == [True, True]
 
 
 def test_ranks_may_keep_different_layers(reports: list[Report], deep: Folders) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
@@ -27,6 +29,8 @@ def test_libraries_of_a_gpu_that_lack_memory_say_so_in_their_own_words(words: st
 def test_other_errors_are_not_taken_for_it() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
     words = "out of resource: shared memory, Required: 139264, Hardware limit: 101376"
     assert not is_out_of_memory(RuntimeError(words))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))

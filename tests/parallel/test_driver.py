@@ -75,6 +75,22 @@ def test_gpus_that_a_variable_names_wrongly(monkeypatch: pytest.MonkeyPatch) -> 
     assert "(2 x NVIDIA GeForce RTX 4090): CUDA_VISIBLE_DEVICES is 7, which names none" in line
 
 
+def test_a_gpu_that_does_not_answer_silences_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver(monkeypatch, 13000, gpus=2)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    lost = {0}
+
+    def handle(index: int) -> int:
+        if index in lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return index
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    assert "(2 x NVIDIA GeForce RTX 4090)" in str(unseen_gpus())
+    lost.add(1)
+    assert unseen_gpus() is None
+
+
 def test_nothing_is_said_where_no_gpu_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

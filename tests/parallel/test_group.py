@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from offload.errors import FitError, TierForceError
 from parallel.environment import RankLost
 from parallel.errors import CheckpointError
 from parallel.group import Group, _refuse_shared_gpus
+from standin import standin
 
 
 def collectives() -> dict[str, Any]:
@@ -83,6 +87,13 @@ def test_a_collective_that_fails_says_why(reason: str, said: str) -> None:
         raise RuntimeError(reason)
 
 
+def test_memory_that_the_system_refuses_is_told_as_such() -> None:
+    with pytest.raises(FitError, match="rank 0: out of memory"), Group().together():
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+    with pytest.raises(FileNotFoundError), Group().together():
+        raise FileNotFoundError(errno.ENOENT, "none")
+
+
 @pytest.mark.parametrize("total", [0, 1, 7, 64])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_shares_are_a_partition(total: int, size: int) -> None:
@@ -113,6 +124,15 @@ def test_devices_that_are_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(TierForceError, match="`device` cuda, but torch sees no GPU"):
             Group.from_environment("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
+def test_one_rank_leaves_the_settings_of_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with standin(), patch.dict(os.environ):
+        os.environ.pop("NCCL_P2P_DISABLE", None)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
+        assert Group.from_environment("cuda").device.type == "cuda"
+        assert "NCCL_P2P_DISABLE" not in os.environ
 
 
 class _OnHosts(Group):

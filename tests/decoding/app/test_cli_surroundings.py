@@ -76,12 +76,13 @@ def test_no_folder_for_temporary_files_is_one_line(tmp_path: Path) -> None:
 class _LeftOver:
     """The variables of a rank whose others are not there, and less patience."""
 
-    def __init__(self, rank: int, port: int):
+    def __init__(self, rank: int, port: int, **others: str):
         self.variables = {
             "RANK": str(rank),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            **others,
         }
 
     def __call__(self) -> None:
@@ -90,15 +91,21 @@ class _LeftOver:
         parallel.group.MEET = timedelta(seconds=2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_says_whom_it_waits_for_and_what_to_unset(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "launched"), [(0, False), (1, False), (0, True)])
+def test_a_rank_says_whom_it_waits_for_and_what_to_unset(
+    rank: int, launched: bool, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    finished = forked(tmp_path, *GENERATE, before=_LeftOver(rank, port))
+    others = {"TORCHELASTIC_RUN_ID": "another"} if launched else {}
+    finished = forked(tmp_path, *GENERATE, before=_LeftOver(rank, port, **others))
     assert finished.code == 1
     first = finished.err.splitlines()[0]
     assert first.startswith(f"warning: waiting for the other ranks at 127.0.0.1:{port}")
-    assert "unset RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in first
+    names = "MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RUN_ID."
+    assert (
+        f"unset RANK, WORLD_SIZE, {names if launched else 'MASTER_ADDR and MASTER_PORT.'}" in first
+    )
 
 
 def _left_over_launcher() -> None:
