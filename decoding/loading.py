@@ -23,13 +23,13 @@ from decoding.vocabulary import refuse_other_names
 from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
 from offload.link_name import refuse_on_gpu
+from offload.regular_files import read_json
 from parallel.borrowing import refuse_borrower
 from parallel.config import ModelConfig, token_ids
 from parallel.environment import place_of
 from parallel.errors import ConfigError
 from parallel.graphs import graphs_work
 from parallel.group import Group
-from parallel.json_file import read_json
 from parallel.loading import Lender, load_model, resolve
 from parallel.model import Llama
 from parallel.named import find_local, is_gguf

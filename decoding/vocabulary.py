@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from offload.errors import TierForceError
+from offload.regular_files import MIB, read_json
 from parallel.gguf_families import TOKENS
 from parallel.gguf_header import read_header
-from parallel.json_file import MIB, read_json
 from parallel.named import is_gguf
 
 Names = Mapping[str, int]  # ids of tokens, by how they are written

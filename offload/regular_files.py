@@ -8,22 +8,27 @@ limited, too.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-SMALL = 1 << 20  # bytes, more than any file that people write by hand
-_BLOCK = 1 << 20  # bytes that are passed over at once
+MIB = 1 << 20
+SMALL = MIB  # bytes, more than any file that people write by hand
+_BLOCK = MIB  # bytes that are passed over at once
 # opening a folder to write, a link in a circle, a socket, a device that is not there
 _IRREGULAR = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
 class UnsuitableFileError(OSError):
     """A file that is there and cannot be what is expected: not regular, or too large."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> BufferedReader | BufferedRandom:
@@ -61,6 +66,18 @@ def read_regular(path: Path, limit: int) -> bytes:
             if len(content) <= limit:
                 return content
     raise _unsuitable(path, f"it has more than {limit:,} bytes")
+
+
+def read_json(path: Path, limit: int = 8 * MIB) -> Any:
+    """Return the content of a regular JSON file of at most `limit` bytes.
+
+    Raises OSError as `read_regular` does, and ValueError for what is no JSON in UTF-8 or is nested
+    too deeply.
+    """
+    try:
+        return json.loads(read_regular(path, limit).decode())
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:

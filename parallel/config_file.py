@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import one_line
+from offload.regular_files import read_json
 from parallel.config_checks import flag
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families import FAMILIES, Family, missing_fields
-from parallel.json_file import read_json
 from parallel.rope import with_known_rope
 from parallel.weight_headers import DTYPES, has_own_head, stored_tensors
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 
+from offload.regular_files import MIB, read_json
 from parallel.errors import CheckpointError
-from parallel.json_file import MIB, read_json
 
 DTYPES = ("BF16", "F16", "F32")  # that are read
 _MAX_HEADER = 32 * MIB  # bytes; of real files it is a few MB

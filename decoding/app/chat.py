@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from decoding.engine import Engine
 from decoding.keeping.prompt_cache import LEAST_TOKENS
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
-from offload.regular_files import read_regular
+from offload.regular_files import read_json
 from parallel.environment import RankLost
 from parallel.group import Group
 from parallel.launch import answer_signals
@@ -171,14 +170,14 @@ def _say_help() -> None:
 def read_conversation(path: Path) -> list[tuple[str, str]]:
     """Return questions with their answers, as /save wrote them. Raises TierForceError."""
     try:
-        saved: Any = json.loads(read_regular(path, MAX_BYTES).decode())
+        saved: Any = read_json(path, MAX_BYTES)
         roles = [each["role"] for each in saved["messages"]]
         words = [each["content"] for each in saved["messages"]]
         for each in words:
             each.encode()
     except OSError as error:
         raise TierForceError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TierForceError(f"{path} is no conversation that /save has written.") from error
     if roles != ["user", "assistant"] * (len(roles) // 2):
         raise TierForceError(f"{path} has messages that are not questions with their answers.")

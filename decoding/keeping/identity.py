@@ -14,7 +14,7 @@ import torch
 
 from decoding.keeping.files import write_whole
 from offload.errors import TierForceError
-from offload.regular_files import read_regular
+from offload.regular_files import read_json
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.named import is_gguf
@@ -76,8 +76,8 @@ def digest_of(weights: Weights, config: ModelConfig, dtype: torch.dtype, group: 
 def _known(notes: Path) -> dict[str, str]:
     """Return what was noted."""
     try:
-        known = json.loads(read_regular(notes, _MAX_DIGESTS))
-    except (OSError, ValueError, RecursionError):
+        known = read_json(notes, _MAX_DIGESTS)
+    except (OSError, ValueError):
         return {}
     if not isinstance(known, dict):
         return {}

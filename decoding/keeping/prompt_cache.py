@@ -27,7 +27,7 @@ from decoding.keeping.files import (
 )
 from decoding.speculation.text import common_prefix
 from offload.errors import TierForceError
-from offload.regular_files import UnsuitableFileError, read_regular
+from offload.regular_files import UnsuitableFileError, read_json, read_regular
 
 LEAST_TOKENS = 256  # fewer are read again as soon
 MAX_TOKENS = 1 << 24  # more than any context: what says that it has more is not believed
@@ -39,7 +39,7 @@ _WRITING, _DROPPED = ".writing-", ".dropped-"
 _ID = "[0-9a-f]{12}"
 _LOCKED_S = 60.0  # that other jobs, which only rename and remove under it, hold the lock at most
 _GROWTH = 16  # a prompt is new where more than a part of this is
-_NONE = (ValueError, TypeError, KeyError, RecursionError)  # what reading no manifest raises
+_NONE = (ValueError, TypeError, KeyError)  # what reading no manifest raises
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read what is said of a folder's prompt. Raises OSError, and _NONE for what is nothing."""
-        said = json.loads(read_regular(folder / _MANIFEST, _MAX_MANIFEST))
+        said = read_json(folder / _MANIFEST, _MAX_MANIFEST)
         for each in fields(cls):
             if type(said[each.name]).__name__ != each.type:
                 raise TypeError(each.name)

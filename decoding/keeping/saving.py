@@ -20,7 +20,7 @@ from decoding.keeping.files import Lock, write_synced
 from offload.errors import DamagedError, one_line
 from offload.kv_file import Excerpt, KVFile, Piece
 from offload.layout import KVLayout
-from offload.regular_files import UnsuitableFileError, read_regular
+from offload.regular_files import UnsuitableFileError, read_json
 
 T = TypeVar("T")
 _THREADS = 4  # that read
@@ -172,11 +172,11 @@ def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[li
     """Return a rank's checksums by layer. Raises DamagedError, OSError."""
     limit = _CHECKSUM_BYTES * sum(1 + file.pieces for file in files)
     try:
-        raw = json.loads(read_regular(_checksums(folder, rank), limit))
+        raw = read_json(_checksums(folder, rank), limit)
         checksums = [list(map(int, each)) for each in raw]
     except UnsuitableFileError as error:
         raise DamagedError(f"the checksums of rank {rank}: {error.strerror}") from error
-    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise DamagedError(f"the checksums of rank {rank} are none") from error
     if len(checksums) != len(files):
         raise DamagedError(f"the checksums of rank {rank} are of {len(checksums)} layers")

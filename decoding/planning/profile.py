@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import TierForceError
+from offload.regular_files import read_json
 from parallel.config_checks import Number, shown
-from parallel.json_file import read_json
 
 
 def _bounds(name: str) -> Number:
