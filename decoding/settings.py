@@ -22,6 +22,7 @@ from offload.errors import TierForceError
 from offload.link_name import emulated_rate
 from offload.policies import POLICY_NAMES
 from offload.slice_format import SLICED_DTYPES
+from parallel import weight_headers
 from parallel.rope import stretch_factor
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "sliced-hierarchical": ("sliced", "retrieval", "draft"),
 }
 MODES = ("auto", *LEVELS)
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = tuple(weight_headers.DTYPES.values())
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -15,9 +15,8 @@ from torch import Tensor
 from parallel.config_file import unread_dtype
 from parallel.errors import CheckpointError
 from parallel.gguf_header import LFS, refuse_pointer
-from parallel.weight_headers import HEAD, weight_files
+from parallel.weight_headers import DTYPES, HEAD, weight_files
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DERIVED = "rotary_emb.inv_freq"  # may be left over: computed from the config
 
 
@@ -161,9 +160,9 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._paths[name] = path
                 self._shapes[name] = tuple(tensor.get_shape())
                 kind = tensor.get_dtype()
-                if kind not in _DTYPES:
+                if kind not in DTYPES:
                     raise unread_dtype(path, name, kind)
-                self._dtypes[name] = _DTYPES[kind]
+                self._dtypes[name] = getattr(torch, DTYPES[kind])
 
     def _open(self, path: Path) -> Any:
         try:

@@ -13,6 +13,7 @@ from accelerate import init_empty_weights
 from torch.nn import ModuleList, Parameter
 
 from offload.errors import TierForceError
+from parallel import weight_headers
 from parallel.borrowing import NORM, refuse_borrower, refuse_unlike
 from parallel.checkpoint import Checkpoint, SafetensorsCheckpoint
 from parallel.config import ModelConfig
@@ -23,7 +24,9 @@ from parallel.model import OUTER_NAMES, Llama
 from parallel.named import find_local, is_gguf
 from parallel.sizes import lent_parameters, parameter_count
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in weight_headers.DTYPES.values()
+}
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from offload.regular_files import MIB, read_json
 from parallel.errors import CheckpointError
 
-DTYPES = ("BF16", "F16", "F32")  # that are read
+# that are read, and in which models are run, with their names in torch
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER = 32 * MIB  # bytes; of real files it is a few MB
 _AT_ONCE = 16 * MIB  # bytes of two tensors that are compared
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
