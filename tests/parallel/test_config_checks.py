@@ -19,14 +19,10 @@ from parallel.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.group import Group
 from parallel.loading import load_model
+from support.models import DIMENSIONS
 
 NEEDED: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 96,
-    "vocab_size": 300,
+    **DIMENSIONS,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,

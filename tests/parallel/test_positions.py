@@ -12,16 +12,8 @@ import pytest
 from parallel.config import ModelConfig
 from parallel.errors import ConfigError
 from support.gguf import convert
-from support.models import long_rope, rope
+from support.models import DIMENSIONS, long_rope, rope
 
-DIMENSIONS: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "intermediate_size": 96,
-    "vocab_size": 300,
-}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CHUNKS = {"chunk_size": 262_144, "original_max_position_embeddings": 262_144}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {

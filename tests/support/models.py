@@ -23,6 +23,14 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+DIMENSIONS: dict[str, Any] = {  # of a config of which no model is made
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+}
 OUTER = ("embed_tokens", "norm", "lm_head")  # what a draft may borrow
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
