@@ -110,9 +110,11 @@ def cut_to(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tupl
     tokenizer that cannot tell where a text is to be cut.
     """
     text, dropped = clipped(tokenizer, text, room, keep_end)
-    if len(plain_tokens(tokenizer, text)) <= room:
+    if not tokenizer.is_fast and len(plain_tokens(tokenizer, text)) <= room:
         return text, dropped
     found = _with_spans(tokenizer, text, split_special_tokens=True)
+    if len(found.ids) <= room:
+        return text, dropped
     excess = len(found.ids) - max(0, room)
     first, last = found.spans[excess - 1][1], found.spans[-excess][0]
     return text[first:] if keep_end else text[:last], dropped + excess

@@ -24,7 +24,7 @@ import torch
 from bench.gpu.choices import Choices, Context
 from bench.gpu.report import Report
 from bench.gpu.tests import ROOT
-from bench.harness.process import ending
+from bench.harness.process import end, ending
 from bench.harness.record import prepare
 from offload.errors import one_line
 
@@ -95,8 +95,7 @@ def run_parts(names: Sequence[str], choices: Choices, report: Report, ends_at: f
     except EOFError:
         report.add(left.pop(0), "failed", f"its process {ending(child)}")
     finally:
-        child.kill()
-        child.join()
+        end(child, signal.SIGKILL)
         ours.close()
     return left
 

@@ -45,11 +45,7 @@ def call_in_process(
     except EOFError:
         return ending(child), peak
     finally:
-        if child.pid is not None:
-            for process in _family(child.pid):  # what it started does not outlive it
-                with suppress(psutil.Error):
-                    process.terminate()
-            child.join()
+        end(child)
 
 
 @contextmanager
@@ -81,6 +77,15 @@ def ending(child: Any) -> Died:
     if child.exitcode == -9:
         return Died("killed, most likely for memory")
     return Died(f"ended with exit code {child.exitcode}")
+
+
+def end(child: Any, number: int = signal.SIGTERM) -> None:
+    """End a process, if it was started, and all that it has started, by a signal."""
+    if child.pid is not None:
+        for process in _family(child.pid):
+            with suppress(psutil.Error):
+                process.send_signal(number)
+        child.join()
 
 
 def _memory_gb(pid: int | None) -> float:

@@ -27,9 +27,7 @@ _THREADS = 4  # that read
 _AHEAD = 8  # pieces that are read before they are asked for
 _NICENESS = 19  # of the thread that writes
 _NOT_DONE = "it was not finished"
-_CHECKSUM_BYTES = (
-    16  # of a checksum, or a layer's brackets, as JSON: ten digits and what parts them
-)
+_CHECKSUM_BYTES = 16  # in JSON: ten digits and what parts them, or the brackets of a layer
 
 
 class GivenUp(Exception):
