@@ -17,10 +17,12 @@ from decoding.settings import Settings
 from offload.bandwidth import Copies
 from offload.errors import TierForceError
 from offload.fused import Kernels, fused_kernels, steady_kernels
+from offload.host_arena import HostArena
 from offload.host_memory import host_available
-from offload.link import Link, make_link
+from offload.link import Link
 from offload.memory_plan import MemoryPlan
-from offload.store import HostArena
+from offload.open_link import make_link
+from offload.retrieval_shape import MIN_L2_BYTES
 from parallel.loading import parameter_bytes
 from parallel.model import Llama
 
@@ -55,7 +57,7 @@ class Runtime:
         Raises TierForceError for a link that the device cannot have.
         """
         link = make_link(settings.link, target.group.device)
-        if settings.int8_retrieval is None and not link.suits_int8:
+        if settings.int8_retrieval is None and (link.l2_bytes or MIN_L2_BYTES) < MIN_L2_BYTES:
             settings = replace(settings, int8_retrieval=False)
         arena = HostArena(link, target.embed.weight.dtype)
         return cls(target, draft, mode, settings, link, arena, identity)

@@ -34,6 +34,7 @@ from offload.errors import FitError
 from offload.kv_file import whole_heads
 from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from parallel.graphs import GraphRunner
 from parallel.lockstep import Level, OpenText
@@ -273,7 +274,7 @@ class Session:
         rest = self.prompt[self.loaded_tokens :]
         if progress is not None and self.loaded_tokens:
             progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
-        with self.target.prefill(len(rest)) as way:
+        with Prefill(self.target, len(rest)) as way:
             target = self.runtime.target
             return (yield from target.reading(rest, way, self._next_chunk, progress))
 
@@ -338,7 +339,7 @@ class Session:
         plan = self._planned_for(rooms)
         with group.together():
             self._make_caches(plan)
-            with self.target.prefill(tokens) as way:
+            with Prefill(self.target, tokens) as way:
                 for layer in range(len(held)):
                     way.fill(layer, whole_heads(held.pop(0)))
             self.target.bring_in()
@@ -367,7 +368,7 @@ class Session:
             if progress:
                 progress(1, 1)
             return logits
-        with target.prefill(len(part)) as way:
+        with Prefill(target, len(part)) as way:
             return to_the_end(model.reading(part, way, self._next_chunk, progress))
 
     def _next_chunk(self) -> int:

@@ -12,7 +12,6 @@ from offload.errors import FitError
 from offload.host_memory import allocate, keep_from_forks, touch
 from offload.link import Copy, Link, by_head
 from offload.numa import gpu_node, on_node
-from offload.retrieval_shape import SHARED_BYTES
 
 
 class CudaLink(Link):
@@ -25,7 +24,7 @@ class CudaLink(Link):
         super().__init__(device)
         properties = torch.cuda.get_device_properties(device)
         self.device_name = torch.cuda.get_device_name(device)
-        self.suits_int8 = properties.L2_cache_size >= 1.5 * SHARED_BYTES
+        self.l2_bytes = properties.L2_cache_size
         self._stream = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._fetched = torch.cuda.Stream(device)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from offload.attention.folding import merge
 from offload.buffers import attend_to, put, span
+from offload.host_layer import HostLayer
 from offload.kv_file import Excerpt, Piece, copies_to
 from offload.link import Copy, Link
 from offload.ring import TransferRing
 from offload.steady import steady_attention
-from offload.store import HostLayer
 from offload.tiered_layer import Show, TieredLayer
 from offload.tiered_shape import TieredShape
 from offload.traffic import Traffic

@@ -1,21 +1,15 @@
-"""The link between host and device memory.
+"""The link between host and device memory: the interface.
 
-It is the only place, with the process group, that knows what the device is.
-
-Three links, one interface. On a GPU, pinned memory, a copy stream and events. On a CPU, either no
-copy at all, for there host memory *is* device memory, or an emulated link that really copies, at a
-set rate, so that overlap and races show without a GPU.
+Links are, with the process group, the only code that knows what the device is. There are three. On
+a GPU, pinned memory, copy streams and events (`cuda_link`). On a CPU, either no copy at all, since
+host memory is device memory there, or an emulated link that really copies, at a set rate, so that
+overlap and races show without a GPU (`cpu_link`).
 """
 
 from __future__ import annotations
 
-import ctypes
-import queue
-import sys
-import threading
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -23,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.host_memory import allocate, host_available, process_peak
-from offload.link_name import emulated_rate, refuse_on_gpu
+from offload.host_memory import process_peak
 
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
@@ -44,8 +37,7 @@ class Link(ABC):
 
     # False where host memory is device memory: callers then work on the host store itself
     copies = True
-    # whether the device has a cache for what is written out of 8 bits and read again at once
-    suits_int8 = True
+    l2_bytes: int | None = None  # of the device's second-level cache; None where it is host memory
     device_name = ""  # what the driver calls the device
     counts_waits = False  # whether `waited` is asked for, and what waits now is to count
 
@@ -121,145 +113,3 @@ class Link(ABC):
 
     def close(self) -> None:
         """Release what the link holds; no copy may follow."""
-
-
-class ViewLink(Link):
-    """No link at all, on a CPU: the ring hands out views of the host store, nothing is copied."""
-
-    copies = False
-
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return allocate(numel, dtype)
-
-    def copy(self, pairs: Sequence[Copy]) -> None:
-        for destination, source in pairs:
-            destination.copy_(source)
-
-    def wait(self, ticket: None) -> None:
-        pass
-
-    def device_available(self) -> int:
-        return host_available()
-
-
-# of a lane: what is to be copied, when that was asked for, and what tells that it is done
-Jobs = queue.Queue[tuple[Sequence[Copy], float, threading.Event] | None]
-
-
-class Lane:
-    """Copies that one thread makes, in order."""
-
-    def __init__(self, run: Callable[[Jobs], None]):
-        """Start the thread, which takes jobs from its queue until it finds None."""
-        self.jobs: Jobs = queue.Queue()
-        self._thread = threading.Thread(
-            target=run,
-            args=(self.jobs,),
-            name="emulated-link",
-            daemon=True,
-        )
-        self._thread.start()
-
-    def add(self, pairs: Sequence[Copy]) -> threading.Event:
-        """Ask for copies; return what is set when they are made."""
-        for destination, source in pairs:  # memmove would not notice
-            if not (
-                destination.is_contiguous()
-                and source.is_contiguous()
-                and destination.nbytes == source.nbytes
-            ):
-                raise ValueError("the link moves contiguous blocks of one size only")
-        done = threading.Event()
-        now = time.perf_counter()
-        self.jobs.put((pairs, now, done))
-        return done
-
-    def drain(self) -> None:
-        """Block until all copies are made."""
-        # when Python ends, the thread does not run any more
-        if self._thread.is_alive() and not sys.is_finalizing():
-            self.add(()).wait()
-
-    def close(self) -> None:
-        """End the thread, behind all copies."""
-        self.jobs.put(None)
-        self._thread.join()
-
-
-class EmulatedLink(Link):
-    """A thread that copies between CPU buffers, in order, while the caller computes.
-
-    Beside it works another for what is sent to the host, as fast: the wire carries both ways.
-    """
-
-    def __init__(self, device: torch.device, rate: float):
-        """Start the thread; `rate` is in bytes a second."""
-        super().__init__(device)
-        self.rate = rate
-        self._waited = 0.0
-        self._copies = Lane(self._run)
-        self._sent = Lane(self._run)
-
-    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return allocate(numel, dtype)
-
-    def copy(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._copies.add(pairs)
-
-    def send(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._sent.add(pairs)
-
-    def fetch(self, kv: Tensor) -> Tensor:
-        copy = torch.empty(kv.shape, dtype=kv.dtype)
-        self._sent.add(by_head(copy, kv)).wait()
-        return copy
-
-    def wait(self, ticket: threading.Event) -> None:
-        started = time.perf_counter()
-        ticket.wait()
-        if self.counts_waits:
-            self._waited += time.perf_counter() - started
-
-    def waited(self) -> float:
-        waited, self._waited = self._waited, 0.0
-        return waited
-
-    def drain(self) -> None:
-        self._copies.drain()
-        self._sent.drain()
-
-    def close(self) -> None:
-        self._copies.close()
-        self._sent.close()
-
-    def device_available(self) -> int:
-        return host_available()
-
-    def _run(self, jobs: Jobs) -> None:
-        free_at = time.perf_counter()  # when the wire is next free
-        while job := jobs.get():
-            pairs, asked_at, done = job
-            free_at = max(free_at, asked_at)  # a wire waits for no thread to get a processor
-            for destination, source in pairs:
-                free_at += source.nbytes / self.rate
-                # memmove, for it leaves the lock and the compute threads alone, which a tensor copy
-                # does not
-                ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
-            if (ahead := free_at - time.perf_counter()) > 0:
-                time.sleep(ahead)
-            done.set()
-
-
-def make_link(spec: str, device: torch.device) -> Link:
-    """Return the link that `spec` names.
-
-    It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
-    Raises TierForceError for any other, and as `refuse_on_gpu` does.
-    """
-    rate = emulated_rate(spec)
-    if device.type == "cpu":
-        return ViewLink(device) if rate is None else EmulatedLink(device, rate * 1e9)
-    refuse_on_gpu(spec, device.type)
-    from offload.cuda_link import CudaLink
-
-    return CudaLink(device)

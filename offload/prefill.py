@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from offload.buffers import attend_to, put, span
-from offload.errors import FitError
 from offload.kv_file import Piece, copies_to
-from offload.link import Link
+from offload.tiered import TieredCache
 from offload.tiered_layer import TieredLayer
-
-if TYPE_CHECKING:
-    from offload.tiered import TieredCache
 
 LAST_ROWS = 32  # rows of the prompt that followers see: a prefill attends with these in every layer
 
 
 class Prefill:
-    """Tokens that are being read behind what a cache holds: a prompt, or another turn of a text.
+    """A context in which a cache is given tokens after those it holds: a prompt, or another turn.
+
+    When it is left, the cache holds them too; after a prompt `TieredCache.bring_in` is to follow.
+    After an error the cache is good for nothing.
 
     `attend` or `keep` is called for all chunks of a layer before any of the next layer, in order;
     `attend` for the last one. Positions count from the first of these tokens. The KV of a layer
@@ -31,24 +30,40 @@ class Prefill:
     once, and first; of a prompt nothing is read back.
     """
 
-    def __init__(self, cache: TieredCache, tokens: int, stage: Tensor | None, boundary: int = 0):
-        """Read `tokens` tokens.
-
-        Args:
-            cache: whose boundary is that of the longer text already.
-            tokens: behind what it holds.
-            stage: (2, Hkv, N, D) for all N tokens; None where every layer has a buffer of its own.
-            boundary: where it was among the tokens that the cache holds.
-        """
+    def __init__(self, cache: TieredCache, tokens: int):
         self.tokens = tokens
         self._cache = cache
-        self._stage = stage
         self._held = cache.length
-        self._boundary = boundary
+        self._boundary = cache.boundary  # among the tokens that the cache holds
+        # (2, Hkv, N, D) for all N tokens; None where every layer has a buffer of its own
+        self._stage: Tensor | None = None
         # the stage's blocks on their way to the host, of this layer and of the one before: the
         # first token of each, and its ticket
         self._leaving: deque[tuple[int, Any]] = deque()
         self._left: deque[tuple[int, Any]] = deque()
+
+    def __enter__(self) -> Prefill:
+        """Raise ValueError where the cache has no room for the tokens."""
+        cache, end = self._cache, self._held + self.tokens
+        cache.check_room(self.tokens)
+        cache.boundary = cache.shape.boundary(end)
+        for follower in cache.followers:
+            follower.follow(cache.boundary, end, end)
+        self._stage = cache.staging_buffer(end)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            return
+        for layer in self._cache.layers:
+            layer.finish_reading()
+        self._cache.link.drain()
+        self._cache.advance(self.tokens)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Keep the KV of the tokens at `start` and return their attention output.
@@ -140,21 +155,3 @@ class Prefill:
         while self._left and self._left[0][0] < end:
             _, ticket = self._left.popleft()
             self._cache.link.wait(ticket)
-
-
-def bring_in_late(layers: list[TieredLayer], length: int, boundary: int, link: Link) -> None:
-    """Bring the late layers to the device, into memory that prefill has left.
-
-    Raises FitError where others have taken it meanwhile.
-    """
-    late = [layer for layer in layers if layer.is_late]
-    for layer in late:
-        try:
-            layer.bring_in(length, boundary)
-        except torch.OutOfMemoryError as error:
-            raise FitError(
-                f"others took device memory meant for {len(late)} layers: use fewer "
-                "`resident_layers` or `sliced_layers`."
-            ) from error
-    if late:
-        link.drain()

@@ -11,6 +11,8 @@ OBSERVED_KEYS = 1 << 18
 # bytes of what is written out of 8 bits to be attended to, unless one head takes more: less than
 # half of what the second-level cache of a 4090 holds, for it is read again at once
 SHARED_BYTES = 34 << 20
+# of second-level cache: with less, what is written out of 8 bits is gone before it is read again
+MIN_L2_BYTES = SHARED_BYTES * 3 // 2
 # elements that are quantised at a time, in float32: bounds the same
 QUANTISED_ELEMENTS = 1 << 22
 _FLOAT32 = 4  # bytes

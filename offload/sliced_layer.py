@@ -14,6 +14,7 @@ from torch import Tensor
 from offload.attention.folding import Partial, merge
 from offload.buffers import attend_to, span
 from offload.fused import fused_kernels
+from offload.host_layer import HostLayer
 from offload.kv_file import Excerpt
 from offload.layers import StreamedLayer
 from offload.link import Link, by_head
@@ -21,7 +22,6 @@ from offload.outliers import Outliers
 from offload.ring import TransferRing
 from offload.slice_format import SPLIT_TOKENS
 from offload.slices import Offsets, SliceCodec
-from offload.store import HostLayer
 from offload.tiered_layer import Show, show_nobody
 from offload.tiered_shape import TieredShape
 from offload.traffic import Traffic

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import ClassVar
@@ -12,16 +10,17 @@ import torch
 from torch import Tensor
 
 from offload.cache import Cache, Follower
+from offload.errors import FitError
+from offload.host_arena import HostArena
+from offload.host_layer import HostLayer
 from offload.host_memory import allocate
 from offload.kv_file import Excerpt, whole_heads
 from offload.layers import ResidentLayer, StreamedLayer
 from offload.layout import shares
 from offload.link import Link
-from offload.prefill import Prefill, bring_in_late
 from offload.ring import Step, TransferRing
 from offload.rotary import Rotary
 from offload.sliced_layer import Coding, Outbox, SlicedLayer
-from offload.store import HostArena, HostLayer
 from offload.tiered_layer import TieredLayer
 from offload.tiered_shape import NEAR, SLICED, TieredShape
 
@@ -116,32 +115,41 @@ class TieredCache(Cache):
         """The bytes that a pass streams from the host, as the boundary stands."""
         return self.shape.streamed_bytes(self.boundary)
 
-    # -- prefill -----------------------------------------------------------------------------------
+    # -- prefill (offload.prefill) -----------------------------------------------------------------
 
-    @contextmanager
-    def prefill(self, tokens: int) -> Iterator[Prefill]:
-        """Read `tokens` tokens behind what it holds, layer by layer, with what this yields.
+    def check_room(self, rows: int) -> None:
+        """Raise ValueError where so many tokens more do not fit."""
+        if self.length + rows > self.shape.capacity:
+            raise ValueError(
+                f"{self.length} tokens and {rows} more do not fit a cache of {self.shape.capacity}"
+            )
 
-        On leaving, the cache holds them too; behind a prompt `bring_in` is to follow. If it is left
-        by an error, the cache is good for nothing.
+    def staging_buffer(self, tokens: int) -> Tensor | None:
+        """Return the memory in which layers of so many tokens are built, (2, Hkv, N, D).
+
+        None where each has a buffer of its own.
         """
-        end = self.length + tokens
-        self._refuse_too_long(tokens)
-        before, self.boundary = self.boundary, self.shape.boundary(end)
-        for follower in self.followers:
-            follower.follow(self.boundary, end, end)
-        yield Prefill(self, tokens, self._lend_stage(end), before)
-        for layer in self.layers:
-            layer.finish_reading()
-        self.link.drain()
-        self.advance(tokens)
+        if self._ring is None or not self.shape.ring_numel:
+            return None
+        _, *shape = self.layout.shape(1, tokens)
+        return self._ring.lend(shape)
 
     def bring_in(self) -> None:
         """Bring the late layers to the device, into memory that prefill has left.
 
         Raises FitError where others have taken it meanwhile.
         """
-        bring_in_late(self.layers, self.length, self.boundary, self.link)
+        late = [layer for layer in self.layers if layer.is_late]
+        for layer in late:
+            try:
+                layer.bring_in(self.length, self.boundary)
+            except torch.OutOfMemoryError as error:
+                raise FitError(
+                    f"others took device memory meant for {len(late)} layers: use fewer "
+                    "`resident_layers` or `sliced_layers`."
+                ) from error
+        if late:
+            self.link.drain()
 
     def taken_out(self) -> list[Tensor]:
         """Return copies in host memory of what each layer holds (2, Hkv, length, D).
@@ -167,7 +175,7 @@ class TieredCache(Cache):
     # -- decoding ----------------------------------------------------------------------------------
 
     def begin(self, rows: int) -> None:
-        self._refuse_too_long(rows)
+        self.check_room(rows)
         self.bring_in()
         self._move_boundary()
         if self._ring is not None and self.boundary:
@@ -243,23 +251,6 @@ class TieredCache(Cache):
                 step()
         if layer + 1 == self.layout.layers:
             self._step = None  # which holds another text
-
-    def _lend_stage(self, tokens: int) -> Tensor | None:
-        """Return the memory in which layers of so many tokens are built, (2, Hkv, N, D).
-
-        None where each has a buffer of its own.
-        """
-        if self._ring is None or not self.shape.ring_numel:
-            return None
-        _, *shape = self.layout.shape(1, tokens)
-        return self._ring.lend(shape)
-
-    def _refuse_too_long(self, rows: int) -> None:
-        """Raise ValueError where so many tokens more do not fit."""
-        if self.length + rows > self.shape.capacity:
-            raise ValueError(
-                f"{self.length} tokens and {rows} more do not fit a cache of {self.shape.capacity}"
-            )
 
     def _tell_followers(self, length: int) -> None:
         for follower in self.followers:

@@ -17,7 +17,7 @@ from decoding.probe.survey import Machine
 from offload.attention import partial_attention
 from offload.bandwidth import Copies
 from offload.fused import fused_kernels, steady_kernels
-from offload.link import make_link
+from offload.open_link import make_link
 from offload.slice_format import slice_format
 from offload.steady import steady_attention
 from offload.traffic import Traffic

@@ -125,7 +125,7 @@ def plan(
         rope=rope,
         dtype=dtype,
         identical=identical,
-        # an engine decides by the size of its GPU's cache (`Link.suits_int8`)
+        # an engine decides by the size of its GPU's cache (`Link.l2_bytes`)
         int8_retrieval=machine.int8_retrieval,
     )
     needs = _needs(model, draft, settings, int(machine.gpus))

@@ -22,7 +22,7 @@ from decoding.keeping.prompt_cache import (
 )
 from decoding.keeping.saving import Saving, files_of, is_written, saved, was_given_up
 from offload.errors import DamagedError, TierForceError, one_line
-from offload.prefill import LAST_ROWS
+from offload.prefill import LAST_ROWS, Prefill
 from offload.tiered import TieredCache
 from parallel.config import ModelConfig
 from parallel.group import Group
@@ -169,7 +169,7 @@ class Keeper:
         """Fill a cache on this rank. Raises DamagedError, OSError."""
         rank = self.group.rank
         files = files_of(stored.folder, rank, cache.layout, stored.tokens, stored.text)
-        with cache.prefill(stored.used) as way:
+        with Prefill(cache, stored.used) as way:
             for layer, pieces in saved(stored.folder, rank, files, stored.used):
                 way.fill(layer, pieces)
 

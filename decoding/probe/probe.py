@@ -14,8 +14,8 @@ from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
 from offload.bandwidth import Copies
 from offload.errors import TierForceError, one_line
-from offload.link import make_link
 from offload.numa import gpu_address
+from offload.open_link import make_link
 from parallel.config import ModelConfig
 from parallel.group import Group
 

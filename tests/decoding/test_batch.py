@@ -21,7 +21,7 @@ from decoding.session import Session
 from decoding.sessions import Sessions
 from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
-from offload.store import HostArena
+from offload.host_arena import HostArena
 from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.model import Llama

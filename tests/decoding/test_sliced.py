@@ -15,8 +15,9 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.session import Session
 from offload.errors import TierForceError
+from offload.host_arena import HostArena
 from offload.memory_plan import device_tiers
-from offload.store import HostArena
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from parallel.group import Group
 from support.engines import DEMO
@@ -63,7 +64,7 @@ def test_logits_are_bit_for_bit_those_without_slices() -> None:
     ]
     with torch.inference_mode():
         for cache in caches:
-            with cache.prefill(600) as reading:
+            with Prefill(cache, 600) as reading:
                 runtime.target.prefill(tokens[:600], reading, 256)
         while caches[0].length + 65 < 2700:
             rows, start = rng.choice((1, 7, 33, 65, 65)), caches[0].length

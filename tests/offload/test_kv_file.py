@@ -14,6 +14,7 @@ from offload.errors import DamagedError
 from offload.kv_file import KVFile
 from offload.layout import KVLayout
 from offload.link import Link
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from support.driving import LAYOUT, ROWS, first, forward, prefill, text, tiered
 from support.links import make_test_link
@@ -105,7 +106,7 @@ def moved(cache: TieredCache, other: TieredCache, folder: Path, tokens: int, wri
         cache.advance(ROWS // 2)
     files = [KVFile(folder / f"{layer}.kv", layout, length) for layer in range(layout.layers)]
     checksums = [file.write(excerpt) for file, excerpt in zip(files, excerpts, strict=True)]
-    with other.prefill(tokens) as way:
+    with Prefill(other, tokens) as way:
         for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
             way.fill(layer, (reader() for reader in file.readers(tokens, sums)))
 

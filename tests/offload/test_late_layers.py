@@ -13,6 +13,7 @@ import torch
 from decoding import Sampling
 from offload.link import Link
 from offload.memory_plan import device_tiers
+from offload.prefill import Prefill
 from offload.retrieval_shape import RetrievalShape
 from parallel.loading import parameter_bytes
 from support.driving import CAPACITY, LAYOUT, TAIL, forward, pair, plain, prefill, text, tiered
@@ -48,7 +49,7 @@ def test_a_late_layer_goes_out_and_comes_back_once(link: Link, resident: int, la
     cache, early = tiered(link, resident, late=late), resident - late
     ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4
     there = LAYOUT.bytes(TAIL, LAYERS - resident) + ring
-    with cache.prefill(50) as reading:
+    with Prefill(cache, 50) as reading:
         assert cache.device_bytes == LAYOUT.bytes(CAPACITY, early) + there
         for layer, qkv in enumerate(text(50)):
             reading.attend(layer, *qkv, 0)

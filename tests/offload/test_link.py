@@ -12,11 +12,13 @@ import psutil
 import pytest
 import torch
 
+from offload.cpu_link import EmulatedLink, ViewLink
 from offload.errors import FitError, TierForceError
+from offload.host_arena import HostArena
 from offload.host_memory import host_available, process_peak
-from offload.link import EmulatedLink, Link, ViewLink, make_link
+from offload.link import Link
 from offload.link_name import refuse_on_gpu
-from offload.store import HostArena
+from offload.open_link import make_link
 from support.links import CPU, make_test_link
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)

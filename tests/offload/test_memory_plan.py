@@ -9,16 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from offload.cpu_link import EmulatedLink
 from offload.errors import FitError
+from offload.host_arena import HostArena
 from offload.layout import KVLayout
-from offload.link import EmulatedLink
 from offload.memory_plan import (
     MemoryPlan,
     Needs,
     device_tiers,
     plan_memory,
 )
-from offload.store import HostArena
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from support.links import CPU
@@ -105,7 +106,7 @@ def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, lat
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
     cache = TieredCache(shape.placed(resident, late), link, rotary, arena)
-    with cache.prefill(3000):  # the hidden states, the ring and the layer that prefill works on
+    with Prefill(cache, 3000):  # the hidden states, the ring and the layer that prefill works on
         assert cache.device_bytes + needs.hidden == room
     cache.bring_in()
     assert (

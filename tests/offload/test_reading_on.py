@@ -12,6 +12,7 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.link import Link
+from offload.prefill import Prefill
 from offload.retrieval_shape import RetrievalShape
 from offload.tiered import TieredCache
 from support.driving import (
@@ -189,7 +190,7 @@ def test_a_retrieval_cache_begins_anew(link: Link) -> None:
 def test_refusals() -> None:
     cache = tiered(make_test_link("view"), resident=1)
     prefill(cache, text(150), chunk=64)
-    with pytest.raises(ValueError, match="150 tokens and 51 more do not fit"), cache.prefill(51):
+    with pytest.raises(ValueError, match="150 tokens and 51 more do not fit"), Prefill(cache, 51):
         pass
     cache.go_back(100)  # inside a block: passes may not go on from there
     assert not cache.is_in_blocks

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.cpu_link import EmulatedLink
 from offload.cuda_link import CudaLink
-from offload.link import EmulatedLink, Link
+from offload.link import Link
 from offload.ring import TransferRing
 from standin import Machine
 from support.links import CPU, make_test_link

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from offload.cache import Cache
+from offload.host_arena import HostArena
 from offload.layout import KVLayout
 from offload.link import Link
+from offload.prefill import Prefill
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
-from offload.store import HostArena
 from offload.streaming import StreamingCache
 from offload.streaming_shape import StreamingShape
 from offload.tiered import TieredCache
@@ -74,7 +75,7 @@ def test_tiers_take_what_their_shape_counts(link: Link) -> None:
         arena = HostArena(link, shape.layout.dtype)
         cache = TieredCache(shape, link, random_rotary(shape.layout, shape.capacity), arena)
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(prefill=True)
-        with cache.prefill(rng.randint(1, shape.capacity)):
+        with Prefill(cache, rng.randint(1, shape.capacity)):
             assert allocated(cache) == shape.device_bytes(prefill=True)
         cache.bring_in()
         assert allocated(cache) == cache.device_bytes == shape.device_bytes()

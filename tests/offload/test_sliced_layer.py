@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.link import Link
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from offload.traffic import Traffic
 from support.driving import CAPACITY, LAYOUT, QKV, SHAPE, forward, prefill, text, tiered
@@ -154,7 +155,7 @@ def test_codes_that_come_late_cross_the_link_once(
     cache = sliced(link, dtype, 3, packed, 2, late=3)  # the resident layer, and two with codes
     layer = layout.bytes(CAPACITY, 1)
     assert cache.shape.host_bytes == layer + sum(bits_on_host(dtype)) * layer // 16
-    with cache.prefill(150) as reading:
+    with Prefill(cache, 150) as reading:
         before = cache.device_bytes
         for index, qkv in enumerate(text(150, layout)):
             reading.attend(index, *qkv, 0)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from offload.host_arena import HostArena
 from offload.layout import KVLayout
 from offload.link import Copy, Link
-from offload.store import HostArena
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from support.driving import (
@@ -161,7 +162,7 @@ def test_copies_are_over_before_their_memory_is_anothers() -> None:
     assert all(ticket.is_set() for ticket in link.tickets)
     cache.begin(1)
     cache.crop(0)
-    with cache.prefill(80):  # builds its layers in the memory of the slots
+    with Prefill(cache, 80):  # builds its layers in the memory of the slots
         assert all(ticket.is_set() for ticket in link.tickets)
     cache.begin(1)
     arena.take((5,))
@@ -314,7 +315,7 @@ def test_refusals() -> None:
     cache = tiered(make_test_link("view"), resident=1)
     with (
         pytest.raises(ValueError, match="0 tokens and 201 more do not fit a cache of 200"),
-        cache.prefill(CAPACITY + 1),
+        Prefill(cache, CAPACITY + 1),
     ):
         pass
     with pytest.raises(ValueError, match=f"do not fit a buffer of {TAIL}"):
@@ -322,5 +323,5 @@ def test_refusals() -> None:
     prefill(cache, text(CAPACITY - 3), chunk=64)
     with pytest.raises(ValueError, match="197 tokens and 4 more do not fit a cache of 200"):
         cache.begin(4)
-    with pytest.raises(ValueError, match="197 tokens and 4 more do not"), cache.prefill(4):
+    with pytest.raises(ValueError, match="197 tokens and 4 more do not"), Prefill(cache, 4):
         pass

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bench.harness.ranks import run_ranks
+from offload.host_arena import HostArena
+from offload.prefill import Prefill
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
-from offload.store import HostArena
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from parallel.group import Group
@@ -54,7 +55,7 @@ class OneText:
         ]
         self.is_closed = False
         self.forgotten: list[int] = []
-        with self.target.prefill(prompt) as reading:
+        with Prefill(self.target, prompt) as reading:
             self.first = model.prefill(random_tokens(prompt, seed=seed), reading, 25)
         self.seed = seed
         self.size = 4 + seed % 3  # tokens of a verification

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from bench.harness.ranks import run_ranks
+from offload.host_arena import HostArena
 from offload.link import Link
-from offload.store import HostArena
+from offload.prefill import Prefill
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from parallel.group import Group
@@ -169,7 +170,7 @@ def test_layer_major_prefill_is_token_major_prefill(
     model, seen = load_model(folder, Group()), []
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
     cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
-    with cache.prefill(TOKENS) as reading:
+    with Prefill(cache, TOKENS) as reading:
         last = model.prefill(tokens, reading, chunk, lambda done, total: seen.append((done, total)))
     all_rows = in_passes(model, tokens, other, [7] * 12 + [6])
     close(all_rows, reference_logits(folder, tokens))
@@ -193,7 +194,7 @@ def test_tiers_do_not_change_logits(
     model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
     cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, late_layers=late)
-    with cache.prefill(60) as reading:
+    with Prefill(cache, 60) as reading:
         close(model.prefill(tokens[:60], reading, chunk), wanted[59:60])
     close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
     cache.crop(55)
@@ -230,7 +231,7 @@ def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
         model = load_model(folder, group)
         link = make_test_link("delaying")
         cache = resident(model, len(tokens), link, 1, block=8)
-        with cache.prefill(60) as reading:
+        with Prefill(cache, 60) as reading:
             last = model.prefill(tokens[:60], reading, 25)
         rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])
         sizes = torch.tensor(
@@ -292,7 +293,7 @@ def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoi
     group = NotingGroup()
     model = load_model(checkpoint(num_hidden_layers=2), group, "float32")
     cache = resident(model, TOKENS)
-    with cache.prefill(TOKENS) as reading:
+    with Prefill(cache, TOKENS) as reading:
         model.prefill(random_tokens(TOKENS), reading, TOKENS // 5)
     events, chunks = group.events, 5
     assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
@@ -310,7 +311,7 @@ def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
 ) -> None:
     model = load_model(checkpoint(), Group(), "float32")
     cache, attended = resident(model, TOKENS), Counter()
-    with cache.prefill(TOKENS) as reading:
+    with Prefill(cache, TOKENS) as reading:
         attend = reading.attend
 
         def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from offload.cache import Cache
+from offload.host_arena import HostArena
 from offload.layout import KVLayout
 from offload.link import Link
+from offload.prefill import Prefill
 from offload.retrieval import RetrievalCache
 from offload.retrieval_shape import RetrievalShape
 from offload.selection import POLICIES
-from offload.store import HostArena
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from support.reference import PlainCache, random_rotary
@@ -69,7 +70,7 @@ def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
 def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
     """Layer-major, as a model does it. (L, T, Hq, D)"""
     outs = []
-    with cache.prefill(len(tokens[0][0])) as reading:
+    with Prefill(cache, len(tokens[0][0])) as reading:
         for layer, qkv in enumerate(tokens):
             parts = enumerate(zip(*(x.split(chunk) for x in qkv), strict=True))
             rows = [reading.attend(layer, *part, index * chunk) for index, part in parts]

@@ -9,7 +9,8 @@ import time
 
 import torch
 
-from offload.link import EmulatedLink, Jobs, Link, ViewLink
+from offload.cpu_link import EmulatedLink, Jobs, ViewLink
+from offload.link import Link
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from offload.store import HostArena
+from offload.host_arena import HostArena
 from offload.tiered import TieredCache
 from offload.tiered_shape import TieredShape
 from parallel.group import Group

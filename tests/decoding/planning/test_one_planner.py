@@ -25,10 +25,10 @@ from decoding.planning.way import Way
 from decoding.runtime import Runtime
 from decoding.settings import dtype_of
 from decoding.speculation.draft_length import Adaptive, RoundStats
+from offload.cpu_link import ViewLink
 from offload.errors import FitError
-from offload.link import ViewLink
+from offload.host_arena import HostArena
 from offload.memory_plan import MemoryPlan
-from offload.store import HostArena
 from parallel.group import Group
 from support.planning import Case, case_of, needs_of
 

@@ -22,7 +22,7 @@ from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
 from offload.bandwidth import Copies
-from offload.link import EmulatedLink
+from offload.cpu_link import EmulatedLink
 from parallel.group import Group
 from support.commands import TARGET, forked, refused
 from support.measuring import measure_briefly
