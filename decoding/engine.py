@@ -61,8 +61,7 @@ class Engine:
 
         Args:
             model: the target: a Hugging Face folder, a GGUF file, a hub name, or `smollm2`.
-            draft: the draft model, likewise. Its vocabulary may be padded to another size, or it
-                may borrow the target's embedding and head.
+            draft: the draft model, likewise. Its vocabulary may be padded to another size.
             settings: how the engine runs; by default as `Settings()` says.
             device: auto, cpu or cuda.
             group: the ranks, by default those a launcher started.

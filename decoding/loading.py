@@ -24,13 +24,12 @@ from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
 from offload.link_name import refuse_on_gpu
 from offload.regular_files import read_json
-from parallel.borrowing import refuse_borrower
 from parallel.config import ModelConfig, token_ids
 from parallel.environment import place_of
 from parallel.errors import ConfigError
 from parallel.graphs import graphs_work
 from parallel.group import Group
-from parallel.loading import Lender, load_model, resolve
+from parallel.loading import load_model, resolve
 from parallel.model import Llama
 from parallel.named import find_local, is_gguf
 
@@ -69,7 +68,6 @@ def load(
             find_local(str(draft))  # a slip in its name is told, although nothing is read of it
     with group.together():
         config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
-        refuse_borrower(config, str(folder))
         settings.refuse_missing_layers(config.layers)
         if settings.dtype != "auto":  # else it is known once weights are opened
             settings.refuse_unsliced(mode, settings.dtype)
@@ -81,7 +79,7 @@ def load(
         target.config.inverse_frequencies(1)  # no text is to wait for what this imports
         small = None
         if draft_folder is not None:
-            small = _load_draft(draft_folder, Lender(target, folder), settings.shard_draft)
+            small = _load_draft(draft_folder, target, settings.shard_draft)
         stop_tokens = load_stop_tokens(folder)
         _refuse_unknown(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
@@ -187,8 +185,6 @@ def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> No
 def refuse_other_tokens(folder: Path, tokenizer: Any, config: ModelConfig) -> None:
     """Refuse a draft whose tokenizer names a token otherwise than the target's.
 
-    One that borrows has the target's tokens, and no tokenizer.
-
     Args:
         folder: the draft's folder or GGUF file.
         tokenizer: the target's.
@@ -197,16 +193,13 @@ def refuse_other_tokens(folder: Path, tokenizer: Any, config: ModelConfig) -> No
     Raises TierForceError.
     """
     small = ModelConfig.from_pretrained(folder)
-    if small.borrows:
-        return
     names = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
     refuse_other_names(folder, *names, min(small.vocab, config.vocab))
 
 
-def _load_draft(folder: Path, lender: Lender, shard: bool | None) -> Llama | None:
+def _load_draft(folder: Path, target: Llama, shard: bool | None) -> Llama | None:
     """Load the draft split over the ranks, or whole on rank 0 and None on the others."""
-    target, config = lender.model, ModelConfig.from_pretrained(folder)
-    group = target.group
+    config, group = ModelConfig.from_pretrained(folder), target.group
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:
@@ -217,5 +210,4 @@ def _load_draft(folder: Path, lender: Lender, shard: bool | None) -> Llama | Non
     if group.rank and not shard:
         return None
     dtype = str(target.embed.weight.dtype).removeprefix("torch.")
-    own = group if shard else Group(device=group.device)
-    return load_model(folder, own, dtype, config, lender)
+    return load_model(folder, group if shard else Group(device=group.device), dtype, config)

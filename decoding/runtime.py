@@ -128,7 +128,7 @@ class Runtime:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights on this rank; what a draft shares counts once."""
+        """Return the bytes of all weights on this rank."""
         return parameter_bytes(*(model for model in (self.target, self.draft) if model is not None))
 
     def memory(self) -> Memory:

@@ -47,12 +47,7 @@ class Checkpoint(ABC):
 
         Raises CheckpointError when it is missing or its shape is not `shape`.
         """
-        if name not in self._shapes:
-            raise CheckpointError(
-                f"{self.path}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
-                "tensors. Was the download interrupted? Fetch it again, or point at a complete "
-                "model."
-            )
+        self.check_present(name)
         self._asked.add(name)
         stored = self._shapes[name]
         if stored != shape:
@@ -61,6 +56,15 @@ class Checkpoint(ABC):
                 f"{self.described_by} implies {shape}."
             )
         return self._open_tensor(name)
+
+    def check_present(self, name: str) -> None:
+        """Raise CheckpointError when there is no tensor of this name."""
+        if name not in self._shapes:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is missing; the checkpoint has {len(self._shapes)} "
+                "tensors. Was the download interrupted? Fetch it again, or point at a complete "
+                "model."
+            )
 
     def refuse_leftovers(self, is_tied: bool = False) -> None:
         """Refuse tensors that nobody asked for: without them the text would be another.

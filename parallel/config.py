@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
 from offload.layout import KVLayout, ceil_div
-from parallel.borrowing import read_borrows
 from parallel.config_checks import (
     COUNT,
     LAYERS,
@@ -125,7 +124,6 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what attention and MLP add
     query_multiplier: float = 1.0  # on top of head_dim ** -0.5
     logits_scaling: float = 1.0  # logits are divided by it
-    borrows: frozenset[str] = frozenset()  # parts of a draft that its target lends
 
     def __post_init__(self) -> None:
         check_number("layers", self.layers, LAYERS)
@@ -240,7 +238,6 @@ class ModelConfig:
         trained = trained_positions(given if said is None else said)
         dtype = given.get("dtype") or given.get("torch_dtype")
         name = None if dtype is None else str(dtype).removeprefix("torch.")
-        tied = flag(given, "tie_word_embeddings", family.tied)
         return cls(
             family=given["model_type"],
             layers=given["num_hidden_layers"],
@@ -252,7 +249,7 @@ class ModelConfig:
             vocab=given["vocab_size"],
             norm_eps=given.get("rms_norm_eps", family.norm_eps),
             max_positions=max_positions,
-            tied=tied,
+            tied=flag(given, "tie_word_embeddings", family.tied),
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias,
             mlp_bias=biases.get("mlp_bias", False),
@@ -268,7 +265,6 @@ class ModelConfig:
             norms_behind=family.norms_behind,
             fused=family.fused,
             experts=None if family.experts is None else read_experts(given, family.experts),
-            borrows=read_borrows(given, tied),
             **(multipliers(given, head_dim) if family.multiplies else {}),
         )
 

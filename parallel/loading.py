@@ -5,24 +5,22 @@ The folder or file is found, the model built on the meta device, and filled with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from torch.nn import ModuleList, Parameter
+from torch.nn import Parameter
 
 from offload.errors import TierForceError
 from parallel import weight_headers
-from parallel.borrowing import NORM, refuse_borrower, refuse_unlike
 from parallel.checkpoint import Checkpoint, SafetensorsCheckpoint
 from parallel.config import ModelConfig
 from parallel.errors import CheckpointError
 from parallel.group import Group
 from parallel.hub import NotThere, fetch_model
-from parallel.model import OUTER_NAMES, Llama
+from parallel.model import Llama
 from parallel.named import find_local, is_gguf
-from parallel.sizes import lent_parameters, parameter_count
+from parallel.sizes import parameter_count
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in weight_headers.DTYPES.values()
@@ -96,37 +94,8 @@ def choose_dtype(
     return dtype
 
 
-@dataclass(frozen=True)
-class Lender:
-    """A target in memory that a draft may borrow parts of, and the files it was read from."""
-
-    model: Llama
-    path: Path  # a folder, or a GGUF file
-
-    def lend(self, model: Llama) -> list[str]:
-        """Give a model the tensors in memory that it borrows, where it holds the same slices.
-
-        Returns the parts that it has to read whole: it is on this rank alone, and of them this rank
-        has a slice. A norm is whole on every rank.
-        """
-        own, same = self.model.outer_parts(), model.group.size == self.model.group.size
-        unlent = []
-        for part, module in model.outer_parts().items():
-            if part not in model.config.borrows:
-                continue
-            if same or part == NORM:
-                module.weight = own[part].weight
-            else:
-                unlent.append(part)
-        return unlent
-
-
 def load_model(
-    folder: Path,
-    group: Group,
-    dtype: str = "auto",
-    config: ModelConfig | None = None,
-    lender: Lender | None = None,
+    folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None
 ) -> Llama:
     """Load this rank's share of a model onto this rank's device.
 
@@ -135,40 +104,28 @@ def load_model(
         group: the ranks that share the model.
         dtype: auto, or a name in DTYPES.
         config: the model's, where the caller has read it.
-        lender: whom a draft borrows of, in the same dtype.
 
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
-    if lender is None:
-        refuse_borrower(config, str(folder))
-    else:
-        refuse_unlike(config, lender.model.config, str(folder))
     # refuses more ranks than heads, before anything is read
     config.kv_layout(group.size, torch.float32)
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.decode_to(chosen)
+    # without it sizes may not match either, and what is missing is the clearer thing to say
+    checkpoint.check_present(weight_headers.EMBEDDING)
     own = parameter_count(config, group.size, group.rank)
-    own -= lent_parameters(config, group.size, group.size)  # all that is borrowed
     checkpoint.refuse_absurd(config.layers, own)  # before torch multiplies such sizes
-    model = _meta_model(config, group)
-    unlent = [] if lender is None else lender.lend(model)
-    _allocate(model, chosen)
+    model = _empty_model(config, group, chosen)
     with torch.inference_mode():
         model.load(checkpoint)
-        if lender is not None and unlent:
-            lent = open_checkpoint(lender.path)
-            lent.decode_to(chosen)
-            for part in unlent:
-                model.outer_parts()[part].load(lent, OUTER_NAMES[part])
     return model.eval()
 
 
 def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
     """Return a model of these dimensions with random weights: it costs what a real one does."""
-    model = _meta_model(config, group)
-    _allocate(model, dtype)
+    model = _empty_model(config, group, dtype)
     generator = torch.Generator(group.device)  # torch's own may be in doubt (`Recorder`)
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -178,24 +135,17 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
     return model.eval()
 
 
-def _meta_model(config: ModelConfig, group: Group) -> Llama:
-    """Build a model whose parameters have shapes and no memory."""
+def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+    """Build a model with uninitialized parameters in `dtype` on the group's device."""
     with init_empty_weights(include_buffers=True):  # else they have memory for a moment
-        return Llama(config, group)
-
-
-def _allocate(model: Llama, dtype: torch.dtype) -> None:
-    """Give a model's parameters memory in `dtype` on the group's device, less those lent to it.
-
-    Each one is replaced once, so that what is tied stays tied.
-    """
+        model = Llama(config, group)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.is_meta:
-                empty = torch.empty(parameter.shape, dtype=dtype, device=model.group.device)
-                setattr(module, name, Parameter(empty, requires_grad=False))
+            empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
+            setattr(module, name, Parameter(empty, requires_grad=False))
+    return model
 
 
 def parameter_bytes(*models: Llama) -> int:
-    """Return the bytes of models' weights on this rank; what they share counts once."""
-    return sum(parameter.nbytes for parameter in ModuleList(models).parameters())
+    """Return the bytes of models' weights on this rank."""
+    return sum(parameter.nbytes for model in models for parameter in model.parameters())

@@ -15,7 +15,6 @@ from torch.nn import Module, ModuleList
 
 from offload.prefill import LAST_ROWS
 from offload.steady_shape import WIDTH
-from parallel.borrowing import EMBEDDING, HEAD, NORM
 from parallel.branches import Branch, Mlp
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig
@@ -34,8 +33,6 @@ from parallel.sizes import head_rows
 from parallel.steady import steadily
 
 Progress = Callable[[int, int], None]  # units done, units in all
-# of the parts around the layers, as checkpoints call them
-OUTER_NAMES = {EMBEDDING: "model.embed_tokens", NORM: "model.norm", HEAD: "lm_head"}
 
 
 class Attending(Protocol):
@@ -288,27 +285,15 @@ class Llama(Module):
     def load(self, checkpoint: Checkpoint) -> None:
         """Fill every parameter from the checkpoint, reading this rank's slices only.
 
-        Those that are borrowed are left as they are. Raises CheckpointError.
+        Raises CheckpointError.
         """
         for index, layer in enumerate(self.layers):
             cast(Layer, layer).load(checkpoint, f"model.layers.{index}")
-        for part, module in self.outer_parts().items():
-            if part not in self.config.borrows:
-                module.load(checkpoint, OUTER_NAMES[part])
-        checkpoint.refuse_leftovers(self.config.tied and not self.config.borrows)
-
-    def outer_parts(self) -> dict[str, RMSNorm | VocabParallelEmbedding]:
-        """Return what is around the layers, by its name in `parallel.borrowing`.
-
-        Where the embeddings are tied, the head is the embedding and is not named.
-        """
-        parts: dict[str, RMSNorm | VocabParallelEmbedding] = {
-            EMBEDDING: self.embed,
-            NORM: self.norm,
-        }
+        self.embed.load(checkpoint, "model.embed_tokens")
+        self.norm.load(checkpoint, "model.norm")
         if not self.config.tied:
-            parts[HEAD] = self.head
-        return parts
+            self.head.load(checkpoint, "lm_head")
+        checkpoint.refuse_leftovers(self.config.tied)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (T, hidden) that tokens (T,) begin with."""

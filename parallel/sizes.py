@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from offload.layout import ceil_div
-from parallel.borrowing import EMBEDDING, HEAD, NORM
 from parallel.families import ExpertShape, QKNorm
 
 # tokens of the longest pass worth recording as a CUDA graph (`parallel.graphs`): a longest draft at
@@ -49,8 +48,6 @@ class ModelDimensions(Protocol):
     def qk_norm(self) -> QKNorm | None: ...
     @property
     def experts(self) -> ExpertShape | None: ...
-    @property
-    def borrows(self) -> frozenset[str]: ...
     def has_experts(self, layer: int) -> bool: ...
 
 
@@ -80,7 +77,7 @@ def vocab_rows(vocab: int, ranks: int) -> int:
 
 
 def parameter_count(config: ModelDimensions, ranks: int, rank: int | None = None) -> int:
-    """Return the number of parameters on one of `ranks` ranks, with those that are borrowed.
+    """Return the number of parameters on one of `ranks` ranks.
 
     Without `rank` it is the last one's, which holds no fewer than any other.
     """
@@ -95,20 +92,6 @@ def parameter_count(config: ModelDimensions, ranks: int, rank: int | None = None
         + mixtures * (_router_parameters(config) + _expert_parameters(config, ranks, rank))
         + config.hidden  # the last norm
     )
-
-
-def lent_parameters(config: ModelDimensions, ranks: int, lender_ranks: int) -> int:
-    """Return how many of a draft's parameters on a rank are its target's own, in its memory.
-
-    A draft over other ranks than its target has other slices: it reads what it borrows again, but
-    for the norm, which is whole on every rank.
-    """
-    norm = config.hidden if NORM in config.borrows else 0
-    if ranks != lender_ranks:
-        return norm
-    matrices = 1 if config.tied else 2
-    lent = min(matrices, len(config.borrows & {EMBEDDING, HEAD}))
-    return norm + lent * vocab_rows(config.vocab, ranks) * config.hidden
 
 
 def idle_parameters(config: ModelDimensions, ranks: int, tokens: int) -> float:

@@ -135,13 +135,7 @@ def offloaded(peer: Transformers) -> dict[str, Any]:
 
 
 def assisted(peer: Transformers) -> dict[str, Any]:
-    """Return what asks for drafts by the draft model.
-
-    Raises Unavailable without one, and for one that borrows: transformers would fill in random
-    numbers.
-    """
+    """Return what asks for drafts by the draft model. Raises Unavailable without one."""
     if peer.job.draft is None:
         raise Unavailable("it needs a draft model: give --draft")
-    if ModelConfig.find(str(peer.job.draft)).borrows:
-        raise Unavailable("transformers knows no draft that borrows from its target")
     return {"assistant_model": peer._load(peer.job.draft)}

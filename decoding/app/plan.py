@@ -36,7 +36,6 @@ from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from decoding.vocabulary import names_in, refuse_other_names
 from offload.errors import FitError, TierForceError
-from parallel.borrowing import refuse_borrower, refuse_unlike
 from parallel.config import ModelConfig
 from parallel.named import find_local
 
@@ -177,10 +176,7 @@ def _needs(model: str, draft: str | None, settings: Settings, ranks: int) -> Tex
     Raises TierForceError for models or settings that do not go together.
     """
     target = ModelConfig.find(model).stretched(settings.rope)
-    refuse_borrower(target, model)
     small = ModelConfig.find(draft) if draft is not None else None
-    if draft is not None and small is not None:
-        refuse_unlike(small, target, draft)
     kind = counted_dtype(settings.dtype)
     target.kv_layout(ranks, kind)  # which refuses heads that cannot be split
     settings.refuse_missing_layers(target.layers)
@@ -203,7 +199,7 @@ def _refuse_other_tokens(model: str, draft: str | None, needs: TextNeeds) -> Non
     Raises TierForceError.
     """
     small, target = needs.draft, needs.target
-    if draft is None or small is None or small.borrows or not needs.has_draft:
+    if draft is None or small is None or not needs.has_draft:
         return
     folders = [Path(find_local(name) or name) for name in (model, draft)]
     theirs, ours = (names_in(folder) for folder in folders)

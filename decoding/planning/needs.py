@@ -43,7 +43,6 @@ from parallel.config import ModelConfig
 from parallel.sizes import (
     MAX_FIXED_TOKENS,
     MAX_GRAPH_TOKENS,
-    lent_parameters,
     parameter_count,
 )
 
@@ -315,12 +314,10 @@ class TextNeeds:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of all weights on one rank; what a draft shares counts once."""
+        """Return the bytes of all weights on one rank."""
         weights = weight_bytes(self.target, self.ranks, self.dtype)
         if self.draft is not None and self.has_draft:
             weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
-            lent = lent_parameters(self.draft, self.draft_ranks, self.ranks)
-            weights -= lent * self.dtype.itemsize
         return weights
 
     def memory(self, prompt: int, new: int) -> Needs:

@@ -24,13 +24,12 @@ from bench.harness.process import ending
 from bench.harness.ranks import PRELOAD
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.compare import Row, Runs, main, ratios, run
-from bench.peers.hugging_face import assisted
 from bench.peers.registry import PEERS
 from decoding import GREEDY
 from parallel.config import ModelConfig
 from support.engines import DEMO
 from support.gguf import Kind, convert
-from support.models import borrowing_draft, random_tokens
+from support.models import random_tokens
 
 
 @pytest.fixture(autouse=True)
@@ -317,10 +316,3 @@ def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     rows = json.loads(output.read_text())["rows"]
     assert 1 <= len(rows) < 4
     assert rows[0]["ms_per_token"] > 0
-
-
-def test_transformers_is_not_given_a_draft_that_borrows(tmp_path: Path) -> None:
-    """It would fill in random numbers, and its row would tell of these."""
-    draft = borrowing_draft(DEMO / "target", tmp_path / "draft")
-    with pytest.raises(Unavailable, match="borrows from its target"):
-        assisted(SimpleNamespace(job=job(draft=draft)))

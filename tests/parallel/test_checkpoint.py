@@ -96,6 +96,23 @@ def test_a_missing_tensor(copy: Copy, name: str) -> None:
     refuse(folder, CheckpointError, f"tensor {name} is missing; the checkpoint has 29 tensors")
 
 
+@pytest.mark.parametrize("vocab", [101, 2001])
+def test_a_missing_embedding(copy: Copy, vocab: int) -> None:
+    """It is named even where most of the weights are missing with it.
+
+    A draft made for an older version may leave it out, to take the target's: by a key of its
+    config that is now unknown, and ignored.
+    """
+    folder = copy(vocab_size=vocab, tie_word_embeddings=True)
+    edit_weights(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    edit_config(folder, tierforce={"borrows": ["embed_tokens", "lm_head"]})
+    refuse(
+        folder,
+        CheckpointError,
+        "tensor model.embed_tokens.weight is missing; the checkpoint has 28 tensors",
+    )
+
+
 def test_a_missing_bias(copy: Copy) -> None:
     folder = edit_config(copy(), attention_bias=True)
     refuse(folder, CheckpointError, "model.layers.0.self_attn.q_proj.bias is missing")

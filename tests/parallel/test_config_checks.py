@@ -58,7 +58,6 @@ FIELDS = (
     "logits_scaling",
     "dual_chunk_attention_config",
     "quantization",
-    "tierforce",
     "text_config",
     "auto_map",
 )

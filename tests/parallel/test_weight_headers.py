@@ -15,11 +15,11 @@ from torch import Tensor
 from parallel.config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.group import Group
-from parallel.loading import Lender, load_model, parameter_bytes
+from parallel.loading import load_model, parameter_bytes
 from parallel.sizes import parameter_count
 from parallel.weight_headers import stored_tensors
 from support.loading import all_logits
-from support.models import borrowing_draft, random_tokens, reference_logits
+from support.models import random_tokens, reference_logits
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Checkpoints = Callable[..., Path]
@@ -92,30 +92,6 @@ def test_a_head_of_another_size_is_refused(checkpoint: Checkpoints, tmp_path: Pa
     folder = with_head(tied, tmp_path / "model", torch.zeros(100, 32))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \(100, 32\)"):
         load_model(folder, Group())
-
-
-def test_a_draft_with_a_head_of_its_own_borrows_none(
-    checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    """The target's head is an embedding; the draft's is not, and it says so by its files."""
-    target = checkpoint()
-    draft = borrowing_draft(target, tmp_path / "draft", borrows=["embed_tokens"])
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    head = load_file(draft / "model.safetensors")[HEAD]
-    model = load_model(draft, Group(), lender=Lender(load_model(target, Group()), target))
-    assert torch.equal(model.head.weight, head)
-
-
-def test_a_head_that_is_borrowed_may_not_be_there(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """It would be dropped in silence."""
-    target = checkpoint()
-    draft = borrowing_draft(target, tmp_path / "draft", borrows=["embed_tokens"])
-    config = json.loads((draft / "config.json").read_text())
-    config["tierforce"] = {"borrows": ["embed_tokens", "lm_head"]}
-    (draft / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"have no place in the model .* lm_head\.weight"):
-        load_model(draft, Group(), lender=Lender(load_model(target, Group()), target))
 
 
 def test_files_that_only_some_are_there_of_leave_a_plan_to_the_config(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +28,6 @@ DIMENSIONS: dict[str, Any] = {  # of a config of which no model is made
     "intermediate_size": 96,
     "vocab_size": 300,
 }
-OUTER = ("embed_tokens", "norm", "lm_head")  # what a draft may borrow
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3": {"head_dim": 12},
@@ -116,42 +112,3 @@ def reference_model(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-
-
-def borrowing_draft(
-    target: Path, folder: Path, layers: Sequence[int] = (0, 2), borrows: Sequence[str] = OUTER
-) -> Path:
-    """Write a draft of some of a target's layers, a little changed, that borrows the rest of it.
-
-    Its norm is its own unless it is borrowed. `target` is a folder of one weight file.
-    """
-    folder.mkdir(parents=True)
-    config = json.loads((target / "config.json").read_text())
-    config |= {"num_hidden_layers": len(layers), "tierforce": {"borrows": list(borrows)}}
-    if "layer_types" in config:
-        config["layer_types"] = [config["layer_types"][layer] for layer in layers]
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {}
-    for name, tensor in load_file(target / "model.safetensors").items():
-        kind, _, rest = name.removeprefix("model.").partition(".")
-        layer, _, part = rest.partition(".")
-        if kind == "layers" and int(layer) in layers:
-            tensors[f"model.layers.{layers.index(int(layer))}.{part}"] = 1.1 * tensor
-        elif kind in OUTER and kind not in borrows:
-            tensors[name] = 1.2 * tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-def completed_draft(target: Path, draft: Path, folder: Path) -> Path:
-    """Write the same draft with copies of all that it borrows, as any checkpoint is."""
-    folder.mkdir(parents=True)
-    config = json.loads((draft / "config.json").read_text())
-    borrows = config.pop("tierforce")["borrows"]
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(draft / "model.safetensors")
-    for name, tensor in load_file(target / "model.safetensors").items():
-        if name.removeprefix("model.").split(".")[0] in borrows:
-            tensors[name] = tensor
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
