@@ -40,6 +40,7 @@ from parallel.gguf_families import config_fields
 from parallel.gguf_header import read_header
 from parallel.hub import NotThere, fetch_config
 from parallel.named import find_local, is_gguf
+from parallel.partition import share_size
 from parallel.positions import (
     addressable_positions,
     context_notes,
@@ -52,7 +53,6 @@ from parallel.rope import (
     read_rope,
     stretch_factor,
 )
-from parallel.sizes import share_size
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,8 @@ from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.numa import gpu_address
 from parallel.driver import unseen_gpus
 from parallel.environment import Place, RankLost, place_of
+from parallel.partition import share
 from parallel.recorder import Recorder
-from parallel.sizes import share
 from parallel.steady import blocks_of
 from parallel.watchdog import Watchdog
 

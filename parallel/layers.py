@@ -15,8 +15,8 @@ from torch.nn import Module, Parameter
 
 from parallel.checkpoint import Checkpoint
 from parallel.group import Group, Pending
+from parallel.partition import vocab_rows
 from parallel.products import linear, unrounded_linear
-from parallel.sizes import vocab_rows
 from parallel.steady import in_blocks
 
 

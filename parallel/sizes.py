@@ -5,10 +5,8 @@ The layers of `parallel.layers` allocate by the same rules.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from offload.layout import ceil_div
-from parallel.families import ExpertShape, QKNorm
+from parallel.config import ModelConfig
+from parallel.partition import share_size, vocab_rows
 
 # tokens of the longest pass worth recording as a CUDA graph (`parallel.graphs`): a longest draft at
 # the retrieval level, and the two tokens that were pending
@@ -19,64 +17,12 @@ MAX_GRAPH_TOKENS = 18
 MAX_FIXED_TOKENS = 64
 
 
-class ModelDimensions(Protocol):
-    """The dimensions of a whole model, as `parallel.config.ModelConfig` names them."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def o_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> QKNorm | None: ...
-    @property
-    def experts(self) -> ExpertShape | None: ...
-    def has_experts(self, layer: int) -> bool: ...
-
-
-def share(total: int, rank: int, ranks: int, unit: int = 1) -> slice:
-    """Return the part of `total` rows or columns that a rank holds: as even as can be.
-
-    It has whole units, such as the rows of a head.
-    """
-    units = total // unit
-    return slice(units * rank // ranks * unit, units * (rank + 1) // ranks * unit)
-
-
-def share_size(total: int, rank: int, ranks: int, unit: int = 1) -> int:
-    """Return how many rows or columns that part has; the last rank has no fewer than any other."""
-    part = share(total, rank, ranks, unit)
-    return part.stop - part.start
-
-
-def head_rows(config: ModelDimensions) -> tuple[int, int]:
+def head_rows(config: ModelConfig) -> tuple[int, int]:
     """Return the rows that one KV head has of queries, with all that share it, and of keys."""
     return config.heads // config.kv_heads * config.head_dim, config.head_dim
 
 
-def vocab_rows(vocab: int, ranks: int) -> int:
-    """Return the rows of an embedding on every rank; the last ranks' are padded."""
-    return ceil_div(vocab, ranks)
-
-
-def parameter_count(config: ModelDimensions, ranks: int, rank: int | None = None) -> int:
+def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) -> int:
     """Return the number of parameters on one of `ranks` ranks.
 
     Without `rank` it is the last one's, which holds no fewer than any other.
@@ -94,7 +40,7 @@ def parameter_count(config: ModelDimensions, ranks: int, rank: int | None = None
     )
 
 
-def idle_parameters(config: ModelDimensions, ranks: int, tokens: int) -> float:
+def idle_parameters(config: ModelConfig, ranks: int, tokens: int) -> float:
     """Return the parameters on the last rank that a pass of so many tokens does not use.
 
     They are those of experts that no token is given to, if every token chooses any as likely.
@@ -106,7 +52,7 @@ def idle_parameters(config: ModelDimensions, ranks: int, tokens: int) -> float:
     return mixtures * _expert_parameters(config, ranks, ranks - 1) * idle
 
 
-def _attention_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
+def _attention_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     """Return the parameters of a layer on a rank, less those of its MLP. Both norms are here."""
     hidden = config.hidden
     heads = share_size(config.kv_heads, rank, ranks)
@@ -119,7 +65,7 @@ def _attention_parameters(config: ModelDimensions, ranks: int, rank: int) -> int
     return norms + qkv + o
 
 
-def _mlp_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
+def _mlp_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     hidden = config.hidden
     intermediate = share_size(config.intermediate, rank, ranks)
     gate_up = 2 * intermediate * (hidden + config.mlp_bias)
@@ -127,11 +73,11 @@ def _mlp_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
     return gate_up + down
 
 
-def _router_parameters(config: ModelDimensions) -> int:
+def _router_parameters(config: ModelConfig) -> int:
     return 0 if config.experts is None else config.experts.count * config.hidden
 
 
-def _expert_parameters(config: ModelDimensions, ranks: int, rank: int) -> int:
+def _expert_parameters(config: ModelConfig, ranks: int, rank: int) -> int:
     """Return the parameters of all of a layer's experts on a rank."""
     if config.experts is None:
         return 0

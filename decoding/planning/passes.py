@@ -12,7 +12,8 @@ from decoding.planning.profile import HardwareProfile
 from offload.layout import ceil_div
 from offload.steady_shape import KEYS, WIDTH
 from parallel.config import ModelConfig
-from parallel.sizes import idle_parameters, vocab_rows
+from parallel.partition import vocab_rows
+from parallel.sizes import idle_parameters
 
 if TYPE_CHECKING:
     import torch
