@@ -107,6 +107,7 @@ def split_draft(
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     draft = engine.runtime.draft
+    assert engine.runtime.needs.weight_bytes == engine.runtime.weight_bytes
     if group.rank:
         engine.follow()
         return [], draft.group.size if draft else 0

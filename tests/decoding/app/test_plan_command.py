@@ -96,7 +96,7 @@ def plan(folder: Path, *options: str) -> Finished:
     return forked(folder, "plan", "--model", str(DEMO / "target"), *options)
 
 
-def test_one_document_for_machines(tmp_path: Path) -> None:
+def test_one_document_for_machines(tmp_path: Path, pair: Pair) -> None:
     hardware = tmp_path / "mine.json"
     hardware.write_text(json.dumps(NUMBERS))
     options = [
@@ -121,6 +121,9 @@ def test_one_document_for_machines(tmp_path: Path) -> None:
     assert found["plan"]["device_bytes"] == max(
         sum(phase.values()) - phase["weights"] for phase in phases
     )
+    assert pair.draft is not None  # in float32 here, and in the plan in 16 bits
+    weights = parameter_bytes(pair.target, pair.draft) // 2
+    assert [phase["weights"] for phase in phases] == [weights, weights]
     assert found["plan"]["late_layers"] > 0
     assert found["forecast"]["token_s"] < found["plain"]["token_s"]
     # over a link, texts at once would keep less on the device
