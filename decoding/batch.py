@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decoding.lengths import Lengths
+from decoding.generation import Writing
 from decoding.pace import Pace
 from decoding.planning.fit import ALONE, Sharing
+from decoding.request import Request
 from decoding.session import Session
 from decoding.sessions import Sessions
+from decoding.speculation.draft_length import Lengths
 from decoding.speculation.passes import Clock, Passes
 from decoding.stats import Stats
-from decoding.writing import Request, Writing
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from parallel.environment import RankLost
 from parallel.passes import Pass

@@ -11,8 +11,8 @@ from decoding.engine import Engine
 from decoding.pieces import pieces
 from decoding.planning.defaults import NEW_TOKENS
 from decoding.prompt import MARK, chat_tokens, tokens_around
+from decoding.request import Progress
 from decoding.speculation.sampling import Sampling
-from decoding.writing import Progress
 from offload.errors import DocumentError, TierForceError
 
 _WHAT = "a conversation"

@@ -8,14 +8,15 @@ from statistics import median
 
 from torch import Tensor
 
+from decoding.generation import Writing
 from decoding.keeping.prompt_cache import LEAST_TOKENS
-from decoding.lengths import Lengths
+from decoding.request import Request
 from decoding.session import Session
 from decoding.sessions import Sessions
+from decoding.speculation.draft_length import Lengths
 from decoding.speculation.passes import drive
 from decoding.speculation.text import common_prefix
 from decoding.stats import Stats
-from decoding.writing import Request, Writing
 from offload.errors import FitError
 from offload.layout import ceil_div
 from parallel.passes import Pass

@@ -10,18 +10,18 @@ from typing import Any
 
 from decoding.batch import Batch, Written
 from decoding.conversation import ROOM, Conversation
-from decoding.lengths import Lengths
 from decoding.loading import load
 from decoding.pieces import pieces
 from decoding.planning.defaults import NEW_TOKENS
 from decoding.planning.fit import Sharing, sharing_pays
 from decoding.prompt import Template
+from decoding.request import Progress, Request, refuse_no_text
 from decoding.runtime import Runtime
 from decoding.sessions import Sessions
 from decoding.settings import Settings
+from decoding.speculation.draft_length import Lengths
 from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
-from decoding.writing import Progress, Request, refuse_no_text
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group

@@ -10,9 +10,8 @@ import torch
 from decoding.keeping.keeper import Identity, Keeper
 from decoding.planning.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABLE_SHARE
 from decoding.planning.fit import Memory, fit
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.prior import Prior, find_prior
-from decoding.planning.way import Way
 from decoding.settings import Settings
 from offload.bandwidth import Copies
 from offload.errors import TierForceError

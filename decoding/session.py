@@ -13,7 +13,6 @@ from decoding.hierarchy import Hierarchy
 from decoding.keeping.keeper import Keeper
 from decoding.keeping.prompt_cache import is_new
 from decoding.keeping.saving import Saving
-from decoding.lengths import Lengths, draft_lengths
 from decoding.planning.choice import WayChoice
 from decoding.planning.defaults import (
     EARLY_CHUNK,
@@ -26,6 +25,7 @@ from decoding.reading import check_wanted, of_part, read_draft
 from decoding.runtime import Runtime
 from decoding.speculation.chance import Chance
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
+from decoding.speculation.draft_length import Lengths, draft_lengths
 from decoding.speculation.lookup import Lookup
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text

@@ -19,8 +19,8 @@ from decoding.planning.fit import (
     least_budget,
     nearest_way,
 )
+from decoding.planning.needs import Way
 from decoding.planning.observed import ObservedCosts
-from decoding.planning.way import Way
 from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import RoundStats

@@ -1,4 +1,4 @@
-"""Few shapes for what torch compiles by shape.
+"""What torch does on a CPU: few shapes for what it compiles by shape, and products in bfloat16.
 
 On a CPU its products and its attention in 16 bits make a kernel for each number of rows, and keep
 it to the end of the process: 0.3 to 0.7 MB for each weight. Prompts have any length, and drafts
@@ -7,6 +7,9 @@ many, so rows are taken in numbers of which there are few.
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,3 +26,12 @@ def filled_up(x: Tensor) -> Tensor:
     """Return x (T, ...) with rows of zeros behind it, so that there are few numbers of rows."""
     rest = -len(x) % (ROWS if len(x) > ROWS else _FEW_ROWS)
     return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rest]) if rest else x
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions for products in bfloat16.
+
+    One without takes ten to fifty times as long for them as for products in float32.
+    """
+    return torch.backends.cpu.get_cpu_capability() != "AVX2"

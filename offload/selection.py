@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from offload.few_shapes import multiplies_bfloat16
 from offload.policies import POLICY_TRAITS, PolicyTraits
-from offload.processor import multiplies_bfloat16
 
 # What an earlier selection's attention still counts at the next one.
 KEPT_OF_ATTENTION = 0.9

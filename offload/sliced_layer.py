@@ -16,8 +16,8 @@ from offload.buffers import attend_to, span
 from offload.fused import fused_kernels
 from offload.host_layer import HostLayer
 from offload.kv_file import Excerpt
-from offload.layers import StreamedLayer
 from offload.link import Link, by_head
+from offload.offloaded import StreamedLayer
 from offload.outliers import Outliers
 from offload.ring import TransferRing
 from offload.slice_format import SPLIT_TOKENS

@@ -15,9 +15,10 @@ from offload.host_arena import HostArena
 from offload.host_layer import HostLayer
 from offload.host_memory import allocate
 from offload.kv_file import Excerpt, whole_heads
-from offload.layers import ResidentLayer, StreamedLayer
 from offload.layout import shares
 from offload.link import Link
+from offload.offloaded import StreamedLayer
+from offload.resident import ResidentLayer
 from offload.ring import Step, TransferRing
 from offload.rotary import Rotary
 from offload.sliced_layer import Coding, Outbox, SlicedLayer
@@ -29,7 +30,7 @@ class TieredCache(Cache):
     """Exact KV of the whole sequence over two tiers.
 
     `boundary` splits the tokens into a prefix and recent ones. What a layer does with either is its
-    own affair (`offload.layers`). The boundary moves in whole blocks when a pass begins, once
+    own affair (`TieredLayer`). The boundary moves in whole blocks when a pass begins, once
     enough recent tokens stand behind the next one; streamed layers write to the host what it
     passes.
     """

@@ -12,10 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from parallel.config_file import unread_dtype
 from parallel.errors import CheckpointError
 from parallel.gguf_header import LFS, refuse_pointer
-from parallel.weight_headers import DTYPES, HEAD, weight_files
+from parallel.weight_headers import DTYPES, HEAD, unread_dtype, weight_files
 
 _DERIVED = "rotary_emb.inv_freq"  # may be left over: computed from the config
 

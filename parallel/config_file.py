@@ -15,11 +15,7 @@ from parallel.config_checks import flag
 from parallel.errors import CheckpointError, ConfigError
 from parallel.families import FAMILIES, Family, missing_fields
 from parallel.rope import with_known_rope
-from parallel.weight_headers import DTYPES, has_own_head, stored_tensors
-
-# files that say that a folder's weights are compressed where its config.json does not: NVIDIA's
-# (FP8, NVFP4), and those of GPTQ and AWQ before transformers knew them
-_QUANTISED_BY = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+from parallel.weight_headers import DTYPES, QUANTISED_BY, has_own_head, stored_tensors, unread_dtype
 
 
 def config_file(folder: Path) -> Path:
@@ -90,7 +86,7 @@ def _is_tied(folder: Path, tied: bool) -> bool:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise unread_dtype(tensor.path, name, tensor.dtype)
-    quantised = next((folder / name for name in _QUANTISED_BY if (folder / name).is_file()), None)
+    quantised = next((folder / name for name in QUANTISED_BY if (folder / name).is_file()), None)
     if quantised is not None and not tensors:
         raise CheckpointError(
             f"{quantised} says that the weights are compressed, which is not supported: use the "
@@ -100,13 +96,3 @@ def _is_tied(folder: Path, tied: bool) -> bool:
         return tied and not has_own_head(tensors)
     except OSError as error:
         raise CheckpointError(f"{folder}: its weights cannot be read: {error.strerror}.") from error
-
-
-def unread_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
-    """Return the error for a tensor of a safetensors file whose dtype is not read."""
-    found = [each for each in _QUANTISED_BY if (path.parent / each).is_file()]
-    why = f", as {found[0]} beside it says" if found else ""
-    return CheckpointError(
-        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are read. If it "
-        f"holds compressed weights{why}, use the model's 16-bit checkpoint."
-    )

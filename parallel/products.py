@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.few_shapes import filled_up, is_compiled
-from offload.processor import multiplies_bfloat16
+from offload.few_shapes import filled_up, is_compiled, multiplies_bfloat16
 from offload.steady_shape import WIDTH
 from parallel.steady import in_blocks
 

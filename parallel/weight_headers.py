@@ -13,6 +13,9 @@ from parallel.errors import CheckpointError
 
 # that are read, and in which models are run, with their names in torch
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+# files that say that a folder's weights are compressed where its config.json does not: NVIDIA's
+# (FP8, NVFP4), and those of GPTQ and AWQ before transformers knew them
+QUANTISED_BY = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _MAX_HEADER = 32 * MIB  # bytes; of real files it is a few MB
 _AT_ONCE = 16 * MIB  # bytes of two tensors that are compared
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -151,3 +154,13 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
                 return False
             remaining -= count
     return True
+
+
+def unread_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
+    """Return the error for a tensor of a safetensors file whose dtype is not read."""
+    found = [each for each in QUANTISED_BY if (path.parent / each).is_file()]
+    why = f", as {found[0]} beside it says" if found else ""
+    return CheckpointError(
+        f"{path}: tensor {name} is {dtype}; only {', '.join(DTYPES)} weights are read. If it "
+        f"holds compressed weights{why}, use the model's 16-bit checkpoint."
+    )

@@ -37,9 +37,9 @@ from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Sampling, Settings
+from decoding.request import Request
 from decoding.session import Session
 from decoding.speculation.text import common_prefix
-from decoding.writing import Request
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.loading import resolve

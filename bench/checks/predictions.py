@@ -35,14 +35,13 @@ from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.lengths import draft_lengths
 from decoding.planning.cost import Acceptance
 from decoding.planning.forecast import forecast
 from decoding.planning.profile import HardwareProfile
 from decoding.probe.kernels import pass_rates
 from decoding.session import Session
 from decoding.speculation.decoders import Decoder, Speculative
-from decoding.speculation.draft_length import expected_tokens
+from decoding.speculation.draft_length import draft_lengths, expected_tokens
 from offload.bandwidth import Copies
 
 SAMPLING = Sampling(0.6, top_p=0.9, seed=1)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from decoding import Sampling
-from decoding.lengths import Lengths, draft_lengths
 from decoding.session import Session
 from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Decoder
-from decoding.speculation.draft_length import RecordingLength, RoundStats
+from decoding.speculation.draft_length import Lengths, RecordingLength, RoundStats, draft_lengths
 from decoding.speculation.passes import drive
 from decoding.speculation.text import Text
 

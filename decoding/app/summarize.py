@@ -26,9 +26,9 @@ from decoding.engine import Engine
 from decoding.planning.defaults import MAX_TEXTS
 from decoding.planning.fit import Sharing
 from decoding.prompt import Template
+from decoding.request import Request
 from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
-from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.group import Group
 from parallel.loading import resolve

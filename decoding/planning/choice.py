@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from decoding.planning.cost import CostSource
 from decoding.planning.defaults import DEFAULT_BUDGET, WORTHWHILE_SHARE
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.prior import Prior
-from decoding.planning.way import Way
 from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
 

@@ -11,10 +11,9 @@ from decoding.planning.defaults import (
     SHARED_LAYER_BYTES,
     USABLE_SHARE,
 )
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.passes import read_bytes
 from decoding.planning.profile import HardwareProfile
-from decoding.planning.way import Way
 from offload.errors import FitError
 from offload.layout import ceil_div
 from offload.memory_plan import MemoryPlan, Needs, device_tiers, early, plan_memory, reading_bytes

@@ -28,7 +28,6 @@ from decoding.planning.defaults import (
     SLICED_RECENT,
     SPLIT_DRAFT_BYTES,
 )
-from decoding.planning.way import Way
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.draft_length import CATCH_UP, NOISE_POSITIONS
 from offload.layout import KVLayout, ceil_div
@@ -48,6 +47,14 @@ from parallel.sizes import (
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mode, and the retrieval budget in it."""
+
+    mode: str  # one of LEVELS
+    budget: int  # tokens a head; it means nothing where a mode has no retrieval
 
 
 @dataclass(frozen=True)

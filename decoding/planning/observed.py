@@ -21,8 +21,7 @@ from decoding.planning.defaults import (
     PRIOR_REJECTION,
     PRIOR_TOKENS,
 )
-from decoding.planning.needs import TextNeeds, weight_bytes
-from decoding.planning.way import Way
+from decoding.planning.needs import TextNeeds, Way, weight_bytes
 from decoding.speculation.draft_length import RoundStats, best_length
 from offload.memory_plan import MemoryPlan
 

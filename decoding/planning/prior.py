@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from decoding.planning.cost import Acceptance, PredictedCosts
+from decoding.planning.needs import Way
 from decoding.planning.profile import HardwareProfile
-from decoding.planning.way import Way
 from offload.errors import TierForceError
 from offload.memory_plan import MemoryPlan
 

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from decoding.planning.defaults import MAX_DRAFT, MAX_INNER_DRAFT
+from decoding.settings import Settings
+
 NOISE_POSITIONS = 128  # whose noise is remembered, where it is bound to positions
 CATCH_UP = 32  # pending tokens that a model reads in one pass
 
@@ -193,3 +196,13 @@ class Adaptive(DraftLength):
             range(1, self.max_length + 1), self.acceptance, lambda n: verify(n + 1) + n * per_token
         )
         return length
+
+
+Lengths = tuple[DraftLength, ...]
+
+
+def draft_lengths(settings: Settings) -> Lengths:
+    """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
+    inner = (settings.inner_length, MAX_INNER_DRAFT)
+    rows = ((settings.draft_length, MAX_DRAFT), inner, inner)
+    return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)

@@ -17,9 +17,9 @@ from torch import Tensor
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Sampling
 from decoding.planning import fit
+from decoding.request import Request
 from decoding.session import Session
 from decoding.sessions import Sessions
-from decoding.writing import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from offload.host_arena import HostArena
 from parallel.group import Group

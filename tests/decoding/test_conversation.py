@@ -16,7 +16,7 @@ import decoding.session
 import offload.tiered
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
-from decoding.writing import Request
+from decoding.request import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from offload.layout import ceil_div
 from parallel.group import Group

@@ -18,9 +18,9 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Sampling
 from decoding.batch import Written
 from decoding.pace import Pace
+from decoding.request import Request
 from decoding.session import Session
 from decoding.sessions import Sessions
-from decoding.writing import Request
 from offload.errors import DocumentError
 from offload.memory_plan import device_tiers, early, reading_bytes
 from parallel.group import Group

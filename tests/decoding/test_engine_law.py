@@ -15,7 +15,7 @@ from torch import Tensor
 
 import decoding.speculation.verify
 from decoding import Sampling
-from decoding.writing import Request
+from decoding.request import Request
 from offload.selection import POLICIES, Attention, ObservedRows
 from parallel.config import ModelConfig
 from support.engines import Folders, Pair

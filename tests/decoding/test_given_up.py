@@ -15,7 +15,7 @@ from torch import Tensor
 import decoding.engine
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
-from decoding.writing import Request
+from decoding.request import Request
 from offload.errors import GivenUpError
 from parallel.group import Group
 from support.batches import MODES, SMALL

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.writing import Request
+from decoding.request import Request
 from offload.attention import backend, partial_attention
 from offload.errors import TierForceError
 from offload.steady_shape import KEYS

@@ -23,7 +23,7 @@ from bench.harness.ranks import PRELOAD, run_ranks
 from decoding import GREEDY
 from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
 from decoding.keeping.saving import files_of, saved
-from decoding.writing import Request
+from decoding.request import Request
 from offload.errors import DocumentError
 from offload.kv_file import KVFile
 from offload.prefill import LAST_ROWS

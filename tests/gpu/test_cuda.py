@@ -28,9 +28,9 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.lines import say_what_fits
 from decoding.app.options import Common
+from decoding.request import Request
 from decoding.speculation.decoders import Speculative
 from decoding.speculation.sampling_options import SamplingOptions
-from decoding.writing import Request
 from offload.errors import FitError, TierForceError
 from offload.fused import fused_kernels, steady_kernels
 from offload.prefill import LAST_ROWS

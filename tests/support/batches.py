@@ -7,7 +7,7 @@ from typing import Any
 
 from decoding import Engine, Sampling
 from decoding.batch import Written
-from decoding.writing import Request
+from decoding.request import Request
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]

@@ -11,9 +11,8 @@ import decoding.planning.needs
 from decoding import Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.counted_dtype import counted_dtype
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.profile import HardwareProfile
-from decoding.planning.way import Way
 from decoding.settings import LEVELS
 from offload.policies import POLICY_NAMES
 from parallel.config import ModelConfig

@@ -33,8 +33,8 @@ from decoding.app.server.token_texts import TokenTexts
 from decoding.app.terminal import say
 from decoding.engine import Engine
 from decoding.pieces import pieces
+from decoding.request import Request
 from decoding.stats import Stats
-from decoding.writing import Request
 from offload.errors import DocumentError, FitError, GivenUpError, TierForceError, one_line
 from parallel.environment import RankLost
 

@@ -14,8 +14,8 @@ from decoding import GREEDY, Engine
 from decoding.planning.choice import WayChoice, WayChooser
 from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
 from decoding.planning.fit import affordable as affordable_with
+from decoding.planning.needs import Way
 from decoding.planning.observed import ObservedCosts
-from decoding.planning.way import Way
 from decoding.runtime import Runtime
 from decoding.sessions import Sessions
 from decoding.speculation.draft_length import RoundStats

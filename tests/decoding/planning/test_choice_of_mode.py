@@ -15,9 +15,8 @@ from decoding.planning.choice import WayChooser
 from decoding.planning.counted_dtype import counted_dtype
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.fit import Memory, affordable, longest_prompt
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.observed import ObservedCosts
-from decoding.planning.way import Way
 from decoding.settings import Settings
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError

@@ -18,10 +18,9 @@ from decoding import Engine
 from decoding.planning.choice import WayChooser
 from decoding.planning.cost import CostSource, PredictedCosts
 from decoding.planning.fit import fit, memory_of
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.outlook import look_ahead
-from decoding.planning.way import Way
 from decoding.runtime import Runtime
 from decoding.settings import dtype_of
 from decoding.speculation.draft_length import Adaptive, RoundStats

@@ -16,11 +16,10 @@ from decoding.planning.cost import Acceptance, PredictedCosts
 from decoding.planning.counted_dtype import counted_dtype
 from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.fit import Memory, affordable
-from decoding.planning.needs import TextNeeds
+from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.observed import ObservedCosts
 from decoding.planning.prior import Prior, find_prior
 from decoding.planning.profile import HardwareProfile
-from decoding.planning.way import Way
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import TierForceError
 from offload.memory_plan import MemoryPlan
