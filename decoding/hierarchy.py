@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from decoding.runtime import Runtime
 from decoding.settings import LEVELS
+from offload.cache.streaming import StreamingCache
 from offload.memory_plan import MemoryPlan
-from offload.near import NearCache
-from offload.retrieval import RetrievalCache
-from offload.selection import POLICIES
-from offload.streaming import StreamingCache
-from offload.tiered import TieredCache
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import POLICIES
+from offload.tiered.cache import TieredCache
+from offload.tiered.device_view import NearCache
 from parallel.lockstep import Level
 
 

@@ -22,7 +22,7 @@ from decoding.settings import LEVELS, Settings
 from decoding.vocabulary import refuse_other_names
 from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
-from offload.link_name import refuse_on_gpu
+from offload.memory.link_spec import refuse_on_gpu
 from offload.regular_files import read_json
 from parallel.config import ModelConfig, token_ids
 from parallel.environment import place_of

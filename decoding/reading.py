@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from decoding.planning.defaults import DRAFT_SLACK
-from offload.cache import Cache
+from offload.cache.base import Cache
+from offload.cache.streaming import StreamingCache
 from offload.errors import GivenUpError
-from offload.streaming import StreamingCache
 from parallel.group import Group
 from parallel.model import Llama, Progress
 

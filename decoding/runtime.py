@@ -13,15 +13,15 @@ from decoding.planning.fit import Memory, fit
 from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.prior import Prior, find_prior
 from decoding.settings import Settings
-from offload.bandwidth import Copies
 from offload.errors import TierForceError
-from offload.fused import Kernels, fused_kernels, steady_kernels
-from offload.host_arena import HostArena
-from offload.host_memory import host_available
-from offload.link import Link
+from offload.kernels.selection import Kernels, fused_kernels, steady_kernels
+from offload.memory.bandwidth import Copies
+from offload.memory.host import host_available
+from offload.memory.host_arena import HostArena
+from offload.memory.link import Link
+from offload.memory.open_link import make_link
 from offload.memory_plan import MemoryPlan
-from offload.open_link import make_link
-from offload.retrieval_shape import MIN_L2_BYTES
+from offload.retrieval.shape import MIN_L2_BYTES
 from parallel.loading import parameter_bytes
 from parallel.model import Llama
 

@@ -31,11 +31,11 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text
 from decoding.speculation.vocabulary import DraftModel, readable
 from offload.errors import FitError
-from offload.kv_file import whole_heads
 from offload.layout import ceil_div, shares
 from offload.memory_plan import MemoryPlan
-from offload.prefill import Prefill
-from offload.tiered import TieredCache
+from offload.tiered.cache import TieredCache
+from offload.tiered.kv_file import whole_heads
+from offload.tiered.prefill import Prefill
 from parallel.graphs import GraphRunner
 from parallel.lockstep import Level, OpenText
 from parallel.model import Progress

@@ -25,7 +25,7 @@ from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError, TierForceError
-from offload.host_arena import HostArena
+from offload.memory.host_arena import HostArena
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
 from parallel.lockstep import Lockstep

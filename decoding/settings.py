@@ -18,10 +18,10 @@ from decoding.option import (
     option,
 )
 from decoding.planning.defaults import DEFAULT_BUDGET
+from offload.codec.format import SLICED_DTYPES
 from offload.errors import TierForceError
-from offload.link_name import emulated_rate
-from offload.policies import POLICY_NAMES
-from offload.slice_format import SLICED_DTYPES
+from offload.memory.link_spec import emulated_rate
+from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel import weight_headers
 from parallel.rope import stretch_factor
 

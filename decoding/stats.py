@@ -11,7 +11,7 @@ from decoding.session import Session
 from decoding.speculation.decoders import Decoder, LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.memory_plan import MemoryPlan
-from offload.retrieval import RetrievalCache
+from offload.retrieval.cache import RetrievalCache
 from offload.traffic import Traffic
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.errors import FitError
-from offload.tiered_shape import TieredShape
+from offload.tiered.shape import TieredShape
 
 
 @dataclass(frozen=True)

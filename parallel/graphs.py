@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.cache import Cache
+from offload.cache.base import Cache
+from offload.cache.static_shape import FixedPass, SlotCache
 from offload.errors import TierForceError
-from offload.fixed_shape import FixedPass, SlotCache
 from parallel.group import Group
 from parallel.model import Llama
 from parallel.passes import Pass, make, read_together

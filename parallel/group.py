@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from offload.numa import gpu_address
+from offload.memory.numa import gpu_address
 from parallel.driver import unseen_gpus
 from parallel.environment import Place, RankLost, place_of
 from parallel.partition import share

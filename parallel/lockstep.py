@@ -15,9 +15,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from offload.cache import Cache
+from offload.cache.base import Cache
 from offload.errors import TierForceError
-from offload.host_memory import give_back
+from offload.memory.host import give_back
 from parallel.group import Group, on_device
 from parallel.model import Llama
 from parallel.passes import Pass

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from offload.prefill import LAST_ROWS
-from offload.steady_shape import WIDTH
+from offload.kernels.batch_invariant_shape import WIDTH
+from offload.tiered.prefill import LAST_ROWS
 from parallel.branches import Branch, Mlp
 from parallel.checkpoint import Checkpoint
 from parallel.config import ModelConfig

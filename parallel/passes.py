@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offload.cache import Cache
+from offload.cache.base import Cache
 from parallel.model import AttendingCache, Llama
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from offload.few_shapes import ROWS
+from offload.attention.shape_buckets import ROWS
 from offload.layout import ceil_div, shares
 from parallel.group import Pending
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.few_shapes import filled_up, is_compiled, multiplies_bfloat16
-from offload.steady_shape import WIDTH
+from offload.attention.shape_buckets import filled_up, is_compiled, multiplies_bfloat16
+from offload.kernels.batch_invariant_shape import WIDTH
 from parallel.steady import in_blocks
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from offload.steady_shape import WIDTH
+from offload.kernels.batch_invariant_shape import WIDTH
 
 _rows: ContextVar[int | None] = ContextVar("rows", default=None)  # of a block, where there are any
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.link import Link
+from offload.memory.link import Link
 from standin import Machine, gpu_or_standin
 from support.links import make_test_link
 from support.models import build_checkpoint

@@ -34,7 +34,7 @@ from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.loading import load_tokenizer
 from decoding.session import Session
-from offload.kv_file import Excerpt
+from offload.tiered.kv_file import Excerpt
 
 _LAYERS, _HEADS, _WIDTH, _HIDDEN, _INNER = 2, 2, 64, 128, 256
 _THETA = 5e6  # turns slowly enough that a million positions differ

@@ -42,7 +42,7 @@ from decoding.probe.kernels import pass_rates
 from decoding.session import Session
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import draft_lengths, expected_tokens
-from offload.bandwidth import Copies
+from offload.memory.bandwidth import Copies
 
 SAMPLING = Sampling(0.6, top_p=0.9, seed=1)
 

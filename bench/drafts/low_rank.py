@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.buffers import put, span
-from offload.cache import Cache
+from offload.attention.head_major import put, span
+from offload.cache.base import Cache
 from offload.layout import ceil_div
-from offload.tiered import TieredCache
+from offload.tiered.cache import TieredCache
 
 OUTLYING = 48  # chunks a head whose mean tells least of them, as published: kept on the device
 # the published rank, 160 of 1,024 dimensions; and what half of the memory has room for

@@ -42,7 +42,7 @@ from decoding import Engine, Sampling, Settings
 from decoding.prompt import Template
 from decoding.runtime import Runtime
 from offload.errors import TierForceError
-from offload.retrieval import RetrievalCache
+from offload.retrieval.cache import RetrievalCache
 
 NEEDLES = [  # a question, how its answer begins, and the words that only the text can tell
     (

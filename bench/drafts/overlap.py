@@ -37,11 +37,11 @@ from decoding.speculation.passes import drive
 from decoding.speculation.sampling import draw
 from decoding.speculation.text import Text
 from offload.layout import KVLayout
-from offload.policies import PolicyTraits
-from offload.prefill import LAST_ROWS
-from offload.retrieval import RetrievalCache
-from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES, ObservedRows, SelectionPolicy
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.policy_specs import PolicyTraits
+from offload.retrieval.selection import POLICIES, ObservedRows, SelectionPolicy
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.prefill import LAST_ROWS
 
 
 class Window(SelectionPolicy):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.buffers import attend_to, put, span
-from offload.cache import Cache
-from offload.slice_format import slice_format
-from offload.slices import SliceCodec
-from offload.tiered import TieredCache
+from offload.attention.head_major import attend_to, put, span
+from offload.cache.base import Cache
+from offload.codec.format import slice_format
+from offload.codec.split_float import SliceCodec
+from offload.tiered.cache import TieredCache
 
 _BFLOAT16_MANTISSA = 7
 

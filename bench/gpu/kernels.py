@@ -15,11 +15,11 @@ from bench.gpu.choices import Context
 from decoding.probe.rates import normal, typical
 from decoding.probe.survey import Machine
 from offload.attention import partial_attention
-from offload.bandwidth import Copies
-from offload.fused import fused_kernels, steady_kernels
-from offload.open_link import make_link
-from offload.slice_format import slice_format
-from offload.steady import steady_attention
+from offload.codec.format import slice_format
+from offload.kernels.batch_invariant_attention import steady_attention
+from offload.kernels.selection import fused_kernels, steady_kernels
+from offload.memory.bandwidth import Copies
+from offload.memory.open_link import make_link
 from offload.traffic import Traffic
 
 _DIM = 128  # of a head
@@ -106,7 +106,7 @@ def _attended(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def fused(context: Context) -> None:
-    """The fused kernels: of split float (`offload.slices`), and of batch-invariant attention."""
+    """Fused kernels (`offload.kernels`): on split floats, and for batch-invariant attention."""
     heads, groups = 8, 4
     tokens = 512 if context.is_small else 65_536
     _split_float(context, heads, groups, tokens)

@@ -22,7 +22,7 @@ from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.settings import LEVELS
 from offload.errors import FitError
-from offload.host_memory import host_available
+from offload.memory.host import host_available
 from parallel.config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.group import Group

@@ -27,7 +27,7 @@ from bench.speed.passes import median_ms, passes
 from decoding import Sampling
 from decoding.session import Session
 from decoding.speculation.draft_length import Fixed
-from offload.bandwidth import Copies
+from offload.memory.bandwidth import Copies
 
 _TOKENS = 65_536  # of a prompt
 _LONG = 130_048  # of the prompt with which a 4090's memory is planned

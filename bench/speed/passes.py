@@ -34,8 +34,8 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Settings
 from decoding.session import Session
-from offload.cache import Cache
-from offload.fixed_shape import SlotCache
+from offload.cache.base import Cache
+from offload.cache.static_shape import SlotCache
 from parallel.graphs import GraphRunner
 from parallel.model import Llama
 

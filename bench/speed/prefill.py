@@ -47,7 +47,7 @@ from decoding.planning.passes import attention_flops, matmul_flops, prefill_flop
 from decoding.probe.rates import matmul_rate
 from decoding.session import Session
 from offload.errors import TierForceError
-from offload.host_memory import process_peak
+from offload.memory.host import process_peak
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.loading import resolve

@@ -38,7 +38,7 @@ from bench.speed.passes import median_ms
 from decoding import Engine, Settings
 from decoding.probe.slices import slice_rates
 from decoding.session import Session
-from offload.slice_format import slice_format
+from offload.codec.format import slice_format
 from parallel.model import Llama
 
 

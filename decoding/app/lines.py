@@ -13,7 +13,7 @@ from decoding.planning.fit import ALONE, Sharing
 from decoding.settings import LEVELS
 from decoding.stats import Stats
 from offload.errors import FitError
-from offload.fused import Kernels
+from offload.kernels.selection import Kernels
 from offload.memory_plan import MemoryPlan
 
 

@@ -22,8 +22,8 @@ from decoding.keeping.prompt_cache import (
 )
 from decoding.keeping.saving import Saving, files_of, is_written, saved, was_given_up
 from offload.errors import DamagedError, TierForceError, one_line
-from offload.prefill import LAST_ROWS, Prefill
-from offload.tiered import TieredCache
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import LAST_ROWS, Prefill
 from parallel.config import ModelConfig
 from parallel.group import Group
 

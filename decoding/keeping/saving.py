@@ -18,9 +18,9 @@ from torch import Tensor
 
 from decoding.keeping.files import Lock, write_synced
 from offload.errors import DamagedError, one_line
-from offload.kv_file import Excerpt, KVFile, Piece
 from offload.layout import KVLayout
 from offload.regular_files import UnsuitableFileError, read_json
+from offload.tiered.kv_file import Excerpt, KVFile, Piece
 
 T = TypeVar("T")
 _THREADS = 4  # that read

@@ -28,7 +28,7 @@ from decoding.planning.passes import Passes, selection_s, target_passes
 from decoding.planning.profile import HardwareProfile
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
 from offload.memory_plan import MemoryPlan
-from offload.policies import POLICY_TRAITS
+from offload.retrieval.policy_specs import POLICY_TRAITS
 
 
 @dataclass(frozen=True)

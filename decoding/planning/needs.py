@@ -30,14 +30,14 @@ from decoding.planning.defaults import (
 )
 from decoding.settings import LEVELS, Settings
 from decoding.speculation.draft_length import CATCH_UP, NOISE_POSITIONS
+from offload.cache.streaming_shape import StreamingShape
+from offload.codec.format import dtype_name, slice_format
+from offload.kernels.batch_invariant_shape import WIDTH, working_bytes
 from offload.layout import KVLayout, ceil_div
 from offload.memory_plan import MemoryPlan, Needs
-from offload.policies import POLICY_TRAITS
-from offload.retrieval_shape import RetrievalShape
-from offload.slice_format import dtype_name, slice_format
-from offload.steady_shape import WIDTH, working_bytes
-from offload.streaming_shape import StreamingShape
-from offload.tiered_shape import STREAMED, TieredShape
+from offload.retrieval.policy_specs import POLICY_TRAITS
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.shape import STREAMED, TieredShape
 from parallel.config import ModelConfig
 from parallel.sizes import (
     MAX_FIXED_TOKENS,

@@ -20,9 +20,9 @@ from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.needs import TextNeeds
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import LEVELS
+from offload.codec.format import slice_format
 from offload.errors import FitError
 from offload.memory_plan import MemoryPlan, device_tiers
-from offload.slice_format import slice_format
 
 Tiers = dict[str, int]  # bytes of one rank's device memory, by what they are for
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from decoding.planning.needs import TextNeeds, weight_bytes
 from decoding.planning.profile import HardwareProfile
+from offload.kernels.batch_invariant_shape import KEYS, WIDTH
 from offload.layout import ceil_div
-from offload.steady_shape import KEYS, WIDTH
 from parallel.config import ModelConfig
 from parallel.partition import vocab_rows
 from parallel.sizes import idle_parameters

@@ -25,14 +25,14 @@ from decoding.settings import Settings
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.verify import Draft, verify
 from offload.attention import partial_attention
-from offload.fused import steady_kernels
-from offload.retrieval import RetrievalCache
-from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES
-from offload.steady import steady_attention
-from offload.steady_shape import KEYS, WIDTH
-from offload.streaming import StreamingCache
-from offload.streaming_shape import StreamingShape
+from offload.cache.streaming import StreamingCache
+from offload.cache.streaming_shape import StreamingShape
+from offload.kernels.batch_invariant_attention import steady_attention
+from offload.kernels.batch_invariant_shape import KEYS, WIDTH
+from offload.kernels.selection import steady_kernels
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import POLICIES
+from offload.retrieval.shape import RetrievalShape
 from offload.traffic import Traffic
 from parallel.config import ModelConfig
 from parallel.graphs import GraphRunner, graphs_work

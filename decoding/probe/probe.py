@@ -12,10 +12,10 @@ from decoding.probe import rates
 from decoding.probe.advice import warning_of_sums, warnings
 from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
-from offload.bandwidth import Copies
 from offload.errors import TierForceError, one_line
-from offload.numa import gpu_address
-from offload.open_link import make_link
+from offload.memory.bandwidth import Copies
+from offload.memory.numa import gpu_address
+from offload.memory.open_link import make_link
 from parallel.config import ModelConfig
 from parallel.group import Group
 

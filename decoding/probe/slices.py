@@ -7,10 +7,10 @@ from torch import Tensor
 
 from decoding.probe.rates import normal, typical
 from offload.attention import partial_attention
-from offload.buffers import span
-from offload.fused import fused_kernels
-from offload.slice_format import SPLIT_TOKENS, slice_format
-from offload.slices import SliceCodec
+from offload.attention.head_major import span
+from offload.codec.format import SPLIT_TOKENS, slice_format
+from offload.codec.split_float import SliceCodec
+from offload.kernels.selection import fused_kernels
 from parallel.config import ModelConfig
 
 _TOKENS = 16_384  # far more than a processor's cache holds

@@ -10,8 +10,8 @@ from typing import Any
 
 import pynvml
 
-from offload.host_memory import host_available
-from offload.numa import SYSFS, cpus_of, node_of
+from offload.memory.host import host_available
+from offload.memory.numa import SYSFS, cpus_of, node_of
 
 
 @dataclass(frozen=True)

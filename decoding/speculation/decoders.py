@@ -21,7 +21,7 @@ from decoding.speculation.passes import Passes
 from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text, common_prefix
 from decoding.speculation.verify import Draft, read
-from offload.cache import Cache
+from offload.cache.base import Cache
 from parallel.group import on_device
 from parallel.passes import Pass, Reader
 

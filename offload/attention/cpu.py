@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import Backend, Partial, attend_causally, attend_folded, merge
-from offload.few_shapes import ROWS, filled_up, is_compiled
+from offload.attention.shape_buckets import ROWS, filled_up, is_compiled
 from offload.layout import ceil_div
 
 # torch's operator works through so many rows and keys at a time

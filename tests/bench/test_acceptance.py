@@ -20,7 +20,7 @@ from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
 from decoding.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
-from offload.retrieval_shape import RetrievalShape
+from offload.retrieval.shape import RetrievalShape
 from parallel.config import ModelConfig
 from parallel.group import Group
 from parallel.loading import load_model

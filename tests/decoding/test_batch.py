@@ -21,7 +21,7 @@ from decoding.request import Request
 from decoding.session import Session
 from decoding.sessions import Sessions
 from offload.errors import DocumentError, FitError, TierForceError
-from offload.host_arena import HostArena
+from offload.memory.host_arena import HostArena
 from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.model import Llama

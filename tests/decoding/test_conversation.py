@@ -13,7 +13,7 @@ import pytest
 
 import decoding.conversation
 import decoding.session
-import offload.tiered
+import offload.tiered.cache
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from decoding.request import Request
@@ -204,7 +204,7 @@ def test_where_memory_does_not_do_for_larger_caches_a_text_is_read_anew(models: 
         wanted = list(engine.generate(prompt, NEW, GREEDY))
         with engine.conversation(room=40):
             list(engine.generate(PROMPT, NEW, GREEDY))
-            with patch.object(offload.tiered, "allocate", side_effect=FitError("no room")):
+            with patch.object(offload.tiered.cache, "allocate", side_effect=FitError("no room")):
                 assert list(engine.generate(prompt, NEW, GREEDY)) == wanted
             assert engine.stats.reused_tokens == 0
             list(engine.generate(PROMPT, NEW, GREEDY))

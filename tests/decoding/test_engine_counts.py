@@ -16,8 +16,8 @@ from decoding import GREEDY, Engine, Sampling
 from decoding.planning.defaults import SELECTION_INTERVAL_ON_DEVICE
 from decoding.session import Session
 from offload.memory_plan import MemoryPlan, Needs, plan_memory
-from offload.selection import POLICIES
-from offload.tiered import TieredCache
+from offload.retrieval.selection import POLICIES
+from offload.tiered.cache import TieredCache
 from support.engines import Pair
 from support.models import random_tokens
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import decoding.speculation.verify
 from decoding import Sampling
 from decoding.request import Request
-from offload.selection import POLICIES, Attention, ObservedRows
+from offload.retrieval.selection import POLICIES, Attention, ObservedRows
 from parallel.config import ModelConfig
 from support.engines import Folders, Pair
 from support.laws import BROKEN, LIKELY, p_value

@@ -17,7 +17,7 @@ import decoding.runtime
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from offload.errors import DocumentError, FitError
-from offload.resident import ResidentLayer
+from offload.tiered.resident import ResidentLayer
 from parallel.group import Group
 from parallel.layers import VocabParallelEmbedding
 from parallel.loading import parameter_bytes

@@ -11,7 +11,7 @@ import pytest
 import decoding.planning.needs
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Settings
-from offload.selection import POLICIES
+from offload.retrieval.selection import POLICIES
 from parallel.group import Group
 from support.engines import DEMO, Pair
 from support.texts import prompt

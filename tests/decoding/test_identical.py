@@ -15,7 +15,7 @@ from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.request import Request
 from offload.attention import backend, partial_attention
 from offload.errors import TierForceError
-from offload.steady_shape import KEYS
+from offload.kernels.batch_invariant_shape import KEYS
 from parallel.group import Group
 from support.commands import TARGET, forked
 from support.engines import Folders, Pair

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import decoding.keeping.identity
-import offload.kv_file
+import offload.tiered.kv_file
 from decoding import GREEDY, Settings
 from decoding.keeping import prompt_cache
 from decoding.keeping.files import locked
@@ -25,10 +25,10 @@ from decoding.keeping.identity import Weights, digest_of
 from decoding.keeping.keeper import Keeper
 from decoding.keeping.prompt_cache import PromptCache
 from offload.errors import DamagedError, TierForceError
-from offload.kv_file import KVFile
 from offload.layout import KVLayout
-from offload.prefill import LAST_ROWS
-from offload.tiered import TieredCache
+from offload.tiered.cache import TieredCache
+from offload.tiered.kv_file import KVFile
+from offload.tiered.prefill import LAST_ROWS
 from parallel.config import ModelConfig
 from parallel.group import Group
 from support.batches import MODES
@@ -174,7 +174,7 @@ def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) ->
     with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
         busy = OSError(errno.EMFILE, "Too many open files")
-        with patch.object(offload.kv_file._Reader, "__call__", side_effect=busy):
+        with patch.object(offload.tiered.kv_file._Reader, "__call__", side_effect=busy):
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert engine.stats.loaded_tokens == 0
         assert "Too many open files" in lines[0]

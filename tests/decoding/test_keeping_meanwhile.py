@@ -25,9 +25,9 @@ from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
 from decoding.keeping.saving import files_of, saved
 from decoding.request import Request
 from offload.errors import DocumentError
-from offload.kv_file import KVFile
-from offload.prefill import LAST_ROWS
-from offload.tiered import TieredCache
+from offload.tiered.cache import TieredCache
+from offload.tiered.kv_file import KVFile
+from offload.tiered.prefill import LAST_ROWS
 from parallel.group import Group
 from support import batches
 from support.batches import MODES

@@ -15,10 +15,10 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.session import Session
 from offload.errors import TierForceError
-from offload.host_arena import HostArena
+from offload.memory.host_arena import HostArena
 from offload.memory_plan import device_tiers
-from offload.prefill import Prefill
-from offload.tiered import TieredCache
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
 from parallel.group import Group
 from support.engines import DEMO
 from support.texts import prompt

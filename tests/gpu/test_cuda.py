@@ -32,8 +32,8 @@ from decoding.request import Request
 from decoding.speculation.decoders import Speculative
 from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import FitError, TierForceError
-from offload.fused import fused_kernels, steady_kernels
-from offload.prefill import LAST_ROWS
+from offload.kernels.selection import fused_kernels, steady_kernels
+from offload.tiered.prefill import LAST_ROWS
 from parallel.graphs import GraphRunner, graphs_work
 from parallel.group import Group
 from parallel.model import Attention

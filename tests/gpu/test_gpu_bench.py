@@ -67,7 +67,7 @@ FAULTY = """
 import torch
 import typer
 from bench.gpu import day, worker
-from offload.cuda_link import CudaLink
+from offload.memory.cuda_link import CudaLink
 
 def frees(context):
     link = CudaLink(context.device)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from bench.harness.ranks import run_ranks
-from offload.cuda_link import CudaLink
 from offload.errors import FitError
+from offload.memory.cuda_link import CudaLink
 from standin import Machine, Race, standin
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")

@@ -9,19 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offload.cpu_link import EmulatedLink
 from offload.errors import FitError
-from offload.host_arena import HostArena
 from offload.layout import KVLayout
+from offload.memory.cpu_link import EmulatedLink
+from offload.memory.host_arena import HostArena
 from offload.memory_plan import (
     MemoryPlan,
     Needs,
     device_tiers,
     plan_memory,
 )
-from offload.prefill import Prefill
-from offload.tiered import TieredCache
-from offload.tiered_shape import TieredShape
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
+from offload.tiered.shape import TieredShape
 from support.links import CPU
 from support.reference import random_rotary
 

@@ -9,13 +9,13 @@ import pytest
 
 MODULES = [
     "errors",
-    "host_memory",
+    "memory.host",
     "layout",
     "memory_plan",
-    "policies",
-    "retrieval_shape",
-    "streaming_shape",
-    "tiered_shape",
+    "retrieval.policy_specs",
+    "retrieval.shape",
+    "cache.streaming_shape",
+    "tiered.shape",
 ]
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from bench.harness.ranks import run_ranks
-from offload.host_arena import HostArena
-from offload.prefill import Prefill
-from offload.retrieval import RetrievalCache
-from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES
-from offload.tiered import TieredCache
-from offload.tiered_shape import TieredShape
+from offload.memory.host_arena import HostArena
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import POLICIES
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
+from offload.tiered.shape import TieredShape
 from parallel.group import Group
 from parallel.loading import load_model
 from parallel.lockstep import Level, Lockstep

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from bench.harness.ranks import run_ranks
-from offload.host_arena import HostArena
-from offload.link import Link
-from offload.prefill import Prefill
-from offload.tiered import TieredCache
-from offload.tiered_shape import TieredShape
+from offload.memory.host_arena import HostArena
+from offload.memory.link import Link
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
+from offload.tiered.shape import TieredShape
 from parallel.group import Group
 from parallel.loading import load_model
 from parallel.model import Llama

@@ -15,7 +15,7 @@ import torch
 import parallel.graphs
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY
-from offload.streaming import StreamingCache
+from offload.cache.streaming import StreamingCache
 from parallel.graphs import GraphRunner
 from parallel.group import Group
 from parallel.loading import load_model

@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from offload import fused
+from offload.kernels import selection as fused
 from standin.clocks import Race, Timeline
 from standin.dispatch import OnGpu
 from standin.graphs import capture_type, graph_type

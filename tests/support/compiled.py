@@ -12,9 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from offload import slice_kernels, steady_kernels
+from offload.kernels import batch_invariant as steady_kernels
+from offload.kernels import split_float as slice_kernels
+from offload.kernels.batch_invariant_shape import KEYS, WIDTH
 from offload.layout import ceil_div
-from offload.steady_shape import KEYS, WIDTH
 
 GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: bytes of a block
 PROCESSOR, RESERVED = 102_400, 1_024  # of an RTX 4090: bytes of a processor, and CUDA's of a block

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.cache import Cache
-from offload.host_arena import HostArena
+from offload.cache.base import Cache
 from offload.layout import KVLayout
-from offload.link import Link
-from offload.prefill import Prefill
-from offload.retrieval import RetrievalCache
-from offload.retrieval_shape import RetrievalShape
-from offload.selection import POLICIES
-from offload.tiered import TieredCache
-from offload.tiered_shape import TieredShape
+from offload.memory.host_arena import HostArena
+from offload.memory.link import Link
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import POLICIES
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
+from offload.tiered.shape import TieredShape
 from support.reference import PlainCache, random_rotary
 
 QKV = tuple[Tensor, Tensor, Tensor]

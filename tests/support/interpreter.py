@@ -11,7 +11,7 @@ import torch
 
 
 def interpreted(name: str) -> Any:
-    """Return the kernels of a module of `offload`, in triton's interpreter.
+    """Return the kernels of a module, in triton's interpreter.
 
     The test is skipped on a machine with a GPU, where tests/gpu compiles them, and with versions of
     triton and numpy that do not go together.
@@ -21,7 +21,7 @@ def interpreted(name: str) -> Any:
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         # github.com/triton-lang/triton/issues/9171
         pytest.skip("the interpreter of triton before 3.7 does not run with numpy 2.4 or later")
-    return import_module(f"offload.{name}")
+    return import_module(name)
 
 
 def _version(name: str) -> tuple[int, ...]:

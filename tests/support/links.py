@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from offload.cpu_link import EmulatedLink, Jobs, ViewLink
-from offload.link import Link
+from offload.memory.cpu_link import EmulatedLink, Jobs, ViewLink
+from offload.memory.link import Link
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from offload.host_arena import HostArena
-from offload.tiered import TieredCache
-from offload.tiered_shape import TieredShape
+from offload.memory.host_arena import HostArena
+from offload.tiered.cache import TieredCache
+from offload.tiered.shape import TieredShape
 from parallel.group import Group
 from parallel.loading import load_model, parameter_bytes
 from parallel.model import Llama

@@ -14,7 +14,7 @@ from decoding.planning.counted_dtype import counted_dtype
 from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import LEVELS
-from offload.policies import POLICY_NAMES
+from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel.config import ModelConfig
 
 MODES = tuple(LEVELS)

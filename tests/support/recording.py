@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import parallel.graphs
-from offload.streaming import StreamingCache
-from offload.streaming_shape import StreamingShape
+from offload.cache.streaming import StreamingCache
+from offload.cache.streaming_shape import StreamingShape
 from parallel.model import Llama
 from parallel.passes import Pass
 from parallel.recorder import Recorder

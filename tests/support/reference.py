@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor
 
-from offload.cache import Cache
+from offload.cache.base import Cache
 from offload.layout import KVLayout
-from offload.policies import POLICY_TRAITS
-from offload.retrieval_shape import RetrievalShape
+from offload.retrieval.policy_specs import POLICY_TRAITS
+from offload.retrieval.selection import KEPT_OF_ATTENTION
+from offload.retrieval.shape import RetrievalShape
 from offload.rotary import Rotary
-from offload.selection import KEPT_OF_ATTENTION
 
 Kept = tuple[Tensor, Tensor]  # keys and values (n, D) that one head keeps
 

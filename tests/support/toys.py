@@ -15,7 +15,7 @@ from decoding.speculation.lookup import Lookup
 from decoding.speculation.passes import drive
 from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
-from offload.cache import Cache
+from offload.cache.base import Cache
 from offload.layout import KVLayout
 from parallel.passes import Pass, Reader
 

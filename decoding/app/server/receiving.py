@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from decoding.app.server import limits
 from decoding.app.server.guards import Refused
-from offload.host_memory import give_back
+from offload.memory.host import give_back
 
 _POLL_S = 0.05  # between two looks at whether there is memory
 

@@ -18,9 +18,9 @@ from decoding.runtime import Runtime
 from decoding.session import Session
 from decoding.settings import Settings, dtype_of
 from offload.memory_plan import MemoryPlan, device_tiers
-from offload.policies import POLICY_TRAITS
-from offload.retrieval_shape import RetrievalShape
-from offload.tiered_shape import TieredShape
+from offload.retrieval.policy_specs import POLICY_TRAITS
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.shape import TieredShape
 from parallel.group import Group
 from parallel.loading import random_model
 from support.planning import MODES, Case, case_of, needs_of, with_budget

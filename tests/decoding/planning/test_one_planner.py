@@ -24,9 +24,9 @@ from decoding.planning.outlook import look_ahead
 from decoding.runtime import Runtime
 from decoding.settings import dtype_of
 from decoding.speculation.draft_length import Adaptive, RoundStats
-from offload.cpu_link import ViewLink
 from offload.errors import FitError
-from offload.host_arena import HostArena
+from offload.memory.cpu_link import ViewLink
+from offload.memory.host_arena import HostArena
 from offload.memory_plan import MemoryPlan
 from parallel.group import Group
 from support.planning import Case, case_of, needs_of

@@ -24,8 +24,8 @@ from decoding.probe import kernels
 from decoding.probe.kernels import _Kernels, pass_rates
 from decoding.speculation.draft_length import expected_tokens
 from offload.errors import TierForceError
+from offload.kernels.batch_invariant_shape import KEYS, WIDTH
 from offload.layout import ceil_div
-from offload.steady_shape import KEYS, WIDTH
 from parallel.config import ModelConfig
 from support.measuring import measure_briefly
 

@@ -21,8 +21,8 @@ from decoding.planning.profile import HardwareProfile
 from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
-from offload.bandwidth import Copies
-from offload.cpu_link import EmulatedLink
+from offload.memory.bandwidth import Copies
+from offload.memory.cpu_link import EmulatedLink
 from parallel.group import Group
 from support.commands import TARGET, forked, refused
 from support.measuring import measure_briefly

@@ -16,7 +16,7 @@ from decoding.speculation.draft_length import Fixed
 from decoding.speculation.passes import Passes, drive
 from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
-from offload.cache import Cache
+from offload.cache.base import Cache
 from support.toys import (
     PROMPT,
     VOCAB,

@@ -1,0 +1,1 @@
+"""What every cache is, static shapes, and the draft's cache; knows nothing of host memory."""

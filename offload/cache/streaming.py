@@ -1,0 +1,120 @@
+"""The draft's cache: attention sinks and a recent window, at positions the draft was trained for.
+
+Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), section 3.2: keys are kept un-rotated and
+rotated by their slot.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from offload.attention.head_major import attend_to, put, span
+from offload.cache.static_shape import SlotCache
+from offload.cache.streaming_shape import StreamingShape
+from offload.layout import KVLayout
+from offload.rotary import Rotary
+
+
+class StreamingCache(SlotCache):
+    """The first tokens of a text, and recent ones in a window that slides.
+
+    Sliding moves the last `window` tokens down and rotates them anew, once every `slack` tokens. In
+    between, slots and with them positions stay put, and `crop` may take back anything drafted
+    since. Tokens that slid out are gone: `crop` refuses to reach behind them. The rotary table
+    needs as many positions as there are slots, however long the text.
+    """
+
+    _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_kv", "_raw")
+
+    def __init__(
+        self, layout: KVLayout, shape: StreamingShape, rotary: Rotary, device: torch.device
+    ):
+        super().__init__(layout)
+        self.shape = shape
+        self.rotary = rotary
+        self.slots = shape.slots
+        self._dropped = 0  # tokens between the sinks and the window that are gone
+        # keys rotated by slot, and keys as computed
+        self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
+        self._raw = torch.zeros(shape.raw_buffer(layout), dtype=layout.dtype, device=device)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._kv.nbytes + self._raw.nbytes
+
+    def begin(self, rows: int) -> None:
+        end = self.length + rows
+        if end - self._dropped <= self.slots:
+            return
+        self._slide()
+        if end - self._dropped > self.slots:
+            raise ValueError(f"{rows} tokens do not fit the {self.shape.slack} slots of slack")
+
+    def place(self, start: int) -> tuple[int, int]:
+        slot = start - self._dropped
+        return slot, slot
+
+    def has_room(self, rows: int) -> bool:
+        if rows <= self.shape.slack:  # the window slides
+            return True
+        return super().has_room(rows)
+
+    def buffers(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._kv[layer], self._raw[layer]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        slot, _ = self.place(start)
+        end = slot + len(k)
+        kv = self._kv[layer]
+        raw = span(self._raw[layer], slot, end)
+        raw.copy_(k.transpose(0, 1))
+        put(kv, self.rotary(k, slot, layer), v, slot)
+        q = self.rotary(q, slot, layer)
+        out, _ = attend_to(kv, q, end, self.traffic)
+        return out
+
+    def skip(self, tokens: int) -> None:
+        """Count `tokens` tokens that are never read: those between the sinks and the window."""
+        sinks = self.shape.sinks
+        if self.length != sinks:
+            raise ValueError(
+                f"tokens can be skipped right behind the {sinks} sinks only, not at {self.length}"
+            )
+        self.length += tokens
+        self._dropped += tokens
+
+    def begin_anew(self) -> None:
+        """Hold nothing."""
+        self.length = self._dropped = 0
+
+    @property
+    def oldest(self) -> int:
+        """Return to how many tokens, at least, `crop` may go back."""
+        return self.shape.sinks + self._dropped if self._dropped else 0
+
+    def crop(self, length: int) -> None:
+        if length < self.oldest:
+            raise ValueError(
+                f"cannot crop to {length} tokens: those up to {self.oldest} have left the window"
+            )
+        super().crop(length)
+
+    def _slide(self) -> None:
+        """Drop what lies between the sinks and the last `window` tokens."""
+        start = self.shape.sinks
+        end = start + self.shape.window
+        drop = self.length - self._dropped - end
+        if drop <= 0:
+            return
+        values = self._kv[:, 1]
+        for buffer in (self._raw, values):  # (L, Hkv, slots, D)
+            kept = span(buffer, start + drop, end + drop).clone()
+            span(buffer, start, end).copy_(kept)
+        for layer, (kv, raw) in enumerate(zip(self._kv, self._raw, strict=True)):
+            keys = span(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
+            rotated = self.rotary(keys, start, layer)
+            span(kv[0], start, end).copy_(rotated.transpose(0, 1))
+        self._dropped += drop

@@ -1,0 +1,1 @@
+"""Fused kernels, their self-tests, and batch-invariant attention; knows nothing of caches."""

@@ -1,0 +1,124 @@
+"""Attention whose numbers for a row depend on that row and on what stands before it alone.
+
+Rows and keys are computed in blocks that begin at fixed positions of the text, each in one shape.
+So it makes no difference how many rows a pass has, where a prefix ends, how many heads come
+together, or what is behind the last row: the same kernel does the same sums. What blocks lack is
+zeros that a mask leaves out.
+
+On a GPU fused kernels do the same in two launches, where a trial shows that they are right. Which
+of both it is, is chosen once for all passes of a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from offload.attention import masked_attention
+from offload.attention.folding import Partial, merge
+from offload.attention.head_major import span
+from offload.kernels.batch_invariant_shape import KEYS, WIDTH
+from offload.kernels.selection import steady_kernels
+from offload.layout import ceil_div
+from offload.traffic import Traffic
+
+
+def steady_attention(q: Tensor, parts: Sequence[Tensor], traffic: Traffic) -> Tensor:
+    """Return the causal attention (T, Hq, D) of the last T of N tokens, q (T, Hq, D).
+
+    parts: keys and values (2, Hkv, n, D) of all N tokens, one part behind the other. The bytes that
+    are read count in `traffic`.
+    """
+    end = sum(part.shape[2] for part in parts)
+    start = end - len(q)
+    _, heads, _, dim = parts[0].shape
+    kernels, _ = steady_kernels(q.device.type, q.dtype, dim, q.shape[1] // heads)
+    if kernels is not None:
+        # a block of rows reads the keys up to its own end
+        token_bytes = sum(part.nbytes for part in parts) // end
+        for block in range(start // WIDTH, ceil_div(end, WIDTH)):
+            own_end = (block + 1) * WIDTH
+            traffic.attended += token_bytes * min(end, own_end)
+        return kernels.attend(q, parts)
+    first = start // WIDTH * WIDTH
+    lead = start - first
+    rest = -end % WIDTH
+    padded = F.pad(q, (0, 0, 0, 0, lead, rest))
+    gathered: dict[int, Tensor] = {}  # by block of keys
+    outs = []
+    at = first
+    for rows in padded.split(WIDTH):
+        partials = []
+        for key in range(0, at + 1, KEYS):
+            if key not in gathered:
+                gathered[key] = _gathered(parts, key)
+            traffic.attended += gathered[key].nbytes
+            partial = _attend(rows, gathered[key], at - key)
+            partials.append(partial)
+        out, _ = merge(partials)
+        outs.append(out)
+        at += WIDTH
+    attended = torch.cat(outs)
+    return attended[lead : lead + len(q)]
+
+
+def _attend(rows: Tensor, kv: Tensor, at: int) -> Partial:
+    """Attend with rows (WIDTH, Hq, D) to a block kv (2, Hkv, KEYS, D), head by head.
+
+    The first row is `at` behind the block's first key.
+    """
+    mask = _mask(min(at, KEYS), rows.device)
+    heads = kv.shape[1]
+    by_head = rows.chunk(heads, dim=1)
+    outs = []
+    lses = []
+    for head, own in enumerate(by_head):
+        keys = kv[0, head, :, None]  # (KEYS, 1, D)
+        values = kv[1, head, :, None]
+        out, lse = masked_attention(own, keys, values, mask)
+        outs.append(out)
+        lses.append(lse)
+    out = torch.cat(outs, dim=1)
+    lse = torch.cat(lses, dim=1)
+    return out, lse
+
+
+def _mask(at: int, device: torch.device) -> Tensor:
+    """Return what rows see (WIDTH, KEYS) that begin `at` behind a block's first key."""
+    return _staircase(device)[:, KEYS - at : 2 * KEYS - at]
+
+
+@cache
+def _staircase(device: torch.device) -> Tensor:
+    """Return the mask (WIDTH, 2 * KEYS) of rows of which the first stands at KEYS."""
+    with torch.inference_mode(False):
+        mask = torch.full((WIDTH, 2 * KEYS), -torch.inf, device=device)
+        return mask.triu_(KEYS + 1)
+
+
+def _gathered(parts: Sequence[Tensor], start: int) -> Tensor:
+    """Return the keys and values (2, Hkv, KEYS, D) from `start` on, and zeros behind the last.
+
+    They are a view where they stand in one part.
+    """
+    end = start + KEYS
+    block: Tensor | None = None
+    before = 0  # tokens of the parts so far
+    for part in parts:
+        behind = before + part.shape[2]
+        first = max(start, before)
+        last = min(end, behind)
+        if first < last:
+            piece = span(part, first - before, last - before)
+            if piece.shape[2] == KEYS:
+                return piece
+            if block is None:
+                block = part.new_zeros(2, part.shape[1], KEYS, part.shape[3])
+            span(block, first - start, last - start).copy_(piece)
+        before = behind
+    assert block is not None
+    return block

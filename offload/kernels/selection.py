@@ -1,0 +1,171 @@
+"""Whether fused kernels are used on a device: where a trial shows they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from subprocess import CalledProcessError
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from offload.attention import partial_attention
+from offload.codec.format import slice_format
+from offload.codec.split_float import SliceCodec
+from offload.errors import is_out_of_memory, one_line
+from offload.kernels.batch_invariant_shape import KEYS
+
+_HEADS, _TOKENS = 2, 300  # of a trial
+_BLOCKS = 16, 32, 64  # rows of a KV head that a program takes: a kernel is compiled for each
+_STEADY_TOKENS, _STEADY_ROWS = KEYS + 44, 11  # with several blocks of both
+_CLOSE = 2e-2  # of attention in bfloat16, of which weights are rounded too
+_CLOSE_IN_32_BITS = 1e-4
+
+Kernels = tuple[ModuleType | None, str]  # that are used, and why, or why none are
+
+
+@cache
+def fused_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+    """Return `offload.kernels.split_float` for a type of device, or None, and why it is so.
+
+    Args:
+        device: the type.
+        dtype: of the elements, which are cut into slices.
+        dim: of a head.
+        groups: query heads to a KV head.
+    """
+
+    if slice_format(dtype) is None:
+        return None, f"elements of {dtype} are not cut into slices"
+
+    def trial(kernels: ModuleType) -> None:
+        _try(kernels, torch.device(device), dtype, dim, groups)
+
+    return _tried("offload.kernels.split_float", device, trial)
+
+
+@cache
+def steady_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+    """Return `offload.kernels.batch_invariant` for a type of device, or None, and why it is so.
+
+    Args:
+        device: the type.
+        dtype: of the elements.
+        dim: of a head.
+        groups: query heads to a KV head.
+    """
+
+    def trial(kernels: ModuleType) -> None:
+        _try_steadily(kernels, torch.device(device), dtype, dim, groups)
+
+    return _tried("offload.kernels.batch_invariant", device, trial)
+
+
+def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kernels:
+    """Return the kernels of a module where they pass a trial.
+
+    Raises what says that memory ran out (`is_out_of_memory`), which says nothing of them.
+    """
+    if device != "cuda":
+        return None, f"there are none for {device}"
+    try:
+        kernels = import_module(name)
+        trial(kernels)
+    # whatever a compiler or driver makes of them, plain operations do without
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return None, _reason(error)
+    return kernels, "a trial showed that they are right"
+
+
+def _reason(error: Exception) -> str:
+    """Return why kernels cannot be used, and what is missing where triton cannot compile."""
+    reason = f"{type(error).__name__}: {one_line(error)}"
+    if isinstance(error, CalledProcessError | FileNotFoundError) or "C compiler" in reason:
+        reason += "; triton needs gcc and Python.h here: install gcc and python3-dev"
+    return reason
+
+
+def _try(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
+) -> None:
+    """Raise RuntimeError where kernels say something else than plain operations."""
+    cut = slice_format(dtype)
+    assert cut is not None
+    codec = SliceCodec(cut)
+    passes = _rows(groups)
+    kv, queries = _inputs(device, dtype, _TOKENS, dim, passes[-1], groups)
+    offsets = codec.offsets(kv)
+    table = torch.tensor(offsets, dtype=torch.int32, device=device)
+    codes, lows, _ = codec.split(kv, offsets)
+    joined = torch.empty_like(kv)
+    wanted = torch.empty_like(kv)
+    near = torch.empty_like(kv)
+    codec.join(codes, lows, offsets, wanted)
+    kernels.join(cut, codes, lows, table, joined)
+    patterns = joined.view(torch.int16)
+    if not torch.equal(patterns, wanted.view(torch.int16)):
+        raise RuntimeError(f"elements of {dtype} are joined wrongly")
+    codec.join(codes, None, offsets, near)
+    keys = near[0].transpose(0, 1)
+    values = near[1].transpose(0, 1)
+    for rows in passes:
+        q = queries[:rows]
+        right, _ = partial_attention(q, keys, values, causal=False)
+        found, _ = kernels.attend(cut, q, codes, table)
+        _refuse_unlike(f"attention to codes of {dtype}", found, right)
+
+
+def _rows(groups: int) -> list[int]:
+    """Return the rows of passes for which all kernels of attention to codes are compiled.
+
+    Of the largest block there are two, of which the second is not full.
+    """
+    found = {1, _BLOCKS[-1] // groups + 1}
+    for block in _BLOCKS:
+        rows = block // groups
+        found.add(max(1, rows))
+    return sorted(found)
+
+
+def _try_steadily(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
+) -> None:
+    """Raise RuntimeError where kernels for steady attention are wrong, or a row's numbers vary."""
+    kv, q = _inputs(device, dtype, _STEADY_TOKENS, dim, _STEADY_ROWS, groups)
+    keys = kv[0].transpose(0, 1)
+    values = kv[1].transpose(0, 1)
+    right, _ = partial_attention(q, keys, values, causal=True)
+    whole = kernels.attend(q, [kv])
+    _refuse_unlike(f"steady attention in {dtype}", whole, right)
+    first = _STEADY_TOKENS - _STEADY_ROWS + 1  # tokens that the first row sees
+    prefix = kv[:, :, :17].contiguous()
+    alone = kernels.attend(q[:1], [prefix, kv[:, :, 17:first]])
+    if not torch.equal(alone[0], whole[0]):
+        raise RuntimeError(f"steady attention in {dtype} depends on other rows")
+
+
+def _inputs(
+    device: torch.device, dtype: torch.dtype, tokens: int, dim: int, rows: int, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values (2, H, N, D), and queries (T, H * groups, D)."""
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(2, _HEADS, tokens, dim, generator=generator)
+    q = torch.randn(rows, _HEADS * groups, dim, generator=generator)
+    kv = kv.to(device, dtype)
+    q = q.to(device, dtype)
+    return kv, q
+
+
+def _refuse_unlike(name: str, attended: Tensor, right: Tensor) -> None:
+    """Raise RuntimeError where numbers are not close to the right ones."""
+    apart = attended.float() - right.float()
+    error = apart.abs().max().item()
+    allowed = _CLOSE
+    if right.dtype == torch.float32:
+        allowed = _CLOSE_IN_32_BITS
+    if not error < allowed:
+        raise RuntimeError(f"{name} is off by {error:.3g}")

@@ -1,0 +1,65 @@
+"""The rate that a link reaches, measured by large copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from offload.memory.link import Link
+
+T = TypeVar("T")
+_COPY = 128 << 20  # bytes
+_BUSY = 48  # copies that keep a link busy while something is asked
+
+
+class Copies:
+    """Large copies between the link's host memory and the device, one after another."""
+
+    def __init__(self, link: Link, size: int = _COPY):
+        """Allocate `size` bytes on both sides. Raises FitError."""
+        self.link = link
+        self.size = size
+        # pages that were never written would all be one page, in the processor's cache
+        self._host = link.host_empty(size, torch.uint8).zero_()
+        self._device = torch.zeros(size, dtype=torch.uint8, device=link.device)
+
+    def rate(self, out: bool, seconds: float = 0.5) -> float:
+        """Return bytes a second, measured over so many seconds.
+
+        Other ranks that copy at the same time have their share of it. Waiting for a small copy
+        takes a part of its own time, so more and more are waited for at once.
+        """
+        self._copy(out)
+        self.link.drain()
+        started, copied, at_once = time.perf_counter(), 0, 1
+        while (elapsed := time.perf_counter() - started) < seconds or not copied:
+            for _ in range(at_once):
+                self._copy(out)
+            self.link.drain()
+            copied += at_once
+            if elapsed < seconds / 8:  # so that the last ones do not take long
+                at_once *= 2
+        return copied * self.size / elapsed
+
+    def meanwhile(self, ask: Callable[[], T]) -> T:
+        """Return what `ask` says while copies towards the device are under way.
+
+        Links that are idle report a lower speed.
+        """
+        for _ in range(_BUSY):
+            self._copy(out=False)
+        answer = ask()
+        self.link.drain()
+        return answer
+
+    def close(self) -> None:
+        self.link.release(self._host)
+
+    def _copy(self, out: bool) -> None:
+        pair = (self._device, self._host)  # destination, source
+        if out:
+            pair = (self._host, self._device)
+        self.link.copy([pair])

@@ -1,0 +1,129 @@
+"""The link between pinned host memory and a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from offload.errors import FitError
+from offload.memory.host import allocate, keep_from_forks, touch
+from offload.memory.link import Copy, Link, by_head
+from offload.memory.numa import gpu_node, on_node
+
+
+class CudaLink(Link):
+    """PCIe: registered host memory, a copy stream, another for what is sent to the host, events.
+
+    There is no device-wide synchronisation.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        properties = torch.cuda.get_device_properties(device)
+        self.device_name = torch.cuda.get_device_name(device)
+        self.l2_bytes = properties.L2_cache_size
+        self._stream = torch.cuda.Stream(device)
+        self._out = torch.cuda.Stream(device)
+        self._fetched = torch.cuda.Stream(device)
+        self._waits: list[_Wait] = []  # that count
+        self._registered: dict[int, Tensor] = {}  # by address
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        buffer = allocate(numel, dtype)
+        with on_node(gpu_node(self.device)):
+            touch(buffer)
+            # pin_memory would round the allocation up to a power of two
+            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+        if code:
+            with suppress(RuntimeError):
+                # or the next kernel anywhere would report this failure as its own
+                torch.ones(1, device=self.device).add_(1)
+            raise FitError(
+                f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory "
+                f"(cudaHostRegister: error {code}). Raise the limit on locked memory (ulimit -l "
+                "unlimited), or use a shorter `context`."
+            )
+        keep_from_forks(buffer, True)
+        self._registered[buffer.data_ptr()] = buffer
+        return buffer
+
+    def release(self, buffer: Tensor) -> None:
+        self.drain()
+        if self._registered.pop(buffer.data_ptr(), None) is not None:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+            keep_from_forks(buffer, False)
+
+    def copy(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
+        return self._start(self._stream, pairs)
+
+    def send(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
+        return self._start(self._out, pairs)
+
+    def finish_compute(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def fetch(self, kv: Tensor) -> Tensor:
+        copy = torch.empty(kv.shape, dtype=kv.dtype)
+        torch.cuda.set_device(self.device)  # of a thread that may have none yet
+        with torch.cuda.stream(self._fetched):
+            for destination, source in by_head(copy, kv):
+                destination.copy_(source)
+        return copy
+
+    def _start(self, stream: torch.cuda.Stream, pairs: Sequence[Copy]) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, ticket: torch.cuda.Event) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if self.counts_waits:
+            self._waits.append(_Wait(stream, ticket))
+        else:
+            stream.wait_event(ticket)
+
+    def waited(self) -> float:
+        waits, self._waits = self._waits, []
+        milliseconds = 0.0
+        for wait in waits:
+            milliseconds += wait.milliseconds()
+        return milliseconds / 1e3
+
+    def drain(self) -> None:
+        self._stream.synchronize()
+        self._out.synchronize()
+
+    def close(self) -> None:
+        for buffer in list(self._registered.values()):
+            self.release(buffer)
+
+    def device_available(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached
+
+    def peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+class _Wait:
+    """A stream's waiting for a copy, between two events."""
+
+    def __init__(self, stream: torch.cuda.Stream, ticket: torch.cuda.Event):
+        self._before = torch.cuda.Event(enable_timing=True)
+        self._behind = torch.cuda.Event(enable_timing=True)
+        self._before.record(stream)
+        stream.wait_event(ticket)
+        self._behind.record(stream)
+
+    def milliseconds(self) -> float:
+        """Return how long it has taken, once it is over."""
+        self._behind.synchronize()
+        return self._before.elapsed_time(self._behind)

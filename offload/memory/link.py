@@ -1,0 +1,115 @@
+"""The link between host and device memory: the interface.
+
+Links are, with the process group, the only code that knows what the device is. There are three. On
+a GPU, pinned memory, copy streams and events (`cuda_link`). On a CPU, either no copy at all, since
+host memory is device memory there, or an emulated link that really copies, at a set rate, so that
+overlap and races show without a GPU (`cpu_link`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.memory.host import process_peak
+
+Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
+
+
+def by_head(destination: Tensor, source: Tensor) -> list[Copy]:
+    """Return the copies, each of one contiguous block, that take source (parts, H, T, D) there."""
+    parts, count = source.shape[:2]
+    heads = product(range(parts), range(count))
+    return [(destination[part, head], source[part, head]) for part, head in heads]
+
+
+class Link(ABC):
+    """A way for copies, which run in the order they are asked for, in one lane or the other.
+
+    A ticket stands for a copy; `wait` orders later compute after it.
+    """
+
+    # False where host memory is device memory: callers then work on the host store itself
+    copies = True
+    l2_bytes: int | None = None  # of the device's second-level cache; None where it is host memory
+    device_name = ""  # what the driver calls the device
+    counts_waits = False  # whether `waited` is asked for, and what waits now is to count
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    @abstractmethod
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat host buffer of exactly this size.
+
+        Raises FitError when the host cannot give it.
+        """
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[Copy]) -> Any:
+        """Start copying, in either direction, after all compute issued so far; return a ticket."""
+
+    def send(self, pairs: Sequence[Copy]) -> Any:
+        """Start copying to the host as `copy` does, but beside it: the link works both ways.
+
+        Such copies keep order among themselves alone. Nothing may read what they write, nor write
+        it, before the link was drained.
+        """
+        return self.copy(pairs)
+
+    def finish_compute(self) -> None:
+        """Block until all compute issued so far is over."""
+
+    def fetch(self, kv: Tensor) -> Tensor:
+        """Return kv (parts, H, T, D), whose compute is over, in host memory: a copy, or kv itself.
+
+        Other threads than the one that computes may call it.
+        """
+        return kv
+
+    @abstractmethod
+    def wait(self, ticket: Any) -> None:
+        """Let compute issued from here on see the copy finished."""
+
+    def waited(self) -> float:
+        """Return the seconds that compute has waited while it counted, since the last call.
+
+        To be called when all compute is over.
+        """
+        return 0.0
+
+    @contextmanager
+    def counting_waits(self, counts: bool) -> Iterator[None]:
+        """Count what waits inside, or do not."""
+        before, self.counts_waits = self.counts_waits, counts
+        try:
+            yield
+        finally:
+            self.counts_waits = before
+
+    @abstractmethod
+    def device_available(self) -> int:
+        """Return the bytes of device memory that could be allocated now."""
+
+    def peak(self) -> int | None:
+        """Return the most bytes in use since the last call; None where the system does not say.
+
+        Of device memory it is what torch allocated; where that is host memory, all of this process.
+        """
+        return process_peak()
+
+    def release(self, buffer: Tensor) -> None:
+        """Let go of a buffer from host_empty before it is freed: its copies are over then."""
+        self.drain()
+
+    def drain(self) -> None:
+        """Block until no copy is under way."""
+
+    def close(self) -> None:
+        """Release what the link holds; no copy may follow."""

@@ -1,0 +1,1 @@
+"""The cache of selected chunks, and what selects them; knows nothing of tiers."""

@@ -1,0 +1,161 @@
+"""Which chunks of the context a retrieval cache keeps: policies behind one interface.
+
+A policy sees what the target sees when it verifies: rows of queries, and all their keys while they
+are on the device.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from offload.attention.shape_buckets import multiplies_bfloat16
+from offload.retrieval.policy_specs import POLICY_TRAITS, PolicyTraits
+
+# What an earlier selection's attention still counts at the next one.
+KEPT_OF_ATTENTION = 0.9
+
+
+class ObservedRows:
+    """Some rows of a pass against the keys of a few KV heads, of the prefix and behind it.
+
+    What is derived from them is computed once, when it is asked for.
+    """
+
+    def __init__(self, q: Tensor, keys: Tensor, recent: Tensor, count: int):
+        """Keep `count` of the rows, evenly spaced, with the last.
+
+        q (T, Hq, D) holds rotated queries, newest last. Of the rotated keys, `keys` (Hkv, N, D) are
+        the prefix and `recent` (Hkv, M, D) stand behind it, at least one; the last T of all are the
+        rows' own. Rows of the prefix itself, of which a prompt may show some, have no say.
+        """
+        q = q[-min(len(q), recent.shape[1]) :]
+        rows, dim = len(q), q.shape[-1]
+        count = min(count, rows)
+        steps = torch.arange(1, count + 1, device=q.device)
+        ends = steps * rows // count
+        picked = q[ends - 1]
+        by_head = picked.unflatten(1, (len(keys), -1))  # (count, Hkv, G, D)
+        by_head = by_head.permute(1, 2, 0, 3)
+        self.q = by_head * dim**-0.5  # (Hkv, G, R, D), R = count
+        self.keys = keys
+        self._recent = recent
+        self._seen = ends + (recent.shape[1] - rows)  # recent keys that each row sees
+
+    @cached_property
+    def attention(self) -> Tensor:
+        """What each row gives to each key of the prefix, (Hkv, G, R, N) float32.
+
+        A row has 1 to give, to the keys behind the prefix too.
+        """
+        ahead = torch.arange(self._recent.shape[1], device=self.q.device)
+        unseen = ahead >= self._seen[:, None]  # (R, M)
+        recent = self._scores(self._recent).masked_fill(unseen, -torch.inf)
+        weights = self._scores(self.keys)
+        highest = torch.maximum(weights.amax(-1), recent.amax(-1))[..., None]
+        weights.sub_(highest)
+        weights.exp_()
+        recent.sub_(highest)
+        recent.exp_()
+        total = weights.sum(-1, keepdim=True) + recent.sum(-1, keepdim=True)
+        return weights.div_(total)
+
+    def _scores(self, keys: Tensor) -> Tensor:
+        """Return q . k of keys (Hkv, N, D), (Hkv, G, R, N) float32."""
+        rows = self.q.flatten(1, 2)  # (Hkv, G * R, D)
+        if keys.is_cpu and keys.dtype != torch.float32:
+            # here a batch is slower than one head after another
+            pairs = zip(rows, keys, strict=True)
+            scores = torch.stack([_product(keys, q.T) for q, keys in pairs])
+        else:
+            scores = keys @ rows.transpose(1, 2)  # (Hkv, N, G * R): faster so, on a CPU
+        scores = scores.transpose(1, 2).float()
+        return scores.contiguous().unflatten(1, self.q.shape[1:3])
+
+
+class SelectionPolicy(ABC):
+    """A ranking of the prefix's chunks. One object serves one text, all its layers and heads."""
+
+    traits: ClassVar[PolicyTraits]
+
+    @abstractmethod
+    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+        """Return the worth (Hkv, C) float32 of each of the C whole chunks of `chunk` tokens.
+
+        The rows' KV heads are `head`, `head` + 1, ... of the layer.
+        """
+
+    def select(self, rows: ObservedRows, layer: int, head: int, chunk: int, count: int) -> Tensor:
+        """Return indices (Hkv, count) of the chunks to keep per KV head.
+
+        Chunk 0, the sink, always stays.
+        """
+        scores = self.scores(rows, layer, head, chunk)
+        scores[:, 0] = torch.inf
+        return scores.topk(count, dim=1, sorted=False).indices
+
+
+class Static(SelectionPolicy):
+    """The choice as published: once, by the last prompt token's query against mean keys.
+
+    Source: TriForce, arXiv 2404.11912, section 4.1.
+    """
+
+    traits = POLICY_TRAITS["static"]
+
+    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+        means = _mean_keys(rows.keys, chunk)
+        queries = rows.q.flatten(1, 2).float()
+        logits = queries @ means.transpose(1, 2)  # (Hkv, G, C)
+        shares = logits.log_softmax(-1)
+        return shares.logsumexp(1)  # in logarithms: far chunks still have an order
+
+
+class Attention(SelectionPolicy):
+    """The attention that rows really give, of this pass and, ever less, of those before.
+
+    A key counts by the row that gives it most, in the mean over the query heads that share it: what
+    one row needs is missed by that row, however little the others ask for it. Summing over passes
+    is H2O's idea (Zhang et al. 2023, arXiv 2306.14048, section 4.1); forgetting is new.
+    """
+
+    traits = POLICY_TRAITS["attention"]
+
+    def __init__(self) -> None:
+        # by layer and KV head, for heads come in groups of any size: the worth (C,) of chunks
+        self._worth: dict[tuple[int, int], Tensor] = {}
+
+    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+        wanted = rows.attention.amax(2)  # (Hkv, G, N)
+        worth = wanted.mean(1)
+        worth = worth.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
+        for index, row in enumerate(worth, head):
+            before = self._worth.get((layer, index))
+            if before is not None:
+                row[: len(before)] += KEPT_OF_ATTENTION * before
+            self._worth[layer, index] = row
+        return worth.clone()  # `select` writes into it
+
+
+def _product(keys: Tensor, q: Tensor) -> Tensor:
+    """Return keys (N, D) @ q (D, R), both of 16 bits, on a CPU."""
+    if multiplies_bfloat16():
+        return keys @ q
+    return keys.float() @ q.float()
+
+
+def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
+    """Return the mean (Hkv, C, D) float32 of each chunk of keys (Hkv, N, D)."""
+    means = []
+    for head_keys in keys:
+        by_chunk = head_keys.unflatten(0, (-1, chunk))  # (C, chunk, D)
+        mean = by_chunk.mean(1, dtype=torch.float32)
+        means.append(mean)
+    return torch.stack(means)
+
+
+POLICIES: dict[str, type[SelectionPolicy]] = {"attention": Attention, "static": Static}

@@ -1,0 +1,158 @@
+"""The KV of one layer on disk: a file of its own, with a checksum for every piece of it."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offload.attention.head_major import span
+from offload.errors import DamagedError
+from offload.layout import KVLayout
+from offload.memory.link import Copy
+from offload.regular_files import UnsuitableFileError, open_regular
+
+PIECE_TOKENS = 4096  # of a head: what a checksum is of
+
+# returns the tokens from one to another of a head, keys and values (2, T, D), in host memory
+Excerpt = Callable[[int, int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a head, in host memory."""
+
+    head: int
+    start: int  # the first of them
+    kv: Tensor  # (2, T, D)
+
+
+@dataclass(frozen=True)
+class KVFile:
+    """A file with the KV of `tokens` tokens in one layer, and nothing else.
+
+    It has the pieces of each head in order, (2, T, D) each. Its checksums are CRC-32, in the order
+    of the file; whoever writes it keeps them. They begin with `seed`, by which whoever writes it
+    ties them to the text: KV of another text of the same length does not match them.
+    """
+
+    path: Path
+    layout: KVLayout
+    tokens: int
+    seed: int = 0  # 32 bits
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.bytes(self.tokens, 1)
+
+    @property
+    def pieces(self) -> int:
+        """Return how many pieces it has, and so how many checksums."""
+        return len(self._ends()) * self.layout.heads
+
+    def write(self, excerpt: Excerpt) -> list[int]:
+        """Write the file, to the disk itself, and return its checksums. Raises OSError."""
+        checksums = []
+        with self.path.open("xb") as file:
+            for head in range(self.layout.heads):
+                for start, end in self._ends():
+                    kv = excerpt(head, start, end)
+                    raw = _bytes_of(kv)
+                    checksum = zlib.crc32(raw, self.seed)
+                    checksums.append(checksum)
+                    file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        return checksums
+
+    def readers(self, tokens: int, checksums: Sequence[int]) -> Iterator[Callable[[], Piece]]:
+        """Yield what read the first tokens, a piece each, in any order and from any thread.
+
+        They raise DamagedError where the file is not what was written, and OSError.
+        """
+        if len(checksums) != self.pieces:
+            raise DamagedError(f"{self.path.name} has {len(checksums)} checksums")
+        rest = iter(checksums)
+        for head in range(self.layout.heads):
+            for start, end in self._ends():
+                checksum = next(rest)
+                if start >= tokens:
+                    continue
+                last = min(end, tokens)
+                yield _Reader(
+                    self,
+                    head,
+                    start,
+                    end,
+                    last,
+                    checksum,
+                )
+
+    def _ends(self) -> list[tuple[int, int]]:
+        """Return the first token of each piece of a head, and the one behind it."""
+        starts = range(0, self.tokens, PIECE_TOKENS)
+        return [(start, min(start + PIECE_TOKENS, self.tokens)) for start in starts]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads a piece, of which the tokens up to `last` are wanted."""
+
+    file: KVFile
+    head: int
+    start: int
+    end: int
+    last: int
+    checksum: int
+
+    def __call__(self) -> Piece:
+        file, layout = self.file, self.file.layout
+        kv = torch.empty(
+            (2, self.end - self.start, layout.head_dim),
+            dtype=layout.dtype,
+        )
+        raw = _bytes_of(kv)
+        per_token = layout.layer_token_bytes // layout.heads
+        before = self.head * file.tokens + self.start
+        at = before * per_token
+        try:
+            opened = open_regular(file.path)
+        except UnsuitableFileError as error:
+            raise DamagedError(f"{file.path.name} is no regular file") from error
+        with opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.nbytes:
+                raise DamagedError(f"{file.path.name} has {size} of {file.nbytes} bytes")
+            opened.seek(at)
+            opened.readinto(raw)
+        # what is checked is what is used: not what the disk may say another time
+        if zlib.crc32(raw, file.seed) != self.checksum:
+            raise DamagedError(f"{file.path.name} is not what was written")
+        wanted = span(kv, 0, self.last - self.start)
+        return Piece(self.head, self.start, wanted)
+
+
+def copies_to(kv: Tensor, piece: Piece) -> list[Copy]:
+    """Return the copies that take a piece to where it stands in kv (2, Hkv, N, D)."""
+    end = piece.start + piece.kv.shape[1]
+    own = kv[:, piece.head]
+    place = span(own, piece.start, end)
+    return list(zip(place, piece.kv, strict=True))
+
+
+def whole_heads(kv: Tensor) -> Iterator[Piece]:
+    """Yield the heads of a layer (2, Hkv, T, D) in host memory."""
+    for head in range(kv.shape[1]):
+        yield Piece(head, 0, kv[:, head])
+
+
+def _bytes_of(kv: Tensor) -> memoryview:
+    """Return the memory of a piece (2, T, D), or a copy of it where it does not lie in order."""
+    flat = kv.flatten()
+    raw = flat.view(torch.uint8)
+    return raw.numpy().data

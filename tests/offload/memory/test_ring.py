@@ -1,0 +1,157 @@
+"""The transfer ring under a link that dawdles: what the consumer holds is the right chunk, whole,
+until it asks for the next.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.memory.cpu_link import EmulatedLink
+from offload.memory.cuda_link import CudaLink
+from offload.memory.link import Link
+from offload.memory.transfer_ring import TransferRing
+from standin import Machine
+from support.links import CPU, make_test_link
+
+HEADS, CAPACITY, DIM = 4, 48, 8
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+
+
+def host_chunks(count: int, rng: random.Random, host: Tensor | None = None) -> list[Tensor]:
+    """Chunks (2, heads, tokens, D) of a head-major store, contiguous per head only, of any number
+    of heads and tokens.
+    """
+    if host is None:
+        host = torch.randn(64, 2, HEADS, CAPACITY, DIM)
+    picks = (host[rng.randrange(len(host))] for _ in range(count))
+    return [pick[:, : rng.randint(1, HEADS), : rng.randint(1, CAPACITY)] for pick in picks]
+
+
+def consume(ring: TransferRing, chunks: list[Tensor], rng: random.Random) -> None:
+    for wanted in chunks:
+        chunk = ring.next()
+        assert torch.equal(chunk, wanted)
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 5e-4)
+        assert torch.equal(chunk, wanted), "the slot was refilled while its chunk was held"
+
+
+@every_link
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_chunks_come_whole_and_in_order(link: Link, slots: int) -> None:
+    rng = random.Random(slots)
+    ring = TransferRing(link, slots, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    for count in [0, 1, slots - 1, slots, slots + 1, *(rng.randint(1, 20) for _ in range(10))]:
+        chunks = host_chunks(count, rng)
+        ring.start(chunks)
+        consume(ring, chunks, rng)
+        with pytest.raises(IndexError):
+            ring.next()
+
+
+@every_link
+@pytest.mark.parametrize("slots", [2, 3])
+def test_an_abandoned_pass_leaves_nothing_behind(link: Link, slots: int) -> None:
+    rng = random.Random(slots)
+    ring = TransferRing(link, slots, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    for _ in range(40):
+        chunks = host_chunks(rng.randint(1, 12), rng)
+        ring.start(chunks)
+        consume(ring, chunks[: rng.randint(0, len(chunks))], rng)
+
+
+def test_views_are_not_copied() -> None:
+    chunks = host_chunks(3, random.Random(0))
+    ring = TransferRing(make_test_link("view"), 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    ring.start(chunks)
+    assert ring.nbytes == 0
+    assert [ring.next().data_ptr() for _ in chunks] == [chunk.data_ptr() for chunk in chunks]
+
+
+def test_slots_are_all_the_memory_there_is() -> None:
+    link = make_test_link("emulated")
+    ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    chunks = host_chunks(20, random.Random(0))
+    ring.start(chunks)
+    assert ring.nbytes == 3 * 2 * HEADS * CAPACITY * DIM * 4
+    assert len({ring.next().data_ptr() for _ in chunks}) == 3
+    link.close()
+
+
+class CountingLink(EmulatedLink):
+    """Counts the copies asked for."""
+
+    asked = 0
+
+    def copy(self, pairs):
+        self.asked += 1
+        return super().copy(pairs)
+
+
+def test_slots_fill_ahead_of_the_consumer() -> None:
+    link = CountingLink(CPU, rate=1e12)
+    ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    ring.start(host_chunks(5, random.Random(0)))
+    asked = [link.asked]
+    for _ in range(5):
+        ring.next()
+        asked.append(link.asked)
+    # before the first chunk all slots; then one more each time a chunk is done with
+    assert asked == [3, 3, 4, 5, 5, 5]
+    link.close()
+
+
+def test_one_slot_cannot_overlap() -> None:
+    link = make_test_link("emulated")
+    with pytest.raises(ValueError, match="at least 2 slots"):
+        TransferRing(link, 1, 2, torch.float32)
+    link.close()
+
+
+@pytest.mark.cuda
+def test_cuda_copies_wait_for_compute_and_compute_for_copies(gpu: Machine | None) -> None:
+    device, rng = torch.device("cuda"), random.Random(0)
+    link = CudaLink(device)
+    shape = (16, 2, HEADS, 8192, 128)
+    host = link.host_empty(torch.Size(shape).numel(), torch.float16).view(shape).normal_()
+    ring = TransferRing(link, 3, torch.Size(shape[1:]).numel(), torch.float16)
+    size = 2048 if gpu is None else 64  # a stand-in needs nothing to be late
+    busy = torch.randn(size, size, device=device)
+    for _ in range(20):
+        chunks = host_chunks(rng.randint(1, 12), rng, host)
+        taken = chunks[: rng.randint(0, len(chunks))]  # the rest is abandoned
+        ring.start(chunks)
+        found = []
+        for _ in taken:
+            chunk = ring.next()
+            for _ in range(rng.randint(0, 4)):
+                # the read below is late: a refill that did not wait would be seen
+                busy = (busy @ busy).tanh_()
+            found.append(chunk.clone())
+        assert all(
+            torch.equal(chunk.cpu(), wanted) for chunk, wanted in zip(found, taken, strict=True)
+        )
+    link.close()
+
+
+def test_steps_are_spread_over_the_chunks_they_wait_for() -> None:
+    link = make_test_link("emulated")
+    ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
+    chunks, taken = host_chunks(6, random.Random(0)), list[int]()
+    ring.start(chunks)
+    ring.while_waiting(lambda: taken.append(0), times=7, chunks=5)
+    counts = []
+    for chunk in chunks:
+        assert torch.equal(ring.next(), chunk)
+        counts.append(len(taken))
+    assert counts == [1, 2, 4, 5, 7, 7]
+    ring.while_waiting(lambda: taken.append(0), times=3, chunks=3)
+    ring.start(chunks)  # what is given up takes its steps along
+    ring.next()
+    assert len(taken) == 7
+    link.close()

@@ -1,0 +1,354 @@
+"""The retrieval cache attends to what its policy names, head by head, and to what is recent."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.cache.static_shape import FixedPass
+from offload.layout import KVLayout
+from offload.memory.link import Link
+from offload.retrieval import cache as retrieval
+from offload.retrieval import shape as retrieval_shape
+from offload.retrieval.selection import POLICIES, ObservedRows
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.cache import TieredCache
+from support.driving import (
+    BLOCK,
+    CAPACITY,
+    LAYOUT,
+    QKV,
+    RECENT,
+    first,
+    forward,
+    joined,
+    pair,
+    prefill,
+    speculate,
+    text,
+)
+from support.links import make_test_link
+from support.reference import RetrievalByHand, random_rotary
+
+ROTARY = random_rotary(LAYOUT, CAPACITY)
+DRAFT = 6
+SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
+every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+sizes = pytest.mark.parametrize("chunk", [1, 4])
+both_stores = pytest.mark.parametrize("quantised", [False, True])
+PLACES = [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)]
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
+def started(
+    target: TieredCache, shape: RetrievalShape, policy: str, prompt: list[QKV], chunk: int = 32
+) -> RetrievalByHand:
+    """The prompt is read, and the same cache by hand has seen the last prefill chunk of it."""
+    tokens, hand = len(prompt[0][0]), RetrievalByHand(shape, policy, ROTARY)
+    prefill(target, prompt, chunk)
+    hand.choose(prompt, tokens % chunk or chunk, target.boundary)
+    return hand
+
+
+@both_stores
+@pytest.mark.parametrize(("link", "resident"), PLACES, indirect=["link"])
+@sizes
+@every_policy
+def test_every_pass_is_what_brute_force_gives(
+    policy: str, chunk: int, link: Link, resident: int, quantised: bool
+) -> None:
+    shape, rng = replace(SHAPE, chunk=chunk, quantised=quantised), random.Random(chunk)
+    target, middle = pair(link, resident, shape, policy)
+    story = text(70)
+    hand = started(target, shape, policy, story)
+    before, lengths = target.boundary, []
+    while target.length < 100:
+        lengths.append(target.length)
+        story, seen = speculate(
+            target,
+            middle,
+            story,
+            DRAFT,
+            rng,
+            lambda known, out: close(out, hand.attend(known, out.shape[1])),
+        )
+        assert middle.length == target.length == len(story[0][0])
+        if policy != "static":
+            hand.choose(seen, len(seen[0][0]) - lengths[-1], target.boundary)
+    probe = text(3)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    assert target.boundary - before >= 2 * BLOCK
+    assert middle.selections == (1 if policy == "static" else 1 + len(lengths))
+
+
+@both_stores
+@every_policy
+def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
+    prefill(target, text(70), 32)
+    passes = [text(7) for _ in range(8)]
+
+    def go() -> list[Tensor]:
+        outs = []
+        for tokens in passes:
+            forward(target, tokens)
+            target.advance(5)
+            outs.append(forward(middle, first(tokens, 2)))
+        return outs
+
+    forward(target, passes[0])
+    target.advance(7)
+    start = [cache.snapshot() for cache in (target, middle)]
+    once = go()
+    for cache, state in zip((target, middle), start, strict=True):
+        cache.restore(state)
+    assert all(torch.equal(*pair) for pair in zip(once, go(), strict=True))
+
+
+@both_stores
+@sizes
+@every_policy
+# no prefix, all within the budget, hardly more, much more
+@pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])
+def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int, quantised: bool) -> None:
+    shape = replace(SHAPE, chunk=chunk, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
+    story, probe = text(prompt), text(3)
+    hand = started(target, shape, policy, story)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@both_stores
+@pytest.mark.parametrize("chunk", [4, 12])
+# prefixes of one chunk of 12 tokens, two, and three
+@pytest.mark.parametrize("prompt", [17, 18, 29, 45])
+def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, quantised: bool) -> None:
+    shape = replace(SHAPE, budget=12, chunk=chunk, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    for tensor in middle._store.tensors:
+        tensor.fill_(100)  # what nobody wrote shows
+    story, probe = text(prompt), text(3)
+    hand = started(target, shape, "attention", story)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@both_stores
+@sizes
+# one head at a time, or two of three, of a prefix of 48
+@pytest.mark.parametrize("tokens", [1, 70, 100])
+def test_heads_seen_bit_by_bit_are_all_seen(
+    tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch, quantised: bool
+) -> None:
+    monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
+    shape = replace(SHAPE, chunk=chunk, budget=36, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    story, probe = text(62), text(3)
+    hand = started(target, shape, "attention", story)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@every_policy
+@pytest.mark.parametrize("resident", [0, 2, 4])
+@every_link
+def test_a_budget_for_everything_gives_the_target_itself(
+    link: Link, resident: int, policy: str
+) -> None:
+    for prompt in (7, 40, 93):
+        target, middle = pair(link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy)
+        prefill(target, text(prompt), chunk=32)
+        for rows in (1, 5, 12):
+            tokens = text(rows)
+            close(forward(middle, tokens), forward(target, tokens))
+            target.advance(rows)
+
+
+@every_policy
+def test_a_budget_for_everything_gives_a_resident_target_bit_for_bit(policy: str) -> None:
+    target, middle = pair(make_test_link("view"), LAYOUT.layers, replace(SHAPE, budget=150), policy)
+    prefill(target, text(93), chunk=32)
+    tokens = text(5)
+    assert torch.equal(forward(middle, tokens), forward(target, tokens))
+
+
+@both_stores
+@every_policy
+def test_the_targets_keys_and_values_replace_its_own(policy: str, quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, policy)
+    prompt, draft, truth, probe = text(61), text(6), text(6), text(2)
+    hand = started(target, shape, policy, prompt)
+    forward(middle, draft)
+    middle.advance(6)
+    forward(target, truth)  # the same positions, and other values than a partial context gave
+    target.advance(6)
+    if policy != "static":
+        hand.choose(joined(prompt, truth), 6, target.boundary)
+    close(forward(middle, probe), hand.attend(joined(prompt, truth, probe), 2))
+
+
+def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    story, refused, probe = text(70), text(7), text(3)
+    hand = started(target, SHAPE, "attention", story)
+    forward(target, refused)
+    target.advance(0)
+    hand.choose(joined(story, refused), 7, target.boundary)
+    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+
+
+@both_stores
+def test_a_cache_need_not_be_prefilled(quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    hand, story = RetrievalByHand(shape, "attention", ROTARY), text(0)
+    while len(story[0][0]) < 90:
+        tokens, probe = text(7), text(2)
+        forward(target, tokens)
+        target.advance(7)
+        story = joined(story, tokens)
+        hand.choose(story, 7, target.boundary)
+        close(forward(middle, probe), hand.attend(joined(story, probe), 2))
+
+
+@pytest.mark.parametrize(
+    "shorten", ["target.crop", "middle.crop", "target.settle", "middle.settle"]
+)
+def test_lengths_follow_the_target(shorten: str) -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    prompt, tokens, probe = text(63), text(7), text(2)
+    hand = started(target, SHAPE, "attention", prompt)
+    assert middle.length == 63
+    forward(middle, text(6))
+    middle.advance(6)  # a draft, longer than what will stand
+    forward(target, tokens)
+    target.advance(5)
+    hand.choose(joined(prompt, tokens), 7, target.boundary)
+    assert middle.length == 68
+    which, verb = shorten.split(".")
+    getattr({"target": target, "middle": middle}[which], verb)(65)
+    assert middle.length == 65
+    close(forward(middle, probe), hand.attend(joined(prompt, first(tokens, 2), probe), 2))
+    middle.settle(68)
+    assert middle.length == 68
+
+
+def test_refusals() -> None:
+    target, middle = pair(make_test_link("view"), 2, SHAPE)
+    prefill(target, text(61), chunk=61)
+    with pytest.raises(ValueError, match="the selection covers the first 48"):
+        middle.crop(47)
+    with pytest.raises(ValueError, match="the selection covers the first 48"):
+        target.crop(47)  # and with it the level that drafts from what is cut off
+    for chunk in (0, 49):
+        with pytest.raises(ValueError, match=f"1 to budget = 48 tokens, found {chunk}"):
+            replace(SHAPE, chunk=chunk)
+
+
+@both_stores
+def test_the_last_slot_can_be_used_and_no_more(quantised: bool) -> None:
+    shape = replace(SHAPE, append_room=9, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape, "static")
+    prefill(target, text(61), chunk=61)
+    # the choice took 32 selected tokens and a window of 13, of 48
+    # in 8 bits the window has a buffer of its own
+    room = shape.slots - (shape.budget if quantised else 32)
+    for _ in range(room - 13):
+        forward(middle, text(1))
+        middle.advance(1)
+    with pytest.raises(
+        ValueError, match=f"do not fit a buffer of {room if quantised else room + 32}"
+    ):
+        forward(middle, text(1))
+
+
+@both_stores
+def test_device_bytes_and_bytes_attended(quantised: bool) -> None:
+    shape = replace(SHAPE, quantised=quantised)
+    target, middle = pair(make_test_link("view"), 2, shape)
+    prefill(target, text(61), chunk=61)
+    forward(middle, text(3))
+    selected = 35 // 4 * 4  # of 48 less a window of 61 - 48
+    # a byte for each element, and a scale for the 8 of a token's keys or values
+    token = LAYOUT.bytes(1) // 4 + LAYOUT.bytes(1) // 8 if quantised else LAYOUT.bytes(1)
+    assert middle.traffic.attended == selected * token + LAYOUT.bytes(13 + 3)
+    assert middle.device_bytes == shape.device_bytes(LAYOUT)
+    if quantised:
+        window = shape.slots - shape.budget
+        shared = LAYOUT.bytes(shape.slots, 1)
+        assert middle.device_bytes == 48 * token + LAYOUT.bytes(window) + shared
+    else:
+        assert middle.device_bytes == LAYOUT.bytes(shape.slots)
+    assert (middle.traffic.link_in, middle.traffic.link_out) == (0, 0)
+
+
+@sizes
+def test_bfloat16_does_as_float32_does(chunk: int) -> None:
+    shape, outs = replace(SHAPE, chunk=chunk), []
+    texts = [text(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
+    for dtype in (torch.bfloat16, torch.float32):
+        layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
+        target, middle = pair(make_test_link("view"), 2, shape, layout=layout)
+        middle.policy.select = latest  # its choice is above rounding
+        prompt, tokens, probe = (
+            [tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts
+        )
+        prefill(target, prompt, chunk=32)
+        forward(target, tokens)
+        target.advance(7)
+        outs.append(forward(middle, probe))
+    assert outs[0].dtype == torch.bfloat16
+    torch.testing.assert_close(outs[0].float(), outs[1], atol=5e-2, rtol=5e-2)
+
+
+def latest(rows: ObservedRows, layer: int, head: int, chunk: int, count: int) -> Tensor:
+    """The last chunks of the prefix, as `SelectionPolicy.select` returns them."""
+    heads, tokens, _ = rows.keys.shape
+    end = tokens // chunk
+    return torch.arange(end - count, end).repeat(heads, 1)
+
+
+# two of three heads at a time, or one
+@pytest.mark.parametrize("heads", [2, 1])
+def test_heads_that_are_written_out_in_turn_give_what_all_give_at_once(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHAPE, quantised=True)
+    story, tokens, probe = text(70), text(7), text(3)
+    head = LAYOUT.bytes(shape.slots, 1) // LAYOUT.heads
+    outs, sizes = [], []
+    for shared in (LAYOUT.heads * head, heads * head):
+        monkeypatch.setattr(retrieval_shape, "SHARED_BYTES", shared)
+        target, middle = pair(make_test_link("view"), 2, shape)
+        target.rotary = middle.rotary = ROTARY
+        prefill(target, story, 32)
+        forward(target, tokens)
+        target.advance(7)
+        outs.append(forward(middle, probe))
+        fixed = FixedPass(middle, 3)
+        fixed.prepare()
+        fixed.begin(3)
+        by_layer = [fixed.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
+        outs.append(torch.stack(by_layer))
+        sizes.append(middle.device_bytes)
+    close(outs[1], outs[0])
+    assert torch.equal(outs[2], outs[0])
+    assert torch.equal(outs[3], outs[1])
+    assert sizes[0] - sizes[1] == (LAYOUT.heads - heads) * head
+
+
+def test_heads_are_written_out_in_parts_of_about_one_size() -> None:
+    """A 7B's on one of two GPUs, and on one: 4,096 tokens, and 32,768."""
+    wanted = {(16, 4096): 8, (32, 4096): 11, (16, 32_768): 2, (1, 1 << 20): 1, (3, 64): 3}
+    for (heads, budget), at_once in wanted.items():
+        layout = KVLayout(32, heads, 128, torch.bfloat16)
+        shape = RetrievalShape.of(budget, 8, 1 << 20, 66, 134)
+        assert replace(shape, quantised=True).shared_heads(layout) == at_once

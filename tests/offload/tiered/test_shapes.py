@@ -1,0 +1,123 @@
+"""What a shape counts is what the cache allocates, whatever the sizes and the link."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from offload.cache.base import Cache
+from offload.cache.streaming import StreamingCache
+from offload.cache.streaming_shape import StreamingShape
+from offload.layout import KVLayout
+from offload.memory.host_arena import HostArena
+from offload.memory.link import Link
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import POLICIES
+from offload.retrieval.shape import RetrievalShape
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
+from offload.tiered.shape import TieredShape
+from support.links import CPU, make_test_link
+from support.reference import random_rotary
+
+every_link = pytest.mark.parametrize("link", ["view", "emulated"], indirect=True)
+NOT_ITS_OWN = ("link", "rotary", "followers", "traffic", "host")
+
+
+def memory(thing: Any, seen: dict[int, int]) -> dict[int, int]:
+    """Return the bytes of every buffer that hangs on an object of ours, by address."""
+    if isinstance(thing, Tensor):
+        storage = thing.untyped_storage()
+        seen[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(thing, list | tuple | deque):
+        for each in thing:
+            memory(each, seen)
+    elif type(thing).__module__.startswith("offload."):
+        for name, value in getattr(thing, "__dict__", {}).items():
+            if name.strip("_") not in NOT_ITS_OWN:
+                memory(value, seen)
+    return seen
+
+
+def allocated(cache: Cache) -> int:
+    return sum(memory(cache, {}).values())
+
+
+def random_layout(rng: random.Random) -> KVLayout:
+    dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+    return KVLayout(rng.randint(1, 6), rng.randint(1, 5), rng.choice([2, 8, 16]), dtype)
+
+
+def random_tiers(rng: random.Random, copies: bool) -> TieredShape:
+    sizes = [rng.randint(1, 300), rng.randint(0, 9), rng.randint(1, 40), rng.randint(1, 20)]
+    shape = TieredShape.with_ring(random_layout(rng), *sizes, copies=copies)
+    resident = rng.randint(0, shape.layout.layers)
+    shape = shape.placed(resident)
+    sliced = 0
+    if shape.format is not None:
+        sliced = rng.randint(0, shape.far_layers)
+        shape = replace(shape, packed=rng.random() < 0.5)
+    late = rng.randint(0, resident + sliced) if shape.streams else 0
+    return shape.placed(resident, late, sliced)
+
+
+@every_link
+def test_tiers_take_what_their_shape_counts(link: Link) -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        shape = random_tiers(rng, link.copies)
+        arena = HostArena(link, shape.layout.dtype)
+        cache = TieredCache(shape, link, random_rotary(shape.layout, shape.capacity), arena)
+        assert allocated(cache) == cache.device_bytes == shape.device_bytes(prefill=True)
+        with Prefill(cache, rng.randint(1, shape.capacity)):
+            assert allocated(cache) == shape.device_bytes(prefill=True)
+        cache.bring_in()
+        assert allocated(cache) == cache.device_bytes == shape.device_bytes()
+        assert arena.nbytes == shape.host_bytes
+
+
+def test_packing_is_told_of_where_it_makes_anything_smaller() -> None:
+    rng = random.Random(0)
+    told = set()
+    for _ in range(200):
+        shape = random_tiers(rng, copies=True)
+        smaller = False
+        if shape.format is not None:
+            smaller = replace(shape, packed=True).host_bytes < shape.host_bytes
+        assert shape.may_be_packed == smaller
+        told.add(smaller)
+    assert told == {False, True}
+
+
+def test_a_shape_for_another_link_is_refused() -> None:
+    rng = random.Random(0)
+    shape, link = random_tiers(rng, copies=True), make_test_link("view")
+    rotary = random_rotary(shape.layout, shape.capacity)
+    with pytest.raises(ValueError, match="another kind of link"):
+        TieredCache(shape, link, rotary, HostArena(link, shape.layout.dtype))
+
+
+def test_a_retrieval_cache_takes_what_its_shape_counts() -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        layout, budget = random_layout(rng), rng.randint(8, 200)
+        shape = RetrievalShape.of(budget, rng.randint(1, 8), rng.randint(1, 900), 7, 20)
+        shape = replace(shape, quantised=rng.random() < 0.5)
+        policy = POLICIES["attention"]()
+        cache = RetrievalCache(layout, shape, policy, random_rotary(layout, 4), CPU)
+        assert allocated(cache) == cache.device_bytes == shape.device_bytes(layout)
+
+
+def test_a_drafts_cache_takes_what_its_shape_counts() -> None:
+    rng = random.Random(2)
+    for _ in range(60):
+        layout = random_layout(rng)
+        shape = StreamingShape(*(rng.randint(1, 40) for _ in range(3)))
+        cache = StreamingCache(layout, shape, random_rotary(layout, 4), CPU)
+        assert allocated(cache) == cache.device_bytes == shape.device_bytes(layout)
