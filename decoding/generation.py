@@ -93,7 +93,7 @@ class Writing:
             if token in stop_tokens:
                 stats.finish_reason = "stop"
                 return
-            stats.new_tokens += 1
+            stats.token_ids.append(token)
             stats.decode_s = self._clock() - self._decoding_since
             yield token
         if self.request.watch:

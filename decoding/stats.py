@@ -37,7 +37,7 @@ class Stats:
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
     read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
     is_alone: bool = True  # no other text was open meanwhile
-    new_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list, repr=False)  # new tokens, in order
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
     # from the text's turn to the first token: prefill, but for what was read early
@@ -68,6 +68,11 @@ class Stats:
         self.fixed_shapes = session.runner.report
         self.prefill_link_in = session.target.traffic.link_in
         self.prefill_link_out = session.target.traffic.link_out
+
+    @property
+    def new_tokens(self) -> int:
+        """Return the number of new tokens."""
+        return len(self.token_ids)
 
     @property
     def ms_per_token(self) -> float | None:

@@ -172,7 +172,7 @@ def generate(
         ),
     ] = False,
     stats: Annotated[
-        Path | None, typer.Option(help="JSON file for what the text took: times and counts.")
+        Path | None, typer.Option(help="JSON file for times, counts and the token ids written.")
     ] = None,
 ) -> None:
     """Continue a text, or answer it.

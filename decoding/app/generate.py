@@ -62,7 +62,8 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
         text = partial(engine.stream, prompt, new, sampling, chat=request.chat, name=name)
         stream(engine, text, display)
         if request.stats is not None:
-            write_json("--stats", request.stats, engine.stats.as_dict())
+            content = {**engine.stats.as_dict(), "token_ids": engine.stats.token_ids}
+            write_json("--stats", request.stats, content)
     engine.close()
 
 

@@ -67,8 +67,11 @@ def test_the_end_of_a_prompt_that_is_too_long_is_what_is_continued(tmp_path: Pat
 
 def test_what_a_text_took_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     kept = tmp_path / "new" / "stats.json"
-    assert forked(tmp_path, *JOB, "--stats", str(kept)).code == 0
+    written = forked(tmp_path, *JOB, "--stats", str(kept))
+    assert written.code == 0
     stats = json.loads(kept.read_text())
+    assert len(stats["token_ids"]) == 40
+    assert AutoTokenizer.from_pretrained(TARGET).decode(stats["token_ids"]) + "\n" == written.out
     assert (stats["new_tokens"], stats["finish_reason"]) == (40, "length")
     assert stats["ms_per_token"] > 0
     (tmp_path / "file").write_text("")
