@@ -1,9 +1,9 @@
-"""A real document through a real model, end to end: two ranks, and a slow link between tiers.
+"""A real document through a real model: the same tokens, with and without speculation.
 
-The same question about a chapter of Python's language reference is answered twice by SmolLM2: once
-drafted from prompt lookup and the retrieval cache, once by plain decoding. Both draw from the same
-law; one needs a fraction of the link's bytes and time. `python -m demo.run` (or `make demo`) needs
-no GPU, and no download: the model is in a package that `make` installs.
+SmolLM2 answers one question about a chapter of Python's language reference twice, with all of its
+KV cache in host memory behind a slow link: drafted from the retrieval cache and prompt lookup, and
+by plain decoding. The demo fails unless both write the same tokens. `python -m demo.run` (or
+`make demo`) needs no GPU and no download: the model is in a package that `make` installs.
 """
 
 from __future__ import annotations
@@ -13,39 +13,84 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 OUT = Path(__file__).parent / "out"
-CHAPTER, CHARACTERS = "compound", 26_000  # some 6,500 tokens: SmolLM2 was trained for 8,192
+CHAPTER, CHARACTERS = "compound", 20_000  # some 5,000 tokens: SmolLM2 was trained for 8,192
+LINK_GB_S = 0.1  # of each rank
 QUESTION = "Summarize the text above in a few sentences."
-OPTIONS = {
-    "chat": None,
-    "gpus": "2",
-    "device": "cpu",
-    "resident-layers": "0",
-    "link": "emulated:0.1",
-    "max-new-tokens": "48",
-}
+OPTIONS = (
+    *("--chat", "--identical"),
+    *("--gpus", "2", "--device", "cpu"),
+    *("--resident-layers", "0", "--link", f"emulated:{LINK_GB_S}"),
+    *("--max-new-tokens", "48"),
+)
+MODES = ("retrieval", "plain")
 COLUMNS = {
     "first token, s": lambda stats: f"{stats['time_to_first_token_s']:.1f}",
     "ms/token": lambda stats: f"{stats['ms_per_token']:.1f}",
     "tokens per verification": lambda stats: f"{stats['tokens_per_verification']:.2f}",
-    "link MB/token, per rank": lambda stats: f"{stats['link_bytes_per_token'] / 1e6:.1f}",
+    "link MB/token": lambda stats: f"{stats['link_bytes_per_token'] / 1e6:.1f}",
 }
+Stats = Mapping[str, Any]  # as `tierforce generate --stats` writes them
 
 
-def answer(model: str, mode: str, prompt: Path, console: Console) -> dict[str, Any]:
-    """Run `tierforce generate` in this mode, which streams its text; return what it took."""
-    stats = OUT / f"{mode}.json"
-    files = {"prompt-file": str(prompt), "stats": str(stats)}
-    options = {"model": model, **OPTIONS, "mode": mode, **files}
-    words = [word for name, value in options.items() for word in (f"--{name}", value) if word]
+def main(
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, or a name.")] = "smollm2",
+) -> None:
+    """Answer the question in both modes, compare the tokens, and show what each mode took."""
+    started = time.perf_counter()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    prompt = OUT / "prompt.txt"
+    OUT.mkdir(exist_ok=True)
+    prompt.write_text(f"{topics[CHAPTER][:CHARACTERS]}\n\n{QUESTION}", encoding="utf-8")
+    console.print(
+        "The document: the chapter on compound statements in Python's language reference.\n"
+        "The machine: two CPU ranks stand in for GPUs. All KV is in host memory, and a link of "
+        f"{LINK_GB_S} GB/s per rank is emulated.\nThe model: {model}. With 135 million "
+        "parameters, as SmolLM2 has, expect English, not wisdom.\n"
+    )
+    runs = {mode: generate(model, mode, prompt, console) for mode in MODES}
+    count = count_same_tokens(runs)
+    console.print(tiers(runs))
+    table = Table(title=f"The same {count} tokens", title_justify="left")
+    table.add_column("")
+    for heading in COLUMNS:
+        table.add_column(heading, justify="right")
+    for mode, stats in runs.items():
+        table.add_row(mode, *(show(stats) for show in COLUMNS.values()))
+    console.print(table)
+    ratio = runs["plain"]["ms_per_token"] / runs["retrieval"]["ms_per_token"]
+    rates = ", ".join(
+        f"{level} {rate:.2f}"
+        for level, rate in runs["retrieval"]["acceptance"].items()
+        if rate is not None  # nothing was proposed to this level
+    )
+    console.print(
+        f"Drafting from the retrieval cache was {ratio:.1f} times as fast as plain decoding, for "
+        f"the same {count} tokens; acceptance rates: {rates}.\n"
+        f"Prompt and stats are in demo/out. The demo took {time.perf_counter() - started:.0f} s."
+    )
+
+
+def generate(model: str, mode: str, prompt: Path, console: Console) -> Stats:
+    """Run `tierforce generate` in this mode, which streams its text; return its stats.
+
+    Raises SystemExit if the command fails.
+    """
+    path = OUT / f"{mode}.json"
+    files = ("--prompt-file", str(prompt), "--stats", str(path))
+    words = ("--model", model, *OPTIONS, "--mode", mode, *files)
     console.print(
         "$ " + shlex.join(["tierforce", "generate", *words]),
         style="bold",
@@ -57,44 +102,60 @@ def answer(model: str, mode: str, prompt: Path, console: Console) -> dict[str, A
     if code:
         sys.exit(f"tierforce generate ended with exit code {code}; what it said is above.")
     console.print()
-    took: dict[str, Any] = json.loads(stats.read_text(encoding="utf-8"))
-    return took
+    stats: Stats = json.loads(path.read_text(encoding="utf-8"))
+    return stats
 
 
-def main(
-    model: Annotated[str, typer.Option(help="A folder, a GGUF file, or a name.")] = "smollm2",
-) -> None:
-    """Answer the question in both modes, and compare what they took."""
-    started = time.perf_counter()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    prompt = OUT / "prompt.txt"
-    OUT.mkdir(exist_ok=True)
-    prompt.write_text(f"{topics[CHAPTER][:CHARACTERS]}\n\n{QUESTION}", encoding="utf-8")
-    console.print(
-        "The document: the chapter on compound statements in Python's language reference.\n"
-        "The machine: two CPU ranks; no KV stays on the 'device', and a thread a rank plays the "
-        f"link at 0.1 GB/s.\nThe model: {model}. With 135 million parameters, as SmolLM2 has, "
-        "expect English, not wisdom.\n"
+def count_same_tokens(runs: Mapping[str, Stats]) -> int:
+    """Return how many new tokens both modes wrote.
+
+    Raises SystemExit if they differ anywhere, or if there are too few to time.
+    """
+    drafted, plain = (runs[mode]["token_ids"] for mode in MODES)
+    if drafted != plain:
+        pairs = zip(drafted, plain, strict=False)
+        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        sys.exit(
+            f"The two modes wrote different tokens: {len(drafted)} and {len(plain)}, of which the "
+            f"first {equal} are equal. That is a bug."
+        )
+    if len(plain) < 2:
+        sys.exit(f"The model ended its answer after {len(plain)} tokens: there is nothing to time.")
+    return len(plain)
+
+
+def tiers(runs: Mapping[str, Stats]) -> Table:
+    """Draw where rank 0's KV was in each mode, and what crossed its link while decoding."""
+    largest = max(map(decoding_bytes, runs.values()))
+    grid = Table.grid(padding=(0, 2))
+    prompt_tokens = runs["plain"]["prompt_tokens"]
+    grid.title = (
+        f"Rank 0, {prompt_tokens:,} prompt tokens: where its KV was, and what crossed its link "
+        "while decoding"
     )
-    took = {mode: answer(model, mode, prompt, console) for mode in ("retrieval", "plain")}
-    table = Table(title="The same question, model and sampling law", title_justify="left")
-    table.add_column("")
-    for heading in COLUMNS:
-        table.add_column(heading, justify="right")
-    for mode, stats in took.items():
-        table.add_row(mode, *(show(stats) for show in COLUMNS.values()))
-    console.print(table)
-    ratio = took["plain"]["ms_per_token"] / took["retrieval"]["ms_per_token"]
-    rates = ", ".join(
-        f"{level} {rate:.2f}"
-        for level, rate in took["retrieval"]["acceptance"].items()
-        if rate is not None  # a level that was asked for nothing has none
-    )
-    console.print(
-        f"Drafting from the retrieval cache was {ratio:.1f} times as fast; acceptance rates: "
-        f"{rates}.\nWhat both took is in demo/out. The demo took "
-        f"{time.perf_counter() - started:.0f} s."
-    )
+    grid.title_justify = "left"
+    grid.add_row("", *(f"[bold]{mode}" for mode in runs))
+    hosts, links, devices = [], [], []
+    for stats in runs.values():
+        nbytes, passes = decoding_bytes(stats), stats["passes"]["target"]
+        written = stats["traffic"]["target"]["link_out"]
+        hosts.append(Panel(f"all layers' KV: {written / 1e6:,.1f} MB"))
+        bar = ProgressBar(total=largest, completed=nbytes, width=30)
+        links.append(Group(f"{nbytes / 1e6:,.0f} MB in {passes} verifications", bar))
+        budget = stats["budget"]
+        kept = f"retrieval cache: {budget:,} tokens per head" if budget else "no retrieval cache"
+        devices.append(Panel(f"recent tokens; {kept}"))
+    grid.add_row("\nhost memory", *hosts)
+    grid.add_row("link", *links)
+    grid.add_row("\ndevice", *devices)
+    return grid
+
+
+def decoding_bytes(stats: Stats) -> float:
+    """Return the bytes that crossed the link to the device after the first token."""
+    new: int = stats["new_tokens"] - 1  # the first token is prefill's
+    nbytes: float = stats["link_bytes_per_token"] * new
+    return nbytes
 
 
 if __name__ == "__main__":
