@@ -39,8 +39,8 @@ def warning_of_sums(used: list[Gpu], link_in: float, sum_rate: float) -> list[st
     return [
         f"large sums over the GPUs run at {sum_rate / 1e9:.1f} GB/s and a link at "
         f"{link_in / 1e9:.1f}: a long prompt waits for sums. Where they go through host memory, "
-        f"{COPY_ENGINES}=1 has made large ones several times as fast elsewhere, and small ones "
-        "slower: probe with it, too, and compare what `tierforce plan` says of both files."
+        f"{COPY_ENGINES}=1 may make large ones several times as fast, and small ones slower: probe "
+        "with it, too, and compare what `tierforce plan` says of both files."
     ]
 
 
