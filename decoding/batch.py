@@ -24,8 +24,8 @@ from decoding.speculation.draft_length import Lengths
 from decoding.speculation.passes import Clock, Passes
 from decoding.stats import Stats
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from parallel.environment import RankLost
-from parallel.passes import Pass
+from parallel.execution.batched_forward import Pass
+from parallel.ranks.environment import RankLost
 
 
 @dataclass

@@ -19,7 +19,7 @@ from decoding.speculation.text import common_prefix
 from decoding.stats import Stats
 from offload.errors import FitError
 from offload.layout import ceil_div
-from parallel.passes import Pass
+from parallel.execution.batched_forward import Pass
 
 ROOM = 4096  # tokens of later turns that memory is planned for
 

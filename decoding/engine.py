@@ -24,7 +24,7 @@ from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory_plan import MemoryPlan
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 
 KEEP_ALIVE_S = 300  # other ranks wait for two hours at most (`Group.from_environment`)
 

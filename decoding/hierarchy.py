@@ -12,7 +12,7 @@ from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import NearCache
-from parallel.lockstep import Level
+from parallel.execution.lockstep import Level
 
 
 class Hierarchy:

@@ -24,14 +24,14 @@ from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
 from offload.memory.link_spec import refuse_on_gpu
 from offload.regular_files import read_json
-from parallel.config import ModelConfig, token_ids
-from parallel.environment import place_of
+from parallel.config.model_config import ModelConfig, token_ids
 from parallel.errors import ConfigError
-from parallel.graphs import graphs_work
-from parallel.group import Group
-from parallel.loading import load_model, resolve
-from parallel.model import Llama
-from parallel.named import find_local, is_gguf
+from parallel.execution.cuda_graphs import graphs_work
+from parallel.formats.locate import find_local, is_gguf
+from parallel.model.loading import load_model, resolve
+from parallel.model.transformer import Llama
+from parallel.ranks.environment import place_of
+from parallel.ranks.process_group import Group
 
 
 def load(

@@ -10,8 +10,8 @@ from decoding.planning.defaults import DRAFT_SLACK
 from offload.cache.base import Cache
 from offload.cache.streaming import StreamingCache
 from offload.errors import GivenUpError
-from parallel.group import Group
-from parallel.model import Llama, Progress
+from parallel.model.transformer import Llama, Progress
+from parallel.ranks.process_group import Group
 
 
 def read_draft(model: Llama, cache: StreamingCache, prompt: Tensor, kept: int = 0) -> None:

@@ -22,8 +22,8 @@ from offload.memory.link import Link
 from offload.memory.open_link import make_link
 from offload.memory_plan import MemoryPlan
 from offload.retrieval.shape import MIN_L2_BYTES
-from parallel.loading import parameter_bytes
-from parallel.model import Llama
+from parallel.model.loading import parameter_bytes
+from parallel.model.transformer import Llama
 
 
 @dataclass(frozen=True)

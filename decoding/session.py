@@ -36,11 +36,11 @@ from offload.memory_plan import MemoryPlan
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import whole_heads
 from offload.tiered.prefill import Prefill
-from parallel.graphs import GraphRunner
-from parallel.lockstep import Level, OpenText
-from parallel.model import Progress
-from parallel.passes import Pass
-from parallel.prefill import Reading, to_the_end
+from parallel.execution.batched_forward import Pass
+from parallel.execution.cuda_graphs import GraphRunner
+from parallel.execution.lockstep import Level, OpenText
+from parallel.model.pipeline import Reading, to_the_end
+from parallel.model.transformer import Progress
 
 
 class Session:

@@ -27,9 +27,9 @@ from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError, TierForceError
 from offload.memory.host_arena import HostArena
 from offload.memory_plan import MemoryPlan
-from parallel.group import Group
-from parallel.lockstep import Lockstep
-from parallel.model import Progress
+from parallel.execution.lockstep import Lockstep
+from parallel.model.transformer import Progress
+from parallel.ranks.process_group import Group
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from offload.codec.format import SLICED_DTYPES
 from offload.errors import TierForceError
 from offload.memory.link_spec import emulated_rate
 from offload.retrieval.policy_specs import POLICY_NAMES
-from parallel import weight_headers
-from parallel.rope import stretch_factor
+from parallel.config.rope import stretch_factor
+from parallel.formats import weight_headers
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from offload.errors import TierForceError
 from offload.regular_files import MIB, read_json
-from parallel.gguf_families import TOKENS
-from parallel.gguf_header import read_header
-from parallel.named import is_gguf
+from parallel.formats.gguf_header import read_header
+from parallel.formats.gguf_names import TOKENS
+from parallel.formats.locate import is_gguf
 
 Names = Mapping[str, int]  # ids of tokens, by how they are written
 

@@ -130,7 +130,7 @@ def test_layers_are_found_by_the_longest_name() -> None:
         "decoding.planning.profile",
         "decoding.speculation.verify",
         "decoding.option",
-        "parallel.group",
+        "parallel.ranks.process_group",
         "offload.cache.base",
     )
     assert [layer_of(name) for name in order] == list(range(len(LAYERS)))

@@ -40,9 +40,9 @@ from decoding import Engine, Sampling, Settings
 from decoding.request import Request
 from decoding.session import Session
 from decoding.speculation.text import common_prefix
-from parallel.config import ModelConfig
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.config.model_config import ModelConfig
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 PASS = 7  # tokens of a verification, where plain decoding's text is read
 LINK = "emulated:10"

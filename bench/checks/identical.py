@@ -25,7 +25,7 @@ from bench.harness.text import tokenizer_of
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.speculation.text import common_prefix
 from offload.errors import TierForceError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 
 _SKIPPED = 30_000  # characters of a book: a title, a list of chapters
 _LETTERS = 8  # of a token, more than any book has

@@ -37,8 +37,8 @@ from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
 from decoding.session import Session
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 CHUNK = 512  # tokens of a pass
 

@@ -28,8 +28,8 @@ from decoding import Engine, Sampling, Settings
 from decoding.planning.defaults import USABLE_SHARE
 from offload.errors import TierForceError
 from offload.memory_plan import MemoryPlan, device_tiers
-from parallel.config import ModelConfig
-from parallel.loading import parameter_bytes
+from parallel.config.model_config import ModelConfig
+from parallel.model.loading import parameter_bytes
 
 
 @dataclass(frozen=True)

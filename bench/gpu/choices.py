@@ -8,8 +8,8 @@ from functools import cached_property
 
 import torch
 
-from parallel.graphs import graphs_work
-from parallel.group import Group
+from parallel.execution.cuda_graphs import graphs_work
+from parallel.ranks.process_group import Group
 
 Add = Callable[[str, float | str | None, str], None]  # what, value and unit
 

@@ -23,11 +23,11 @@ from decoding.session import Session
 from decoding.settings import LEVELS
 from offload.errors import FitError
 from offload.memory.host import host_available
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
-from parallel.group import Group
-from parallel.loading import parameter_bytes, random_model
-from parallel.model import Llama
+from parallel.model.loading import parameter_bytes, random_model
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
 
 # target and draft of drawn weights
 PAIRS = {

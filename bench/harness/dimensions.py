@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 
 Dimensions = dict[str, Any]
 POSITIONS: Dimensions = {

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel.recorder import reset_recordings
+from parallel.ranks.graph_capture import reset_recordings
 
 # what ranks, and commands forked in tests, would else import in seconds each
 PRELOAD = [
@@ -23,7 +23,7 @@ PRELOAD = [
     "transformers.models.llama.modeling_llama",
     "transformers.generation.streamers",
     "accelerate",
-    "parallel.launch",
+    "parallel.ranks.launch",
     "decoding.engine",
     "decoding.probe.probe",
     "decoding.app.main",

@@ -9,8 +9,8 @@ from typing import Any
 from decoding.app.documents import find_documents
 from decoding.loading import load_tokenizer
 from offload.errors import TierForceError
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 BUILT_IN = "pydoc_data.topics"  # the name of the text that is on every machine
 

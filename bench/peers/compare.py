@@ -44,8 +44,8 @@ from bench.peers.registry import PEERS
 from decoding import Sampling
 from decoding.loading import load_tokenizer
 from offload.errors import one_line
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 Outcome = Result | str  # or why there is none
 PLAIN, OFFLOADED = "ours: plain", " offloaded"

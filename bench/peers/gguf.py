@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from parallel.gguf_header import read_header
-from parallel.named import is_gguf
+from parallel.formats.gguf_header import read_header
+from parallel.formats.locate import is_gguf
 
 KINDS = {"bfloat16": "BF16", "float32": "F32"}  # what GGUF calls our dtypes
 

@@ -14,8 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 from bench.peers.base import Job, Peer, Result, Unavailable
 from bench.peers.gguf import hugging_face_folder, kernels
 from decoding import Sampling
-from parallel.config import ModelConfig
-from parallel.named import is_gguf
+from parallel.config.model_config import ModelConfig
+from parallel.formats.locate import is_gguf
 
 
 class Clock(BaseStreamer):

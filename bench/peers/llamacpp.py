@@ -11,8 +11,8 @@ import torch
 
 from bench.peers.base import Job, Peer, Result, Unavailable
 from bench.peers.gguf import dequantised, kernels
-from parallel.config import ModelConfig
-from parallel.named import is_gguf
+from parallel.config.model_config import ModelConfig
+from parallel.formats.locate import is_gguf
 
 
 class LlamaCpp(Peer):

@@ -35,8 +35,8 @@ from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.peers.hugging_face import generated, load_transformers
 from bench.speed.texts import settings_of
 from decoding import Engine, Sampling
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 WARM = 32  # tokens of a text that warms up what is measured
 KEPT = "transformers: a cache that is kept"

@@ -36,8 +36,8 @@ from decoding import Engine, Settings
 from decoding.session import Session
 from offload.cache.base import Cache
 from offload.cache.static_shape import SlotCache
-from parallel.graphs import GraphRunner
-from parallel.model import Llama
+from parallel.execution.cuda_graphs import GraphRunner
+from parallel.model.transformer import Llama
 
 # makes logits (rows, V) of model, tokens, cache and rows: the model itself, or a GraphRunner
 PassRunner = Callable[[Llama, torch.Tensor, Cache, int], torch.Tensor]

@@ -48,9 +48,9 @@ from decoding.probe.rates import matmul_rate
 from decoding.session import Session
 from offload.errors import TierForceError
 from offload.memory.host import process_peak
-from parallel.config import ModelConfig
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.config.model_config import ModelConfig
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 OURS, RANKS, PEER = "TierForce", "TierForce, 2 ranks", "transformers, sdpa"
 COMPARED = {OURS: PEER, RANKS: OURS}  # each with whom

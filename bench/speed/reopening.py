@@ -45,8 +45,8 @@ from bench.peers.llamacpp import Dequantised
 from bench.speed.texts import settings_of
 from decoding import Engine, Sampling, Settings
 from decoding.keeping.prompt_cache import PromptCache
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 WARM = 32  # tokens of a text that warms up what is measured
 # what a sampled text depends on beside its seed: with these fixed, it is the same text

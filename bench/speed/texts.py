@@ -38,8 +38,8 @@ from bench.harness.text import prompts, text_tokens, tokenizer_of
 from bench.peers.hugging_face import Clock, load_transformers, warped
 from decoding import Engine, Sampling, Settings
 from decoding.request import Request
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 RESIDENT = "resident"  # in place of a link: all KV stays in device memory
 PADDED = "transformers: a padded batch"

@@ -39,7 +39,7 @@ from decoding import Engine, Settings
 from decoding.probe.slices import slice_rates
 from decoding.session import Session
 from offload.codec.format import slice_format
-from parallel.model import Llama
+from parallel.model.transformer import Llama
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from decoding.keeping.prompt_cache import LEAST_TOKENS
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from offload.regular_files import read_json
-from parallel.environment import RankLost
-from parallel.group import Group
-from parallel.launch import answer_signals
+from parallel.ranks.environment import RankLost
+from parallel.ranks.launch import answer_signals
+from parallel.ranks.process_group import Group
 
 HELP = """/save FILE   write the conversation to a JSON file
 /load FILE   go on with one that was saved

@@ -37,10 +37,10 @@ from decoding.app.summarize import (
 from decoding.app.terminal import say, silence_transformers
 from offload.errors import DocumentError, TierForceError, one_line
 from offload.layout import ceil_div
-from parallel.config import ModelConfig
-from parallel.group import Group
-from parallel.launch import require_open_files
-from parallel.loading import resolve
+from parallel.config.model_config import ModelConfig
+from parallel.model.loading import resolve
+from parallel.ranks.launch import require_open_files
+from parallel.ranks.process_group import Group
 
 _PATIENCE = 10.0  # seconds that a cluster of our own may take to end
 _FILES = 512  # that each of Ray's processes may open at a time

@@ -30,7 +30,7 @@ from decoding.app.server.options import ServeOptions
 from decoding.app.terminal import advice_after_loss, say, warn
 from decoding.prompt import INSTRUCTION
 from offload.errors import TierForceError
-from parallel.environment import ignored_variables, place_of, under_launcher
+from parallel.ranks.environment import ignored_variables, place_of, under_launcher
 
 app = typer.Typer(
     add_completion=False,
@@ -374,9 +374,9 @@ def _spread(gpus: int, model: str | None) -> None:
             )
     elif gpus > 1:
         if model is not None:
-            from parallel.config import ModelConfig
+            from parallel.config.model_config import ModelConfig
 
             ModelConfig.find(model).refuse_ranks(gpus)
-        from parallel.launch import launch
+        from parallel.ranks.launch import launch
 
         sys.exit(launch(gpus, "decoding.cli", sys.argv[1:], advice_after_loss(sys.argv[1:])))

@@ -19,7 +19,7 @@ from decoding.engine import Engine, Progress
 from decoding.prompt import Template
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 
 PROMPT = "prompt"  # what the one text is called
 STDIN = Path("-")

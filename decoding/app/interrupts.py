@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from decoding.app.terminal import show_cursor
-from parallel.environment import under_launcher
+from parallel.ranks.environment import under_launcher
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TWICE_S = 1.0  # a terminal and a launcher send the same signal twice

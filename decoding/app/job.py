@@ -15,8 +15,8 @@ from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from offload.regular_files import read_regular
 from parallel.errors import CheckpointError
-from parallel.gguf_header import read_header
-from parallel.named import find_local, is_gguf
+from parallel.formats.gguf_header import read_header
+from parallel.formats.locate import find_local, is_gguf
 
 # bytes of each end of a weight file that tell it from another: reading all of a 13B model takes
 # minutes

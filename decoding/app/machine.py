@@ -25,9 +25,9 @@ from decoding.planning.fit import Sharing
 from decoding.prompt import Template
 from decoding.stats import Stats
 from offload.errors import TierForceError, one_line
-from parallel.environment import RankLost
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.environment import RankLost
+from parallel.ranks.process_group import Group
 
 _HELD = 5.0  # seconds that a machine in trouble keeps what others might do
 _LAUNCHERS = (

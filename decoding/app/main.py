@@ -21,7 +21,7 @@ def main() -> None:
     set_defaults()  # before torch is imported
     from decoding.app.terminal import Output, Unread, say
     from offload.errors import TierForceError
-    from parallel.environment import end_with_launcher, place_of
+    from parallel.ranks.environment import end_with_launcher, place_of
 
     end_with_launcher()
     if sys.stderr is None:  # closed by whoever started this
@@ -56,7 +56,7 @@ def _run(rank: int) -> int:
     from decoding.app.options import as_flags
     from decoding.app.terminal import advice_after_loss, say
     from offload.errors import TierForceError
-    from parallel.environment import RankLost
+    from parallel.ranks.environment import RankLost
 
     try:
         app()

@@ -36,8 +36,8 @@ from decoding.planning.profile import HardwareProfile
 from decoding.settings import DTYPES, Settings
 from decoding.vocabulary import names_in, refuse_other_names
 from offload.errors import FitError, TierForceError
-from parallel.config import ModelConfig
-from parallel.named import find_local
+from parallel.config.model_config import ModelConfig
+from parallel.formats.locate import find_local
 
 PREDICTED = "what is predicted to pay"
 MAX_PADDING = 1024  # tokens by which vocabularies of one tokenizer may differ

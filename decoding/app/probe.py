@@ -11,7 +11,7 @@ from decoding.app.probe_view import table
 from decoding.app.terminal import say, silence_transformers, warn
 from decoding.probe.probe import profile
 from decoding.settings import dtype_of
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 
 
 def run(model: str | None, dtype: str, device: str, output: Path) -> None:

@@ -30,8 +30,8 @@ from decoding.request import Request
 from decoding.speculation.sampling import Sampling
 from decoding.stats import Stats
 from offload.errors import DocumentError, FitError, TierForceError
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 
 
 def run(

@@ -15,10 +15,10 @@ import torch
 from decoding.keeping.files import write_whole
 from offload.errors import TierForceError
 from offload.regular_files import read_json
-from parallel.config import ModelConfig
-from parallel.group import Group
-from parallel.named import is_gguf
-from parallel.weight_headers import weight_files
+from parallel.config.model_config import ModelConfig
+from parallel.formats.locate import is_gguf
+from parallel.formats.weight_headers import weight_files
+from parallel.ranks.process_group import Group
 
 VERSION = 2  # of what is written: another one is another identity
 _PIECE = 64 << 20  # bytes of a file that are digested at once

@@ -24,8 +24,8 @@ from decoding.keeping.saving import Saving, files_of, is_written, saved, was_giv
 from offload.errors import DamagedError, TierForceError, one_line
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import LAST_ROWS, Prefill
-from parallel.config import ModelConfig
-from parallel.group import Group
+from parallel.config.model_config import ModelConfig
+from parallel.ranks.process_group import Group
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from offload.memory_plan import MemoryPlan, Needs
 from offload.retrieval.policy_specs import POLICY_TRAITS
 from offload.retrieval.shape import RetrievalShape
 from offload.tiered.shape import STREAMED, TieredShape
-from parallel.config import ModelConfig
-from parallel.sizes import (
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import (
     MAX_FIXED_TOKENS,
     MAX_GRAPH_TOKENS,
     parameter_count,

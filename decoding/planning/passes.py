@@ -11,9 +11,9 @@ from decoding.planning.needs import TextNeeds, weight_bytes
 from decoding.planning.profile import HardwareProfile
 from offload.kernels.batch_invariant_shape import KEYS, WIDTH
 from offload.layout import ceil_div
-from parallel.config import ModelConfig
-from parallel.partition import vocab_rows
-from parallel.sizes import idle_parameters
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import idle_parameters
+from parallel.ranks.partition import vocab_rows
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class Passes:
         return computed + self._sums_s(rows) + self._drawn_s(rows)
 
     def steady_seconds(self, rows: int, attended: int) -> float:
-        """Return the seconds of such a pass of one text in the blocks of `parallel.steady`.
+        """Return the seconds of such a pass of one text in blocks (`parallel.batch_invariant`).
 
         A block takes as long as all its rows, also those that only fill it up. So many rows lie in
         so many blocks in the mean, wherever the text stands. Every block of rows is taken to read

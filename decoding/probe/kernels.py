@@ -34,10 +34,10 @@ from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.retrieval.shape import RetrievalShape
 from offload.traffic import Traffic
-from parallel.config import ModelConfig
-from parallel.graphs import GraphRunner, graphs_work
-from parallel.group import Group
-from parallel.loading import random_model
+from parallel.config.model_config import ModelConfig
+from parallel.execution.cuda_graphs import GraphRunner, graphs_work
+from parallel.model.loading import random_model
+from parallel.ranks.process_group import Group
 
 # tokens of a pass over the retrieval cache, of a verification, and of a chunk of prefill
 _RETRIEVAL_ROWS = 3

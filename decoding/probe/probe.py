@@ -16,8 +16,8 @@ from offload.errors import TierForceError, one_line
 from offload.memory.bandwidth import Copies
 from offload.memory.numa import gpu_address
 from offload.memory.open_link import make_link
-from parallel.config import ModelConfig
-from parallel.group import Group
+from parallel.config.model_config import ModelConfig
+from parallel.ranks.process_group import Group
 
 _SMALL_SUM_BYTES = 8192  # one token's hidden state in a 7B model
 _ONE_RANK = {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # sums over one rank cost nothing

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.group import Group
-from parallel.products import linear
+from parallel.model.matmul import linear
+from parallel.ranks.process_group import Group
 
 _LARGE_SUM_BYTES = 16 << 20
 _REPEATS = 5

@@ -11,7 +11,7 @@ from offload.attention.head_major import span
 from offload.codec.format import SPLIT_TOKENS, slice_format
 from offload.codec.split_float import SliceCodec
 from offload.kernels.selection import fused_kernels
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 
 _TOKENS = 16_384  # far more than a processor's cache holds
 

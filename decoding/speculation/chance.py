@@ -11,7 +11,7 @@ from torch import Tensor
 from decoding.speculation.draft_length import NOISE_POSITIONS
 from decoding.speculation.sampling import Sampling, draw, first_to_ring
 from decoding.speculation.verify import Draft, read, verify
-from parallel.group import sent
+from parallel.ranks.process_group import sent
 
 
 class Chance(ABC):

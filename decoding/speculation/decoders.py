@@ -22,8 +22,8 @@ from decoding.speculation.sampling import Sampling
 from decoding.speculation.text import Text, common_prefix
 from decoding.speculation.verify import Draft, read
 from offload.cache.base import Cache
-from parallel.group import on_device
-from parallel.passes import Pass, Reader
+from parallel.execution.batched_forward import Pass, Reader
+from parallel.ranks.process_group import on_device
 
 
 @dataclass

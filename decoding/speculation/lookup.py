@@ -9,7 +9,7 @@ from decoding.speculation.decoders import Proposer
 from decoding.speculation.passes import Passes
 from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
-from parallel.group import on_device
+from parallel.ranks.process_group import on_device
 
 _MAX_AGREE = 32  # tokens before the n-gram that are compared
 

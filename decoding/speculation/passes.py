@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from parallel.passes import Pass
+from parallel.execution.batched_forward import Pass
 
 T = TypeVar("T")
 Passes = Generator[Pass, Tensor, T]  # yields each pass, is sent its logits (rows, V), returns a T

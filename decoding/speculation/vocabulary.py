@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from decoding.speculation.decoders import Autoregressive
-from parallel.passes import Pass
+from parallel.execution.batched_forward import Pass
 
 
 def readable(tokens: Tensor, rows: int, vocab: int) -> Tensor:

@@ -21,9 +21,9 @@ from decoding import Engine, Sampling, Settings
 from decoding.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.shape import RetrievalShape
-from parallel.config import ModelConfig
-from parallel.group import Group
-from parallel.loading import load_model
+from parallel.config.model_config import ModelConfig
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group
 from support.engines import DEMO
 from support.texts import prompt
 

@@ -15,7 +15,7 @@ import torch
 
 from bench.__main__ import COMMANDS, main
 from bench.harness.record import benchmark, environment, prepare, save
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,7 +26,7 @@ from bench.peers.base import Job, Result, Unavailable
 from bench.peers.compare import Row, Runs, main, ratios, run
 from bench.peers.registry import PEERS
 from decoding import GREEDY
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from support.engines import DEMO
 from support.gguf import Kind, convert
 from support.models import random_tokens

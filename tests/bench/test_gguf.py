@@ -12,10 +12,10 @@ pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType
 
 from bench.peers.gguf import dequantised, hugging_face_folder, kernels
-from parallel.config import ModelConfig
-from parallel.gguf_header import read_header
-from parallel.group import Group
-from parallel.loading import load_model
+from parallel.config.model_config import ModelConfig
+from parallel.formats.gguf_header import read_header
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group
 from support.gguf import convert
 
 WHOLE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # blocks of 32 numbers

@@ -11,8 +11,8 @@ from decoding import Settings
 from decoding.planning.defaults import MAX_DRAFT
 from decoding.runtime import Runtime
 from offload.errors import TierForceError
-from parallel.group import Group as Ranks
-from parallel.loading import load_model
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group as Ranks
 from support.engines import DEMO
 
 

@@ -22,9 +22,9 @@ from decoding.session import Session
 from decoding.sessions import Sessions
 from offload.errors import DocumentError, FitError, TierForceError
 from offload.memory.host_arena import HostArena
-from parallel.group import Group
-from parallel.layers import VocabParallelEmbedding
-from parallel.model import Llama
+from parallel.model.layers import VocabParallelEmbedding
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
 from support.batches import MODES, SMALL, alone, requests, tokens, written
 from support.engines import Folders, Pair
 from support.models import TINY

@@ -11,7 +11,7 @@ import pytest
 from decoding import GREEDY, Engine, Settings
 from decoding.chat import Chat
 from offload.errors import DocumentError, TierForceError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO
 
 TURNS = (

@@ -19,7 +19,7 @@ from decoding import GREEDY, Engine, Sampling
 from decoding.request import Request
 from offload.errors import DocumentError, FitError, TierForceError
 from offload.layout import ceil_div
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support import batches
 from support.batches import MODES
 from support.engines import Folders, Pair

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO, EVERY_LEVEL, Pair
 from support.texts import prompt
 

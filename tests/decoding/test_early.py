@@ -23,8 +23,8 @@ from decoding.session import Session
 from decoding.sessions import Sessions
 from offload.errors import DocumentError
 from offload.memory_plan import device_tiers, early, reading_bytes
-from parallel.group import Group
-from parallel.model import Llama
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
 from support.batches import MODES, SMALL, alone, requests, tokens, written
 from support.engines import Pair
 from support.models import TINY

@@ -16,7 +16,7 @@ from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.planning.defaults import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive
 from offload.errors import TierForceError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
 from support.models import random_tokens
 

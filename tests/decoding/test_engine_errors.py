@@ -11,7 +11,7 @@ import torch
 
 from decoding import GREEDY, Engine, Sampling, Settings
 from offload.errors import DocumentError, FitError, TierForceError
-from parallel.loading import parameter_bytes
+from parallel.model.loading import parameter_bytes
 from support.engines import DEMO, Folders, Pair
 from support.models import random_tokens
 

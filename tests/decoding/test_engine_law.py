@@ -17,7 +17,7 @@ import decoding.speculation.verify
 from decoding import Sampling
 from decoding.request import Request
 from offload.retrieval.selection import POLICIES, Attention, ObservedRows
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from support.engines import Folders, Pair
 from support.laws import BROKEN, LIKELY, p_value
 from support.models import TINY, random_tokens, reference_logits

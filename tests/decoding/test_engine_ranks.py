@@ -18,9 +18,9 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from offload.errors import DocumentError, FitError
 from offload.tiered.resident import ResidentLayer
-from parallel.group import Group
-from parallel.layers import VocabParallelEmbedding
-from parallel.loading import parameter_bytes
+from parallel.model.layers import VocabParallelEmbedding
+from parallel.model.loading import parameter_bytes
+from parallel.ranks.process_group import Group
 from support.engines import Folders, Pair
 from support.models import random_tokens
 

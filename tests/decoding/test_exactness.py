@@ -12,7 +12,7 @@ import decoding.planning.needs
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Settings
 from offload.retrieval.selection import POLICIES
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
 from support.texts import prompt
 

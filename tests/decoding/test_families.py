@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens

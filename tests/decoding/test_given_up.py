@@ -17,7 +17,7 @@ from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from decoding.request import Request
 from offload.errors import GivenUpError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.batches import MODES, SMALL
 from support.engines import Folders, Pair
 from support.models import random_tokens

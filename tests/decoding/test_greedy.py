@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
 from support.texts import LENGTHS, prompt
 

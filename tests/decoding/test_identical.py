@@ -16,7 +16,7 @@ from decoding.request import Request
 from offload.attention import backend, partial_attention
 from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEYS
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.commands import TARGET, forked
 from support.engines import Folders, Pair
 from support.families import OTHERS

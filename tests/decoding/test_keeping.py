@@ -29,8 +29,8 @@ from offload.layout import KVLayout
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
 from offload.tiered.prefill import LAST_ROWS
-from parallel.config import ModelConfig
-from parallel.group import Group
+from parallel.config.model_config import ModelConfig
+from parallel.ranks.process_group import Group
 from support.batches import MODES
 from support.engines import IDENTITY, Folders, Pair
 from support.keeping import (

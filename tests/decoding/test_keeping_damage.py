@@ -19,8 +19,8 @@ from decoding.keeping import identity
 from decoding.keeping.identity import Weights
 from decoding.keeping.keeper import Identity
 from decoding.keeping.prompt_cache import MAX_TOKENS, KeptPrompt, PromptCache
-from parallel.config import ModelConfig
-from parallel.group import Group
+from parallel.config.model_config import ModelConfig
+from parallel.ranks.process_group import Group
 from support import engines
 from support.engines import IDENTITY, Pair
 from support.irregular import IRREGULAR

@@ -28,7 +28,7 @@ from offload.errors import DocumentError
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
 from offload.tiered.prefill import LAST_ROWS
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support import batches
 from support.batches import MODES
 from support.engines import Folders, Pair

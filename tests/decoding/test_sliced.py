@@ -19,7 +19,7 @@ from offload.memory.host_arena import HostArena
 from offload.memory_plan import device_tiers
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO
 from support.texts import prompt
 

@@ -21,9 +21,9 @@ from decoding import GREEDY, Engine, Settings
 from decoding.app.job import model_name
 from decoding.loading import load_tokenizer
 from decoding.prompt import Template
-from parallel.config import ModelConfig
-from parallel.group import Group
-from parallel.loading import resolve
+from parallel.config.model_config import ModelConfig
+from parallel.model.loading import resolve
+from parallel.ranks.process_group import Group
 from support.gguf import LAYER, OUTER, halves
 from support.loading import all_logits
 

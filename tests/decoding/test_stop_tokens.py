@@ -12,7 +12,7 @@ import pytest
 
 from decoding import Engine
 from offload.errors import TierForceError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 
 DEMO = Path(__file__).parents[2] / "demo"
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.pieces import pieces
 from offload.errors import DocumentError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO
 
 TEXT = "Über die Straße: 東京 \U0001f642\U0001f469\u200d\U0001f680 — ¡olé!\n\n  naïve\tend"

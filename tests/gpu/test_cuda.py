@@ -23,7 +23,7 @@ from torch import Tensor
 
 import bench.harness.ranks
 import decoding.keeping.saving
-import parallel.graphs
+import parallel.execution.cuda_graphs
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.lines import say_what_fits
@@ -34,10 +34,10 @@ from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import FitError, TierForceError
 from offload.kernels.selection import fused_kernels, steady_kernels
 from offload.tiered.prefill import LAST_ROWS
-from parallel.graphs import GraphRunner, graphs_work
-from parallel.group import Group
-from parallel.model import Attention
-from parallel.recorder import Recorder
+from parallel.execution.cuda_graphs import GraphRunner, graphs_work
+from parallel.model.transformer import Attention
+from parallel.ranks.graph_capture import Recorder
+from parallel.ranks.process_group import Group
 from standin import Machine, gpu_or_standin, standin
 from support.batches import alone, tokens, written
 from support.engines import DEMO
@@ -119,7 +119,7 @@ def test_texts_at_once_write_what_each_writes_alone(
     mode: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where their short passes are recorded, shared or not, and the last text is alone."""
-    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = Group(device=torch.device("cuda", 0))
     engine = opened(group, mode, resident_layers=resident, draft_length=5)
     assert engine.runtime.settings.graphs
@@ -143,7 +143,7 @@ def test_recorded_passes_write_the_same(
 ) -> None:
     group = Group(device=torch.device("cuda", 0))
     assert graphs_work(group)
-    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
     choices["int8_retrieval"] = int8
     seen = []
@@ -172,7 +172,7 @@ def test_a_conversation_goes_on_over_tiers_and_recordings(
     mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From inside the text too, in parts, and in larger caches."""
-    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = Group(device=torch.device("cuda", 0))
     choices: dict[str, Any] = {"resident_layers": 2, "draft_length": 7, "inner_length": 3}
     engine = opened(group, mode, dtype=dtype, graphs=True, **choices)
@@ -541,7 +541,7 @@ def with_sums_that_fail(numbers: int) -> None:
 
 def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
     with gpu_or_standin():
-        parallel.graphs.USES = 2
+        parallel.execution.cuda_graphs.USES = 2
         made, build = [], GraphRunner.__init__
 
         def noted(self: GraphRunner, *arguments: Any) -> None:

@@ -28,7 +28,7 @@ from bench.gpu.models import (
 from decoding.planning.profile import HardwareProfile
 from decoding.runtime import Runtime
 from decoding.settings import Settings
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
 from standin import standin
 from support.engines import DEMO

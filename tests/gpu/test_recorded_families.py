@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import parallel.graphs
+import parallel.execution.cuda_graphs
 from decoding import GREEDY
-from parallel.graphs import GraphRunner
-from parallel.group import Group
-from parallel.loading import load_model
-from parallel.passes import Pass
+from parallel.execution.batched_forward import Pass
+from parallel.execution.cuda_graphs import GraphRunner
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
@@ -45,7 +45,7 @@ def test_experts_are_recorded_as_long_as_the_host_need_not_know_the_choice(
 def test_recorded_passes_write_what_a_cpu_writes(
     name: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel.graphs, "USES", 2)
+    monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     folder = checkpoint(**OTHERS[name])
     wanted = Pair(folder, folder).text("plain", PROMPT, NEW)
     pair = Pair(folder, folder, Group(device=torch.device("cuda", 0)))

@@ -11,7 +11,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3 import modeling_phi3
 
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from support.links import CPU
 from support.models import long_rope, rope, tiny_config
 

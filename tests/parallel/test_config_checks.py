@@ -15,10 +15,10 @@ import torch
 
 from offload.errors import TierForceError
 from offload.regular_files import read_json
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
-from parallel.group import Group
-from parallel.loading import load_model
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group
 from support.models import DIMENSIONS
 
 NEEDED: dict[str, Any] = {

@@ -14,8 +14,8 @@ import torch
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.keeping.keeper import Identity
 from decoding.runtime import Runtime
-from parallel.group import Group
-from parallel.loading import load_model
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group
 
 DEMO = Path(__file__).parents[2] / "demo"
 # settings that put every level to work behind a prompt of a few hundred tokens, over a link

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.gguf_header import read_header
+from parallel.formats.gguf_header import read_header
 
 ABSENT = type("ABSENT", (), {})  # in place of a value: the key is left out
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from offload.memory.host_arena import HostArena
 from offload.tiered.cache import TieredCache
 from offload.tiered.shape import TieredShape
-from parallel.group import Group
-from parallel.loading import load_model, parameter_bytes
-from parallel.model import Llama
+from parallel.model.loading import load_model, parameter_bytes
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
 from support.links import CPU, make_test_link
 
 

@@ -15,7 +15,7 @@ from decoding.planning.needs import TextNeeds, Way
 from decoding.planning.profile import HardwareProfile
 from decoding.settings import LEVELS
 from offload.retrieval.policy_specs import POLICY_NAMES
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 
 MODES = tuple(LEVELS)
 

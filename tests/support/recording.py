@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import parallel.graphs
+import parallel.execution.cuda_graphs
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingShape
-from parallel.model import Llama
-from parallel.passes import Pass
-from parallel.recorder import Recorder
+from parallel.execution.batched_forward import Pass
+from parallel.model.transformer import Llama
+from parallel.ranks.graph_capture import Recorder
 from support.links import CPU
 
 USES = 3
@@ -82,7 +82,7 @@ def streaming(model: Llama) -> StreamingCache:
 def count_replays(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """How many texts, and ranks of their model, share each replay from now on."""
     shared: list[tuple[int, int]] = []
-    replay = parallel.graphs._Recording.replay
+    replay = parallel.execution.cuda_graphs._Recording.replay
 
     def noted(self: Any, passes: Sequence[Pass]) -> Tensor:
         model = passes[0].model
@@ -90,5 +90,5 @@ def count_replays(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         shared.append((len(passes), model.group.size))
         return replay(self, passes)
 
-    patch.setattr(parallel.graphs._Recording, "replay", noted)
+    patch.setattr(parallel.execution.cuda_graphs._Recording, "replay", noted)
     return shared

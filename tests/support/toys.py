@@ -17,7 +17,7 @@ from decoding.speculation.text import Text
 from decoding.speculation.verify import Draft
 from offload.cache.base import Cache
 from offload.layout import KVLayout
-from parallel.passes import Pass, Reader
+from parallel.execution.batched_forward import Pass, Reader
 
 VOCAB = 4
 PROMPT = [1, 3, 0]

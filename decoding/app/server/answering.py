@@ -36,7 +36,7 @@ from decoding.pieces import pieces
 from decoding.request import Request
 from decoding.stats import Stats
 from offload.errors import DocumentError, FitError, GivenUpError, TierForceError, one_line
-from parallel.environment import RankLost
+from parallel.ranks.environment import RankLost
 
 _LEAST_S = 0.1  # between two reports of how far something is
 

@@ -32,8 +32,8 @@ from decoding.app.terminal import say, silence_transformers, warn
 from decoding.engine import Engine
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError, one_line
-from parallel.group import Group
-from parallel.launch import answer_signals, require_open_files
+from parallel.ranks.launch import answer_signals, require_open_files
+from parallel.ranks.process_group import Group
 
 _CLOSING = Failed(503, "the server is being shut down.")
 _LOST = Failed(503, "the engine was lost; the server is being shut down.")

@@ -55,7 +55,7 @@ def test_a_plan_imports_neither_torch_nor_transformers(more: tuple[str, ...]) ->
 def test_nor_does_a_plan_of_a_gguf_file(tmp_path: Path) -> None:
     path = convert(TARGET, tmp_path / "target.gguf")
     loaded = modules("plan", "--model", str(path), "--hardware", "1x4090")
-    assert "parallel.gguf_header" in loaded
+    assert "parallel.formats.gguf_header" in loaded
     assert not loaded & {*HEAVY, "gguf"}
 
 

@@ -17,9 +17,9 @@ from decoding.app.job import Job, model_digest, model_name
 from decoding.app.terminal import printable
 from decoding.speculation.sampling import GREEDY
 from offload.errors import TierForceError
-from parallel.environment import Place, ignored_variables, place_of
-from parallel.model import Llama
-from parallel.prefill import Reading
+from parallel.model.pipeline import Reading
+from parallel.model.transformer import Llama
+from parallel.ranks.environment import Place, ignored_variables, place_of
 from support.commands import (
     DRAFT,
     MODELS,

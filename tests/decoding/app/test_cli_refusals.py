@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import parallel.hub
+import parallel.formats.hub
 from decoding.app.records import Records
 from support.commands import MODELS, TARGET, Fork, forked, records, refused, variant
 
@@ -202,4 +202,4 @@ class _Hub:
 
         constants.ENDPOINT = f"http://127.0.0.1:{self.port}"
         constants.HF_HUB_CACHE = str(self.cache)
-        parallel.hub._PATIENCE = 0.5
+        parallel.formats.hub._PATIENCE = 0.5

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import parallel.group
+import parallel.ranks.process_group
 from offload.errors import TierForceError, exceeded_limit
-from parallel.launch import require_open_files
+from parallel.ranks.launch import require_open_files
 from support.commands import MODELS, forked, refused
 
 GENERATE = ("generate", *MODELS, "--prompt", "It was", "--max-new-tokens", "2")
@@ -87,8 +87,8 @@ class _LeftOver:
 
     def __call__(self) -> None:
         os.environ.update(self.variables)
-        parallel.group._QUIET_S = 0.0
-        parallel.group.MEET = timedelta(seconds=2)
+        parallel.ranks.process_group._QUIET_S = 0.0
+        parallel.ranks.process_group.MEET = timedelta(seconds=2)
 
 
 @pytest.mark.parametrize(("rank", "launched"), [(0, False), (1, False), (0, True)])

@@ -21,8 +21,8 @@ from decoding.planning.outlook import look_ahead
 from decoding.planning.profile import HardwareProfile
 from decoding.session import Session
 from offload.errors import FitError, TierForceError
-from parallel.gguf_header import read_header
-from parallel.loading import parameter_bytes
+from parallel.formats.gguf_header import read_header
+from parallel.model.loading import parameter_bytes
 from support.commands import Finished, forked, refused
 from support.engines import DEMO, Pair
 from support.gguf import convert

@@ -17,7 +17,7 @@ from decoding.planning.needs import TextNeeds
 from decoding.planning.outlook import look_ahead
 from decoding.planning.profile import HardwareProfile
 from offload.errors import FitError, TierForceError
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from support.engines import DEMO
 
 NUMBERS: dict[str, Any] = {

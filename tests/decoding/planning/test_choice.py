@@ -21,7 +21,7 @@ from decoding.sessions import Sessions
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
 from offload.memory_plan import MemoryPlan
-from parallel.loading import parameter_bytes
+from parallel.model.loading import parameter_bytes
 from support.engines import DEMO, Pair
 from support.models import random_tokens
 from support.planning import with_budget

@@ -20,7 +20,7 @@ from decoding.planning.observed import ObservedCosts
 from decoding.settings import Settings
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
 from support.planning import case_of
 from support.texts import prompt

@@ -21,8 +21,8 @@ from offload.memory_plan import MemoryPlan, device_tiers
 from offload.retrieval.policy_specs import POLICY_TRAITS
 from offload.retrieval.shape import RetrievalShape
 from offload.tiered.shape import TieredShape
-from parallel.group import Group
-from parallel.loading import random_model
+from parallel.model.loading import random_model
+from parallel.ranks.process_group import Group
 from support.planning import MODES, Case, case_of, needs_of, with_budget
 
 

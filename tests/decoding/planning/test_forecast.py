@@ -20,7 +20,7 @@ from decoding.planning.outlook import Outlook, look_ahead, plain, together
 from decoding.planning.passes import prefill_flops, target_passes
 from decoding.planning.profile import HardwareProfile
 from decoding.speculation.draft_length import best_length, expected_tokens
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 
 PROMPT, NEW = 130_048, 512
 SEVEN, THIRTEEN, SMALL = (config_of(each) for each in (LLAMA_7B, LLAMA_13B, LLAMA_68M))

@@ -10,11 +10,11 @@ import torch
 from decoding.planning.needs import TextNeeds
 from decoding.planning.passes import matmul_flops, read_bytes
 from decoding.settings import Settings
-from parallel.config import ModelConfig
-from parallel.experts import Experts
-from parallel.group import Group
-from parallel.layers import ColumnParallelLinear, RowParallelLinear
-from parallel.loading import random_model
+from parallel.config.model_config import ModelConfig
+from parallel.model.layers import ColumnParallelLinear, RowParallelLinear
+from parallel.model.loading import random_model
+from parallel.model.moe import Experts
+from parallel.ranks.process_group import Group
 from support.models import tiny_config
 
 MIXTURE = ModelConfig.from_hf(tiny_config("qwen3_moe"))  # 2 of 6 experts, in one of three layers

@@ -28,7 +28,7 @@ from offload.errors import FitError
 from offload.memory.cpu_link import ViewLink
 from offload.memory.host_arena import HostArena
 from offload.memory_plan import MemoryPlan
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.planning import Case, case_of, needs_of
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from decoding.speculation.draft_length import expected_tokens
 from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEYS, WIDTH
 from offload.layout import ceil_div
-from parallel.config import ModelConfig
+from parallel.config.model_config import ModelConfig
 from support.measuring import measure_briefly
 
 TARGET = ModelConfig.from_pretrained(Path(__file__).parents[3] / "demo" / "target")

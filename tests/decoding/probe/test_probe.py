@@ -23,7 +23,7 @@ from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
 from offload.memory.bandwidth import Copies
 from offload.memory.cpu_link import EmulatedLink
-from parallel.group import Group
+from parallel.ranks.process_group import Group
 from support.commands import TARGET, forked, refused
 from support.measuring import measure_briefly
 

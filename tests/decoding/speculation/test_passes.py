@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from decoding.speculation.passes import Clock, Passes, drive
-from parallel.passes import Pass
+from parallel.execution.batched_forward import Pass
 from support.toys import HistoryCache, Toy
 
 

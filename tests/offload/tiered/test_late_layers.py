@@ -15,7 +15,7 @@ from offload.memory.link import Link
 from offload.memory_plan import device_tiers
 from offload.retrieval.shape import RetrievalShape
 from offload.tiered.prefill import Prefill
-from parallel.loading import parameter_bytes
+from parallel.model.loading import parameter_bytes
 from support.driving import CAPACITY, LAYOUT, TAIL, forward, pair, plain, prefill, text, tiered
 from support.engines import Pair
 from support.links import make_test_link

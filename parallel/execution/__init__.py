@@ -1,0 +1,1 @@
+"""Forwards: batched, captured, and on all ranks; knows nothing of tokens drawn."""

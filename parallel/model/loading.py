@@ -1,0 +1,151 @@
+"""From a name to a model in memory.
+
+The folder or file is found, the model built on the meta device, and filled with this rank's share.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch.nn import Parameter
+
+from offload.errors import TierForceError
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import parameter_count
+from parallel.errors import CheckpointError
+from parallel.formats import weight_headers
+from parallel.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
+from parallel.formats.hub import NotThere, fetch_model
+from parallel.formats.locate import find_local, is_gguf
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in weight_headers.DTYPES.values()
+}
+_PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+
+
+def resolve(name: str, group: Group) -> Path:
+    """Return the folder of a model or its GGUF file.
+
+    That is what the name stands for on this machine, or else what rank 0 fetches of that name on
+    the hub. All ranks call it. Raises CheckpointError.
+    """
+    with group.together():
+        local = find_local(name)
+    if local is not None:
+        return local
+    with group.together():
+        folder = _download(name) if group.rank == 0 else Path()
+    return group.broadcast(folder)
+
+
+def _download(name: str) -> Path:
+    """Fetch a model from the hub; return its folder. Raises CheckpointError."""
+    if Path(name).exists():
+        raise CheckpointError(
+            f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors "
+            "weights, or a .gguf file."
+        )
+    try:
+        return fetch_model(name, _PATTERNS)
+    except NotThere as error:
+        raise CheckpointError(
+            f"{name} is neither a local folder nor a model the hub could give ({error})."
+        ) from error
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the weights of a folder or a GGUF file. Raises ConfigError, CheckpointError."""
+    if not is_gguf(path):
+        return SafetensorsCheckpoint(path)
+    # it imports gguf, which takes half a second
+    from parallel.formats.gguf_checkpoint import GgufCheckpoint
+
+    return GgufCheckpoint(path)
+
+
+def choose_dtype(
+    wanted: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device
+) -> torch.dtype:
+    """Return the dtype to compute in: `wanted`, or for `auto` the checkpoint's own.
+
+    A CPU is hopeless at float16: there `auto` takes such a checkpoint as float32, unrounded. Raises
+    TierForceError for what is not known or not supported.
+    """
+    if wanted != "auto" and wanted not in DTYPES:
+        raise TierForceError(f"`dtype` {wanted} is not known: use auto, {', '.join(DTYPES)}.")
+    name = config.dtype if wanted == "auto" else wanted
+    if name is not None and name not in DTYPES:
+        raise TierForceError(
+            f"the model's config says dtype {name:.40}, in which no model is run here: use `dtype` "
+            f"{' or '.join(DTYPES)}."
+        )
+    dtype = checkpoint.dtype if name is None else DTYPES[name]
+    if dtype == torch.float16 and device.type == "cpu":
+        if wanted != "auto":
+            raise TierForceError(
+                "float16 is not supported on a CPU: use `dtype` float32, or bfloat16."
+            )
+        return torch.float32
+    return dtype
+
+
+def load_model(
+    folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None
+) -> Llama:
+    """Load this rank's share of a model onto this rank's device.
+
+    Args:
+        folder: a complete Hugging Face checkpoint, or a GGUF file.
+        group: the ranks that share the model.
+        dtype: auto, or a name in DTYPES.
+        config: the model's, where the caller has read it.
+
+    Raises ConfigError, CheckpointError, or TierForceError for the dtype.
+    """
+    config = config or ModelConfig.from_pretrained(folder)
+    # refuses more ranks than heads, before anything is read
+    config.kv_layout(group.size, torch.float32)
+    checkpoint = open_checkpoint(folder)
+    chosen = choose_dtype(dtype, config, checkpoint, group.device)
+    checkpoint.decode_to(chosen)
+    # without it sizes may not match either, and what is missing is the clearer thing to say
+    checkpoint.check_present(weight_headers.EMBEDDING)
+    own = parameter_count(config, group.size, group.rank)
+    checkpoint.refuse_absurd(config.layers, own)  # before torch multiplies such sizes
+    model = _empty_model(config, group, chosen)
+    with torch.inference_mode():
+        model.load(checkpoint)
+    return model.eval()
+
+
+def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+    """Return a model of these dimensions with random weights: it costs what a real one does."""
+    model = _empty_model(config, group, dtype)
+    generator = torch.Generator(group.device)  # torch's own may be in doubt (`Recorder`)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=0.02, generator=generator)
+    return model.eval()
+
+
+def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+    """Build a model with uninitialized parameters in `dtype` on the group's device."""
+    with init_empty_weights(include_buffers=True):  # else they have memory for a moment
+        model = Llama(config, group)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
+            setattr(module, name, Parameter(empty, requires_grad=False))
+    return model
+
+
+def parameter_bytes(*models: Llama) -> int:
+    """Return the bytes of models' weights on this rank."""
+    return sum(parameter.nbytes for model in models for parameter in model.parameters())

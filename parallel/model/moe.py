@@ -1,0 +1,143 @@
+"""A mixture of experts: of many MLPs, each token is given to the few that its router chooses.
+
+Every rank holds its intermediate columns of all experts, so whichever are chosen, the ranks have
+equal work, and one all-reduce sums up as behind any other MLP.
+
+Source: Shazeer et al. 2017, arXiv 1701.06538; the router as in Mixtral, arXiv 2401.04088.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.batch_invariant import row_by_row
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import MAX_FIXED_TOKENS
+from parallel.formats.checkpoint import Checkpoint
+from parallel.model.layers import empty_parameter
+from parallel.model.matmul import linear
+from parallel.model.residual import Branch
+from parallel.ranks.process_group import Group, Pending
+
+
+class Experts(Branch):
+    """A layer's gated MLPs, and the router that chooses among them for each token.
+
+    The router is the same on all ranks. They compute with the same x, so they choose alike.
+    """
+
+    norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def __init__(self, config: ModelConfig, group: Group):
+        super().__init__(config)
+        assert config.experts is not None
+        self.shape = config.experts
+        self.group = group
+        self.share = group.share(self.shape.intermediate)
+        columns = self.share.stop - self.share.start
+        count, hidden = self.shape.count, config.hidden
+        self.router = empty_parameter(count, hidden)
+        self.gate_up = empty_parameter(count, 2 * columns, hidden)
+        self.down = empty_parameter(count, hidden, columns)
+
+    def forward(self, x: Tensor) -> Pending:
+        """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
+        # how many rows an expert has depends on all of them
+        partial = row_by_row(self._mixed, self.enter(x))
+        return self.leave(self.group.start_all_reduce(partial))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Return this rank's part (T, hidden) of what the experts make of x (T, hidden)."""
+        scores = linear(x, self.router)
+        weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
+        # on a GPU a short pass may be recorded, and the host must not wait for the choice
+        fixed = self.group.device.type == "cuda" and len(x) <= MAX_FIXED_TOKENS
+        mix = mix_in_fixed_shapes if fixed else mix_by_expert
+        return mix(x, weights, chosen, self.gate_up, self.down)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.load_norm(checkpoint, prefix)
+        names = self.shape.names
+        block = f"{prefix}.{names.block}"
+        count, hidden = self.router.shape
+        wide, tall = (self.shape.intermediate, hidden), (hidden, self.shape.intermediate)
+        self.router.copy_(checkpoint.tensor(f"{block}.gate.weight", (count, hidden))[:])
+        for index in range(count):
+            expert = f"{block}.experts.{index}"
+            halves = self.gate_up[index].chunk(2)
+            for name, rows in zip((names.gate, names.up), halves, strict=True):
+                rows.copy_(checkpoint.tensor(f"{expert}.{name}.weight", wide)[self.share])
+            down = checkpoint.tensor(f"{expert}.{names.down}.weight", tall)
+            self.down[index].copy_(down[:, self.share])
+
+
+def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return each token's experts (T, per_token), and their weights, float32.
+
+    scores (T, experts) are the router's. `normalised` weights sum to 1.
+    """
+    laws = scores.softmax(-1, dtype=torch.float32)
+    weights, chosen = laws.topk(per_token, dim=-1)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def mix_by_expert(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Return the weighted sum (T, hidden) of each token's experts, expert by expert.
+
+    Reads and computes what was chosen and no more. The host waits to know how many tokens each
+    expert has. x (T, hidden), gate_up (E, 2 I, hidden) and down (E, hidden, I).
+    """
+    per_token = chosen.shape[1]
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    rows = order // per_token
+    scales = weights.flatten()[order]
+    counts = flat.bincount(minlength=len(down)).tolist()
+    out = torch.zeros_like(x)
+    start = 0
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        own = rows[start : start + count]
+        scale = scales[start : start + count, None]
+        gate, up = linear(x[own], gate_up[expert]).chunk(2, dim=-1)
+        y = linear(F.silu(gate) * up, down[expert])
+        out.index_add_(0, own, (y * scale).to(x.dtype))
+        start += count
+    return out
+
+
+def mix_in_fixed_shapes(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
+) -> Tensor:
+    """Return what `mix_by_expert` returns, by launches that do not depend on the choice.
+
+    Few tokens gather the weights of their experts, which writes and reads them once more each. More
+    tokens go through all experts, which read most of them anyway; those not chosen weigh nothing.
+    """
+    tokens, per_token = chosen.shape
+    experts = len(down)
+    if 3 * tokens * per_token <= experts:
+        flat = chosen.flatten()
+        rows = x.repeat_interleave(per_token, dim=0)[:, None]  # (T * per_token, 1, hidden)
+        y = _each(rows, gate_up[flat], down[flat])
+        return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
+    scales = weights.new_zeros(tokens, experts).scatter(1, chosen, weights)
+    y = _each(x.expand(experts, -1, -1), gate_up, down)  # (E, T, hidden)
+    return _weighted(y, scales.t()[..., None], 0)
+
+
+def _each(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return the MLPs' outputs (B, T, hidden) of x (B, T, hidden), each with its own weights."""
+    gate, up = torch.bmm(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
+    return torch.bmm(F.silu(gate) * up, down.transpose(1, 2))
+
+
+def _weighted(y: Tensor, scales: Tensor, dim: int) -> Tensor:
+    return (y * scales).sum(dim).to(y.dtype)

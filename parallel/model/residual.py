@@ -1,0 +1,71 @@
+"""What a layer adds to the hidden states: a branch, with its norm, and the MLP that is one."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+
+from parallel.batch_invariant import in_blocks
+from parallel.config.model_config import ModelConfig
+from parallel.formats.checkpoint import Checkpoint
+from parallel.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
+from parallel.ranks.process_group import Group, Pending
+
+
+class Branch(Module):
+    """A branch of a layer: x + multiplier * f(norm(x)), or with the norm behind, of f(x)."""
+
+    norm_names: tuple[str, str]  # of a layer's norm before the branch, and behind it
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.norm_behind = config.norms_behind
+        self.multiplier = config.residual_multiplier
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what the branch computes with, of hidden states x (T, hidden)."""
+        return x if self.norm_behind else self.norm(x)
+
+    def leave(self, total: Pending) -> Pending:
+        """Return what the branch adds, once the ranks' sum (T, hidden) is there."""
+        if not self.norm_behind and self.multiplier == 1.0:
+            return total
+
+        def added() -> Tensor:
+            x = self.norm(total()) if self.norm_behind else total()
+            return x if self.multiplier == 1.0 else x * self.multiplier
+
+        return added
+
+    def load_norm(self, checkpoint: Checkpoint, prefix: str) -> None:
+        """Read the norm of the layer PREFIX."""
+        self.norm.load(checkpoint, f"{prefix}.{self.norm_names[self.norm_behind]}")
+
+
+class Mlp(Branch):
+    """A layer's gated MLP, over this rank's intermediate dimensions."""
+
+    norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def __init__(self, config: ModelConfig, group: Group):
+        super().__init__(config)
+        outputs = [config.intermediate] * 2
+        self.names = ["gate_up_proj"] if config.fused else ["gate_proj", "up_proj"]
+        self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
+        self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Pending:
+        """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
+        gate, up = self.gate_up(self.enter(x))
+        return self.leave(self.down(in_blocks(_gated, gate, up)))
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.load_norm(checkpoint, prefix)
+        self.gate_up.load(checkpoint, [f"{prefix}.mlp.{name}" for name in self.names])
+        self.down.load(checkpoint, f"{prefix}.mlp.down_proj")
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up

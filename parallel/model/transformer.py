@@ -1,0 +1,302 @@
+"""One decoder for target, middle and draft.
+
+They differ in the cache that `attend` goes to, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module, ModuleList
+
+from offload.kernels.batch_invariant_shape import WIDTH
+from offload.tiered.prefill import LAST_ROWS
+from parallel.batch_invariant import steadily
+from parallel.config.model_config import ModelConfig
+from parallel.config.parameter_count import head_rows
+from parallel.formats.checkpoint import Checkpoint
+from parallel.model.layers import (
+    ColumnParallelLinear,
+    HeadNorms,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    WidthNorms,
+)
+from parallel.model.moe import Experts
+from parallel.model.pipeline import Chunk, Reading, in_chunks, pipelined, to_the_end
+from parallel.model.residual import Branch, Mlp
+from parallel.ranks.process_group import Group, Pending
+
+Progress = Callable[[int, int], None]  # units done, units in all
+
+
+class Attending(Protocol):
+    """What a layer asks of a cache, or of a prompt's way into it."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
+
+
+class AttendingCache(Attending, Protocol):
+    """What a model asks of a cache."""
+
+    length: int
+    is_steady: bool  # whether rows are to be computed in blocks at fixed positions
+
+    def begin(self, rows: int) -> None: ...
+
+
+class PrefillingCache(Attending, Protocol):
+    """What a layer-major prefill asks of a prompt's way into a cache."""
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+
+
+class OwnRows:
+    """A cache in a pass that has other rows, which fill up blocks, beside its own."""
+
+    is_steady = True
+
+    def __init__(self, cache: AttendingCache, own: slice):
+        """`own`: which rows of the pass are those of tokens."""
+        self._cache, self._own = cache, own
+        self.length = cache.length
+
+    def begin(self, rows: int) -> None:
+        self._cache.begin(self._own.stop - self._own.start)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        """Do as `Cache.attend` with rows of tokens; what fills up blocks gets zeros."""
+        own = self._own
+        out = self._cache.attend(layer, q[own], k[own], v[own], start)
+        return F.pad(out, (0, 0, 0, 0, own.start, len(q) - own.stop))
+
+
+class Attention(Branch):
+    """A layer's attention, over the heads of this rank."""
+
+    norm_names = ("input_layernorm", "post_attention_layernorm")
+
+    def __init__(self, config: ModelConfig, group: Group, layer: int):
+        super().__init__(config)
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.query_multiplier = config.query_multiplier
+        queries = config.heads * config.head_dim
+        keys = config.kv_heads * config.head_dim
+        outputs = [queries, keys, keys]
+        self.names = ["qkv_proj"] if config.fused else ["q_proj", "k_proj", "v_proj"]
+        own_queries, own_keys = head_rows(config)
+        units = [own_queries, own_keys, own_keys]
+        self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, units)
+        self.qk_norm: HeadNorms | WidthNorms | None = None
+        if config.qk_norm == "head":
+            self.qk_norm = HeadNorms(config.head_dim, config.norm_eps)
+        elif config.qk_norm == "width":
+            self.qk_norm = WidthNorms(group, outputs[:2], units[:2], config.norm_eps)
+        self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
+
+    def forward(self, x: Tensor, cache: Attending, start: int) -> Pending:
+        """Attend with x (T, hidden), the tokens from position `start` on.
+
+        What is returned waits for the ranks' sum (T, hidden). Until then it alone holds memory.
+        """
+        q, k, v = self._heads(x)
+        if self.query_multiplier != 1.0:
+            q = q * self.query_multiplier
+        # (T, H, D) is flattened at once: a name for it would hold it beside a copy
+        return self.leave(self.o(cache.attend(self.layer, q, k, v, start).flatten(1)))
+
+    def keep(self, x: Tensor, cache: PrefillingCache, start: int) -> None:
+        """Keep what later tokens attend to of x (T, hidden), where nobody asks for an output."""
+        k, v = self._heads(x, first=1)
+        cache.keep(self.layer, k, v, start)
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.load_norm(checkpoint, prefix)
+        attention = f"{prefix}.self_attn"
+        self.qkv.load(checkpoint, [f"{attention}.{name}" for name in self.names])
+        if self.qk_norm is not None:
+            self.qk_norm.load(checkpoint, [f"{attention}.{name}_norm" for name in "qk"])
+        self.o.load(checkpoint, f"{attention}.o_proj")
+
+    def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
+        """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""
+        *parts, v = self.qkv(self.enter(x), first=first)
+        if self.qk_norm is not None:
+            parts = self.qk_norm(parts, first)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
+
+
+class Layer(Module):
+    """x + attention(x), and to that its mlp: two sums over ranks a layer."""
+
+    def __init__(self, config: ModelConfig, group: Group, index: int):
+        super().__init__()
+        self.attention = Attention(config, group, index)
+        mlp = Experts if config.has_experts(index) else Mlp
+        self.mlp: Mlp | Experts = mlp(config, group)
+
+    def forward(self, x: Tensor, cache: Attending, start: int) -> Tensor:
+        """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
+        chunk = Chunk(x, start)
+        for stage in self.stages(cache):
+            stage(chunk)
+        return chunk.x
+
+    def stages(self, cache: Attending) -> list[Callable[[Chunk], object]]:
+        """Return the steps of a layer; each but the last leaves a sum over ranks under way."""
+
+        def attend(chunk: Chunk) -> None:
+            chunk.add(self.attention(chunk.settle(), cache, chunk.start))
+
+        def transform(chunk: Chunk) -> None:
+            chunk.add(self.mlp(chunk.settle()))
+
+        return [attend, transform, Chunk.settle]
+
+    def load(self, checkpoint: Checkpoint, prefix: str) -> None:
+        self.attention.load(checkpoint, prefix)
+        self.mlp.load(checkpoint, prefix)
+
+
+class Llama(Module):
+    """A decoder of one of the families, sharded over `group`.
+
+    It is stateless: the sequence lives in the cache.
+    """
+
+    def __init__(self, config: ModelConfig, group: Group):
+        super().__init__()
+        self.config = config
+        self.group = group
+        self.embed = VocabParallelEmbedding(group, config.vocab, config.hidden)
+        self.layers = ModuleList(Layer(config, group, index) for index in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.head = self.embed
+        if not config.tied:
+            self.head = VocabParallelEmbedding(group, config.vocab, config.hidden)
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
+        """Read tokens (T,) behind the cache's content.
+
+        Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
+        is written, but they count only once the caller advances the cache.
+        """
+        if cache.is_steady:
+            return self._forward_steadily(tokens, cache, rows)
+        return self.logits(self.read(tokens, cache)[-rows:])
+
+    def _forward_steadily(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
+        """Do what `forward` does, in blocks of rows that begin at fixed positions of the text."""
+        lead = cache.length % WIDTH
+        end = lead + len(tokens)
+        padded = F.pad(tokens, (lead, -end % WIDTH))
+        first = (end - rows) // WIDTH * WIDTH  # of the blocks whose logits are asked for
+        with steadily():
+            x = self.read(padded, OwnRows(cache, slice(lead, end)))
+            logits = self.logits(x[first:])
+        return logits[end - rows - first : end - first]
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor, cache: AttendingCache) -> Tensor:
+        """Read tokens (T,) as `forward` does; return the last layer's hidden states (T, hidden)."""
+        cache.begin(len(tokens))
+        x = self._embed(tokens)
+        for layer in self.layers:
+            x = layer(x, cache, cache.length)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits (T, V) float32 of the last layer's hidden states x (T, hidden)."""
+        logits = self.head.logits(self.norm(x))
+        scaling = self.config.logits_scaling
+        return logits if scaling == 1.0 else logits / scaling
+
+    def prefill(
+        self,
+        tokens: Tensor,
+        cache: PrefillingCache,
+        max_chunk: int,
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Read a prompt as `reading` does, at once; return the logits (1, V)."""
+        return to_the_end(self.reading(tokens, cache, lambda: max_chunk, progress))
+
+    @torch.inference_mode()
+    def reading(
+        self,
+        tokens: Tensor,
+        cache: PrefillingCache,
+        max_chunk: Callable[[], int],
+        progress: Progress | None = None,
+    ) -> Reading:
+        """Read a prompt, tokens (T,), layer by layer: all chunks of one before the next layer.
+
+        Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
+        Of the last layer only the KV is made, and the output of the last few rows. To be called
+        inside the cache's own `prefill` context, with what that yields.
+
+        Yields after every step, which is half of a chunk in a layer: between steps other passes may
+        be made. What is yielded is the share that is done; it is 1 where one step alone is left.
+
+        Args:
+            tokens: the prompt.
+            cache: its way into a cache.
+            max_chunk: tells before each layer how many tokens compute at once, at most.
+            progress: told after each chunk of a layer how many units are done, and how many in all.
+
+        Returns:
+            Logits (1, V) that follow the last token.
+        """
+        x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
+        for chunk in in_chunks(tokens, max_chunk()):
+            x[chunk.start : chunk.start + len(chunk.x)] = self._embed(chunk.x)
+        *others, last = (cast(Layer, layer) for layer in self.layers)
+        units, read = len(x) * len(self.layers), 0
+        for index, layer in enumerate(others):
+            for done in pipelined(in_chunks(x, max_chunk()), layer.stages(cache)):
+                if done is None:
+                    yield read / units
+                    continue
+                end = done.start + len(done.x)
+                x[done.start : end] = done.x
+                read = index * len(x) + end
+                if progress:
+                    progress(read, units)
+        chunks = list(in_chunks(x, max_chunk()))
+        rest = max(chunks[-1].start, len(x) - LAST_ROWS)
+        for chunk in chunks:
+            if chunk.start < rest:
+                last.attention.keep(chunk.x[: rest - chunk.start], cache, chunk.start)
+                yield (read + chunk.start) / units
+        yield 1.0
+        x = last(x[rest:], cache, rest)
+        if progress:
+            progress(units, units)
+        return self.logits(x[-1:])
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Fill every parameter from the checkpoint, reading this rank's slices only.
+
+        Raises CheckpointError.
+        """
+        for index, layer in enumerate(self.layers):
+            cast(Layer, layer).load(checkpoint, f"model.layers.{index}")
+        self.embed.load(checkpoint, "model.embed_tokens")
+        self.norm.load(checkpoint, "model.norm")
+        if not self.config.tied:
+            self.head.load(checkpoint, "lm_head")
+        checkpoint.refuse_leftovers(self.config.tied)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Return the hidden states (T, hidden) that tokens (T,) begin with."""
+        x = self.embed(tokens)
+        multiplier = self.config.embedding_multiplier
+        return x if multiplier == 1.0 else x * multiplier

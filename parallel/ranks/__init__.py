@@ -1,0 +1,1 @@
+"""Processes, collectives, and who holds what; knows nothing of models."""

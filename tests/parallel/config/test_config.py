@@ -1,0 +1,313 @@
+"""A config read without transformers says what transformers says, whatever the file leaves out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from parallel.config.model_config import FAMILIES, ConfigError, ModelConfig
+from support.models import long_rope
+
+NEEDED = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+}
+OPTIONAL: dict[str, tuple[Any, ...]] = {  # each may be absent too
+    "num_key_value_heads": (None, 1, 4, 8),
+    "head_dim": (None, 16),
+    "rms_norm_eps": (1e-5,),
+    "max_position_embeddings": (1024, 65_536),
+    "tie_word_embeddings": (True, False),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "eos_token_id": (None, 7, [7, 8]),
+    "dtype": ("bfloat16", "float32", "half"),
+    "torch_dtype": ("float16",),
+    "hidden_act": ("silu",),
+    "rope_theta": (10_000, 1e6),
+    "original_max_position_embeddings": (256,),
+}
+ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "finetuned": True},
+    {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 128, "rope_theta": 5e5},
+    long_rope(8),
+    long_rope(8, factor=4.0, original_max_position_embeddings=128),
+)
+PHI3_ROPES = (
+    {"rope_type": "default"},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    long_rope(8),
+    {**long_rope(4), "type": "su", "partial_rotary_factor": 0.5},
+    {**long_rope(8), "rope_type": "yarn", "attention_factor": 1.2},
+)
+MIXTURE = {
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 24,
+}
+OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3": {"layer_types": (["full_attention"] * 2,), "head_dim": (16,)},
+    "smollm3": {
+        "no_rope_layers": ([1, 0], [0, 0]),
+        "no_rope_layer_interval": (1, 2, 4),
+        "layer_types": (["full_attention"] * 2,),
+    },
+    "granite": {
+        "embedding_multiplier": (12.0,),
+        "residual_multiplier": (0.22,),
+        "attention_multiplier": (0.0078125,),
+        "logits_scaling": (16, 8.0),
+    },
+    "qwen3_moe": {
+        "norm_topk_prob": (True, False),
+        "mlp_only_layers": ([], [0]),
+        "decoder_sparse_step": (1, 2, 3),
+        "num_key_value_heads": (1, 8),
+        "head_dim": (16,),
+    },
+    "mixtral": {"num_local_experts": (4,)},
+}
+
+
+def random_config(family: str, draw: random.Random) -> dict[str, Any]:
+    """Return a config.json of this family, with any of what is optional."""
+    fields: dict[str, Any] = {"model_type": family, **NEEDED}
+    if "mix" in family or "moe" in family:
+        fields |= MIXTURE
+    for name, values in {**OPTIONAL, **OF_FAMILY.get(family, {})}.items():
+        if draw.random() < 0.5:
+            fields[name] = draw.choice(values)
+    if family != "llama" and draw.random() < 0.7:
+        fields["sliding_window"] = draw.choice((None, 131_072))
+    if draw.random() < 0.3:
+        fields["use_sliding_window"] = False
+    if draw.random() < 0.7:
+        form = draw.choice(("rope_scaling", "rope_parameters"))
+        fields[form] = dict(draw.choice(PHI3_ROPES if family == "phi3" else ROPES))
+    # what transformers refuses
+    if family in ("mistral", "mixtral") and fields.get("num_key_value_heads", 0) is None:
+        del fields["num_key_value_heads"]
+    if "short_factor" in str(fields) and fields.get("head_dim") is None:
+        fields["head_dim"] = 8
+    return fields
+
+
+def both(path: Path) -> list[ModelConfig | str]:
+    """Return what each way of reading says, a config or why there is none."""
+    said: list[ModelConfig | str] = []
+    for read in (
+        lambda: ModelConfig.from_pretrained(path.parent),
+        lambda: ModelConfig.find(str(path)),
+    ):
+        try:
+            said.append(read())
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_ways_of_reading_agree(family: str, tmp_path: Path) -> None:
+    draw, path, read = random.Random(family), tmp_path / "config.json", 0
+    for _ in range(150):
+        fields = random_config(family, draw)
+        path.write_text(json.dumps(fields))
+        by_transformers, by_hand = both(path)
+        if isinstance(by_hand, str):  # in whatever words
+            assert isinstance(by_transformers, str), (fields, by_hand)
+        else:
+            assert by_transformers == by_hand, fields
+            read += 1
+            assert hash(by_hand) == hash(by_transformers)
+    assert read > 50
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    base = {"model_type": family, **NEEDED, "num_key_value_heads": 4, "sliding_window": None}
+    base |= {**MIXTURE, "head_dim": 8}
+    more = ({}, {"head_dim": 16}, {"original_max_position_embeddings": 256})
+    module = import_module(f"transformers.models.{family}.modeling_{family}")
+    embedding = next(
+        vars(module)[name] for name in vars(module) if name.endswith("RotaryEmbedding")
+    )
+    ropes = PHI3_ROPES if family == "phi3" else ROPES
+    for rope, fields in itertools.product(ropes, more):
+        if "short_factor" in rope and "head_dim" in fields:
+            continue  # there is a factor for each pair of dimensions
+        path.write_text(json.dumps({**base, "rope_scaling": rope, "rope_theta": 5e5, **fields}))
+        hf = AutoConfig.from_pretrained(path)
+        kind = hf.rope_parameters["rope_type"]
+        for tokens in (100, 200_000):
+            if kind == "default":
+                answer = embedding.compute_default_rope_parameters(hf)
+            else:
+                answer = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
+            frequencies, factor = ModelConfig.find(str(path)).inverse_frequencies(tokens)
+            assert torch.equal(frequencies, answer[0]), (rope, fields)
+            assert factor == answer[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "evil.X"}}, "would run code"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"] * 2}, "is not supported"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"model_type": "mistral"}, "sliding_window = 4096"),
+        ({"num_hidden_layers": "many"}, "layers = 'many'"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; it must be a whole number"),
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"rope_theta": "big"}, "rope_theta above 0"),
+        ({"rope_scaling": {"type": "linear"}}, "needs factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "needs factor above 0"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' needs short_factor, a list of 4"),
+        ({"rope_scaling": {**long_rope(6)}}, "'longrope' needs short_factor, a list of 4"),
+        ({"rope_scaling": {"type": "su"}}, "'su' is not supported"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2}}, "'linear' is"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "one for all layers"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5\) are not supported"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.4}, "of 8 dimensions a head is not"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "softcapping = 50.0 .soft-cap"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "kv_lora_rank = 512 .multi-latent"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported.* It has attention sinks"),
+        ({"model_type": "falcon_mamba", "state_size": 16}, "state_size = 16 .recurrent"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8.*16-bit"),
+        (
+            {"model_type": "qwen3", "layer_types": ["linear_attention", "full_attention"]},
+            "layer_types with linear_attention",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types with sliding_attention is not supported",
+        ),
+        (
+            {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 512},
+            "sliding_window = 512, of 32768 positions",
+        ),
+        ({"model_type": "phi3", "sliding_window": 2047}, "sliding_window = 2047, of 4096"),
+        ({"model_type": "granite", "attention_multiplier": 0}, "query_multiplier = 0.0"),
+        ({"model_type": "mixtral"}, "lacks num_experts_per_tok, num_experts"),
+        (
+            {"model_type": "qwen3_moe", **MIXTURE, "num_experts_per_tok": 9},
+            "9 of 8 experts to a token",
+        ),
+    ],
+    ids=str,
+)
+def test_what_an_engine_would_refuse_is_refused_without_one(
+    fields: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED, **fields}))
+    with pytest.raises(ConfigError):
+        ModelConfig.from_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.find(str(path))
+
+
+def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
+    code = (
+        "import sys; from parallel.config.model_config import ModelConfig; "
+        f"assert ModelConfig.find({str(path)!r}).layers == 2; "
+        "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("ids", ["</s>", [1, None], -1, True])
+def test_what_names_no_token_ids_is_refused(tmp_path: Path, ids: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED, "eos_token_id": ids}))
+    with pytest.raises(ConfigError, match="must be a token id or a list of them, found"):
+        ModelConfig.find(str(path))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_stretching_is_what_the_config_would_say(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    fields = {"model_type": family, **NEEDED, "rope_theta": 1e5, "max_position_embeddings": 8192}
+    fields["num_key_value_heads"] = 4
+    path.write_text(json.dumps(fields))
+    stretched = ModelConfig.find(str(path)).stretched("yarn:4")
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    path.write_text(json.dumps({**fields, "rope_scaling": yarn, "max_position_embeddings": 32_768}))
+    said = ModelConfig.find(str(path))
+    for config in (stretched, said):
+        config.rope.pop("type", None)
+    assert stretched == said
+    assert stretched.context_limit == 32_768
+    frequencies, factor = stretched.inverse_frequencies(100)
+    assert torch.equal(frequencies, said.inverse_frequencies(100)[0])
+    assert factor > 1
+
+
+@pytest.mark.parametrize("rope", ["yarn", "yarn:", "yarn:x", "yarn:1", "yarn:65", "linear:4", ""])
+def test_what_is_no_stretching_is_refused(rope: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
+    with pytest.raises(ConfigError, match=f"`rope` {rope} is not known: use yarn:FACTOR"):
+        ModelConfig.find(str(path)).stretched(rope)
+
+
+def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    scaling = {"type": "linear", "factor": 2.0}
+    path.write_text(json.dumps({"model_type": "llama", **NEEDED, "rope_scaling": scaling}))
+    linear = ModelConfig.find(str(path))
+    with pytest.raises(ConfigError, match="stretches its positions itself, by RoPE type 'linear'"):
+        linear.stretched("yarn:4")
+    # as a GGUF file of Llama 3.1 says it
+    factors = {"rope_type": "default", "rope_theta": 1e4, "frequency_factors": [1.0, 2.0, 4.0, 8.0]}
+    with pytest.raises(ConfigError, match="or by factors of its own"):
+        replace(linear, rope=factors).stretched("yarn:4")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "qwen3_moe", "decoder_sparse_step": 0, "num_experts": 4},
+        {"model_type": "smollm3", "no_rope_layers": [1]},
+        {"model_type": ["llama"]},
+        {"model_type": ["llama"], "auto_map": {}},
+        {"model_type": "llama", "rms_norm_eps": -1e-5},
+        {"model_type": "llama", "rms_norm_eps": "1e-5"},
+        {"model_type": "llama", "rms_norm_eps": float("nan")},
+        {"model_type": "llama", "attention_bias": "no"},
+        {"model_type": "llama", "tie_word_embeddings": "false"},
+        {"model_type": "llama", "rope_scaling": "yarn"},
+        {"model_type": "llama", "rope_parameters": ["yarn", 4.0]},
+    ],
+    ids=str,
+)
+def test_fields_that_make_no_sense_are_refused_by_both(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**NEEDED, "num_key_value_heads": 4, **fields}))
+    assert all(isinstance(said, str) for said in both(path))

@@ -1,0 +1,61 @@
+"""Parameters are counted from the config as they are allocated: of every family, on every rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Module
+
+from parallel.config.model_config import FAMILIES, ModelConfig
+from parallel.config.parameter_count import parameter_count
+from parallel.model.loading import load_model, random_model
+from parallel.ranks.process_group import Group
+from support.models import tiny_config
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "head-dim": {"head_dim": 12},
+    "odd-heads": {"num_attention_heads": 10, "num_key_value_heads": 5, "hidden_size": 80},
+    "odd": {"intermediate_size": 49, "vocab_size": 103},
+    "even": {"vocab_size": 100, "moe_intermediate_size": 21},
+}
+
+
+def allocated(model: Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted_as_they_are_allocated(family: str, variant: str) -> None:
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    config = ModelConfig.from_hf(tiny_config(family, **heads | VARIANTS[variant]))
+    for ranks in (1, 2, 4):
+        counts = []
+        for rank in range(ranks):
+            count = parameter_count(config, ranks, rank)
+            assert count == allocated(random_model(config, Group(rank, ranks), torch.float32))
+            counts.append(count)
+        assert parameter_count(config, ranks) == max(counts)
+
+
+def test_parameters_are_counted_as_they_are_loaded(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint(family="qwen2")
+    config = ModelConfig.from_pretrained(folder)
+    for rank in range(2):
+        model = load_model(folder, Group(rank, 2))
+        assert parameter_count(config, 2, rank) == allocated(model)
+
+
+def test_sizes_are_known_without_torch() -> None:
+    code = "import sys, parallel.config.parameter_count; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0

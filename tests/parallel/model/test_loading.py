@@ -1,0 +1,61 @@
+"""A rank reads its share of a checkpoint and no more: of memory, and of every tensor."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from bench.harness.ranks import run_ranks
+from parallel.model.loading import load_model
+from parallel.ranks.process_group import Group
+from support.loading import load_and_watch
+from support.models import build_checkpoint
+
+
+def test_peak_memory_is_the_ranks_share(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "vocab_size": 4000,
+    }
+    folder = build_checkpoint(
+        tmp_path / "large", num_key_value_heads=12, max_shard_size="80MB", **sizes
+    )
+    total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert 150e6 < total < 250e6
+    # in a fresh process
+    [(share, peak)] = run_ranks(1, load_and_watch, folder, build_checkpoint(tmp_path / "small"))
+    assert 0.49 * total < share < 0.52 * total
+    assert peak <= 1.3 * share
+
+
+def test_ranks_shares_are_parts_of_the_whole(tmp_path: Path) -> None:
+    """Rows and columns of one rank's matrices, put beside the other's, give the whole model's."""
+    folder = build_checkpoint(tmp_path, family="qwen2")
+    whole = dict(load_model(folder, Group()).named_parameters())
+    parts = [dict(load_model(folder, Group(rank, 2)).named_parameters()) for rank in range(2)]
+    for name, parameter in whole.items():
+        first, second = (part[name] for part in parts)
+        if name.endswith(("norm.weight", "o.bias", "down.bias")):
+            assert torch.equal(first, parameter)
+            assert torch.equal(second, parameter)
+        elif name in ("embed.weight", "head.weight"):
+            assert torch.equal(torch.cat((first, second))[: len(parameter)], parameter)
+            assert not second[len(parameter) - len(first) :].any()  # padding holds zeros
+        elif name.endswith(("o.weight", "down.weight")):
+            assert torch.equal(torch.cat((first, second), dim=1), parameter)
+        else:  # stacked matrices, each split by rows
+            sizes = [16, 8, 8] if "qkv" in name else [24, 24]
+            pieces = zip(first.split(sizes), second.split(sizes), strict=True)
+            assert torch.equal(torch.cat([piece for pair in pieces for piece in pair]), parameter)
+
+
+def test_the_same_file_is_read_from_any_folder(tmp_path: Path) -> None:
+    folder = build_checkpoint(tmp_path / "model")
+    os.symlink(folder, tmp_path / "link")  # as hub caches are
+    one, two = load_model(folder, Group()), load_model(tmp_path / "link", Group())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))

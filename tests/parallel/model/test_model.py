@@ -1,0 +1,323 @@
+"""Our decoder is that of transformers: any family, bias, RoPE, cache, pass and number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.harness.ranks import run_ranks
+from offload.memory.host_arena import HostArena
+from offload.memory.link import Link
+from offload.tiered.cache import TieredCache
+from offload.tiered.prefill import Prefill
+from offload.tiered.shape import TieredShape
+from parallel.model.loading import load_model
+from parallel.model.transformer import Llama
+from parallel.ranks.process_group import Group
+from support.links import CPU, make_test_link
+from support.models import long_rope, random_tokens, reference_logits, rope
+
+TOKENS = 90
+MODELS: dict[str, dict[str, Any]] = {
+    "mha": {"num_key_value_heads": 4},
+    "gqa": {},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "qkv-bias": {"family": "qwen2"},
+    "tied": {"tie_word_embeddings": True},
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "head-dim": {"head_dim": 12},
+    "attention-bias": {"attention_bias": True},
+    "mlp-bias": {"mlp_bias": True},
+    "norm-eps": {"rms_norm_eps": 0.1},
+    "theta": {"rope_parameters": rope("default", theta=500_000.0)},
+    "linear": {"rope_parameters": rope("linear", factor=4.0)},
+    "dynamic-short": {
+        "rope_parameters": rope("dynamic", factor=4.0),
+        "max_position_embeddings": 128,
+    },
+    "dynamic-long": {"rope_parameters": rope("dynamic", factor=4.0), "max_position_embeddings": 32},
+    "yarn": {"rope_parameters": rope("yarn", factor=8.0, original_max_position_embeddings=64)},
+    "yarn-factors": {
+        "rope_parameters": rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=64,
+            attention_factor=1.3,
+            beta_fast=16,
+            beta_slow=2,
+        )
+    },
+    "llama3": {
+        "rope_parameters": rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
+    },
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral-head-dim": {"family": "mistral", "sliding_window": None, "head_dim": 16},
+    "qwen2-yarn": {
+        "family": "qwen2",
+        "rope_parameters": rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    },
+    "qwen3": {"family": "qwen3"},
+    "qwen3-bias": {"family": "qwen3", "attention_bias": True, "head_dim": 16},
+    "smollm3": {"family": "smollm3"},
+    "smollm3-list": {"family": "smollm3", "no_rope_layers": [0, 1, 0]},
+    "phi3": {"family": "phi3"},
+    "phi3-partial": {
+        "family": "phi3",
+        "rope_parameters": rope("default", partial_rotary_factor=0.5),
+    },
+    "phi3-short": {
+        "family": "phi3",
+        "rope_parameters": long_rope(8),
+        "original_max_position_embeddings": 128,
+    },
+    "phi3-long": {
+        "family": "phi3",
+        "rope_parameters": long_rope(8),
+        "original_max_position_embeddings": 32,
+    },
+    "phi3-partial-long": {
+        "family": "phi3",
+        "rope_parameters": long_rope(4, partial_rotary_factor=0.5),
+        "original_max_position_embeddings": 32,
+    },
+    "olmo2": {"family": "olmo2"},
+    "olmo2-bias": {"family": "olmo2", "attention_bias": True, "num_key_value_heads": 4},
+    "granite": {"family": "granite"},
+    "granite-bias": {"family": "granite", "attention_bias": True, "mlp_bias": True},
+    "qwen3-moe": {"family": "qwen3_moe"},
+    "qwen3-moe-normalised": {
+        "family": "qwen3_moe",
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"family": "mixtral"},
+    "sharded": {"max_shard_size": "10KB"},
+}
+Checkpoints = Callable[..., Path]
+
+
+def resident(
+    model: Llama,
+    tokens: int,
+    link: Link | None = None,
+    resident_layers: int | None = None,
+    **sizes: int,
+) -> TieredCache:
+    """A cache for a text of `tokens` tokens; all of its layers on the device unless said
+    otherwise.
+    """
+    link = link or make_test_link("view")
+    layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
+    count = layout.layers if resident_layers is None else resident_layers
+    rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
+    shape = TieredShape(layout, tokens, count, copies=link.copies, **sizes)
+    return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
+
+
+def in_one_pass(model: Llama, tokens: Tensor) -> Tensor:
+    return model(tokens, resident(model, len(tokens)), len(tokens))
+
+
+def in_passes(model: Llama, tokens: Tensor, cache: TieredCache, sizes: list[int]) -> Tensor:
+    """Token-major: every row's logits, from passes of these sizes."""
+    logits = []
+    for part in tokens.split(sizes):
+        logits.append(model(part, cache, len(part)))
+        cache.advance(len(part))
+    return torch.cat(logits)
+
+
+def close(logits: Tensor, wanted: Tensor) -> None:
+    assert logits.dtype == torch.float32
+    assert wanted.std() > 0.3  # logits that say something
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) -> None:
+    folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
+    if name == "sharded":
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    close(in_one_pass(load_model(folder, Group()), tokens), reference_logits(folder, tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    [
+        *product(["gqa", "qkv-bias", "yarn", "dynamic-long"], [1, 32, 90, 1000]),
+        *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
+    ],
+)
+def test_layer_major_prefill_is_token_major_prefill(
+    checkpoint: Checkpoints, name: str, chunk: int
+) -> None:
+    folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
+    model, seen = load_model(folder, Group()), []
+    cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
+    cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
+    with Prefill(cache, TOKENS) as reading:
+        last = model.prefill(tokens, reading, chunk, lambda done, total: seen.append((done, total)))
+    all_rows = in_passes(model, tokens, other, [7] * 12 + [6])
+    close(all_rows, reference_logits(folder, tokens))
+    close(last, all_rows[-1:])
+    more = random_tokens(5, seed=1)
+    # both went on from the same keys and values
+    close(model(more, cache, 5), model(more, other, 5))
+    assert seen[-1] == (TOKENS * 3, TOKENS * 3)
+    assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+# of 2, the second is the last layer
+@pytest.mark.parametrize(("layers", "late"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize("chunk", [25, 60])
+def test_tiers_do_not_change_logits(
+    checkpoint: Checkpoints, link: Link, layers: int, late: int, chunk: int
+) -> None:
+    late = late if link.copies else 0
+    folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
+    model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
+    sizes = [1, 5, 17, 1, 2, 4]
+    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, late_layers=late)
+    with Prefill(cache, 60) as reading:
+        close(model.prefill(tokens[:60], reading, chunk), wanted[59:60])
+    close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
+    cache.crop(55)
+    close(in_passes(model, tokens[55:75], cache, [3, 17]), wanted[55:75])
+
+
+def test_the_last_rows_are_the_ones_asked_for(checkpoint: Checkpoints) -> None:
+    model, tokens = load_model(checkpoint(), Group()), random_tokens(20)
+    every = in_one_pass(model, tokens)
+    for rows in (1, 7):
+        close(model(tokens, resident(model, 20), rows), every[-rows:])
+
+
+def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
+    folder, tokens = checkpoint(dtype=torch.bfloat16), random_tokens(TOKENS)
+    model = load_model(folder, Group())
+    assert model.embed.weight.dtype == torch.bfloat16
+    layout = model.config.kv_layout(1, torch.bfloat16)
+    rotary = model.config.rotary(TOKENS, TOKENS, torch.bfloat16, CPU)
+    link = make_test_link("view")
+    shape = TieredShape(layout, TOKENS, 1, copies=link.copies)
+    cache = TieredCache(shape, link, rotary, HostArena(link, torch.bfloat16))
+    exact = reference_logits(folder, tokens)
+    ours = (model(tokens, cache, TOKENS) - exact).abs().mean()
+    theirs = (reference_logits(folder, tokens, torch.bfloat16) - exact).abs().mean()
+    # no further from the float32 truth than transformers in the same dtype
+    assert ours < 1.5 * theirs
+
+
+def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
+    group = Group.from_environment("cpu")
+    results = []
+    for folder in folders:
+        model = load_model(folder, group)
+        link = make_test_link("delaying")
+        cache = resident(model, len(tokens), link, 1, block=8)
+        with Prefill(cache, 60) as reading:
+            last = model.prefill(tokens[:60], reading, 25)
+        rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])
+        sizes = torch.tensor(
+            [sum(parameter.numel() for parameter in model.parameters()), cache.layout.heads]
+        )
+        results.append(
+            {"whole": in_one_pass(model, tokens), "last": last, "rest": rest, "sizes": sizes}
+        )
+        link.close()
+    return results
+
+
+def test_two_ranks_are_one(checkpoint: Checkpoints) -> None:
+    names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
+    names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
+    odd: list[dict[str, Any]] = [
+        {"intermediate_size": 49},
+        {"family": "qwen3_moe", "moe_intermediate_size": 21},
+        *({"family": family, **heads} for family in ("llama", "olmo2", "phi3")),
+    ]
+    folders = [checkpoint(**arguments) for arguments in (*map(MODELS.get, names), *odd)]
+    tokens = random_tokens(TOKENS)
+    by_rank = run_ranks(2, on_a_rank, folders, tokens)
+    for index, folder in enumerate(folders):
+        model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
+        close(in_one_pass(model, tokens), wanted)
+        for rank in range(2):
+            got = by_rank[rank][index]
+            close(got["whole"], wanted)
+            close(got["last"], wanted[59:60])
+            close(got["rest"], wanted[60:])
+        shares = sum(by_rank[rank][index]["sizes"] for rank in range(2))
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        assert whole < shares[0] < 1.15 * whole  # split, but for norms, biases and padding
+        assert shares[1] == model.config.kv_heads
+
+
+class NotingGroup(Group):
+    """Notes when a sum over ranks starts, and when it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self.sums = 0
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        number, self.sums = self.sums, self.sums + 1
+        self.events.append(("start", number))
+
+        def wait() -> Tensor:
+            self.events.append(("wait", number))
+            return x
+
+        return wait
+
+
+def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoints) -> None:
+    group = NotingGroup()
+    model = load_model(checkpoint(num_hidden_layers=2), group, "float32")
+    cache = resident(model, TOKENS)
+    with Prefill(cache, TOKENS) as reading:
+        model.prefill(random_tokens(TOKENS), reading, TOKENS // 5)
+    events, chunks = group.events, 5
+    assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
+    busy = [
+        number
+        for number in range(2 * chunks)
+        if events.index(("wait", number)) > events.index(("start", number)) + 1
+    ]
+    assert len(busy) >= 2 * chunks - 2  # all but those of the last chunk
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 7)])
+def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
+    checkpoint: Checkpoints, chunk: int, rows: int
+) -> None:
+    model = load_model(checkpoint(), Group(), "float32")
+    cache, attended = resident(model, TOKENS), Counter()
+    with Prefill(cache, TOKENS) as reading:
+        attend = reading.attend
+
+        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+            attended[layer] += len(q)
+            return attend(layer, q, k, v, start)
+
+        with patch.object(reading, "attend", noted):
+            model.prefill(random_tokens(TOKENS), reading, chunk)
+    assert attended == {0: TOKENS, 1: TOKENS, 2: rows}
