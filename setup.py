@@ -19,7 +19,7 @@ setup(
     package_data={
         "decoding": ["py.typed"],
         "decoding.planning": ["profiles.json"],
-        "decoding.app.server": ["page.html"],
+        "decoding.app.server.http": ["page.html"],
         "parallel": ["py.typed"],
         "offload": ["py.typed"],
     },

@@ -8,16 +8,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from decoding.engine import Engine
-    from decoding.settings import Settings
+    from decoding.config.settings import Settings
+    from decoding.engine.engine import Engine
     from decoding.speculation.sampling import GREEDY, Sampling
 
 __all__ = ["GREEDY", "Engine", "Sampling", "Settings"]
 _HOMES = {
-    "Engine": "decoding.engine",
+    "Engine": "decoding.engine.engine",
     "GREEDY": "decoding.speculation.sampling",
     "Sampling": "decoding.speculation.sampling",
-    "Settings": "decoding.settings",
+    "Settings": "decoding.config.settings",
 }
 
 

@@ -37,9 +37,9 @@ from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Sampling, Settings
-from decoding.request import Request
-from decoding.session import Session
-from decoding.speculation.text import common_prefix
+from decoding.engine.request import Request
+from decoding.engine.session import Session
+from decoding.speculation.sequence import common_prefix
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group

@@ -23,7 +23,7 @@ from bench.harness.summarizing import conclude
 from bench.harness.tables import say
 from bench.harness.text import tokenizer_of
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.speculation.text import common_prefix
+from decoding.speculation.sequence import common_prefix
 from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
 

@@ -36,7 +36,7 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
-from decoding.session import Session
+from decoding.engine.session import Session
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
 

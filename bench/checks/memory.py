@@ -25,9 +25,9 @@ from bench.harness.record import benchmark, prepare, save
 from bench.harness.tables import say, show
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.planning.defaults import USABLE_SHARE
+from decoding.config.defaults import USABLE_SHARE
+from decoding.planning.memory_plan import MemoryPlan, device_tiers
 from offload.errors import TierForceError
-from offload.memory_plan import MemoryPlan, device_tiers
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import parameter_bytes
 

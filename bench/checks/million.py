@@ -32,8 +32,8 @@ from bench.harness.summarizing import TARGET, conclude
 from bench.harness.tables import say, show
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.loading import load_tokenizer
-from decoding.session import Session
+from decoding.engine.session import Session
+from decoding.models.loading import load_tokenizer
 from offload.tiered.kv_file import Excerpt
 
 _LAYERS, _HEADS, _WIDTH, _HIDDEN, _INNER = 2, 2, 64, 128, 256

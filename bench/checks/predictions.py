@@ -35,11 +35,11 @@ from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
+from decoding.engine.session import Session
 from decoding.planning.cost import Acceptance
 from decoding.planning.forecast import forecast
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.hardware_profile import HardwareProfile
 from decoding.probe.kernels import pass_rates
-from decoding.session import Session
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import draft_lengths, expected_tokens
 from offload.memory.bandwidth import Copies

@@ -39,8 +39,8 @@ from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import text_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.prompt import Template
-from decoding.runtime import Runtime
+from decoding.models.runtime import Runtime
+from decoding.text.prompt import Template
 from offload.errors import TierForceError
 from offload.retrieval.cache import RetrievalCache
 

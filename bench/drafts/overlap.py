@@ -28,14 +28,14 @@ from torch import Generator, Tensor
 from bench.drafts.low_rank import LOW_RANKS, OUTLYING, LowRankCache
 from bench.drafts.rounding import ROUNDINGS, RoundedCache
 from decoding import Sampling
-from decoding.runtime import Runtime
-from decoding.session import Session
-from decoding.speculation.chance import chance_of
+from decoding.engine.session import Session
+from decoding.models.runtime import Runtime
+from decoding.speculation.coroutines import drive
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed
-from decoding.speculation.passes import drive
+from decoding.speculation.randomness import chance_of
 from decoding.speculation.sampling import draw
-from decoding.speculation.text import Text
+from decoding.speculation.sequence import Text
 from offload.layout import KVLayout
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.policy_specs import PolicyTraits

@@ -28,7 +28,7 @@ from bench.gpu.worker import PARTS, run_parts
 from bench.harness.options import Draft, Rope
 from bench.harness.record import benchmark
 from bench.harness.tables import show
-from decoding.settings import LEVELS
+from decoding.config.settings import LEVELS
 from offload.errors import TierForceError
 
 TESTS_S = 170  # seconds

@@ -15,12 +15,12 @@ from bench.harness.dimensions import LLAMA_7B, LLAMA_8B, LLAMA_68M, TINY, config
 from bench.harness.text import prompt_tokens
 from bench.speed.passes import DRAFTED
 from decoding import Engine, Settings
-from decoding.planning.defaults import USABLE_SHARE
-from decoding.planning.passes import prefill_flops
+from decoding.config.defaults import USABLE_SHARE
+from decoding.config.settings import LEVELS
+from decoding.engine.session import Session
+from decoding.models.runtime import Runtime
+from decoding.planning.forward_cost import prefill_flops
 from decoding.probe.rates import matmul_rate
-from decoding.runtime import Runtime
-from decoding.session import Session
-from decoding.settings import LEVELS
 from offload.errors import FitError
 from offload.memory.host import host_available
 from parallel.config.model_config import ModelConfig

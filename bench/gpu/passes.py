@@ -25,7 +25,7 @@ from bench.harness.decode_loop import decode_loop
 from bench.harness.tables import heading
 from bench.speed.passes import median_ms, passes
 from decoding import Sampling
-from decoding.session import Session
+from decoding.engine.session import Session
 from decoding.speculation.draft_length import Fixed
 from offload.memory.bandwidth import Copies
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.text import long_text
-from decoding.app.documents import find_documents
+from decoding.app.batch.documents import find_documents
 from offload.errors import TierForceError, one_line
 
 # name on the hub, configuration, split, and where a row has its text and its name

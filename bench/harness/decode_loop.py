@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from decoding import Sampling
-from decoding.session import Session
-from decoding.speculation.chance import chance_of
+from decoding.engine.session import Session
+from decoding.speculation.coroutines import drive
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, RecordingLength, RoundStats, draft_lengths
-from decoding.speculation.passes import drive
-from decoding.speculation.text import Text
+from decoding.speculation.randomness import chance_of
+from decoding.speculation.sequence import Text
 
 
 @dataclass(frozen=True)

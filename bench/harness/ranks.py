@@ -24,12 +24,12 @@ PRELOAD = [
     "transformers.generation.streamers",
     "accelerate",
     "parallel.ranks.launch",
-    "decoding.engine",
+    "decoding.engine.engine",
     "decoding.probe.probe",
     "decoding.app.main",
     "decoding.app.commands",
-    "decoding.app.generate",
-    "decoding.app.summarize",
+    "decoding.app.interactive.generate",
+    "decoding.app.batch.summarize",
     "pydantic.type_adapter",
 ]
 

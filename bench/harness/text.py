@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decoding.app.documents import find_documents
-from decoding.loading import load_tokenizer
+from decoding.app.batch.documents import find_documents
+from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group

@@ -32,9 +32,9 @@ from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
 from decoding import Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.fit import Sharing
-from decoding.planning.needs import TextNeeds
-from decoding.planning.outlook import look_ahead
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_requirements import TextNeeds
+from decoding.planning.what_if import look_ahead
 from offload.errors import TierForceError
 
 FEW = 12  # tokens of plain decoding over an emulated link, which is slow

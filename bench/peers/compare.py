@@ -42,7 +42,7 @@ from bench.harness.text import prompt_tokens
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.registry import PEERS
 from decoding import Sampling
-from decoding.loading import load_tokenizer
+from decoding.models.loading import load_tokenizer
 from offload.errors import one_line
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group

@@ -50,11 +50,11 @@ from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.option import options_of
-from decoding.planning.needs import MAX_DRAFT
-from decoding.runtime import Runtime
-from decoding.sessions import Sessions
-from decoding.settings import LEVELS
+from decoding.config.option import options_of
+from decoding.config.settings import LEVELS
+from decoding.engine.session_manager import Sessions
+from decoding.models.runtime import Runtime
+from decoding.planning.memory_requirements import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive, Lengths, RoundStats, draft_lengths
 from offload.errors import TierForceError
 

@@ -33,7 +33,7 @@ from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Settings
-from decoding.session import Session
+from decoding.engine.session import Session
 from offload.cache.base import Cache
 from offload.cache.static_shape import SlotCache
 from parallel.execution.cuda_graphs import GraphRunner

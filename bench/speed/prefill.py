@@ -42,10 +42,10 @@ from bench.harness.text import prompt_tokens
 from bench.peers.gguf import hugging_face_folder
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
-from decoding.loading import load_tokenizer
-from decoding.planning.passes import attention_flops, matmul_flops, prefill_flops
+from decoding.engine.session import Session
+from decoding.models.loading import load_tokenizer
+from decoding.planning.forward_cost import attention_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import matmul_rate
-from decoding.session import Session
 from offload.errors import TierForceError
 from offload.memory.host import process_peak
 from parallel.config.model_config import ModelConfig

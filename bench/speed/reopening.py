@@ -44,7 +44,7 @@ from bench.peers.hugging_face import generated, load_transformers
 from bench.peers.llamacpp import Dequantised
 from bench.speed.texts import settings_of
 from decoding import Engine, Sampling, Settings
-from decoding.keeping.prompt_cache import PromptCache
+from decoding.prefix_cache.store import PromptCache
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
 

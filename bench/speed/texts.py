@@ -37,7 +37,7 @@ from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens, tokenizer_of
 from bench.peers.hugging_face import Clock, load_transformers, warped
 from decoding import Engine, Sampling, Settings
-from decoding.request import Request
+from decoding.engine.request import Request
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
 

@@ -36,8 +36,8 @@ from bench.harness.record import benchmark, prepare, publish
 from bench.harness.text import prompt_tokens
 from bench.speed.passes import median_ms
 from decoding import Engine, Settings
+from decoding.engine.session import Session
 from decoding.probe.slices import slice_rates
-from decoding.session import Session
 from offload.codec.format import slice_format
 from parallel.model.transformer import Llama
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from decoding.app.interrupts import Interrupts, culprit
+from decoding.app.hardware.plan import plan
 from decoding.app.options import (
     EXIT_CODES,
     Common,
@@ -25,10 +25,10 @@ from decoding.app.options import (
     refuse_sharing,
     with_common,
 )
-from decoding.app.plan import plan
 from decoding.app.server.options import ServeOptions
-from decoding.app.terminal import advice_after_loss, say, warn
-from decoding.prompt import INSTRUCTION
+from decoding.app.terminal.signals import Interrupts, culprit
+from decoding.app.terminal.streams import advice_after_loss, say, warn
+from decoding.text.prompt import INSTRUCTION
 from offload.errors import TierForceError
 from parallel.ranks.environment import ignored_variables, place_of, under_launcher
 
@@ -139,8 +139,8 @@ def summarize(
         if under_launcher():
             raise TierForceError("--cluster starts what it needs by itself: not under torchrun.")
         interrupts = _listen(words)
-        from decoding.app.cluster import Cluster
-        from decoding.app.cluster import run as run_on
+        from decoding.app.batch.cluster import Cluster
+        from decoding.app.batch.cluster import run as run_on
 
         at = Cluster(cluster, machines, texts_at_once or 1)
         run_on(common, input, output, instruction, at, interrupts)
@@ -148,7 +148,7 @@ def summarize(
     if machines is not None:
         raise TierForceError("--machines is for --cluster: say which Ray cluster they are in.")
     interrupts = _start(common, words)
-    from decoding.app.summarize import run
+    from decoding.app.batch.summarize import run
 
     run(common, input, output, instruction, texts_at_once, read_early, interrupts)
 
@@ -185,7 +185,7 @@ def generate(
     if prompt is not None and not prompt.strip():
         raise TierForceError("--prompt is empty: there is nothing to continue.")
     interrupts = _start(common, "interrupted ({name})")
-    from decoding.app.generate import Request, run
+    from decoding.app.interactive.generate import Request, run
 
     run(common, Request(prompt_file, prompt, chat, stats), interrupts)
 
@@ -199,7 +199,7 @@ def chat(common: Common, document: DocumentFile = None) -> None:
     beside asking; Ctrl-C ends an answer.
     """
     interrupts = _start(common, "interrupted ({name})")
-    from decoding.app.chat import run
+    from decoding.app.interactive.chat import run
 
     run(common, document, interrupts)
 
@@ -219,7 +219,7 @@ def ask(
     if not question.strip():
         raise TierForceError("the question is empty: ask something, in quotes.")
     interrupts = _start(common, "interrupted ({name})")
-    from decoding.app.chat import ask as answer
+    from decoding.app.interactive.chat import ask as answer
 
     answer(common, document, question, interrupts)
 
@@ -241,7 +241,7 @@ def read(
     if common.settings.keep is None:
         raise TierForceError("what is read has to be kept somewhere: name a folder with --keep.")
     _start(common, "interrupted ({name})")
-    from decoding.app.chat import read as read_it
+    from decoding.app.interactive.chat import read as read_it
 
     read_it(common, document)
 
@@ -284,7 +284,7 @@ def keep_list(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """List what is kept, the most recently used first."""
-    from decoding.app.keep import show
+    from decoding.app.interactive.prompt_cache import show
 
     show(folder, json)
 
@@ -298,7 +298,7 @@ def keep_drop(
     all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
 ) -> None:
     """Remove what is kept."""
-    from decoding.app.keep import drop
+    from decoding.app.interactive.prompt_cache import drop
 
     drop(folder, ids or [], all)
 
@@ -337,7 +337,7 @@ def probe(
     two.
     """
     _spread(JobOptions(model or "", gpus=gpus, device=device).gpus or 1, model)
-    from decoding.app.probe import run
+    from decoding.app.hardware.probe import run
 
     run(model, dtype, device, output)
 

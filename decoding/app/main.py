@@ -19,7 +19,7 @@ def main() -> None:
     # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     set_defaults()  # before torch is imported
-    from decoding.app.terminal import Output, Unread, say
+    from decoding.app.terminal.streams import Output, Unread, say
     from offload.errors import TierForceError
     from parallel.ranks.environment import end_with_launcher, place_of
 
@@ -54,7 +54,7 @@ def _run(rank: int) -> int:
     """Run the command as this rank, and return the exit code."""
     from decoding.app.commands import app
     from decoding.app.options import as_flags
-    from decoding.app.terminal import advice_after_loss, say
+    from decoding.app.terminal.streams import advice_after_loss, say
     from offload.errors import TierForceError
     from parallel.ranks.environment import RankLost
 
@@ -78,7 +78,7 @@ def _run(rank: int) -> int:
 
 def _explain(rank: int, error: Exception) -> None:
     """Say in one line what nobody foresaw; with TIERFORCE_DEBUG, raise it."""
-    from decoding.app.terminal import advice_after_loss
+    from decoding.app.terminal.streams import advice_after_loss
     from offload.errors import exceeded_limit, is_out_of_memory, one_line
 
     if is_out_of_memory(error):
@@ -97,7 +97,7 @@ def _explain(rank: int, error: Exception) -> None:
 
 def _fault(rank: int, reason: str) -> None:
     """Tell what struck this rank alone: whichever rank it is says so."""
-    from decoding.app.terminal import printable
+    from decoding.app.terminal.streams import printable
 
     with suppress(OSError, AttributeError):
         line = printable(f"tierforce: rank {rank}: {reason}")

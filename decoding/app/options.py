@@ -13,10 +13,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from decoding.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
-from decoding.planning.defaults import MAX_TEXTS, NEW_TOKENS
-from decoding.settings import Settings
-from decoding.speculation.sampling_options import SamplingOptions
+from decoding.config.defaults import MAX_TEXTS, NEW_TOKENS
+from decoding.config.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
+from decoding.config.sampling_params import SamplingOptions
+from decoding.config.settings import Settings
 from offload.errors import TierForceError
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -15,9 +15,9 @@ import typer
 
 from decoding.app.commands import app
 from decoding.app.options import EXIT_CODES, JobOptions
-from decoding.option import GROUPS, PYTHON, about, kind_in_words, least_in_words, options_of
-from decoding.settings import Settings
-from decoding.speculation.sampling_options import SamplingOptions
+from decoding.config.option import GROUPS, PYTHON, about, kind_in_words, least_in_words, options_of
+from decoding.config.sampling_params import SamplingOptions
+from decoding.config.settings import Settings
 
 _KINDS = (JobOptions, SamplingOptions, Settings)
 _INTRODUCTION = """# Options

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from decoding.planning.defaults import (
+from decoding.config.defaults import (
     ACCEPTANCE,
     CODE_SHARE,
     DEFAULT_BUDGET,
@@ -23,11 +23,11 @@ from decoding.planning.defaults import (
     SLICED_REJECTION,
     UNCOVERED_EXPONENT,
 )
-from decoding.planning.needs import TextNeeds
-from decoding.planning.passes import Passes, selection_s, target_passes
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.forward_cost import Passes, selection_s, target_passes
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.memory_requirements import TextNeeds
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
-from offload.memory_plan import MemoryPlan
 from offload.retrieval.policy_specs import POLICY_TRAITS
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from decoding.planning.defaults import (
+from decoding.config.defaults import (
     BUDGETS,
     EARLY_READ_PER_TOKEN,
     SHARED_LAYER_BYTES,
     USABLE_SHARE,
 )
-from decoding.planning.needs import TextNeeds, Way
-from decoding.planning.passes import read_bytes
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.forward_cost import read_bytes
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_plan import (
+    MemoryPlan,
+    Needs,
+    device_tiers,
+    early,
+    plan_memory,
+    reading_bytes,
+)
+from decoding.planning.memory_requirements import TextNeeds, Way
 from offload.errors import FitError
 from offload.layout import ceil_div
-from offload.memory_plan import MemoryPlan, Needs, device_tiers, early, plan_memory, reading_bytes
 
 
 @dataclass(frozen=True)

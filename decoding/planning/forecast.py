@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from decoding.config.defaults import EARLY_CHUNK_COST, EARLY_IDLE_SHARE
 from decoding.planning.cost import Acceptance, PredictedCosts, link_bytes
-from decoding.planning.defaults import EARLY_CHUNK_COST, EARLY_IDLE_SHARE
 from decoding.planning.fit import ALONE, Sharing
-from decoding.planning.needs import TextNeeds
-from decoding.planning.passes import target_passes
-from decoding.planning.profile import HardwareProfile
-from offload.memory_plan import MemoryPlan
+from decoding.planning.forward_cost import target_passes
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.memory_requirements import TextNeeds
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.needs import Way
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.memory_requirements import Way
 from offload.errors import TierForceError
-from offload.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The rates of the kernels that a model's passes are made of, measured on this device.
 
-The runs are small: `decoding.planning.passes` tells from them what large ones take.
+The runs are small: `decoding.planning.forward_cost` tells from them what large ones take.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from decoding.planning.defaults import DEFAULT_BUDGET
-from decoding.planning.passes import attention_flops, head_flops, matmul_flops, prefill_flops
+from decoding.config.defaults import DEFAULT_BUDGET
+from decoding.config.settings import Settings
+from decoding.engine.session import Session
+from decoding.models.runtime import Runtime
+from decoding.planning.forward_cost import attention_flops, head_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import RUNS, normal, run_seconds, typical
 from decoding.probe.slices import slice_rates
-from decoding.runtime import Runtime
-from decoding.session import Session
-from decoding.settings import Settings
+from decoding.speculation.rejection_sampler import Draft, verify
 from decoding.speculation.sampling import Sampling
-from decoding.speculation.verify import Draft, verify
 from offload.attention import partial_attention
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingShape

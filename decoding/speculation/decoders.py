@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoding.speculation.chance import Chance
+from decoding.speculation.coroutines import Passes
 from decoding.speculation.draft_length import CATCH_UP, DraftLength, RoundStats
-from decoding.speculation.passes import Passes
+from decoding.speculation.randomness import Chance
+from decoding.speculation.rejection_sampler import Draft, read
 from decoding.speculation.sampling import Sampling
-from decoding.speculation.text import Text, common_prefix
-from decoding.speculation.verify import Draft, read
+from decoding.speculation.sequence import Text, common_prefix
 from offload.cache.base import Cache
 from parallel.execution.batched_forward import Pass, Reader
 from parallel.ranks.process_group import on_device

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from decoding.planning.defaults import MAX_DRAFT, MAX_INNER_DRAFT
-from decoding.settings import Settings
+from decoding.config.defaults import MAX_DRAFT, MAX_INNER_DRAFT
+from decoding.config.settings import Settings
 
 NOISE_POSITIONS = 128  # whose noise is remembered, where it is bound to positions
 CATCH_UP = 32  # pending tokens that a model reads in one pass

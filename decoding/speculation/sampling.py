@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from decoding.speculation.sampling_options import SamplingOptions
+from decoding.config.sampling_params import SamplingOptions
 
 _LIKELIEST = 1024  # tokens of a vocabulary that hold the mass of nearly every law
 

@@ -18,7 +18,7 @@ from bench.drafts.overlap import OURS, STATIC, Chain, Footprint, PolicyTrace, Va
 from bench.harness.text import long_text, prompts
 from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
-from decoding.runtime import Runtime
+from decoding.models.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.shape import RetrievalShape
 from parallel.config.model_config import ModelConfig

@@ -8,8 +8,8 @@ import pytest
 
 from bench.speed.grid import AUTO, grid, grouped, law_of, parse, possible, settings_of, turned
 from decoding import Settings
-from decoding.planning.defaults import MAX_DRAFT
-from decoding.runtime import Runtime
+from decoding.config.defaults import MAX_DRAFT
+from decoding.models.runtime import Runtime
 from offload.errors import TierForceError
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group as Ranks

@@ -8,7 +8,7 @@ import pytest
 
 from bench.speed.transfer import LAYERS, saving, settings_of, verified
 from decoding import Engine, Settings
-from decoding.session import Session
+from decoding.engine.session import Session
 from support.engines import DEMO
 from support.texts import prompt
 

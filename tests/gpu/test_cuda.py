@@ -22,15 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import bench.harness.ranks
-import decoding.keeping.saving
+import decoding.prefix_cache.writer
 import parallel.execution.cuda_graphs
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.app.lines import say_what_fits
 from decoding.app.options import Common
-from decoding.request import Request
+from decoding.app.terminal.messages import say_what_fits
+from decoding.config.sampling_params import SamplingOptions
+from decoding.engine.request import Request
 from decoding.speculation.decoders import Speculative
-from decoding.speculation.sampling_options import SamplingOptions
 from offload.errors import FitError, TierForceError
 from offload.kernels.selection import fused_kernels, steady_kernels
 from offload.tiered.prefill import LAST_ROWS
@@ -209,7 +209,7 @@ def test_what_is_kept_is_what_was_computed(
 ) -> None:
     """It is copied beside passes and their recording, on a stream of its own."""
     if gpu is not None:
-        monkeypatch.setattr(decoding.keeping.saving, "Thread", AtOnce)
+        monkeypatch.setattr(decoding.prefix_cache.writer, "Thread", AtOnce)
     group = Group(device=torch.device("cuda", 0))
     fixed: dict[str, Any] = {"draft_length": 7, "inner_length": 3, "resident_layers": resident}
     if resident == 6:

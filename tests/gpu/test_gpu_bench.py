@@ -25,9 +25,9 @@ from bench.gpu.models import (
     usable_bytes,
     weight_bytes,
 )
-from decoding.planning.profile import HardwareProfile
-from decoding.runtime import Runtime
-from decoding.settings import Settings
+from decoding.config.settings import Settings
+from decoding.models.runtime import Runtime
+from decoding.planning.hardware_profile import HardwareProfile
 from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
 from standin import standin

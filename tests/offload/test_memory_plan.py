@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from offload.errors import FitError
-from offload.layout import KVLayout
-from offload.memory.cpu_link import EmulatedLink
-from offload.memory.host_arena import HostArena
-from offload.memory_plan import (
+from decoding.planning.memory_plan import (
     MemoryPlan,
     Needs,
     device_tiers,
     plan_memory,
 )
+from offload.errors import FitError
+from offload.layout import KVLayout
+from offload.memory.cpu_link import EmulatedLink
+from offload.memory.host_arena import HostArena
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from offload.tiered.shape import TieredShape

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from decoding import Engine, Sampling
-from decoding.batch import Written
-from decoding.request import Request
+from decoding.engine.request import Request
+from decoding.engine.scheduler import Written
 from support.models import random_tokens
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]

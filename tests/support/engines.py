@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.keeping.keeper import Identity
-from decoding.runtime import Runtime
+from decoding.models.runtime import Runtime
+from decoding.prefix_cache.manager import Identity
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding import GREEDY, Engine, Sampling
-from decoding.keeping.prompt_cache import KeptPrompt, PromptCache
+from decoding.prefix_cache.store import KeptPrompt, PromptCache
 from support import batches
 from support.models import random_tokens
 

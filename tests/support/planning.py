@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from transformers import LlamaConfig
 
-import decoding.planning.needs
+import decoding.planning.memory_requirements
 from decoding import Settings
+from decoding.config.settings import LEVELS
 from decoding.planning.cost import Acceptance
-from decoding.planning.counted_dtype import counted_dtype
-from decoding.planning.needs import TextNeeds, Way
-from decoding.planning.profile import HardwareProfile
-from decoding.settings import LEVELS
+from decoding.planning.dtypes import counted_dtype
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_requirements import TextNeeds, Way
 from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel.config.model_config import ModelConfig
 
@@ -84,7 +84,7 @@ def case_of(seed: int, tiny: bool = False) -> Case:
     settings = settings_of(draw, target.layers, context)
     item = counted_dtype(settings.dtype)
     kv = target.kv_layout(1, item).bytes(context)
-    weights = decoding.planning.needs.weight_bytes(target, 1, item)
+    weights = decoding.planning.memory_requirements.weight_bytes(target, 1, item)
     hardware = HardwareProfile(
         name=f"machine {seed}",
         gpus=1,

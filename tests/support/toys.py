@@ -8,13 +8,13 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.speculation.chance import Chance, Independent
+from decoding.speculation.coroutines import drive
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
-from decoding.speculation.lookup import Lookup
-from decoding.speculation.passes import drive
-from decoding.speculation.text import Text
-from decoding.speculation.verify import Draft
+from decoding.speculation.prompt_lookup import Lookup
+from decoding.speculation.randomness import Chance, Independent
+from decoding.speculation.rejection_sampler import Draft
+from decoding.speculation.sequence import Text
 from offload.cache.base import Cache
 from offload.layout import KVLayout
 from parallel.execution.batched_forward import Pass, Reader

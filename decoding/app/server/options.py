@@ -6,7 +6,7 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
-from decoding.option import check_options, option
+from decoding.config.option import check_options, option
 from offload.errors import TierForceError
 from offload.regular_files import SMALL, read_regular
 

@@ -15,21 +15,21 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from decoding.app.interrupts import TWICE_S, Interrupts
-from decoding.app.job import model_name
-from decoding.app.lines import say_what_fits
+from decoding.app.batch.job import model_name
 from decoding.app.options import Common
-from decoding.app.server import limits
-from decoding.app.server.answering import Answering
-from decoding.app.server.connections import Connection, ConnectionLimits, HttpServer
-from decoding.app.server.guards import Guards
-from decoding.app.server.jobs import Failed, JobQueue
-from decoding.app.server.metrics import Metrics
+from decoding.app.server.http.connections import Connection, ConnectionLimits, HttpServer
+from decoding.app.server.http.guards import Guards
+from decoding.app.server.http.routes import Served, Server
 from decoding.app.server.options import ServeOptions, is_local, read_keys
-from decoding.app.server.prompts import Prompts
-from decoding.app.server.routes import Served, Server
-from decoding.app.terminal import say, silence_transformers, warn
-from decoding.engine import Engine
+from decoding.app.server.worker import limits
+from decoding.app.server.worker.answering import Answering
+from decoding.app.server.worker.jobs import Failed, JobQueue
+from decoding.app.server.worker.metrics import Metrics
+from decoding.app.server.worker.prompts import Prompts
+from decoding.app.terminal.messages import say_what_fits
+from decoding.app.terminal.signals import TWICE_S, Interrupts
+from decoding.app.terminal.streams import say, silence_transformers, warn
+from decoding.engine.engine import Engine
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError, one_line
 from parallel.ranks.launch import answer_signals, require_open_files

@@ -12,7 +12,7 @@ pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType as Kind
 
 from decoding import GREEDY, Engine, Settings
-from decoding.app.job import model_digest, model_name
+from decoding.app.batch.job import model_digest, model_name
 from support.commands import DRAFT, MODELS, STEADY, TARGET, forked, records, refused
 from support.gguf import convert
 

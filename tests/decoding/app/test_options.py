@@ -13,10 +13,10 @@ from decoding import Engine, Sampling
 from decoding.app.commands import generate, summarize
 from decoding.app.options import JobOptions, as_flags, described
 from decoding.app.options_page import page
-from decoding.chat import Chat
-from decoding.option import MAIN, PYTHON, about, options_of
-from decoding.settings import Settings
-from decoding.speculation.sampling_options import SamplingOptions
+from decoding.config.option import MAIN, PYTHON, about, options_of
+from decoding.config.sampling_params import SamplingOptions
+from decoding.config.settings import Settings
+from decoding.engine.chat import Chat
 from offload.errors import TierForceError
 
 PAGE = Path(__file__).parents[3] / "docs/options.md"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from decoding import Settings
-from decoding.app.plan import _needs, _prompt_tokens
-from decoding.planning.needs import TextNeeds
-from decoding.planning.outlook import look_ahead
-from decoding.planning.profile import HardwareProfile
+from decoding.app.hardware.plan import _needs, _prompt_tokens
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_requirements import TextNeeds
+from decoding.planning.what_if import look_ahead
 from offload.errors import FitError, TierForceError
 from parallel.config.model_config import ModelConfig
 from support.engines import DEMO

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from decoding import GREEDY, Engine
-from decoding.planning.choice import WayChoice, WayChooser
-from decoding.planning.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
+from decoding.config.defaults import BUDGETS, DEFAULT_BUDGET, REJECTION_EXPONENT
+from decoding.engine.session_manager import Sessions
+from decoding.models.runtime import Runtime
 from decoding.planning.fit import affordable as affordable_with
-from decoding.planning.needs import Way
-from decoding.planning.observed import ObservedCosts
-from decoding.runtime import Runtime
-from decoding.sessions import Sessions
+from decoding.planning.measured_cost import ObservedCosts
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.memory_requirements import Way
+from decoding.planning.strategy_selector import WayChoice, WayChooser
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
-from offload.memory_plan import MemoryPlan
 from parallel.model.loading import parameter_bytes
 from support.engines import DEMO, Pair
 from support.models import random_tokens

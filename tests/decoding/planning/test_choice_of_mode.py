@@ -10,14 +10,14 @@ import pytest
 
 from bench.harness.ranks import run_ranks
 from decoding import GREEDY
-from decoding.app.lines import opening
-from decoding.planning.choice import WayChooser
-from decoding.planning.counted_dtype import counted_dtype
-from decoding.planning.defaults import DEFAULT_BUDGET
+from decoding.app.terminal.messages import opening
+from decoding.config.defaults import DEFAULT_BUDGET
+from decoding.config.settings import Settings
+from decoding.planning.dtypes import counted_dtype
 from decoding.planning.fit import Memory, affordable, longest_prompt
-from decoding.planning.needs import TextNeeds, Way
-from decoding.planning.observed import ObservedCosts
-from decoding.settings import Settings
+from decoding.planning.measured_cost import ObservedCosts
+from decoding.planning.memory_requirements import TextNeeds, Way
+from decoding.planning.strategy_selector import WayChooser
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import FitError
 from parallel.ranks.process_group import Group

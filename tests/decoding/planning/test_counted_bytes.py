@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.planning.needs import TextNeeds
-from decoding.planning.outlook import Outlook, look_ahead
-from decoding.runtime import Runtime
-from decoding.session import Session
-from decoding.settings import Settings, dtype_of
-from offload.memory_plan import MemoryPlan, device_tiers
+from decoding.config.settings import Settings, dtype_of
+from decoding.engine.session import Session
+from decoding.models.runtime import Runtime
+from decoding.planning.memory_plan import MemoryPlan, device_tiers
+from decoding.planning.memory_requirements import TextNeeds
+from decoding.planning.what_if import Outlook, look_ahead
 from offload.retrieval.policy_specs import POLICY_TRAITS
 from offload.retrieval.shape import RetrievalShape
 from offload.tiered.shape import TieredShape

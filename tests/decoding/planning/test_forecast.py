@@ -11,14 +11,14 @@ import torch
 
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
+from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.defaults import DEFAULT_BUDGET
 from decoding.planning.fit import Sharing
 from decoding.planning.forecast import Forecast, forecast
-from decoding.planning.needs import TextNeeds
-from decoding.planning.outlook import Outlook, look_ahead, plain, together
-from decoding.planning.passes import prefill_flops, target_passes
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.forward_cost import prefill_flops, target_passes
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.memory_requirements import TextNeeds
+from decoding.planning.what_if import Outlook, look_ahead, plain, together
 from decoding.speculation.draft_length import best_length, expected_tokens
 from parallel.config.model_config import ModelConfig
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoding.planning.needs import TextNeeds
-from decoding.planning.passes import matmul_flops, read_bytes
-from decoding.settings import Settings
+from decoding.config.settings import Settings
+from decoding.planning.forward_cost import matmul_flops, read_bytes
+from decoding.planning.memory_requirements import TextNeeds
 from parallel.config.model_config import ModelConfig
 from parallel.model.layers import ColumnParallelLinear, RowParallelLinear
 from parallel.model.loading import random_model

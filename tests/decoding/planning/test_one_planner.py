@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-import decoding.planning.needs
-import decoding.runtime
+import decoding.models.runtime
+import decoding.planning.memory_requirements
 from decoding import Engine
-from decoding.planning.choice import WayChooser
+from decoding.config.settings import dtype_of
+from decoding.models.runtime import Runtime
 from decoding.planning.cost import CostSource, PredictedCosts
 from decoding.planning.fit import fit, memory_of
-from decoding.planning.needs import TextNeeds, Way
-from decoding.planning.observed import ObservedCosts
-from decoding.planning.outlook import look_ahead
-from decoding.runtime import Runtime
-from decoding.settings import dtype_of
+from decoding.planning.measured_cost import ObservedCosts
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.memory_requirements import TextNeeds, Way
+from decoding.planning.strategy_selector import WayChooser
+from decoding.planning.what_if import look_ahead
 from decoding.speculation.draft_length import Adaptive, RoundStats
 from offload.errors import FitError
 from offload.memory.cpu_link import ViewLink
 from offload.memory.host_arena import HostArena
-from offload.memory_plan import MemoryPlan
 from parallel.ranks.process_group import Group
 from support.planning import Case, case_of, needs_of
 
@@ -60,7 +60,7 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     """Return an engine that finds the memory of the case's machine, and knows `costs`."""
     needs, dtype = needs_of(case), dtype_of(case.settings.dtype)
     link = GivenLink(int(case.hardware.device_memory) - needs.weight_bytes)
-    patch.setattr(decoding.runtime, "host_available", lambda: int(case.hardware.host_memory))
+    patch.setattr(decoding.models.runtime, "host_available", lambda: int(case.hardware.host_memory))
     patch.setattr(Runtime, "link_rate", lambda self: None)
     group = Group()
     target, draft = (

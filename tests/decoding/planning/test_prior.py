@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from decoding import GREEDY, Engine, Settings
-from decoding.planning.choice import WayChooser
+from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.counted_dtype import counted_dtype
-from decoding.planning.defaults import DEFAULT_BUDGET
+from decoding.planning.dtypes import counted_dtype
 from decoding.planning.fit import Memory, affordable
-from decoding.planning.needs import TextNeeds, Way
-from decoding.planning.observed import ObservedCosts
+from decoding.planning.hardware_profile import HardwareProfile
+from decoding.planning.measured_cost import ObservedCosts
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.memory_requirements import TextNeeds, Way
 from decoding.planning.prior import Prior, find_prior
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.strategy_selector import WayChooser
 from decoding.speculation.draft_length import RoundStats
 from offload.errors import TierForceError
-from offload.memory_plan import MemoryPlan
 from support.engines import DEMO
 from support.planning import case_of
 from support.texts import prompt

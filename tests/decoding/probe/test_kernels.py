@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig
 
 from bench.checks.predictions import SETTINGS, acceptance_of
 from bench.harness.ranks import run_ranks
-from decoding.planning.passes import (
+from decoding.planning.forward_cost import (
     Passes,
     attention_flops,
     head_flops,
@@ -19,7 +19,7 @@ from decoding.planning.passes import (
     read_bytes,
     selection_s,
 )
-from decoding.planning.profile import HardwareProfile
+from decoding.planning.hardware_profile import HardwareProfile
 from decoding.probe import kernels
 from decoding.probe.kernels import _Kernels, pass_rates
 from decoding.speculation.draft_length import expected_tokens

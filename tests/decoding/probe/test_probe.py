@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from bench.harness.ranks import run_ranks
-from decoding.app.probe_view import table
-from decoding.planning.profile import HardwareProfile
+from decoding.app.hardware.probe_view import table
+from decoding.planning.hardware_profile import HardwareProfile
 from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of

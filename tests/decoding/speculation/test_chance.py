@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from decoding.speculation.chance import Coupled
+from decoding.speculation.randomness import Coupled
+from decoding.speculation.rejection_sampler import Draft
 from decoding.speculation.sampling import GREEDY, Sampling
-from decoding.speculation.verify import Draft
 from offload.errors import DocumentError
 from support.laws import LIKELY, frequencies, p_value
 from support.toys import VOCAB, Toy, go_on, nest, number

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from decoding import GREEDY, Sampling
-from decoding.speculation.chance import Independent
+from decoding.speculation.coroutines import Passes, drive
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
-from decoding.speculation.passes import Passes, drive
-from decoding.speculation.text import Text
-from decoding.speculation.verify import Draft
+from decoding.speculation.randomness import Independent
+from decoding.speculation.rejection_sampler import Draft
+from decoding.speculation.sequence import Text
 from offload.cache.base import Cache
 from support.toys import (
     PROMPT,

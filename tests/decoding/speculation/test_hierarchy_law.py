@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import decoding.speculation.verify
+import decoding.speculation.rejection_sampler
 from decoding import Sampling
+from decoding.speculation.coroutines import Passes
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
-from decoding.speculation.passes import Passes
-from decoding.speculation.verify import Draft
+from decoding.speculation.rejection_sampler import Draft
 from support.laws import BROKEN, LIKELY, frequencies, p_value
 from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart, trace
 
@@ -86,12 +86,12 @@ def test_a_plain_redraw_at_one_level_is_found_out(
     # law it drew from
     models = family(below)
     decoder = nest(models, [3, 2], sampling, generator(7))
-    right, asking = decoding.speculation.verify.residual, trace(decoder)
+    right, asking = decoding.speculation.rejection_sampler.residual, trace(decoder)
 
     def plain_redraw(p: Tensor, q: Tensor) -> Tensor:
         return p if asking[-1] is decoder.levels()[level] else right(p, q)
 
-    monkeypatch.setattr(decoding.speculation.verify, "residual", plain_redraw)
+    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual", plain_redraw)
     assert p_value(text_counts(decoder), models[0].text_law(sampling, TOKENS)) < BROKEN
 
 

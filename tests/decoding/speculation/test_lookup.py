@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from decoding import GREEDY, Sampling
-from decoding.speculation.chance import chance_of
 from decoding.speculation.decoders import Autoregressive
-from decoding.speculation.lookup import Lookup
-from decoding.speculation.text import Text
+from decoding.speculation.prompt_lookup import Lookup
+from decoding.speculation.randomness import chance_of
+from decoding.speculation.sequence import Text
 from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest, propose
 
 CPU = torch.device("cpu")

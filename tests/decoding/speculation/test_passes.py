@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.speculation.passes import Clock, Passes, drive
+from decoding.speculation.coroutines import Clock, Passes, drive
 from parallel.execution.batched_forward import Pass
 from support.toys import HistoryCache, Toy
 

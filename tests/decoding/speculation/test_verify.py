@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding.speculation.rejection_sampler import Draft, residual, verify
 from decoding.speculation.sampling import draw
-from decoding.speculation.verify import Draft, residual, verify
 from offload.errors import DocumentError
 from support.laws import LIKELY, frequencies, p_value
 

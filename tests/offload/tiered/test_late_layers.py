@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from decoding import Sampling
+from decoding.planning.memory_plan import device_tiers
 from offload.memory.link import Link
-from offload.memory_plan import device_tiers
 from offload.retrieval.shape import RetrievalShape
 from offload.tiered.prefill import Prefill
 from parallel.model.loading import parameter_bytes

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 import parallel.formats.locate
-from decoding.loading import load_tokenizer
+from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError

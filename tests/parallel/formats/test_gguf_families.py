@@ -15,7 +15,7 @@ pytest.importorskip("gguf")
 from gguf import GGMLQuantizationType
 from gguf.constants import GGML_QUANT_SIZES
 
-from decoding.loading import load_tokenizer
+from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError

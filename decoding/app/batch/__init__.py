@@ -1,0 +1,1 @@
+"""Documents in, records out, on this machine or a cluster of them."""

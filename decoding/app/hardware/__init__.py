@@ -1,0 +1,1 @@
+"""`tierforce plan` and `tierforce probe`, and their tables."""

@@ -1,0 +1,35 @@
+"""`tierforce probe`: measure on all ranks, show on the first, and write a hardware file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from decoding.app.hardware.probe_view import table
+from decoding.app.terminal.files import check_writable, write_json
+from decoding.app.terminal.streams import say, silence_transformers, warn
+from decoding.config.settings import dtype_of
+from decoding.probe.probe import profile
+from parallel.ranks.process_group import Group
+
+
+def run(model: str | None, dtype: str, device: str, output: Path) -> None:
+    """Measure this machine with the dimensions of `model`; every rank calls it."""
+    silence_transformers()
+    kind = dtype_of(dtype)
+    group = Group.from_environment(device, warn)
+    with group.together():
+        if group.rank == 0:
+            check_writable("--output", output)  # before what takes a minute or two
+    measured = profile(group, model, kind)
+    with group.together():
+        if group.rank == 0:
+            write_json("--output", output, measured)
+    if group.rank:
+        return
+    Console().print(table(measured, str(group.device)))
+    say(f"driver: {measured['machine']['driver']}")
+    for warning in measured["warnings"]:
+        say(f"warning: {warning}")
+    say(f"written to {output}")

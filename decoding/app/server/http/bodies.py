@@ -1,0 +1,205 @@
+"""The bodies of requests, as OpenAI's interface has them, and what is refused of them.
+
+What would change an answer and cannot be done is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+
+from decoding.app.server.worker import limits
+
+# fields that are taken only with values that change nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+_NOTHING: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}  # of messages
+# fields that change nothing here, whatever they say
+_IGNORED = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+MAX_TOP = 20  # likeliest tokens whose probabilities are told
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
+_Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
+
+
+def _refuse_others(data: Any, known: Collection[str], neutral: Mapping[str, Any]) -> Any:
+    """Refuse the first field that cannot be followed; null says nothing."""
+    if isinstance(data, dict):
+        for name, value in data.items():
+            if name not in known and value is not None and value not in neutral.get(name, ()):
+                shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
+                raise ValueError(f"{shown} is not supported by this server: leave it out")
+    return data
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside the answer."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, data: Any) -> Any:
+        """Raise ValueError for a field that cannot be followed."""
+        return _refuse_others(data, cls.model_fields, {"include_obfuscation": (False,)})
+
+
+def _single(prompt: Any) -> str | list[int]:
+    """Return a prompt, which may be the only one in a list.
+
+    It is looked at by hand: of a union, pydantic would tell of each number what it is not.
+    """
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > 1:
+            raise ValueError(f"{len(prompt)} prompts in one request: send one")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
+        raise ValueError("send a text, or the ids of its tokens")
+    return prompt
+
+
+class _Body(BaseModel):
+    """What chat and plain completions have in common."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**63)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: _Stop | _Stops | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, data: Any) -> Any:
+        """Raise ValueError for a field that cannot be followed."""
+        return _refuse_others(data, {*cls.model_fields, *_IGNORED}, _NEUTRAL)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def most(self) -> tuple[str, int | None]:
+        """Return the most tokens to write, behind the field that says so."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Return of how many likeliest tokens probabilities are told; None where of no token."""
+        raise NotImplementedError
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, data: Any) -> Any:
+        """Raise ValueError for what a part has beside its text."""
+        return _refuse_others(data, cls.model_fields, {})
+
+
+class Message(BaseModel):
+    """What somebody said."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, data: Any) -> Any:
+        """Raise ValueError for what a message has beside its text."""
+        return _refuse_others(data, {*cls.model_fields, "name"}, _NOTHING)
+
+    def as_template(self) -> dict[str, str]:
+        """Return it as chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class ChatBody(_Body):
+    """A conversation that is to be answered."""
+
+    messages: list[Message] = Field(min_length=1, max_length=limits.MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**63)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+
+    @model_validator(mode="after")
+    def refuse_contradictions(self) -> ChatBody:
+        """Raise ValueError for fields that do not go together."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return self
+
+    @property
+    def most(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return super().most
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(_Body):
+    """A text that is to be continued: itself, or its tokens."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_single)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs

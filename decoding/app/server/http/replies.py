@@ -1,0 +1,181 @@
+"""Answers in the shapes of OpenAI's interface."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from decoding.app.server.worker.jobs import Failed, TokenLaw
+
+Laws = Sequence[tuple[int, TokenLaw]]
+
+
+def usage_of(counts: dict[str, Any]) -> dict[str, Any]:
+    """Return a text's tokens."""
+    prompt, new = counts["prompt_tokens"], counts["new_tokens"]
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {
+            "cached_tokens": counts["reused_tokens"] + counts["loaded_tokens"]
+        },
+    }
+
+
+def error_of(
+    failed: Failed, param: str | None = None, details: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Return what a client is told that gets no answer."""
+    kinds = {
+        401: "authentication_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+    }
+    kind = "server_error" if failed.status >= 500 else "invalid_request_error"
+    return {
+        "error": {
+            "message": failed.message,
+            "type": kinds.get(failed.status, kind),
+            "param": param,
+            "code": failed.code,
+            **({"tierforce": details} if details else {}),
+        }
+    }
+
+
+class Replies(ABC):
+    """The replies to one request."""
+
+    name: str  # of the whole answer
+    piece_name: str  # of a piece of it
+    prefix: str
+
+    def __init__(self, model: str):
+        self.model = model
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def whole(self, text: str, laws: Laws | None, reason: str, counts: dict[str, Any]) -> Any:
+        """Return the answer; `laws` None where no probabilities are wanted."""
+        choice = {
+            "index": 0,
+            **self.said(text),
+            "logprobs": None if laws is None else self.logprobs(laws),
+            "finish_reason": reason,
+        }
+        return {
+            **self._head(self.name),
+            "choices": [choice],
+            "usage": usage_of(counts),
+            "tierforce": counts,
+        }
+
+    def first(self) -> dict[str, Any] | None:
+        """Return what a stream begins with."""
+        return None
+
+    def piece(self, text: str, laws: Laws | None) -> dict[str, Any]:
+        """Return a piece of a stream."""
+        return self._piece(self.added(text), None if laws is None else self.logprobs(laws), None)
+
+    def last(self, reason: str) -> dict[str, Any]:
+        """Return the end of a stream."""
+        return self._piece(self.added(""), None, reason)
+
+    def counts(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return what comes behind the end where it is asked for."""
+        return {
+            **self._head(self.piece_name),
+            "choices": [],
+            "usage": usage_of(counts),
+            "tierforce": counts,
+        }
+
+    @abstractmethod
+    def said(self, text: str) -> dict[str, Any]:
+        """Return a whole text, as an answer has it."""
+
+    @abstractmethod
+    def added(self, text: str) -> dict[str, Any]:
+        """Return a piece of text, as a stream has it."""
+
+    @abstractmethod
+    def logprobs(self, laws: Laws) -> dict[str, Any]:
+        """Return the probabilities of tokens."""
+
+    def _piece(self, added: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **added, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head(self.piece_name), "choices": [choice]}
+
+    def _head(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+
+class ChatReplies(Replies):
+    """Replies to a conversation."""
+
+    name, piece_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def first(self) -> dict[str, Any]:
+        return self._piece({"delta": {"role": "assistant", "content": ""}}, None, None)
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def added(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def logprobs(self, laws: Laws) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **_told(law.token, law.logprob),
+                    "law_logprob": law.law_logprob,
+                    "top_logprobs": [_told(*each) for each in law.top],
+                }
+                for _, law in laws
+            ],
+            "refusal": None,
+        }
+
+
+class TextReplies(Replies):
+    """Replies to a text that is continued."""
+
+    name = piece_name = "text_completion"
+    prefix = "cmpl"
+
+    def said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def added(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(self, laws: Laws) -> dict[str, Any]:
+        return {
+            "tokens": [_name(law.token) for _, law in laws],
+            "token_logprobs": [law.logprob for _, law in laws],
+            "law_logprobs": [law.law_logprob for _, law in laws],
+            "top_logprobs": [
+                {_name(token): logprob for token, logprob in law.top} for _, law in laws
+            ],
+            "text_offset": [at for at, _ in laws],
+        }
+
+
+def _told(token: bytes, logprob: float) -> dict[str, Any]:
+    """Return a token with its probability, as answers to conversations have it."""
+    text = token.decode(errors="replace")
+    return {"token": text, "logprob": logprob, "bytes": list(token)}
+
+
+def _name(token: bytes) -> str:
+    """Return a token's text; of one that is a part of a character its bytes, spelt out."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -1,0 +1,1 @@
+"""The thread with the models: a queue of requests, answered; knows nothing of HTTP."""

@@ -1,0 +1,43 @@
+"""What an answer took, as a client is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decoding.engine.engine import Engine
+from decoding.engine.stats import Stats
+
+
+def counts_of(stats: Stats, engine: Engine, seed: int) -> dict[str, Any]:
+    """Return the counts of the text that is being answered, so far. Bytes are one rank's own."""
+    traffic = stats.traffic.get("target")
+    return {
+        "seed": seed,
+        "mode": stats.mode,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "reused_tokens": stats.reused_tokens,
+        "discarded_tokens": stats.discarded_tokens,
+        "loaded_tokens": stats.loaded_tokens,
+        "time_to_first_token_s": round(stats.first_token_s, 4),
+        "ms_per_token": stats.ms_per_token,
+        "tokens_per_verification": stats.tokens_per_verification,
+        "acceptance": stats.acceptance,
+        "link_bytes": traffic.link_in + traffic.link_out if traffic else 0,
+        "link_bytes_per_token": stats.link_bytes_per_token,
+        "layers": _layers(stats, engine),
+        "ranks": engine.group.size,
+    }
+
+
+def _layers(stats: Stats, engine: Engine) -> dict[str, int] | None:
+    """Return how many layers have their KV on the device, codes alone there, or on the host."""
+    plan, layers = stats.plan, engine.runtime.target.config.layers
+    if plan is None:
+        return None
+    far = layers - plan.resident_layers
+    return {
+        "device": plan.resident_layers,
+        "codes": plan.sliced_layers,
+        "host": far - plan.sliced_layers,
+    }

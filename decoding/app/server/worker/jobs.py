@@ -1,0 +1,194 @@
+"""Requests on their way from the clients to the engine, and what it tells them on the way back."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Condition
+from typing import Any
+
+from decoding.app.server.worker import limits
+from decoding.speculation.sampling import Sampling
+from offload.errors import TierForceError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, as the engine takes it."""
+
+    prompt: array[int]  # of 4 bytes: many may wait
+    new: int
+    sampling: Sampling
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None  # None where no probabilities are wanted
+
+
+@dataclass(frozen=True)
+class TokenLaw:
+    """The log-probability of a token that was written, and those of the likeliest in its place."""
+
+    token: bytes
+    logprob: float  # by the target's logits
+    law_logprob: float  # by the law that it was drawn from: warped by temperature, top-k, top-p
+    top: list[tuple[bytes, float]]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The request waits its turn."""
+
+    before: int  # requests that come first, the one that is being answered among them
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The prompt is being read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """More of the answer, with the tokens that it ends with."""
+
+    text: str
+    laws: Sequence[tuple[int, TokenLaw]] = ()  # each behind where it stands in the whole answer
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the answer took so far."""
+
+    counts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answer is complete."""
+
+    reason: str  # "stop" or "length"
+    counts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There is no answer, or no more of it."""
+
+    status: int  # of HTTP
+    message: str
+    code: str | None = None
+
+
+BROKEN = Failed(500, "the server failed at this request; its log says how.")
+Event = Waiting | Reading | Wrote | Counted | Done | Failed
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that waits or is being answered; made in the event loop that its client is in."""
+
+    asked: Asked
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    is_over: bool = False  # nobody waits for more of it
+
+    def tell(self, event: Event) -> None:
+        """Let the client hear of something; from any thread.
+
+        A client that is too far behind gets no more: what it has not read is in memory.
+        """
+        if self.events.qsize() >= limits.UNREAD_EVENTS and not isinstance(event, Done | Failed):
+            if not self.is_over:
+                self.fail(Failed(503, "the answer was read too slowly and ends here."))
+            return
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+    def fail(self, failed: Failed) -> None:
+        """End it; from any thread."""
+        self.is_over = True
+        self.tell(failed)
+
+
+class QueueFull(TierForceError):
+    """More requests wait than may."""
+
+
+class JobQueue:
+    """The requests that wait for the one engine, in their order; for any thread."""
+
+    def __init__(self, limit: int):
+        """Let at most `limit` wait."""
+        self.limit = limit
+        self._waiting: deque[Job] = deque()
+        self._current: Job | None = None
+        self._changed = Condition()
+        self._closed: Failed | None = None
+
+    def put(self, job: Job) -> None:
+        """Let a job wait its turn. Raises QueueFull."""
+        with self._changed:
+            if self._closed is not None:
+                job.fail(self._closed)
+                return
+            if len(self._waiting) + self.running > self.limit:
+                raise QueueFull(
+                    f"{self.limit} requests wait already: try again when some are answered."
+                )
+            self._waiting.append(job)
+            self._tell_places()
+            self._changed.notify()
+
+    def take(self) -> Job | None:
+        """Return the next job, which is the current one from then on; None when it is closed."""
+        with self._changed:
+            self._current = None
+            self._changed.wait_for(lambda: self._waiting or self._closed is not None)
+            if self._closed is not None:
+                return None
+            self._current = self._waiting.popleft()
+            self._tell_places()
+            return self._current
+
+    def give_up(self, job: Job) -> None:
+        """Let nothing more be done for a job: its client is gone, or has what it wants."""
+        with self._changed:
+            job.is_over = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._tell_places()
+
+    def close(self, failed: Failed) -> None:
+        """End all jobs, and those that come later, with what they are told."""
+        with self._changed:
+            if self._closed is not None:
+                return
+            self._closed = failed
+            jobs = [*self._waiting, *([self._current] if self._current else [])]
+            self._waiting.clear()
+            for job in jobs:
+                job.fail(failed)
+            self._changed.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed is not None
+
+    @property
+    def waiting(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Return how many are being answered: 0 or 1."""
+        return int(self._current is not None)
+
+    def _tell_places(self) -> None:
+        for before, job in enumerate(self._waiting):
+            job.tell(Waiting(before + self.running))

@@ -1,0 +1,67 @@
+"""Counters for Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from decoding.app.server.worker.jobs import JobQueue
+from decoding.engine.stats import Stats
+
+_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """What a server has done since it was started."""
+
+    def __init__(self, queue: JobQueue):
+        self._registry = registry = CollectorRegistry()
+        self.replies = Counter(
+            "tierforce_replies", "Replies by their HTTP status.", ["status"], registry=registry
+        )
+        self._tokens = Counter(
+            "tierforce_tokens",
+            "Tokens: read, reused from caches, loaded from disk, written.",
+            ["kind"],
+            registry=registry,
+        )
+        self._link = Counter(
+            "tierforce_link_bytes", "Bytes over one rank's link, for the target.", registry=registry
+        )
+        self._first = Histogram(
+            "tierforce_time_to_first_token_seconds",
+            "From a text's turn to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._whole = Histogram(
+            "tierforce_answer_seconds",
+            "From a text's turn to its end.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._per_pass = Gauge(
+            "tierforce_tokens_per_verification", "Of the last answer.", registry=registry
+        )
+        waiting = Gauge("tierforce_requests_waiting", "Requests in the queue.", registry=registry)
+        waiting.set_function(lambda: queue.waiting)
+        running = Gauge("tierforce_requests_running", "0 or 1.", registry=registry)
+        running.set_function(lambda: queue.running)
+
+    def count(self, stats: Stats, seconds: float) -> None:
+        """Count a text that is over."""
+        known = stats.reused_tokens + stats.loaded_tokens
+        self._tokens.labels("read").inc(max(0, stats.prompt_tokens - known))
+        self._tokens.labels("reused").inc(stats.reused_tokens)
+        self._tokens.labels("loaded").inc(stats.loaded_tokens)
+        self._tokens.labels("written").inc(stats.new_tokens)
+        if (traffic := stats.traffic.get("target")) is not None:
+            self._link.inc(traffic.link_in + traffic.link_out)
+        if stats.new_tokens:
+            self._first.observe(stats.first_token_s)
+            self._whole.observe(seconds)
+        if (tokens := stats.tokens_per_verification) is not None:
+            self._per_pass.set(tokens)
+
+    def text(self) -> bytes:
+        """Return all of it, as Prometheus reads it."""
+        return generate_latest(self._registry)

@@ -1,0 +1,85 @@
+"""Live progress on the terminal; plain lines where there is none."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from decoding.app.terminal.streams import Unread, printable
+from decoding.engine.stats import Stats
+
+
+class Display:
+    """One bar for the batch and one for each document at hand: prefill percent, then tokens and
+    acceptance.
+
+    Names of documents are shown as they are, without their control characters, and never read as
+    markup. A terminal that is gone shows nothing, and ends nothing.
+    """
+
+    def __init__(self, documents: int, stream: TextIO):
+        self.console = console = Console(file=cast(Any, Unread(stream)))
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[detail]}", markup=False),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._batch = self._progress.add_task(
+            "documents", total=documents, detail="", visible=documents > 1
+        )
+        self._current: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, name: str) -> None:
+        task = self._progress.add_task(printable(name), total=1, detail="reading")
+        self._current[name] = task
+
+    def prefill(self, name: str, done: int, total: int) -> None:
+        self._update(name, done, total, f"prefill {100 * done // total}%")
+
+    def decode(self, name: str, most: int, stats: Stats) -> None:
+        rates = " ".join(
+            f"{name} {rate:.2f}" for name, rate in stats.acceptance.items() if rate is not None
+        )
+        self._update(
+            name,
+            stats.new_tokens,
+            most,
+            f"{stats.new_tokens} tokens" + (f", acceptance {rates}" if rates else ""),
+        )
+
+    def end(self, name: str, line: str) -> None:
+        """The document is done: its line stays on the screen."""
+        if name in self._current:
+            self._progress.remove_task(self._current.pop(name))
+        self._progress.advance(self._batch)
+        self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, line: str) -> None:
+        self.console.print(
+            f"warning: {printable(line)}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def _update(self, name: str, done: int, total: int, detail: str) -> None:
+        if name in self._current:
+            self._progress.update(self._current[name], completed=done, total=total, detail=detail)

@@ -1,0 +1,1 @@
+"""Every option once, with its bounds and its default; knows nothing of models or devices."""

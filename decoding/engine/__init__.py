@@ -1,0 +1,1 @@
+"""Requests in, tokens out; knows nothing of files, terminals or HTTP."""

@@ -1,0 +1,318 @@
+"""The engine: models in memory on all ranks, and one text after another through them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from decoding.config.defaults import NEW_TOKENS
+from decoding.config.settings import Settings
+from decoding.engine.conversation import ROOM, Conversation
+from decoding.engine.request import Progress, Request, refuse_no_text
+from decoding.engine.scheduler import Batch, Written
+from decoding.engine.session_manager import Sessions
+from decoding.engine.stats import Stats
+from decoding.models.loading import load
+from decoding.models.runtime import Runtime
+from decoding.planning.fit import Sharing, sharing_pays
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.speculation.draft_length import Lengths
+from decoding.speculation.sampling import Sampling
+from decoding.text.detokenizer import pieces
+from decoding.text.prompt import Template
+from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
+from parallel.ranks.process_group import Group
+
+KEEP_ALIVE_S = 300  # other ranks wait for two hours at most (`Group.from_environment`)
+
+
+class Engine:
+    """Exact decoding of long texts with a model on one or more ranks.
+
+    Under torchrun every rank makes an Engine; rank 0 generates text after text, and the others
+    `follow` until it closes. `stats` tells what the text being generated, or the last one, took.
+    """
+
+    def __init__(self, runtime: Runtime, tokenizer: Any, stop_tokens: frozenset[int]):
+        self.runtime, self.tokenizer, self.stop_tokens = runtime, tokenizer, stop_tokens
+        self.group: Group = runtime.target.group
+        self.stats = Stats()
+        self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
+        self._busy = False  # a text is being generated, and the arena is its own
+        self._conversation: Conversation | None = None  # whose caches stay from text to text
+        config, wanted = runtime.target.config, runtime.settings.context
+        config.refuse_context(wanted or 1)
+        self.context = wanted or config.context_limit
+        self.sessions = Sessions(runtime)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        draft: str | Path | None = None,
+        settings: Settings | None = None,
+        device: str = "auto",
+        group: Group | None = None,
+    ) -> Engine:
+        """Load a target, and a draft of the same tokenizer.
+
+        Args:
+            model: the target: a Hugging Face folder, a GGUF file, a hub name, or `smollm2`.
+            draft: the draft model, likewise. Its vocabulary may be padded to another size.
+            settings: how the engine runs; by default as `Settings()` says.
+            device: auto, cpu or cuda.
+            group: the ranks, by default those a launcher started.
+
+        Returns:
+            An engine, the same on every rank.
+
+        Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError,
+        FitError.
+        """
+        group = group or Group.from_environment(device)
+        return cls(*load(model, draft, settings or Settings(), group))
+
+    @property
+    def _is_identical(self) -> bool:
+        return self.runtime.settings.identical
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a text is being generated."""
+        return self._busy
+
+    def check(
+        self, prompt: int, new: int, at_once: int = 1, reads_early: bool = False
+    ) -> MemoryPlan:
+        """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
+
+        It is one of `at_once`, which share the memory, beside the next prompt where that is read
+        early. All ranks call it. Raises FitError, on all ranks, when the text would not fit.
+        """
+        return self.sessions.check(prompt, new, Sharing(at_once, reads_early))
+
+    def texts_that_fit(self, prompt: int, new: int, most: int) -> int:
+        """Return how many such texts, at most `most`, go together at no cost to each.
+
+        Each keeps as much of its KV on the device as it would alone. It is one where passes are not
+        shared, or that would not pay. All ranks call it. Raises FitError, on all ranks, when one
+        alone would not fit.
+        """
+        pays = sharing_pays(self.runtime.needs, bool(self.runtime.settings.graphs))
+        shares = pays and not self._is_identical
+        return self.sessions.that_fit(prompt, new, most if shares else 1)
+
+    def stream(
+        self,
+        text: str,
+        max_new_tokens: int = NEW_TOKENS,
+        sampling: Sampling | None = None,
+        progress: Progress | None = None,
+        chat: bool = False,
+        name: str = "",
+    ) -> Iterator[str]:
+        """Yield what follows a text of any length, in pieces of whole characters.
+
+        Of a text longer than the context the beginning is dropped; `stats.dropped_tokens` tells how
+        much. Special tokens are left out. All else is as in `generate`.
+
+        Args:
+            text: the text to continue, in which nothing is taken for a special token.
+            max_new_tokens: tokens to write at most.
+            sampling: the law they are drawn from; by default `Sampling()`, as on the command line.
+            progress: called with units of prefill done, and in all.
+            chat: ask the text as a user's message, through the tokenizer's chat template.
+            name: what people call the text, where it is kept on disk (`Settings.keep`).
+
+        Returns:
+            Pieces of text, as their tokens are verified.
+        """
+        if self.group.rank:
+            self.sessions.follow()
+            return
+        refuse_no_text(text, max_new_tokens, sampling, takes_tokens=False)
+        room = self.context - max_new_tokens
+        template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
+        prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
+        request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress, name)
+        with closing(self.respond(request)) as tokens:
+            yield from pieces(self.tokenizer, tokens)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = NEW_TOKENS,
+        sampling: Sampling | None = None,
+        progress: Progress | None = None,
+        name: str = "",
+    ) -> Generator[int, None, None]:
+        """Yield new tokens as they are verified, up to and without a stop token.
+
+        Raises DocumentError when this text cannot be processed; the engine is good for the next
+        one. On ranks other than 0 it takes part in one text that rank 0 accepts, and yields
+        nothing.
+
+        Args:
+            prompt: token ids, or a text, in which nothing is taken for a special token.
+            max_new_tokens: tokens to write at most; with the prompt they must fit the context.
+            sampling: the law they are drawn from; by default `Sampling()`, as on the command line.
+            progress: called with units of prefill done, and in all.
+            name: what people call the text, where it is kept on disk (`Settings.keep`).
+
+        Returns:
+            Token ids, in rounds of one or more.
+        """
+        if self.group.rank:
+            self.sessions.follow()
+            return
+        refuse_no_text(prompt, max_new_tokens, sampling)
+        if isinstance(prompt, str):
+            prompt = Template.plain(self.tokenizer).fit(self.tokenizer, prompt, self.context)
+        sampling = sampling or Sampling()
+        request = Request(list(prompt), max_new_tokens, sampling, 0, progress, name)
+        yield from self.respond(request)
+
+    def respond(self, request: Request) -> Generator[int, None, None]:
+        """Yield the new tokens of a request as they are verified; for rank 0.
+
+        All is as in `generate`, which makes one. Raises GivenUpError when the request says so while
+        its prompt is read.
+        """
+        self._refuse_another()
+        # before other ranks hear of it
+        request.refuse_senseless(self.context, self.runtime.target.config.vocab)
+        with ExitStack() as stack:
+            stack.enter_context(self._one_text())
+            self.stats = Stats()  # the caches of the text before go before memory is planned
+            conversation = self._conversation
+            if conversation is None:
+                conversation = stack.enter_context(closing(self._new_conversation(0)))
+            yield from conversation.write(request, self.stats)
+
+    @contextmanager
+    def conversation(self, room: int = ROOM) -> Iterator[None]:
+        """Keep the caches of a text from one `generate` or `stream` to the next, inside.
+
+        A prompt that begins like the text before, with what was written behind it, goes on in its
+        caches: the rest alone is read. What is written is what it would be behind the whole prompt.
+        On ranks other than 0 `follow` takes part.
+
+        Args:
+            room: tokens of later turns that memory is planned for when a text is begun, and each
+                time it has outgrown its caches.
+        """
+        if self.group.rank:
+            raise TierForceError("rank 0 leads conversations: call `follow` on the other ranks.")
+        self._refuse_another()
+        if self._conversation is not None:
+            raise TierForceError("one conversation at a time: leave the one before.")
+        self._conversation = self._new_conversation(room)
+        try:
+            yield
+        finally:
+            conversation, self._conversation = self._conversation, None
+            conversation.close()
+
+    def write(
+        self, requests: Iterable[Request], at_once: int, reads_early: bool = False
+    ) -> Iterator[Written]:
+        """Yield what comes of each text, as it is done; up to `at_once` are written together.
+
+        A request is taken when there is room for it, or for reading it early. One that cannot be
+        processed is yielded with its error, and the others go on. On ranks other than 0 it takes
+        part until rank 0 closes the engine, and yields nothing. Raises TierForceError for several
+        at once that are to be `identical`.
+
+        Args:
+            requests: the texts, in their order.
+            at_once: texts that share memory and passes, at most.
+            reads_early: whether the next prompt is read while passes of these wait for the link, as
+                far as memory allows.
+        """
+        if self.group.rank:
+            self.follow()
+            return
+        self._refuse_another()
+        if self._is_identical:
+            reads_early = False  # in smaller chunks
+            if at_once > 1:
+                raise TierForceError(
+                    f"`texts_at_once` {at_once}, but `identical` texts share no passes: leave it "
+                    "out, or use 1."
+                )
+        if self._conversation is not None:
+            raise TierForceError("texts are not written together in a conversation: leave it.")
+        sharing = Sharing(at_once, reads_early)
+        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, sharing)
+        with self._one_text(), closing(batch.write(requests)) as texts:
+            self.stats = Stats()  # the caches of the text before go before memory is planned
+            for written in texts:
+                self.stats = written.stats
+                yield written
+
+    def follow(self) -> None:
+        """Take part in all texts until rank 0 closes the engine; on the other ranks."""
+        while self.sessions.follow():
+            pass
+        self.group.recorder.reset()  # as in `close`, which may not follow
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Let the other ranks wait as long as the block takes; nothing is generated in it."""
+        if self.group.size == 1:
+            yield
+            return
+        over = Event()
+
+        def keep_alive() -> None:
+            # where a rank is lost, whatever comes next says so
+            with suppress(TierForceError):
+                while not over.wait(KEEP_ALIVE_S):
+                    self.sessions.keep_alive()
+
+        thread = Thread(target=keep_alive, name="keep-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def close(self) -> None:
+        """Let go of the link, and on rank 0 of the other ranks.
+
+        Of several ranks nothing recorded stays: `torch.distributed.destroy_process_group`, which a
+        program may call next, would hang (`Recorder.reset`).
+        """
+        if self.group.rank == 0:
+            self.group.broadcast(None)
+        if self.group.size > 1:
+            self.group.recorder.reset()
+        self.runtime.link.close()
+
+    def _new_conversation(self, room: int) -> Conversation:
+        return Conversation(self.sessions, self.stop_tokens, self.lengths, self.context, room)
+
+    @contextmanager
+    def _one_text(self) -> Iterator[None]:
+        """Keep other texts out, and tell memory that runs out from other errors."""
+        self._busy = True
+        try:
+            yield
+        except (RuntimeError, MemoryError, OSError) as error:
+            if self.group.size > 1 or not is_out_of_memory(error):
+                # other ranks are in the middle of the same pass: there is no going on together
+                raise
+            raise FitError(f"out of memory: {one_line(error)}") from error
+        finally:
+            self._busy = False
+
+    def _refuse_another(self) -> None:
+        """Raise TierForceError while a text is being generated."""
+        if self._busy:
+            raise TierForceError(
+                "one text at a time: exhaust or close the generator of the text before."
+            )

@@ -1,0 +1,90 @@
+"""The caches of one text and the levels on them, from the table of modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from decoding.config.settings import LEVELS
+from decoding.models.runtime import Runtime
+from decoding.planning.memory_plan import MemoryPlan
+from offload.cache.streaming import StreamingCache
+from offload.retrieval.cache import RetrievalCache
+from offload.retrieval.selection import POLICIES
+from offload.tiered.cache import TieredCache
+from offload.tiered.device_view import NearCache
+from parallel.execution.lockstep import Level
+
+
+class Hierarchy:
+    """What a text of a mode is decoded on, on this rank.
+
+    `levels` are outermost first: the target, what the device has of its cache, the retrieval cache
+    that follows it, and the draft model where this rank runs one. An inner level may be missing.
+    """
+
+    def __init__(self, runtime: Runtime, plan: MemoryPlan, prompt: int, new: int):
+        """Allocate. Raises FitError.
+
+        Args:
+            runtime: what the text is decoded with.
+            plan: where its KV goes on this rank.
+            prompt: tokens that are read.
+            new: tokens that follow, at most.
+        """
+        self._runtime, self._plan = runtime, plan
+        self._prompt, self._new = prompt, new
+        self.target = self._target_cache()
+        self.levels = [Level("target", runtime.target, self.target)]
+        self.retrieval = self._retrieval_cache()
+        self.draft: StreamingCache | None = None
+        make: dict[str, Callable[[], Level | None]] = {
+            "sliced": self._sliced_level,
+            "retrieval": self._retrieval_level,
+            "draft": self._draft_level,
+        }
+        for name in LEVELS[runtime.mode]:
+            if (level := make[name]()) is not None:
+                self.levels.append(level)
+
+    def _target_cache(self) -> TieredCache:
+        runtime, prompt, new = self._runtime, self._prompt, self._new
+        tiers = runtime.needs.placed(self._plan, prompt, new)
+        config, device = runtime.target.config, runtime.target.group.device
+        rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
+        return TieredCache(tiers, runtime.link, rotary, runtime.arena)
+
+    def _retrieval_cache(self) -> RetrievalCache | None:
+        """Return a cache that follows the target's in some layers; None where there are none."""
+        runtime, needs = self._runtime, self._runtime.needs
+        layers = needs.retrieval_layers(self.target.shape)
+        if not layers:
+            return None
+        shape = needs.shape(self._prompt, self._new)
+        policy = POLICIES[runtime.settings.policy]()
+        interval = needs.selection_interval(self._plan)
+        rotary, layout = self.target.rotary, self.target.layout
+        device = runtime.target.group.device
+        retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, layers)
+        self.target.followers.append(retrieval)
+        return retrieval
+
+    def _sliced_level(self) -> Level:
+        """Return the target's weights on what the device has of the target's cache."""
+        return Level("sliced", self._runtime.target, NearCache(self.target, self.retrieval))
+
+    def _retrieval_level(self) -> Level:
+        """Return the target's weights on the retrieval cache."""
+        assert self.retrieval is not None
+        return Level("retrieval", self._runtime.target, self.retrieval)
+
+    def _draft_level(self) -> Level | None:
+        """Return the draft model on a cache of its own, where this rank runs one."""
+        model = self._runtime.draft
+        if model is None:
+            return None
+        shape = self._runtime.needs.draft_shape
+        dtype, device = model.embed.weight.dtype, model.group.device
+        rotary = model.config.rotary(shape.slots, shape.slots, dtype, device)
+        layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
+        self.draft = StreamingCache(layout, shape, rotary, device)
+        return Level("draft", model, self.draft, announced=model.group.size > 1)

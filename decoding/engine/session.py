@@ -1,0 +1,399 @@
+"""One text in the making: its memory plan, its caches and the decoders nested over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from decoding.config.defaults import (
+    EARLY_CHUNK,
+    FIRST_DRAFT_ON_DEVICE,
+    FIRST_DRAFT_OVER_LINK,
+    FIRST_INNER_DRAFT,
+)
+from decoding.engine.draft_prefill import check_wanted, of_part, read_draft
+from decoding.engine.levels import Hierarchy
+from decoding.models.runtime import Runtime
+from decoding.planning.fit import turn_tokens
+from decoding.planning.memory_plan import MemoryPlan
+from decoding.planning.strategy_selector import WayChoice
+from decoding.prefix_cache.manager import Keeper
+from decoding.prefix_cache.store import is_new
+from decoding.prefix_cache.writer import Saving
+from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
+from decoding.speculation.draft_length import Lengths, draft_lengths
+from decoding.speculation.draft_vocabulary import DraftModel, readable
+from decoding.speculation.prompt_lookup import Lookup
+from decoding.speculation.randomness import Chance
+from decoding.speculation.sampling import Sampling
+from decoding.speculation.sequence import Text
+from offload.errors import FitError
+from offload.layout import ceil_div, shares
+from offload.tiered.cache import TieredCache
+from offload.tiered.kv_file import whole_heads
+from offload.tiered.prefill import Prefill
+from parallel.execution.batched_forward import Pass
+from parallel.execution.cuda_graphs import GraphRunner
+from parallel.execution.lockstep import Level, OpenText
+from parallel.model.pipeline import Reading, to_the_end
+from parallel.model.transformer import Progress
+
+
+class Session:
+    """The caches of one text on this rank, and on rank 0 its decoders.
+
+    `levels` are those of the text's mode (`Hierarchy`). With a keeper the prompt's beginning may
+    come from disk, and what was read goes there behind decoding.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompt: list[int],
+        new: int,
+        choice: WayChoice | None = None,
+        plan: MemoryPlan | None = None,
+        keeper: Keeper | None = None,
+        name: str = "",
+    ):
+        """Allocate everything the text needs. Raises FitError.
+
+        Args:
+            runtime: what it is decoded with.
+            prompt: token ids.
+            new: new tokens, at most.
+            choice: how the runtime came by its way.
+            plan: where its KV goes on this rank; by default in all the memory there is.
+            keeper: of prompts on disk.
+            name: what people call the text there.
+        """
+        self.runtime, self.new, self.choice = runtime, new, choice
+        runtime.link.peak()
+        self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
+        self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
+        self.max_tokens = runtime.needs.max_pass_tokens
+        self._make_caches(plan or runtime.plan(len(prompt), new))
+        self._keeper, self._name = keeper, name
+        self.saving: Saving | None = None  # of what was read
+        self.loaded_tokens = 0  # of the prompt, from disk
+        self.is_early = False  # whether its prompt is read in passes of other texts
+        self.read_share = 0.0  # what was read so
+        self.is_given_up: Callable[[], bool] = lambda: False  # what is being read; rank 0 tells
+        self.steps_taken = 0
+        self._chunk = runtime.needs.prefill_chunk  # tokens that reading computes at once, at most
+        self._reading: Reading | None = None
+        self._trouble: Exception | None = None  # what ended reading early
+
+    def prefill(self, progress: Progress | None = None) -> Tensor:
+        """Read the prompt, or what is left of it, on all ranks; return the logits (1, V) behind it.
+
+        Raises FitError, and GivenUpError where nobody wants it any more, on all ranks.
+        """
+        if self._trouble is not None:
+            trouble, self._trouble = self._trouble, None
+            raise trouble
+        self._chunk = self.runtime.needs.prefill_chunk
+        logits = to_the_end(self._reading or self._steps(progress))
+        with self.runtime.target.group.together():
+            self.target.bring_in()
+        self._read_draft()
+        self._save(logits)
+        self.peaks["prefill"] = self.runtime.link.peak()
+        return logits
+
+    @torch.inference_mode()
+    def extend(
+        self,
+        tokens: Sequence[int],
+        kept: int,
+        rooms: Sequence[int] = (),
+        progress: Progress | None = None,
+    ) -> Tensor:
+        """Read the text on, on all ranks, or another with the same beginning; return the logits.
+
+        It is `tokens` now, of which the first `kept`, not all, are what it was; the logits (1, V)
+        are those behind it. What the target's cache lacks is read in parts of `turn_tokens`, each
+        layer by layer, or in a pass like any other where it takes no more rows. With `rooms`
+        there are new caches first, for so many new tokens, the first that fit. Raises FitError, on
+        all ranks, where none do; the session is good for nothing then.
+        """
+        self.peaks["decoding"] = self.runtime.link.peak()
+        self.peaks = {}
+        self.loaded_tokens = 0
+        self._leave_saving(kept, bool(rooms))
+        self.prompt = torch.tensor(tokens, device=self.prompt.device)
+        for level in self.levels:
+            level.cache.traffic.begin_anew()
+        self.target.go_back(kept)
+        if rooms:
+            self._grow(rooms)
+        target = self.target
+        rest = self.prompt[target.length :]
+        pieces = shares(len(rest), ceil_div(len(rest), self.turn_tokens))
+        done = 0
+        for part in rest.split(pieces):
+            tell = None if progress is None else of_part(progress, done, len(part), len(rest))
+            logits = self._read_part(part, tell)
+            done += len(part)
+        self._read_draft(kept)
+        self._save(logits)
+        self.peaks["prefill"] = self.runtime.link.peak()
+        return logits
+
+    @property
+    def capacity(self) -> int:
+        """Return the tokens that its caches were made for."""
+        return self.target.shape.capacity
+
+    def has_angles_of(self, prompt: int, new: int) -> bool:
+        """Return whether a text of `prompt` + `new` tokens would have the angles of this one."""
+        own = self._planned, self.capacity
+        return self.runtime.target.config.turns_alike(own, (prompt, prompt + new))
+
+    def read_early(self, progress: Progress | None = None) -> None:
+        """Let the prompt be read by `read_on`, a step at a time, in small chunks."""
+        self.is_early = True
+        self._chunk = self._early_chunk
+        self._reading = self._steps(progress)
+
+    def read_on(self) -> None:
+        """Take a step more in reading the prompt, unless the last alone is left, to `prefill`.
+
+        What goes wrong is kept for that: it is no affair of the text in whose pass it happens. On
+        several ranks it is raised, for they are in the middle of that pass.
+        """
+        if not self.may_read_on:
+            return
+        assert self._reading is not None
+        self.steps_taken += 1
+        try:
+            with self.runtime.link.counting_waits(False):
+                self.read_share = next(self._reading)
+        except Exception as error:
+            if self.runtime.target.group.size > 1:
+                raise
+            # the frames that it comes from hold the prompt's hidden states
+            self._trouble = error.with_traceback(None)
+            self._reading = None
+
+    @property
+    def may_read_on(self) -> bool:
+        """Return whether there is a step that `read_on` would take."""
+        return self.read_share < 1 and self._trouble is None
+
+    @property
+    def early_steps(self) -> int:
+        """Return the steps that reading early takes: two for each chunk in a layer."""
+        return 2 * self.runtime.target.config.layers * ceil_div(len(self.prompt), self._early_chunk)
+
+    @property
+    def _early_chunk(self) -> int:
+        return min(EARLY_CHUNK, self.runtime.needs.prefill_chunk)
+
+    def while_waiting(self, step: Callable[[], object], times: int) -> None:
+        """Take a step so many times in the next pass of the target (`TieredCache`)."""
+        self.target.while_waiting(step, times)
+
+    @cached_property
+    def runner(self) -> GraphRunner:
+        """The runner of the text's passes, from when its prompt has been read."""
+        runtime = self.runtime
+        return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.recorder)
+
+    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Make passes as one on this rank, the first on a cache of this text."""
+        return self.runner.make(passes)
+
+    def forget(self, other: OpenText) -> None:
+        """Let go of recordings that work on another text's caches."""
+        if "runner" in self.__dict__:
+            self.runner.forget(level.cache for level in other.levels)
+
+    def decoder(
+        self,
+        text: Text,
+        sampling: Sampling,
+        chance: Chance,
+        lengths: Lengths | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Decoder:
+        """Return the nested decoders of this text's mode, to go on behind `text`.
+
+        For rank 0, after prefill: `text` is the prompt and the first token. `lengths` None: the
+        settings'. `clock` tells seconds.
+        """
+        runtime = self.runtime
+        lengths = lengths or draft_lengths(runtime.settings)
+        first = FIRST_DRAFT_OVER_LINK if self.uses_link else FIRST_DRAFT_ON_DEVICE
+        for length in lengths:
+            length.begin(first if length is lengths[0] else FIRST_INNER_DRAFT)
+        verifying = [level for level in self.levels if level.model is runtime.target]
+        inner: Proposer | None = None
+        for level in self.levels[len(verifying) :]:
+            inner = self._draft_decoder(level, text, sampling, chance)
+        if ngram := runtime.needs.ngram:
+            inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
+        for level, length in reversed(list(zip(verifying, lengths, strict=False))):
+            name, model, cache = level.name, level.model, level.cache
+            if inner is None:
+                inner = Autoregressive(name, model, cache, text, sampling, chance)
+            else:
+                above = Speculative(name, model, cache, inner, length, sampling, chance)
+                above.clock = clock
+                inner = above
+        assert isinstance(inner, Decoder)
+        inner.sync([])
+        return inner
+
+    def close(self) -> None:
+        """End the text: nothing recorded stays, and no copy that works on its caches."""
+        self._reading = self._trouble = None
+        if self.saving is not None:
+            self.saving.wait()
+        self._end_passes()
+        self.peaks["decoding"] = self.runtime.link.peak()
+
+    def _end_passes(self) -> None:
+        """Let no recording stay, and no copy that works on the caches."""
+        self.runtime.link.drain()
+        for level in self.levels:
+            if isinstance(level.cache, TieredCache):
+                # they hold the target's cache, which would hold them
+                level.cache.followers.clear()
+        self.runner.forget()
+
+    def _steps(self, progress: Progress | None) -> Reading:
+        """Read the prompt into the target's cache, a step at a time, behind what is on disk."""
+        if self._keeper is not None and not self.is_early:
+            prompt = self.prompt.tolist()
+            self.loaded_tokens = self._keeper.load(self._identity, prompt, self.target)
+        rest = self.prompt[self.loaded_tokens :]
+        if progress is not None and self.loaded_tokens:
+            progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
+        with Prefill(self.target, len(rest)) as way:
+            target = self.runtime.target
+            return (yield from target.reading(rest, way, self._next_chunk, progress))
+
+    def _save(self, logits: Tensor) -> None:
+        """Begin to write what was read, unless rank 0 is busy with that or logits are no numbers.
+
+        All ranks call it.
+        """
+        if self._keeper is None:
+            return
+        tokens, before = self.prompt.tolist(), self.saving
+        is_free = before is None or not before.is_busy  # rank 0's waits for the others'
+        may_save = is_free and bool(logits.isfinite().all())
+        saving = self._keeper.save(self._identity, self._name, tokens, self.target, may_save)
+        self.saving = saving or before
+
+    def _leave_saving(self, kept: int, grows: bool) -> None:
+        """Let what is being written not be read where a turn behind `kept` tokens changes it.
+
+        It is given up where the turn has nearly all of it, and will be kept in its place.
+        """
+        saving = self.saving
+        if saving is None or not (grows or kept < saving.tokens):
+            return
+        if is_new(saving.tokens, kept):
+            saving.wait()
+        else:
+            saving.give_up()
+
+    @property
+    def _identity(self) -> str:
+        """Return what the KV depends on, beside the tokens."""
+        assert self._keeper is not None
+        config = self.runtime.target.config
+        return self._keeper.identity.of_text(config, self._planned, self.capacity)
+
+    def _make_caches(self, plan: MemoryPlan) -> None:
+        """Allocate what the text needs where it goes by the plan. Raises FitError."""
+        runtime, needs, prompt = self.runtime, self.runtime.needs, len(self.prompt)
+        self.plan = plan
+        self._planned = prompt
+        # that are read at once behind the text, at most; `Sessions` lets all ranks agree
+        self.turn_tokens = turn_tokens(needs, plan, prompt, self.new)
+        self.uses_link = needs.uses_link(plan)
+        made = Hierarchy(runtime, plan, prompt, self.new)
+        self.target, self.levels = made.target, made.levels
+        self.retrieval, self.draft = made.retrieval, made.draft
+
+    def _grow(self, rooms: Sequence[int]) -> None:
+        """Make caches for the text, and as many new tokens as fit, which hold what the target's do.
+
+        Raises FitError on all ranks, where none of the `rooms` fits.
+        """
+        group, before = self.runtime.target.group, self.target.traffic
+        with group.together():
+            held, tokens = self.target.taken_out(), self.target.length
+        self._end_passes()
+        # what was there goes before what comes, and so does the memory of recordings
+        self.__dict__.pop("runner", None)
+        self.levels, self.retrieval, self.draft = [], None, None
+        del self.target
+        plan = self._planned_for(rooms)
+        with group.together():
+            self._make_caches(plan)
+            with Prefill(self.target, tokens) as way:
+                for layer in range(len(held)):
+                    way.fill(layer, whole_heads(held.pop(0)))
+            self.target.bring_in()
+        self.target.traffic.add(before)
+        self.turn_tokens = min(group.gather(self.turn_tokens))
+
+    def _planned_for(self, rooms: Sequence[int]) -> MemoryPlan:
+        """Return the plan for the first number of new tokens for which there is memory."""
+        for room in rooms:
+            self.new = room
+            try:
+                with self.runtime.target.group.together():
+                    return self.runtime.plan(len(self.prompt), room)
+            except FitError:
+                if room == rooms[-1]:
+                    raise
+        raise ValueError("no room is asked for")
+
+    def _read_part(self, part: Tensor, progress: Progress | None) -> Tensor:
+        """Read tokens (T,) behind what the target's cache holds; return the logits (1, V)."""
+        model, target = self.runtime.target, self.target
+        target.go_back(target.length)  # the last part is what followers choose by
+        if len(part) <= self.max_tokens and target.is_in_blocks:
+            logits = model(part, target, 1)
+            target.advance(len(part))
+            if progress:
+                progress(1, 1)
+            return logits
+        with Prefill(target, len(part)) as way:
+            return to_the_end(model.reading(part, way, self._next_chunk, progress))
+
+    def _next_chunk(self) -> int:
+        """Return how many tokens the next layer computes at once, unless the text is given up."""
+        if not self.is_early:  # the passes that it is read in are those of others
+            check_wanted(self.runtime.target.group, self.is_given_up)
+        return self._chunk
+
+    def _read_draft(self, kept: int = 0) -> None:
+        """Let the draft's cache stand behind the prompt, of which it may hold `kept` tokens."""
+        model, cache = self.runtime.draft, self.draft
+        if model is not None and cache is not None:
+            vocab = self.runtime.target.config.vocab
+            prompt = readable(self.prompt, model.config.vocab, vocab)
+            read_draft(model, cache, prompt, min(kept, cache.length))
+
+    def _draft_decoder(
+        self,
+        level: Level,
+        text: Text,
+        sampling: Sampling,
+        chance: Chance,
+    ) -> Decoder:
+        """Return the draft model's own decoder, whose laws are over the target's vocabulary."""
+        rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
+        law = sampling if rows == vocab else sampling.over(vocab)
+        own = (level.name, level.model, level.cache, text, law, chance)
+        return Autoregressive(*own) if rows == vocab else DraftModel(rows, vocab, *own)

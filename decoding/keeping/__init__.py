@@ -1,1 +1,0 @@
-"""Prompts that were read, on disk: what begins like one of them is not read again."""

@@ -1,0 +1,1 @@
+"""Loaded models and the memory they share; knows nothing of requests."""

@@ -1,0 +1,1 @@
+"""Prompts that were prefilled, on disk; knows nothing of decoding."""

@@ -1,0 +1,1 @@
+"""Characters to tokens and back; knows nothing of decoding."""

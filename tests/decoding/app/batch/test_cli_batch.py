@@ -1,0 +1,381 @@
+"""What could end a batch, empty it, fake it or run foreign code, and does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decoding.app.batch.job import Job, model_digest, model_name
+from decoding.app.terminal.streams import printable
+from decoding.speculation.sampling import GREEDY
+from offload.errors import TierForceError
+from parallel.model.pipeline import Reading
+from parallel.model.transformer import Llama
+from parallel.ranks.environment import Place, ignored_variables, place_of
+from support.commands import (
+    DRAFT,
+    MODELS,
+    STEADY,
+    TARGET,
+    Finished,
+    forked,
+    records,
+    refused,
+    tierforce,
+    variant,
+)
+
+GOOD = "It was the best of times, it was the worst of times. "
+NEW = ("--max-new-tokens", "6")
+ESCAPES = "evil\x1b]0;pwned\x07\x1b[2Jx"
+
+
+def summarize(
+    folder: Path, source: Path, *more: str, before: Any = None
+) -> tuple[Finished, list[dict[str, Any]]]:
+    """How it ended, and the records."""
+    output = folder / "out.jsonl"
+    job = (
+        "summarize",
+        *MODELS,
+        *STEADY,
+        *NEW,
+        "--input",
+        str(source),
+        "--output",
+        str(output),
+        *more,
+    )
+    result = forked(folder, *job, before=before)
+    return result, records(output)
+
+
+def write(folder: Path, **documents: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in documents.items():
+        (folder / f"{name}.txt").write_text(content)
+    return folder
+
+
+def lines_of(folder: Path, *ids: str) -> Path:
+    source = folder / "in.jsonl"
+    source.write_text("\n".join(json.dumps({"id": each, "text": GOOD}) for each in ids))
+    return source
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _on_a_terminal() -> None:
+    """Make standard error a terminal, whose screen goes to where standard error went."""
+    screen = os.dup(2)
+    reader, terminal = pty.openpty()
+    os.dup2(terminal, 2)
+
+    def show() -> None:
+        while shown := os.read(reader, 1 << 16):
+            os.write(screen, shown)
+
+    threading.Thread(target=show, daemon=True).start()
+
+
+@pytest.mark.parametrize("before", [None, _on_a_terminal], ids=["log", "terminal"])
+def test_a_name_is_never_markup_and_never_steers_the_terminal(before: Any, tmp_path: Path) -> None:
+    names = ("x [/b]", "notes [draft]", ESCAPES)
+    result, found = summarize(tmp_path, lines_of(tmp_path, *names), before=before)
+    assert result.code == 0, result.err
+    assert tuple(record["id"] for record in found) == names
+    assert all(printable(name) in result.err for name in names)
+    assert "\x1b]0;" not in result.err
+    assert "\x1b[2J" not in result.err
+
+
+def _nobody_reads() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+
+
+def _a_full_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+
+@pytest.mark.parametrize("before", [_nobody_reads, _a_full_disk])
+def test_progress_that_nobody_reads_ends_nothing(before: Any, tmp_path: Path) -> None:
+    result, found = summarize(
+        tmp_path, write(tmp_path / "in", a=GOOD, b=GOOD, c=GOOD), before=before
+    )
+    assert result.code == 0
+    assert ["summary" in record for record in found] == [True] * 3
+
+
+def test_the_start_says_what_runs_where_and_the_end_how_many_were_cut(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD * 20, b=GOOD, c=GOOD * 30)
+    result, _ = summarize(tmp_path, source, "--context", "150", "--resident-layers", "2")
+    lines = result.err.splitlines()
+    assert (
+        lines[0]
+        == "1 x CPU with 1 thread; float32, hierarchical, context 150; at 144 prompt tokens 4 of 6"
+        " layers are on the host; 3 texts at once"
+    )
+    assert lines[-1].startswith(
+        f"3 of 3 documents summarised in {tmp_path / 'out.jsonl'}, 2 of them cut"
+    )
+
+
+def test_gpus_that_are_not_there_are_warned_of(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD)
+    result, _ = summarize(tmp_path, source, "--device", "auto", "--gpus", "1")
+    warned = "warning: --gpus 1, but torch finds no GPU here" in result.err
+    assert warned != torch.cuda.is_available()
+    (tmp_path / "out.jsonl").unlink()
+    assert "warning" not in summarize(tmp_path, source, "--device", "cpu", "--gpus", "1")[0].err
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+
+def test_a_document_that_does_not_fit_is_told_and_the_others_are_summarised(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD, large=GOOD * 800, z=GOOD)
+    result, found = summarize(
+        tmp_path, source, "--device-memory", "0.045", "--resident-layers", "6", "--budget", "64"
+    )
+    assert [record["id"] for record in found if "summary" in record] == [
+        "a.txt",
+        "z.txt",
+    ], result.err
+    (failed,) = (record for record in found if "error" in record)
+    assert failed["kind"] == "FitError"
+    assert "warning: large.txt, of " in result.err
+    assert "will get a record that says: this job needs" in result.err
+    assert result.code == 1
+    assert "2 of 3 documents summarised" in result.err
+
+
+def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
+    (tmp_path / "large.txt").write_text(GOOD * 400)
+    job = (
+        "generate",
+        *MODELS,
+        *STEADY,
+        *NEW,
+        "--prompt-file",
+        str(tmp_path / "large.txt"),
+        "--device-memory",
+        "0.03",
+    )
+    result = forked(tmp_path, *job)
+    assert (result.code, result.out) == (1, "")
+    last = result.err.splitlines()[-1]
+    assert last.startswith("tierforce: this job needs ")
+    assert "GB of device memory beside the weights" in last
+
+
+def _no_host_memory_for_long_texts() -> None:
+    real = Llama.reading
+
+    def reading(self: Llama, tokens: torch.Tensor, *arguments: Any) -> Reading:
+        if len(tokens) > 500:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory"
+            )
+        return real(self, tokens, *arguments)
+
+    Llama.reading = reading
+
+
+def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", a=GOOD, large=GOOD * 60, z=GOOD)
+    result, found = summarize(tmp_path, source, before=_no_host_memory_for_long_texts)
+    kinds = {record["id"]: record.get("kind") for record in found}
+    assert kinds == {"a.txt": None, "large.txt": "FitError", "z.txt": None}
+    (error,) = (record["error"] for record in found if "error" in record)
+    assert "out of memory: [enforce fail" in error
+    assert result.code == 1
+    assert "2 of 3 documents summarised" in result.err
+
+
+# -- what was finished before ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a document, and its finished record."""
+    folder = tmp_path_factory.mktemp("finished")
+    summarize(folder, write(folder / "in", a=GOOD * 2))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("--temperature", "0.5"),
+        ("--instruction", "What is it about?"),
+        ("--max-new-tokens", "7"),
+        ("--model", str(DRAFT)),
+        (),
+    ],
+    ids=["law", "instruction", "length", "model", "text"],
+)
+def test_a_record_of_another_job_is_not_taken_for_finished(
+    change: tuple[str, ...], finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
+    source = finished / "in" if change else write(tmp_path / "in", a=GOOD * 3)
+    result, found = summarize(tmp_path, source, *change)
+    assert result.code == 0, result.err
+    assert "warning: 1 finished records" in result.err
+    assert len({record["digest"] for record in found}) == 2  # the old record stays
+    again, same = summarize(tmp_path, source, *change)
+    assert "all 1 documents were finished before" in again.err
+    assert same == found
+
+
+def test_what_shapes_no_law_leaves_a_record_finished(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
+    result, found = summarize(
+        tmp_path, finished / "in", "--mode", "plain", "--resident-layers", "1", "--budget", "64"
+    )
+    assert "all 1 documents were finished before" in result.err
+    (record,) = found
+    names = (
+        record["model"],
+        record["draft"],
+        record["instruction"],
+        record["dtype"],
+        record["device"],
+    )
+    assert names == ("target", "draft", "Summarize the text above.", "float32", "cpu")
+    assert record["date"].startswith("20")
+
+
+def test_a_record_without_a_digest_is_taken_as_it_is(finished: Path, tmp_path: Path) -> None:
+    (record,) = records(finished / "out.jsonl")
+    del record["digest"]
+    (tmp_path / "out.jsonl").write_text(json.dumps(record) + "\n")
+    result, _ = summarize(tmp_path, finished / "in", "--instruction", "What is it about?")
+    assert "all 1 documents were finished before" in result.err
+
+
+def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Path) -> None:
+    variant(tmp_path / "same")
+    variant(tmp_path / "trained", edit=lambda tensors: tensors["model.norm.weight"].add_(1))
+    assert model_digest(tmp_path / "same") != model_digest(TARGET)  # its config was written anew
+    variant(tmp_path / "again")
+    assert (
+        model_digest(tmp_path / "same")
+        == model_digest(tmp_path / "again")
+        != model_digest(tmp_path / "trained")
+    )
+    assert model_name(str(tmp_path / "same")) == "same"
+    assert model_name("someone/model") == "someone/model"
+    with pytest.raises(TierForceError, match="No such file"):
+        model_digest(tmp_path / "missing")
+    job = Job("m", None, "w", "i", 8, None, "auto", None, GREEDY)
+    assert job.digest("half a pair: \ud800") != job.digest("half a pair: \ud801")
+
+
+# -- whose code runs, and as which rank ------------------------------------------------------------
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nclass Evil: pass\n"
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_code_of_a_checkpoint_is_never_run(where: str, option: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    variant(model)
+    (model / "evil.py").write_text(EVIL)
+    config = json.loads((model / where).read_text())
+    auto = (
+        {"AutoTokenizer": ["evil.Evil", None]}
+        if where == "tokenizer_config.json"
+        else {"AutoConfig": "evil.Evil"}
+    )
+    named = (
+        {"tokenizer_class": "Evil"} if where == "tokenizer_config.json" else {"model_type": "evil"}
+    )
+    (model / where).write_text(json.dumps({**config, **named, "auto_map": auto}))
+    line = refused(forked(tmp_path, "generate", "--prompt", "It was", *MODELS, option, str(model)))
+    assert "code that came with the model" in line
+    assert "trust_remote_code" not in line
+    assert not list(tmp_path.rglob("ran"))
+
+
+@pytest.mark.parametrize(
+    "left_over", [{"RANK": "1"}, {"RANK": "1", "WORLD_SIZE": "1"}, {"WORLD_SIZE": "4"}]
+)
+def test_left_over_variables_of_a_launcher_are_named_and_ignored(
+    left_over: dict[str, str], tmp_path: Path
+) -> None:
+    result, found = summarize(
+        tmp_path, write(tmp_path / "in", a=GOOD), before=_Environment(left_over)
+    )
+    assert result.code == 0
+    assert ["summary" in record for record in found] == [True]
+    assert next(iter(left_over)) in result.err.splitlines()[0]
+    assert "is ignored: this process works alone" in result.err.splitlines()[0]
+
+
+TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
+class _Environment:
+    def __init__(self, variables: dict[str, str]):
+        self.variables = variables
+
+    def __call__(self) -> None:
+        os.environ |= self.variables
+
+
+@pytest.mark.parametrize(
+    ("variables", "word"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK=abc"),
+        ({"RANK": "0", "WORLD_SIZE": "-2"}, "below 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "no place in a group"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "no place in a group"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({**TWO, "MASTER_PORT": "abc"}, "MASTER_PORT=abc"),
+        ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT=65536"),
+    ],
+)
+def test_variables_that_name_no_rank_are_refused(
+    variables: dict[str, str], word: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TierForceError, match=word):
+        place_of(variables)
+    line = refused(
+        forked(tmp_path, "generate", *MODELS, "--prompt", "It was", before=_Environment(variables))
+    )
+    assert word in line
+
+
+def test_a_rank_is_read_from_a_launchers_variables() -> None:
+    there = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert place_of(there) == Place(3, 4, 3, 4)
+    assert place_of({**there, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Place(3, 4, 1, 2)
+    assert ignored_variables(there) is None
+    assert place_of({}) == place_of({"RANK": "0", "WORLD_SIZE": "1"}) == Place()
+    assert ignored_variables({"RANK": "0", "WORLD_SIZE": "1"}) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc and its like")
+def test_standard_output_that_is_closed_or_full_is_one_line(tmp_path: Path) -> None:
+    result = forked(tmp_path, "generate", *MODELS, *NEW, "--prompt", "It was", before=_full_output)
+    assert result.code == 1
+    assert result.err.splitlines()[-1].startswith("tierforce: ")
+    assert tierforce("--help").code == 0
+
+
+def _full_output() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)

@@ -1,0 +1,52 @@
+"""Files of other kinds than commands expect are told at once, whatever their size."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from decoding.app.batch import documents
+from decoding.app.batch.job import model_digest
+from decoding.app.interactive import generate
+from decoding.app.interactive.chat import read_conversation
+from decoding.app.server.options import read_keys
+from decoding.app.terminal.files import refuse_other_than_json
+from decoding.planning.hardware_profile import HardwareProfile
+from offload.errors import TierForceError
+from support.irregular import IRREGULAR
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "/load": read_conversation,
+    "--hardware": lambda path: HardwareProfile.find(str(path)),
+    "--stats": lambda path: refuse_other_than_json("--stats", path),
+    "--api-key-file": read_keys,
+    "--model": lambda path: model_digest(path.parent),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", [*IRREGULAR, "terabyte"])
+def test_one_line_says_what_is_wrong(kind: str, reader: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    if kind == "terabyte":
+        path.touch()
+        os.truncate(path, 1 << 40)  # which takes no disk
+    else:
+        IRREGULAR[kind](path)
+    with pytest.raises(TierForceError) as error:
+        READERS[reader](path)
+    assert "\n" not in str(error.value)
+
+
+def test_standard_input_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/zero", "rb") as zeros:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(zeros))
+        for module in (generate, documents):
+            monkeypatch.setattr(module, "MAX_BYTES", 10)
+        with pytest.raises(TierForceError, match="more than any context holds"):
+            generate._read(generate.STDIN, 1)

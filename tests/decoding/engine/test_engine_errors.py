@@ -1,0 +1,241 @@
+"""What an engine refuses, and that it is good for the next text afterwards."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from decoding import GREEDY, Engine, Sampling, Settings
+from offload.errors import DocumentError, FitError, TierForceError
+from parallel.model.loading import parameter_bytes
+from support.engines import DEMO, Folders, Pair
+from support.models import random_tokens
+
+MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+PROMPT = random_tokens(90).tolist()
+VOCAB = 101
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "message"),
+    [
+        ([], 5, "prompt is empty"),
+        ([1] * 96, 5, "96 prompt tokens and 5 new ones are more than the context of 100"),
+        ([1], 100, "more than the context of 100"),
+        ([1, 2], 0, "0 new tokens"),
+        ([5, VOCAB, 7], 5, f"{VOCAB}, outside the model's vocabulary of {VOCAB}"),
+        ([5, -1, 7], 5, "-1, outside the model's vocabulary"),
+    ],
+)
+def test_a_text_that_makes_no_sense_is_refused(
+    prompt: list[int], new: int, message: str, models: Pair
+) -> None:
+    with models.engine("hierarchical", context=100) as engine:
+        with pytest.raises(DocumentError, match=message):
+            list(engine.generate(prompt, new, GREEDY))
+        assert len(list(engine.generate([1] * 96, 4, GREEDY))) == 4
+
+
+def test_a_context_longer_than_the_model_is_refused(models: Pair) -> None:
+    with (
+        pytest.raises(TierForceError, match="4097 is more than the model's 4096"),
+        models.engine("plain", context=4097),
+    ):
+        pass
+
+
+def spoilt(folders: Folders, token: int, where: str) -> Pair:
+    models = Pair(*folders)
+    model = models.target if where == "target" else models.draft
+    assert model is not None
+    assert not model.config.tied  # else its logits would be NaN everywhere
+    with torch.inference_mode():
+        model.embed.weight[token] = torch.nan
+    return models
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", [0, 50, 89], ids=["first", "amid", "last"])
+def test_a_prompt_that_gives_nan_fails_alone(
+    mode: str, place: int, folders: Folders, models: Pair
+) -> None:
+    want = models.text("plain", PROMPT, 25)
+    token = next(token for token in range(VOCAB) if token not in {*PROMPT, *want})
+    bad = [*PROMPT[:place], token, *PROMPT[place + 1 :]]
+    # lest a draft strays onto it
+    with spoilt(folders, token, "target").engine(mode, budget=200, resident_layers=1) as engine:
+        for _ in range(2):
+            with pytest.raises(DocumentError, match="the model computed are not numbers"):
+                list(engine.generate(bad, 25, GREEDY))
+            assert list(engine.generate(PROMPT, 25, GREEDY)) == want
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_text_that_runs_into_nan_is_right_up_to_there(
+    mode: str, folders: Folders, models: Pair
+) -> None:
+    want = models.text("plain", PROMPT, 40)
+    place = next(place for place in range(3, 40) if want[place] not in {*PROMPT, *want[:place]})
+    found: list[int] = []
+    with (
+        spoilt(folders, want[place], "target").engine(mode) as engine,
+        pytest.raises(DocumentError, match="the model computed are not numbers"),
+    ):
+        found.extend(engine.generate(PROMPT, 40, GREEDY))  # keeps what came before the error
+    assert found == want[: len(found)]
+    assert mode != "plain" or len(found) == place + 1
+
+
+def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: Folders) -> None:
+    with (
+        spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine,
+        pytest.raises(DocumentError, match="a draft was drawn from are not numbers"),
+    ):
+        list(engine.generate(PROMPT, 25, GREEDY))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_device_too_small_is_told_with_both_figures(mode: str, models: Pair) -> None:
+    assert models.draft is not None
+    weights = parameter_bytes(models.target) + parameter_bytes(models.draft)
+    with models.engine(mode, device_memory=weights + 100_000) as engine:
+        with pytest.raises(
+            FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available"
+        ) as caught:
+            list(engine.generate(PROMPT * 10, 20, GREEDY))
+        needed, available = (
+            float(x) for x in re.findall(r"(\d\.\d+) GB (?:of device|are)", str(caught.value))
+        )
+        assert needed > available
+
+
+def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: Pair) -> None:
+    assert models.draft is not None
+    with models.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
+        list(engine.generate(PROMPT, 4, GREEDY))
+        assert engine.stats.plan is not None
+        room = (
+            parameter_bytes(models.target)
+            + parameter_bytes(models.draft)
+            + engine.stats.plan.device_bytes
+        )
+    with models.engine(
+        "retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room
+    ) as engine:
+        assert len(list(engine.generate(PROMPT, 4, GREEDY))) == 4
+    larger = models.engine(
+        "retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room
+    )
+    with (
+        larger as engine,
+        pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller `budget`"),
+    ):
+        list(engine.generate(PROMPT, 4, GREEDY))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
+    mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with models.engine(mode, resident_layers=0) as engine:
+        with monkeypatch.context() as little:
+            little.setattr("decoding.models.runtime.host_available", lambda: 10_000)
+            with pytest.raises(
+                FitError,
+                match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available",
+            ):
+                list(engine.generate(PROMPT, 20, GREEDY))
+            with pytest.raises(FitError, match="host memory"):
+                engine.check(90, 20)
+        assert list(engine.generate(PROMPT, 20, GREEDY)) == models.text("plain", PROMPT, 20)
+
+
+def test_a_refusal_beforehand_is_the_one_that_the_text_gets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of what the memory lacks, in the mode that lacks least."""
+    settings = Settings(dtype="bfloat16", link="emulated:50", resident_layers=0)
+    with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
+        monkeypatch.setattr("decoding.models.runtime.host_available", lambda: 10_000)
+        prompt = list(range(2, 1500))
+        with pytest.raises(FitError, match="host memory") as beforehand:
+            engine.check(len(prompt), 20)
+        with pytest.raises(FitError) as then:
+            list(engine.generate(prompt, 20, GREEDY))
+        assert str(then.value) == str(beforehand.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "reason"),
+    [
+        (None, {}, "the text must be a string, or .* numbers that are token ids, found NoneType"),
+        (7, {}, "found int"),
+        ([1, "two"], {}, "token ids"),
+        (b"It was", {}, "token ids"),
+        (memoryview(b"It was"), {}, "found memoryview"),
+        (iter([1, 2]), {}, "found list_iterator"),
+        ({1: 2}, {}, "found dict"),
+        ({1, 2}, {}, "found set"),
+        ([True, False], {}, "found list"),
+        (PROMPT, {"max_new_tokens": "ten"}, "`max_new_tokens` must be a whole number, found 'ten'"),
+        (PROMPT, {"max_new_tokens": True}, "found True"),
+        (PROMPT, {"max_new_tokens": 2.5}, "found 2.5"),
+        (PROMPT, {"max_new_tokens": 0}, "0 new tokens"),
+        (PROMPT, {"sampling": 0.6}, "`sampling` must be a Sampling, found 0.6"),
+        ([], {}, "the prompt is empty"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_a_line(
+    text: Any, more: dict[str, Any], reason: str, models: Pair
+) -> None:
+    with models.engine("plain") as engine:
+        with pytest.raises(DocumentError, match=reason):
+            list(engine.generate(text, **more))
+        assert list(engine.generate(PROMPT, 5, GREEDY))  # and the engine is good for the next
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"hi", "bytes"),
+        (bytearray(b"hi"), "bytearray"),
+        (7, "int"),
+        (None, "NoneType"),
+        ([1, 2], "list"),
+        (1.5, "float"),
+        ({"role": "user"}, "dict"),
+    ],
+)
+def test_what_is_no_string_is_named_where_a_string_is_streamed(
+    text: Any, found: str, models: Pair
+) -> None:
+    with models.engine("plain") as engine:
+        for chat in (False, True):
+            with pytest.raises(DocumentError, match=f"^the text must be a string, found {found}.$"):
+                list(engine.stream(text, chat=chat))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context", True),
+        ("device_memory", True),
+        ("resident_layers", False),
+        ("keep", ""),
+        ("budget", 10.5),
+        ("budget", "1024"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(TierForceError, match=f"`{name}`"):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize("values", [("hot",), (True,), (1e-40,), (0.6, 0, True)])
+def test_a_law_of_another_kind_is_refused(values: tuple[Any, ...]) -> None:
+    with pytest.raises(TierForceError, match=r"`temperature`|`top_p`"):
+        Sampling(*values)

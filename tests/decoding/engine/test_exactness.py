@@ -1,0 +1,127 @@
+"""Whatever is proposed, the text is the target's: every policy, adaptive lengths, lookup, split
+drafts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import decoding.planning.memory_requirements
+from bench.harness.ranks import run_ranks
+from decoding import GREEDY, Engine, Settings
+from offload.retrieval.selection import POLICIES
+from parallel.ranks.process_group import Group
+from support.engines import DEMO, Pair
+from support.texts import prompt
+
+NEW = 32
+LINKED = {"link": "emulated:50", "resident_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair(DEMO / "target", DEMO / "draft")
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[int]:
+    return pair.text("plain", prompt("typing"), NEW)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["retrieval", "hierarchical"])
+def test_every_policy_writes_the_target_own_text(
+    policy: str, mode: str, pair: Pair, plain: list[int]
+) -> None:
+    choices: dict[str, Any] = {"policy": policy, "chunk_size": 4}
+    assert pair.text(mode, prompt("typing"), NEW, budget=300, **choices, **LINKED) == plain
+
+
+LENGTHS = [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}]
+
+
+@pytest.mark.parametrize(
+    ("mode", "lookup", "lengths"),
+    [  # every pair of them
+        (mode, lookup, LENGTHS[(row + column) % 3])
+        for row, mode in enumerate(["retrieval", "speculative", "hierarchical"])
+        for column, lookup in enumerate([0, 1, 3])
+    ],
+)
+def test_every_proposer_and_length_write_the_target_own_text(
+    mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
+) -> None:
+    with pair.engine(mode, lookup=lookup, budget=300, refresh=9, **lengths, **LINKED) as engine:
+        assert list(engine.generate(prompt("typing"), NEW, GREEDY)) == plain
+        names = [level.name for level in engine.stats.levels]
+        assert ("lookup" in names) == (lookup > 0)
+        assert all(length is not None for length in engine.stats.draft_lengths.values())
+
+
+def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
+    choices: dict[str, Any] = {"lookup": 2, **LINKED}
+    alone = Pair(DEMO / "target", DEMO / "draft")
+    alone.draft = None
+    with alone.engine("speculative", **choices) as engine:
+        assert list(engine.generate(prompt("typing"), NEW, GREEDY)) == plain
+        assert [level.name for level in engine.stats.levels] == ["target", "lookup"]
+        assert engine.stats.tokens_per_verification > 1
+
+
+Report = tuple[list[int], int]
+Case = tuple[str, bool | None, int]
+# mode, whether a draft is to be split, from how many bytes it is large; and its ranks
+SPLIT: list[tuple[Case, tuple[int, int]]] = [
+    (("hierarchical", True, 1 << 40), (2, 2)),
+    (("hierarchical", None, 1), (2, 2)),  # a draft of a byte is large
+    (("speculative", None, 1), (2, 2)),
+    (("speculative", False, 1), (1, 0)),
+    (("hierarchical", None, 1 << 40), (1, 0)),
+]
+
+
+# two ranks take turns: behind less, and for more than two rounds
+SHORT, FEW = 400, 20
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[list[Report]]:
+    """What each of two ranks found in each case: they start once for all."""
+    return run_ranks(2, on_a_rank, prompt("typing")[:SHORT], [case for case, _ in SPLIT])
+
+
+def on_a_rank(tokens: list[int], cases: list[Case]) -> list[Report]:
+    group = Group.from_environment("cpu")
+    return [split_draft(group, tokens, *case) for case in cases]
+
+
+def split_draft(
+    group: Group, tokens: list[int], mode: str, shard: bool | None, large: int
+) -> Report:
+    """The text, and over how many ranks the draft model is split; 0 where there is none."""
+    decoding.planning.memory_requirements.SPLIT_DRAFT_BYTES = large
+    choices: dict[str, Any] = {"lookup": 3, "draft_length": 9, "shard_draft": shard, **LINKED}
+    settings = Settings(mode=mode, dtype="float32", budget=300, **choices)
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
+    engine.stop_tokens = frozenset()
+    draft = engine.runtime.draft
+    assert engine.runtime.needs.weight_bytes == engine.runtime.weight_bytes
+    if group.rank:
+        engine.follow()
+        return [], draft.group.size if draft else 0
+    text = list(engine.generate(tokens, FEW, GREEDY))
+    engine.close()
+    return text, draft.group.size if draft else 0
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: str(case[0]))
+def test_a_large_draft_is_split_over_the_ranks(
+    case: tuple[Case, tuple[int, int]], reports: list[list[Report]], pair: Pair
+) -> None:
+    index, ranks = SPLIT.index(case), case[1]
+    (text, first), (nothing, second) = (report[index] for report in reports)
+    assert text == pair.text("plain", prompt("typing")[:SHORT], FEW)
+    assert nothing == []
+    assert (first, second) == ranks

@@ -1,0 +1,208 @@
+"""In 16 bits, too, a text is a function of model, prompt and seed: bit for bit, logits included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.harness.ranks import run_ranks
+from decoding import GREEDY, Engine, Sampling, Settings
+from decoding.engine.request import Request
+from offload.attention import backend, partial_attention
+from offload.errors import TierForceError
+from offload.kernels.batch_invariant_shape import KEYS
+from parallel.ranks.process_group import Group
+from support.commands import TARGET, forked
+from support.engines import Folders, Pair
+from support.families import OTHERS
+from support.models import random_tokens
+
+NEW = 48
+# the end of a block of keys is crossed in the middle of the text
+PROMPT = random_tokens(KEYS - 20, seed=5).tolist()
+SHORT = random_tokens(70).tolist()
+SAMPLINGS = [GREEDY, Sampling(0.8, top_p=0.9, seed=3)]
+SMALL: dict[str, Any] = {"chunk_size": 4, "window": 32, "sinks": 2}
+LINK = {"link": "emulated:50"}
+# modes, and where the KV lives; lengths that are fixed, and others that go by the clock
+WAYS: dict[str, dict[str, Any]] = {
+    "streamed": {"mode": "plain", "resident_layers": 0, **LINK},
+    "viewed": {"mode": "plain", "resident_layers": 1, "link": "view"},
+    "packed": {"mode": "plain", "resident_layers": 1, "packed": True, **LINK},
+    "retrieval": {"mode": "retrieval", "resident_layers": 1, "budget": 64, **LINK},
+    "lookup": {"mode": "speculative", "lookup": 2, "draft_length": 11},
+    "speculative": {"mode": "speculative", "draft_length": 5, "resident_layers": 2, **LINK},
+    "hierarchical": {"mode": "hierarchical", "budget": 96, "resident_layers": 0, **LINK},
+    "long drafts": {"mode": "hierarchical", "budget": 64, "draft_length": 30, "inner_length": 3},
+    "sliced": {"mode": "sliced", "resident_layers": 0, "sliced_layers": 2, **LINK},
+    "all": {"mode": "sliced-hierarchical", "resident_layers": 0, "sliced_layers": 1, **LINK},
+}
+Text = tuple[list[int], Tensor]  # tokens, and the logits (N, V) that they were drawn from
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path]) -> Folders:
+    target = checkpoint(num_hidden_layers=3, max_position_embeddings=4096)
+    return target, checkpoint(seed=1, num_hidden_layers=1, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="module")
+def models(folders: Folders) -> Pair:
+    return Pair(*folders, dtype="bfloat16")
+
+
+def written(engine: Engine, prompt: list[int], sampling: Sampling, new: int = NEW) -> Text:
+    rows: list[Tensor] = []
+    request = Request(prompt, new, sampling, observe=lambda logits: rows.extend(logits.clone()))
+    tokens = list(engine.respond(request))
+    return tokens, torch.stack(rows)
+
+
+def text(models: Pair, prompt: list[int], sampling: Sampling, **way: Any) -> Text:
+    with models.engine(identical=True, **SMALL | way) as engine:
+        return written(engine, prompt, sampling)
+
+
+def same(one: Text, other: Text) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_every_way_writes_what_plain_decoding_writes(sampling: Sampling, models: Pair) -> None:
+    plain = text(models, PROMPT, sampling, mode="plain")
+    assert len(set(plain[0])) > 2  # not one word again and again
+    for name, way in WAYS.items():
+        assert same(text(models, PROMPT, sampling, **way), plain), name
+
+
+def test_a_long_text_in_which_the_boundary_moves(models: Pair) -> None:
+    prompt, law, new = PROMPT[:300], Sampling(1.0, top_p=1, seed=9), 700
+    found = []
+    for way in ({"mode": "plain"}, WAYS["retrieval"], WAYS["all"]):
+        with models.engine(identical=True, **SMALL | way) as engine:
+            found.append(written(engine, prompt, law, new))
+    assert all(same(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_so_it_is_in_every_family(checkpoint: Callable[..., Path], name: str) -> None:
+    folder = checkpoint(**OTHERS[name])
+    models = Pair(folder, folder, dtype="bfloat16")
+    for sampling in SAMPLINGS:
+        plain = text(models, SHORT, sampling, mode="plain")
+        for way in ("retrieval", "hierarchical"):
+            assert same(text(models, SHORT, sampling, **WAYS[way] | {"budget": 24}), plain)
+
+
+def test_two_ranks_write_alike_in_every_way(folders: Folders) -> None:
+    found = run_ranks(2, on_a_rank, folders)[0]
+    assert all(same(each, found[0]) for each in found)
+
+
+def on_a_rank(folders: Folders) -> list[Text]:
+    group = Group.from_environment("cpu")
+    models = Pair(*folders, group, dtype="bfloat16")
+    found = []
+    for way in ({"mode": "plain"}, *WAYS.values()):
+        with models.engine(identical=True, **SMALL | way) as engine:
+            if group.rank:
+                engine.follow()
+            else:
+                found.append(written(engine, PROMPT, SAMPLINGS[1]))
+                engine.close()
+    return found
+
+
+def test_three_ranks_sum_up_in_one_order(checkpoint: Callable[..., Path]) -> None:
+    """Which goes, of three or more, by the place of a row in what is summed."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    for family in ({}, {"family": "olmo2"}, {"family": "mixtral"}):
+        target = checkpoint(max_position_embeddings=4096, hidden_size=96, **heads, **family)
+        found = run_ranks(3, on_one_of_three, target)[0]
+        assert all(same(each, found[0]) for each in found)
+
+
+def on_one_of_three(folder: Path) -> list[Text]:
+    group = Group.from_environment("cpu")
+    models = Pair(folder, folder, group, dtype="bfloat16")
+    found = []
+    for name in ("viewed", "retrieval"):
+        with models.engine(identical=True, **SMALL | WAYS[name]) as engine:
+            if group.rank:
+                engine.follow()
+            else:
+                found.append(written(engine, PROMPT[:100], SAMPLINGS[1], 20))
+                engine.close()
+    return found
+
+
+def test_several_threads_write_alike(checkpoint: Callable[..., Path]) -> None:
+    """With weights so large that products are shared out."""
+    large = {"hidden_size": 1024, "intermediate_size": 1024, "max_position_embeddings": 4096}
+    (found,) = run_ranks(1, on_threads, checkpoint(num_hidden_layers=2, **large))
+    assert all(same(each, found[0]) for each in found)
+
+
+def on_threads(folder: Path) -> list[Text]:
+    models = Pair(folder, folder, Group.from_environment("cpu"), dtype="bfloat16")
+    torch.set_num_threads(3)
+    found = []
+    for way in ({"mode": "plain"}, WAYS["retrieval"], WAYS["lookup"], WAYS["sliced"]):
+        with models.engine(identical=True, **SMALL | way) as engine:
+            found.append(written(engine, PROMPT[:500], SAMPLINGS[1], 24))
+    return found
+
+
+def test_no_clock_decides_how_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels whose last bits differ are chosen by what is faster: not where bits count."""
+    monkeypatch.setattr("offload.attention._measures", True)
+    settings = Settings(identical=True, dtype="bfloat16", mode="plain")
+    kv, q = torch.randn(2, 2500, 1, 64).bfloat16(), torch.randn(33, 1, 64).bfloat16()
+    found = []
+    for is_faster in (True, False):
+        monkeypatch.setattr("offload.attention.cpu.two_rows_are_faster", lambda _, x=is_faster: x)
+        Engine.from_pretrained(TARGET, settings=settings, device="cpu").close()
+        found.append(partial_attention(q, kv[0], kv[1], False)[0])
+    assert torch.equal(*found)
+    backend.cache_clear()
+
+
+def test_a_turn_of_a_conversation_is_read_as_one_long_prompt(models: Pair) -> None:
+    with models.engine(mode="hierarchical", identical=True, **SMALL) as engine:
+        with engine.conversation(room=500):
+            first, _ = written(engine, SHORT, SAMPLINGS[1])
+            longer = [*SHORT, *first, 7, 8]
+            found = written(engine, longer, SAMPLINGS[1])
+        assert same(found, written(engine, longer, SAMPLINGS[1]))
+
+
+def test_documents_are_written_as_alone(models: Pair) -> None:
+    with models.engine(mode="retrieval", identical=True, **SMALL | {"budget": 64}) as engine:
+        requests = [Request(SHORT[:count], NEW, SAMPLINGS[1]) for count in (70, 40, 55)]
+        assert engine.texts_that_fit(70, NEW, 8) == 1
+        found = [each.tokens for each in engine.write(requests, 1, reads_early=True)]
+        assert found == [list(engine.respond(each)) for each in requests]
+        with pytest.raises(TierForceError, match="`identical` texts share no passes"):
+            list(engine.write(requests, 2))
+
+
+@pytest.mark.parametrize("field", [{"keep": "kept"}, {"graphs": True}, {"prefill_chunk": 64}])
+def test_what_would_change_a_text_is_refused(field: dict[str, Any]) -> None:
+    with pytest.raises(TierForceError, match="is not for `identical`"):
+        Settings(identical=True, **field)
+
+
+def test_the_command_line_writes_alike(tmp_path: Path) -> None:
+    command = ("generate", "--model", str(TARGET), "--device", "cpu", "--prompt", "It was the best")
+    said = set()
+    for way in (("plain",), ("retrieval", "--draft-length", "7"), ("retrieval",)):
+        options = ("--dtype", "bfloat16", "--max-new-tokens", "40", "--seed", "4", "--identical")
+        found = forked(tmp_path, *command, *options, "--mode", *way)
+        assert found.code == 0, found.err
+        said.add(found.out)
+    assert len(said) == 1

@@ -1,0 +1,113 @@
+"""Text in, text out: nothing in it is special, any length goes in, whole characters come out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from decoding import GREEDY, Engine, Sampling, Settings
+from decoding.text.detokenizer import pieces
+from offload.errors import DocumentError
+from parallel.ranks.process_group import Group
+from support.engines import DEMO
+
+TEXT = "Über die Straße: 東京 \U0001f642\U0001f469\u200d\U0001f680 — ¡olé!\n\n  naïve\tend"
+SETTINGS = Settings(mode="plain", dtype="float32", context=100)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    made = Engine.from_pretrained(DEMO / "target", settings=SETTINGS, group=Group())
+    yield made
+    made.close()
+
+
+def by_pieces_of_words() -> Any:
+    """A tokenizer as of sentencepiece: spaces are part of words, unknown letters are bytes."""
+    words = ["\u2581", "\u2581a", "\u2581word", "s", "\u2581end"]
+    vocab = {word: at for at, word in enumerate([*words, *(f"<0x{at:02X}>" for at in range(256))])}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_characters_come_out_whole(kind: str, engine: Engine) -> None:
+    tokenizer = engine.tokenizer if kind == "bytes" else by_pieces_of_words()
+    tokens = tokenizer(TEXT, add_special_tokens=False).input_ids
+    assert len(tokens) > len(TEXT.encode()) // 3
+    shown = list(pieces(tokenizer, iter(tokens)))
+    assert "".join(shown) == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+    assert "Straße" in "".join(shown)
+    assert all("\ufffd" not in piece for piece in shown)
+    assert len(shown) > 10
+
+
+def test_a_character_that_is_cut_off_ends_the_text(engine: Engine) -> None:
+    tokens = engine.tokenizer("ends \U0001f642", add_special_tokens=False).input_ids[:-1]
+    assert "".join(pieces(engine.tokenizer, tokens)) == "ends \ufffd"
+
+
+def test_pieces_are_shown_as_soon_as_they_are_whole(engine: Engine) -> None:
+    tokens = iter(engine.tokenizer("one two three", add_special_tokens=False).input_ids)
+    shown = pieces(engine.tokenizer, tokens)
+    first = next(shown)
+    assert "one".startswith(first)
+    assert next(tokens, None) is not None  # it did not wait for the others
+
+
+def test_a_text_longer_than_the_context_loses_its_beginning(engine: Engine) -> None:
+    text = "The sun was low over the hills, and nobody spoke. " * 20
+    tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
+    written = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
+    assert engine.stats.dropped_tokens == len(tokens) - 80 > 100
+    assert engine.stats.prompt_tokens == 80
+    new = list(engine.generate(tokens[-80:], 20, Sampling(0.7, top_p=1, seed=3)))
+    assert written == engine.tokenizer.decode(new, skip_special_tokens=True)
+    assert engine.stats.dropped_tokens == 0
+
+
+def test_a_context_with_no_room_for_text_is_refused(engine: Engine) -> None:
+    with pytest.raises(DocumentError, match="no room left"):
+        next(engine.stream("a text", 100, GREEDY))
+
+
+def test_what_looks_like_a_special_token_is_plain_text(engine: Engine) -> None:
+    text = "It ends with </s> and begins with <s> again"
+    tokens = engine.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert not {0, 1} & set(tokens)
+    assert list(engine.generate(text, 8, GREEDY)) == list(engine.generate(tokens, 8, GREEDY))
+    assert engine.stats.prompt_tokens == len(tokens)
+    assert "".join(engine.stream(text, 8, GREEDY)) == engine.tokenizer.decode(
+        list(engine.generate(text, 8, GREEDY)), skip_special_tokens=True
+    )
+
+
+def test_a_message_is_asked_through_the_chat_template(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", template)
+    written = "".join(engine.stream("What is it?", 8, GREEDY, chat=True))
+    messages = [{"role": "user", "content": "What is it?"}]
+    asked = engine.tokenizer.apply_chat_template(messages, return_dict=False)
+    assert (asked[0], asked.count(1)) == (0, 1)  # the template's own special tokens
+    assert written == engine.tokenizer.decode(
+        list(engine.generate(asked, 8, GREEDY)), skip_special_tokens=True
+    )
+    assert engine.stats.prompt_tokens == len(asked)
+
+
+def test_a_stream_given_up_leaves_the_engine_good(engine: Engine) -> None:
+    want = list(engine.stream("Once upon a time", 12, GREEDY))
+    given_up = engine.stream("Once upon a time", 12, GREEDY)
+    assert next(given_up) == want[0]
+    given_up.close()  # type: ignore[attr-defined]
+    assert list(engine.stream("Once upon a time", 12, GREEDY)) == want

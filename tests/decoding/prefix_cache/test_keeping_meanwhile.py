@@ -1,0 +1,260 @@
+"""What is kept while turns go on, texts are given up, processes are killed, and ranks share it."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count, islice
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from bench.harness.ranks import PRELOAD, run_ranks
+from decoding import GREEDY
+from decoding.engine.request import Request
+from decoding.prefix_cache.store import KeptPrompt, PromptCache
+from decoding.prefix_cache.writer import files_of, saved
+from offload.errors import DocumentError
+from offload.tiered.cache import TieredCache
+from offload.tiered.kv_file import KVFile
+from offload.tiered.prefill import LAST_ROWS
+from parallel.ranks.process_group import Group
+from support import batches
+from support.batches import MODES
+from support.engines import Folders, Pair
+from support.keeping import (
+    NEW,
+    PLACES,
+    PROMPT,
+    SMALL,
+    prompts_in,
+    told,
+)
+from support.models import random_tokens
+
+
+@contextmanager
+def slow_writes(seconds: float) -> Iterator[None]:
+    write = KVFile.write
+
+    def slowly(self: KVFile, *args: Any) -> list[int]:
+        time.sleep(seconds)
+        return write(self, *args)
+
+    with patch.object(KVFile, "write", slowly):
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("link", "resident"), PLACES)
+def test_turns_go_on_while_the_text_is_written(
+    mode: str, link: str, resident: int, models: Pair, kept: str
+) -> None:
+    """Later turns, a text that outgrows its caches, and another from inside what is written."""
+    choices = {**SMALL, "link": link, "resident_layers": resident}
+    turns = [[1], [2] * 50, random_tokens(500, seed=3).tolist()]
+    with models.engine("plain") as engine:
+        other = [*PROMPT[:500], *turns[1]]
+        prompt, wanted = PROMPT, list[list[int]]()
+        for turn in turns:
+            prompt = [*prompt, *turn]
+            wanted.append(list(engine.generate(prompt, NEW, GREEDY)))
+            prompt = [*prompt, *wanted[-1]]
+        wanted.append(list(engine.generate(other, NEW, GREEDY)))
+    with (
+        slow_writes(0.05),
+        models.engine(mode, **choices, keep=kept) as engine,
+        engine.conversation(room=100),
+    ):
+        prompt, found = PROMPT, list[list[int]]()
+        for turn in turns:
+            prompt = [*prompt, *turn]
+            found.append(list(engine.generate(prompt, NEW, GREEDY)))
+            prompt = [*prompt, *found[-1]]
+        found.append(list(engine.generate(other, NEW, GREEDY)))
+    assert found == wanted
+    # the first turn's is part of the last one's
+    texts = sorted((each.tokens().tolist() for each in prompts_in(kept)), key=len)
+    assert texts == [other, prompt[:-NEW]]
+    assert all(whole(each, models) for each in prompts_in(kept))
+    with models.engine(mode, **choices, keep=kept) as engine:
+        assert list(engine.generate(prompt[:-NEW], NEW, GREEDY)) == wanted[2]
+        assert engine.stats.loaded_tokens == len(prompt) - NEW - LAST_ROWS
+
+
+def test_a_text_given_up_is_kept_all_the_same(models: Pair, kept: str) -> None:
+    with slow_writes(0.02), models.engine("plain", **SMALL, keep=kept) as engine:
+        assert list(islice(engine.generate(PROMPT, NEW, GREEDY), 1))
+    assert len(prompts_in(kept)) == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_texts_together_are_kept_too(early: bool, models: Pair, kept: str) -> None:
+    prompts = [[*random_tokens(400, seed=seed).tolist(), 7] for seed in range(3)]
+    choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
+    with models.engine("retrieval", **choices) as engine:
+        wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
+    for turn in range(2):
+        with models.engine("retrieval", **choices, keep=kept) as engine:
+            asked = [Request(prompt, NEW, GREEDY) for prompt in prompts]
+            texts = batches.written(engine, asked, 1 if early else 2, early)
+            assert batches.tokens(texts) == wanted
+            assert all(bool(text.stats.loaded_tokens) == bool(turn) for text in texts)
+    assert len(prompts_in(kept)) == 3
+
+
+def whole(prompt: KeptPrompt, models: Pair) -> bool:
+    """Read all that is kept of a prompt; raises where it is not what was written."""
+    layout, tokens = models.target.config.kv_layout(1, torch.float32), prompt.manifest.tokens
+    files = files_of(prompt.folder, 0, layout, tokens, prompt.digest())
+    for _, pieces in saved(prompt.folder, 0, files, tokens):
+        assert list(pieces)
+    return len(prompt.tokens()) == tokens
+
+
+def read_for_ever(folders: Folders, kept: str, seed: int) -> None:
+    models = Pair(*folders)
+    with models.engine("plain", **SMALL, keep=kept, keep_limit=2_000_000) as engine:
+        for number in count(1000 * seed):
+            list(engine.generate(random_tokens(400, seed=number).tolist(), 2, GREEDY))
+
+
+def test_a_kill_leaves_whole_prompts_or_none(folders: Folders, models: Pair, kept: str) -> None:
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(PRELOAD)
+    rng, left, seen = random.Random(0), 0, 0
+    for seed in range(30):
+        process = forks.Process(target=read_for_ever, args=(folders, kept, seed), daemon=True)
+        process.start()
+        while not (Path(kept).exists() and list(Path(kept).glob(".writing-*"))):
+            time.sleep(0.005)
+            assert process.is_alive()
+        time.sleep(rng.random() * 0.2)
+        process.kill()
+        process.join()
+        left += bool(list(Path(kept).glob(".writing-*")))
+        for each in PromptCache(Path(kept)).prompts():
+            assert whole(each, models)
+        prompts = prompts_in(kept)
+        assert all(whole(each, models) for each in prompts)
+        seen += len(prompts)
+        assert not list(Path(kept).glob(".writing-*"))
+        assert not list(Path(kept).glob(".dropped-*"))
+    assert left  # some were killed while they wrote
+    assert seen
+    with models.engine("plain", **SMALL, keep=kept) as engine:
+        list(engine.generate(prompts_in(kept)[-1].tokens().tolist(), NEW, GREEDY))
+        assert engine.stats.loaded_tokens
+
+
+def test_what_is_no_number_is_not_kept(models: Pair, kept: str) -> None:
+    weight = models.target.embed.weight
+    with models.engine("plain", **SMALL, keep=kept) as engine:
+        good = weight.data.clone()
+        weight.data[PROMPT[-1]] = float("nan")
+        with pytest.raises(DocumentError):
+            list(engine.generate(PROMPT, NEW, GREEDY))
+        weight.data.copy_(good)
+        assert not prompts_in(kept)
+        list(engine.generate(PROMPT, NEW, GREEDY))
+        assert len(prompts_in(kept)) == 1
+
+
+def test_an_interrupt_gives_up_what_is_being_written(models: Pair, kept: str) -> None:
+    """Nothing reads the memory any more that the next text is given."""
+    with models.engine("plain", **SMALL) as engine:
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY))
+    join, interrupts = Thread.join, iter([True])
+
+    def interrupted(thread: Thread, timeout: float | None = None) -> None:
+        if thread.name == "keep" and next(interrupts, False):
+            raise KeyboardInterrupt
+        join(thread, timeout)
+
+    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+        with (
+            slow_writes(0.1),
+            patch.object(Thread, "join", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            list(engine.generate(PROMPT, NEW, GREEDY))
+        assert not [each for each in threading.enumerate() if each.name == "keep"]
+        assert not prompts_in(kept)
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+        assert not lines
+    assert len(prompts_in(kept)) == 1
+
+
+def harmed(how: str, rank: int, kept: str) -> Any:
+    """What goes wrong on rank 1, or in the folder, before the second text."""
+    (prompt,) = prompts_in(kept) if rank == 0 and how in ("damage", "gone") else (None,)
+    if prompt is not None and how == "damage":
+        (prompt.folder / "rank-1-layer-0.kv").write_bytes(b"")
+    if prompt is not None and how == "gone":
+        shutil.rmtree(kept)
+    if how == "disk" and rank:
+        return patch.object(KVFile, "write", side_effect=OSError(errno.ENOSPC, "full"))
+    if how == "memory" and rank:
+        return patch.object(TieredCache, "excerpts", side_effect=MemoryError())
+    return nullcontext()
+
+
+def on_two_ranks(folders: Folders, kept: str, how: str) -> tuple[list[list[int]], list[Any]]:
+    models = Pair(*folders, Group.from_environment("cpu"))
+    rank, found, loaded = models.group.rank, list[list[int]](), list[Any]()
+    choices = {**SMALL, "link": "emulated:50", "resident_layers": 1, "keep": kept}
+    first = 0 if how in ("disk", "memory") else 1
+    for turn in range(3):
+        with (
+            models.engine("hierarchical", **choices) as engine,
+            told(engine) as lines,
+            harmed(how, rank, kept) if turn == first else nullcontext(),
+        ):
+            if rank:
+                engine.follow()
+                continue
+            found.append(list(engine.generate([*PROMPT, turn], NEW, GREEDY)))
+            loaded.append((engine.stats.loaded_tokens, len(lines)))
+            engine.close()
+            loaded[-1] = (loaded[-1][0], len(lines))
+    return found, loaded
+
+
+TOKENS = len(PROMPT) + 1 - LAST_ROWS
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted"),
+    [
+        ("nothing", [(0, 0), (TOKENS, 0), (TOKENS, 0)]),
+        ("damage", [(0, 0), (0, 1), (TOKENS, 0)]),
+        ("gone", [(0, 0), (0, 1), (0, 0)]),
+        ("disk", [(0, 1), (0, 0), (TOKENS, 0)]),
+        ("memory", [(0, 1), (0, 0), (TOKENS, 0)]),
+    ],
+)
+def test_two_ranks_keep_as_one(
+    how: str, wanted: list[tuple[int, int]], folders: Folders, models: Pair, kept: str
+) -> None:
+    (found, loaded), _ = run_ranks(2, on_two_ranks, folders, kept, how)
+    with models.engine("plain", **SMALL) as engine:
+        assert found == [list(engine.generate([*PROMPT, turn], NEW, GREEDY)) for turn in range(3)]
+    assert loaded == wanted
+    (prompt,) = prompts_in(kept)
+    assert prompt.manifest.ranks == 2
+    assert {each.name for each in prompt.folder.iterdir()} == {
+        "manifest.json",
+        "tokens.bin",
+        *(f"rank-{rank}.json" for rank in range(2)),
+        *(f"rank-{rank}-layer-{layer}.kv" for rank in range(2) for layer in range(3)),
+    }

@@ -1,0 +1,132 @@
+"""Text becomes tokens in bounded memory, however long it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from bench.harness.text import long_text
+from decoding.text.encoding import ContextLengthError, check_length, clipped, cut_to, plain_tokens
+from decoding.text.prompt import Template, chat_tokens
+from offload.errors import DocumentError
+from support.chat_templates import CHAT_MODELS
+from support.commands import TARGET
+
+CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}bot:"
+LIMIT = 100
+
+
+class Counting:
+    """A tokenizer that counts the characters that it is given at once, and in all."""
+
+    def __init__(self, tokenizer: Any):
+        self.wrapped = tokenizer
+        self.longest = self.total = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        self.longest, self.total = max(self.longest, len(text)), self.total + len(text)
+        return self.wrapped(text, **options)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return Counting(AutoTokenizer.from_pretrained(TARGET))
+
+
+@pytest.fixture
+def text() -> str:
+    return long_text()[:1_000_000]
+
+
+def test_a_prompt_far_too_long_is_refused_after_little_of_it(tokenizer: Any, text: str) -> None:
+    tokenizer.wrapped.chat_template = CHAT
+    messages = [{"role": "user", "content": text}]
+    for refused in (
+        lambda: check_length(text, LIMIT, lambda part: len(plain_tokens(tokenizer, part))),
+        lambda: chat_tokens(tokenizer, messages, LIMIT),
+        lambda: Template.plain(tokenizer).fit(tokenizer, text, LIMIT),
+    ):
+        tokenizer.total = 0
+        with pytest.raises(ContextLengthError, match=r"at least .*context is 100") as found:
+            refused()
+        assert found.value.tokens > LIMIT
+        assert tokenizer.total < 100_000
+
+
+def test_one_a_little_too_long_is_tokenised(tokenizer: Any, text: str) -> None:
+    tokens = plain_tokens(tokenizer, text[:300_000])
+    check_length(text[:300_000], len(tokens) - 1, lambda _: len(tokens))
+
+
+@pytest.mark.parametrize("chat", [None, CHAT])
+@pytest.mark.parametrize("keep_end", [False, True])
+def test_what_does_not_fit_is_cut_as_if_all_had_been_tokenised(
+    chat: str | None, keep_end: bool, tokenizer: Any, text: str
+) -> None:
+    whole = plain_tokens(tokenizer, text)
+    tokenizer.wrapped.chat_template = chat
+    template = Template.summary(tokenizer)
+    tokenizer.longest = 0
+    tokens, dropped = template.fill(tokenizer, text, LIMIT, keep_end)
+    assert tokenizer.longest < 200_000
+    assert LIMIT - 2 <= len(tokens) <= LIMIT
+    around = len(template.around(tokenizer)[0]) + len(template.around(tokenizer)[1])
+    # a cut between two parts may change a few tokens beside it
+    assert abs(len(tokens) - around + dropped - len(whole)) <= 40
+    kept = whole[-30:] if keep_end else whole[:30]
+    assert any(tokens[at : at + 20] == kept[5:25] for at in range(len(tokens)))
+
+
+def test_a_clipped_text_is_its_beginning_or_its_end(tokenizer: Any, text: str) -> None:
+    first, dropped = clipped(tokenizer, text, LIMIT, keep_end=False)
+    assert text.startswith(first)
+    assert len(first) < len(text)
+    assert dropped > 100_000
+    last, _ = clipped(tokenizer, text, LIMIT, keep_end=True)
+    assert text.endswith(last)
+    assert clipped(tokenizer, text, len(text), keep_end=False) == (text, 0)
+    tokens = plain_tokens(tokenizer, first)
+    cut, excess = cut_to(tokenizer, first, len(tokens) - 5)
+    assert (plain_tokens(tokenizer, cut), excess) == (tokens[:-5], 5)
+    cut, excess = cut_to(tokenizer, first, len(tokens) - 5, keep_end=True)
+    assert (plain_tokens(tokenizer, cut), excess) == (tokens[5:], 5)
+
+
+def test_a_template_s_own_special_tokens_count_as_one_each() -> None:
+    tokenizer = CHAT_MODELS["llama-3"].tokenizer()
+    messages = [{"role": ("user", "assistant")[at % 2], "content": "a"} for at in range(3001)]
+    tokens = len(chat_tokens(tokenizer, messages))
+    assert len(chat_tokens(tokenizer, messages, tokens)) == tokens
+    with pytest.raises(ContextLengthError):
+        chat_tokens(tokenizer, messages, tokens // 8)
+
+
+TEXTS = {
+    "letters": "The sun was low, and nobody spoke.",
+    "accents": "naïve é à la carte, déjà vu: œuvre",
+    "characters of several tokens": "東京は夜の七時😀🏳️‍🌈 한국어",
+    "special tokens": "a</s>b<|im_end|><|im_start|>[INST] c <",
+    "blanks": "  a   b \n\n  c ",
+}
+
+
+@pytest.mark.parametrize("keep_end", [False, True])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_every_text_is_cut_to_every_room(name: str, text: str, keep_end: bool) -> None:
+    """Also inside characters of several tokens, and behind a tokenizer's own blank."""
+    tokenizer = CHAT_MODELS[name].tokenizer()
+    template = Template.chat(tokenizer)
+    whole, _ = template.fill(tokenizer, text, 1000)
+    fewest = sum(map(len, template.around(tokenizer)))
+    for room in range(len(whole), fewest + 3, -1):
+        tokens, dropped = template.fill(tokenizer, text, room, keep_end)
+        assert len(tokens) <= room
+        assert dropped >= len(whole) - room
+    with pytest.raises(DocumentError, match="no room left"):
+        template.fill(tokenizer, text, 1, keep_end)
