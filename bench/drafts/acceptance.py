@@ -25,9 +25,7 @@ import torch
 import typer
 from torch import Tensor
 
-from bench.drafts.low_rank import LOW_RANKS
 from bench.drafts.overlap import ALL, OURS, STATIC, WHOLE, Chain, PolicyTrace, Variant
-from bench.drafts.rounding import ROUNDINGS
 from bench.harness.options import (
     NATIVE,
     SMOLLM2,
@@ -47,11 +45,10 @@ from decoding import Engine, Sampling, Settings
 
 INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
 SHORT_INTERVALS = (16, 64)
-SLICES_INTERVALS = (16, 32, 64)
 MAX_ROWS = 256  # of a window, a block of the boundary and a pass together, at most
 MEMORY_SHARE = 0.5  # of what is free, for the caches of variants that are led at once
 SEEDS = 2  # counted runs of one text
-PARTS = "policies,budgets,chunks,temperatures,slices,counts"
+PARTS = "policies,budgets,chunks,temperatures,counts"
 ALONG = ("target", "book")
 UNSHOWN = [f"{name}.{n}" for n in (8, 32) for name in ("rejected", "against_static")]
 Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
@@ -71,8 +68,6 @@ class Row:
     against_static: dict[int, float]  # that share over the static policy's
     # of a verification of a draft as long as the interval; a book's words tell nothing of that
     expected_tokens: dict[int, float]
-    # of a draft as long as the interval, a token, where the device holds half of the KV
-    link_mb: dict[int, float]
     overlap_by_age: list[float]  # by tokens since the refresh, for the longest interval
 
 
@@ -149,38 +144,10 @@ class Study:
                 rejected[variant],
                 {n: share / max(static[n], 1e-9) for n, share in rejected[variant].items()},
                 expected,
-                self.link_mb(variant, context, expected),
                 longest.mean(0).tolist(),
             )
             rows.append(row)
         return rows
-
-    def slices(self, context: int) -> Rows:
-        """Yield rows of fewer bits of all tokens, beside fewer tokens in all their bits.
-
-        The budgets are a tenth of the context, a quarter, and half: as many bytes as codes. Values
-        that are fetched for keys of low rank are a tenth or a quarter.
-        """
-        low_rank = [
-            replace(WHOLE, policy=name, budget=size)
-            for size in (context // 10, context // 4)
-            for name in LOW_RANKS
-        ]
-        rounded = [replace(WHOLE, policy=name, budget=context) for name in ROUNDINGS]
-        selected = [
-            replace(each, budget=size)
-            for size in (context // 10, context // 4, context // 2)
-            for each in (STATIC, WHOLE, OURS)
-        ]
-        return self.rows(context, [*selected, *low_rank, *rounded], SLICES_INTERVALS)
-
-    def link_mb(
-        self, variant: Variant, context: int, expected: dict[int, float]
-    ) -> dict[int, float]:
-        """Return MB over the link a token by draft length, of which so many tokens are expected."""
-        layout = self.engine.runtime.target.config.kv_layout(1, torch.bfloat16)
-        kv, footprint = layout.bytes(context), variant.footprint(context)
-        return {n: footprint.link(0.5, n, each) * kv / 1e6 for n, each in expected.items()}
 
     def chains(
         self,
@@ -207,7 +174,7 @@ class Study:
         Where not all of them fit the memory at once, they follow in parts.
         """
         intervals = list(next(iter(chains.values())))
-        first, *others = self._parts(list(chains), len(prompt))
+        first, *others = self._parts(list(chains))
         trace = PolicyTrace(self.engine.runtime, prompt, self.new, first, max(intervals))
         if self.along == "target":
             text = trace.text(len(text), sampling)
@@ -221,16 +188,15 @@ class Study:
         del trace
         gc.collect()  # caches and the one that they follow know each other
 
-    def _parts(self, variants: Sequence[Variant], context: int) -> list[list[Variant]]:
+    def _parts(self, variants: Sequence[Variant]) -> list[list[Variant]]:
         """Return the variants in parts whose caches take a share of the free memory at most."""
         layout = self.engine.runtime.needs.layout
         room = MEMORY_SHARE * psutil.virtual_memory().available
         parts: list[list[Variant]] = [[]]
         taken = 0
         for variant in variants:
-            tokens = context + self.new
-            if not variant.holds_all:  # what comes behind its tokens, and a snapshot of all
-                tokens = 2 * (variant.tokens(layout) + self.new + MAX_ROWS)
+            # its own, what comes behind them, and a snapshot of all
+            tokens = 2 * (variant.tokens(layout) + self.new + MAX_ROWS)
             if parts[-1] and taken + layout.bytes(tokens) > room:
                 parts.append([])
                 taken = 0
@@ -326,7 +292,6 @@ def main(
         "budgets": study.rows(context, by_budget),
         "chunks": study.rows(context, [STATIC, *by_chunk]),
         "temperatures": _joined(study.rows(context, both, temperature=each) for each in degrees),
-        "slices": study.slices(context),
         "counts": study.counts(integers(counted), degrees, draft_length),
     }
     if unknown := set(parts.split(",")) - set(tasks):

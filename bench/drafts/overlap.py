@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from bench.drafts.low_rank import LOW_RANKS, OUTLYING, LowRankCache
-from bench.drafts.rounding import ROUNDINGS, RoundedCache
 from decoding import Sampling
 from decoding.engine.session import Session
 from decoding.models.runtime import Runtime
@@ -60,25 +58,6 @@ class Window(SelectionPolicy):
 
 
 MEASURED = POLICIES | {"window": Window}
-DraftCache = RetrievalCache | RoundedCache | LowRankCache
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What drafting and verifying take, as shares of a KV cache in 16 bits."""
-
-    device: float  # memory
-    verification: float  # over the link
-    drafted: float = 0.0  # over the link, a token
-
-    def link(self, memory: float, drafted: int, tokens: float) -> float:
-        """Return what crosses the link a token, as a share of the KV.
-
-        Whole layers fill what is left of `memory`, a share too; `tokens` of so many drafted ones
-        come of a verification.
-        """
-        resident = max(0.0, memory - self.device) / (1 - self.device)
-        return (1 - resident) * (self.verification + drafted * self.drafted) / tokens
 
 
 @dataclass(frozen=True)
@@ -92,19 +71,12 @@ class Variant:
 
     @property
     def name(self) -> str:
-        if self.holds_all:
-            return self.policy
         name = f"{self.policy}, chunk {self.chunk}"
         return name if self.bits == 16 else f"{name}, {self.bits} bits"
 
-    @property
-    def holds_all(self) -> bool:
-        """Return whether it has something of every token, so that it takes as long a buffer."""
-        return self.policy in ROUNDINGS or self.policy in LOW_RANKS
-
     def tokens(self, layout: KVLayout) -> int:
         """Return how many tokens a head fit its memory, of a layout's layers in 16 bits."""
-        if self.bits == 16 or self.holds_all:
+        if self.bits == 16:
             return self.budget
         layout = replace(layout, dtype=torch.bfloat16)
         whole = RetrievalShape.of(self.budget, self.chunk, self.budget, 1, 0)
@@ -112,18 +84,6 @@ class Variant:
         while replace(whole, budget=tokens, quantised=True).device_bytes(layout) > memory:
             tokens -= self.chunk
         return tokens
-
-    def footprint(self, context: int) -> Footprint:
-        """Return what it takes behind so many tokens."""
-        if self.policy in ROUNDINGS:
-            rounding = ROUNDINGS[self.policy]
-            return Footprint(rounding.device_bits / 16, rounding.link_bits / 16)
-        if self.policy in LOW_RANKS:
-            means, outlying = 1 / self.chunk, OUTLYING * self.chunk / context
-            keys = LOW_RANKS[self.policy] + means
-            # keys are half of the KV, values the other
-            return Footprint(keys / 2 + outlying, 1, self.budget / context / 2)
-        return Footprint(self.budget / context, 1)
 
 
 STATIC = Variant("static", 768)  # the published policy
@@ -176,7 +136,7 @@ class PolicyTrace:
 
     def _follow(self, variants: Sequence[Variant]) -> None:
         self.target.followers.clear()
-        self.caches: dict[Variant, DraftCache] = {}
+        self.caches: dict[Variant, RetrievalCache] = {}
         self._start: list[dict[str, Any]] = []
         gc.collect()  # caches and the one that they follow know each other
         for variant in variants:
@@ -186,14 +146,8 @@ class PolicyTrace:
     def _note_start(self) -> None:
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
-    def _cache(self, variant: Variant, new: int, rows: int) -> DraftCache:
+    def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache:
         target, prompt = self.target, self.session.prompt
-        if variant.policy in ROUNDINGS:
-            return RoundedCache(target, ROUNDINGS[variant.policy])
-        if variant.policy in LOW_RANKS:
-            dimensions = target.layout.heads * target.layout.head_dim
-            rank = round(LOW_RANKS[variant.policy] * dimensions)
-            return LowRankCache(target, variant.budget, variant.chunk, rank)
         shape = RetrievalShape.of(
             variant.tokens(target.layout),
             variant.chunk,

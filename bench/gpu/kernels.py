@@ -106,7 +106,7 @@ def _attended(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def fused(context: Context) -> None:
-    """Fused kernels (`offload.kernels`): on split floats, and for batch-invariant attention."""
+    """The fused kernels: of split float (`offload.codec.split_float`), and of batch-invariant attention."""
     heads, groups = 8, 4
     tokens = 512 if context.is_small else 65_536
     _split_float(context, heads, groups, tokens)

@@ -14,8 +14,8 @@ from bench.gpu.report import Report
 ROOT = Path(__file__).parents[2]
 PATHS = (  # that have such tests: other files import what a machine may lack
     "tests/gpu",
-    "tests/offload/memory/test_ring.py",
-    "tests/offload/attention/test_attention.py",
+    "tests/offload/test_ring.py",
+    "tests/offload/test_attention.py",
     "tests/decoding/speculation/test_sampling.py",
 )
 _WORKERS = 10  # of which each has a context on the GPU

@@ -6,7 +6,7 @@ from bench.peers.base import Peer
 from bench.peers.hugging_face import Accelerate, assisted, offloaded, transformers
 from bench.peers.llamacpp import Dequantised, LlamaCpp
 from bench.peers.ours import ours
-from bench.peers.zero import OffloadingZeroInference, ZeroInference
+from bench.peers.zero import ZeroInference
 
 PEERS: dict[str, type[Peer]] = {
     "ours: plain": ours(mode="plain"),
@@ -26,7 +26,6 @@ PEERS: dict[str, type[Peer]] = {
     "transformers: prompt lookup": transformers(lambda peer: {"prompt_lookup_num_tokens": 10}),
     "accelerate: cpu_offload": Accelerate,
     "DeepSpeed ZeRO-Inference": ZeroInference,
-    "DeepSpeed ZeRO-Inference with KV offloaded": OffloadingZeroInference,
     "llama.cpp": LlamaCpp,
     "llama.cpp: dequantised": Dequantised,
 }

@@ -12,16 +12,14 @@ from transformers import AutoTokenizer
 
 from bench.drafts import acceptance
 from bench.drafts.acceptance import Study
-from bench.drafts.low_rank import LOW_RANKS, OUTLYING
 from bench.drafts.needle import FULL, NEEDLES, needles, planted
-from bench.drafts.overlap import OURS, STATIC, Chain, Footprint, PolicyTrace, Variant
+from bench.drafts.overlap import OURS, STATIC, WHOLE, Chain, PolicyTrace, Variant
 from bench.harness.text import long_text, prompts
 from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
 from decoding.models.runtime import Runtime
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.shape import RetrievalShape
-from parallel.config.model_config import ModelConfig
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group
 from support.engines import DEMO
@@ -69,43 +67,7 @@ def test_a_cache_of_everything_agrees_with_the_target(models: Runtime) -> None:
     assert all(float(chain.overlap.mean()) < 0.99 for chain in chains[STATIC])
 
 
-@pytest.mark.parametrize("rope", [None, "yarn:4"])  # yarn scales what it turns
-def test_keys_of_full_rank_and_all_values_agree_with_the_target(
-    rope: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = replace(SETTINGS, rope=rope)
-    config = ModelConfig.from_pretrained(DEMO / "target").stretched(rope)
-    model = load_model(DEMO / "target", Group(), "float32", config)
-    models = Runtime.make(model, None, "retrieval", settings)
-    monkeypatch.setattr("bench.drafts.low_rank.OUTLYING", 2)
-    monkeypatch.setitem(LOW_RANKS, "whole", 1.0)
-    monkeypatch.setitem(LOW_RANKS, "a tenth", 0.1)
-    whole, few, cut = (
-        Variant(*each) for each in (("whole", 4096), ("whole", 64), ("a tenth", 4096))
-    )
-    trace = PolicyTrace(models, prompt("typing"), 48, [whole, few, cut], 16)
-    chains = trace.chains(trace.text(49, NUCLEUS), 16, NUCLEUS)
-    for chain in chains[whole]:
-        torch.testing.assert_close(chain.overlap, torch.ones(16), atol=1e-3, rtol=0)
-    for variant in (few, cut):
-        assert all(float(chain.overlap.mean()) < 0.997 for chain in chains[variant])
-
-
-def test_what_crosses_the_link_is_what_the_device_has_no_room_for() -> None:
-    # half of the layers on the device whole, of the others everything is brought for 10 tokens
-    assert Footprint(0, 1).link(0.5, 64, 10) == pytest.approx(0.05)
-    # a third of the memory drafts; what is left of half of it holds a quarter of the layers whole
-    assert Footprint(1 / 3, 1).link(0.5, 64, 1) == pytest.approx(0.75)
-    # what drafts takes all: of each element four bits of 16 are missing
-    assert Variant("codes, 8 bits", 1000).footprint(1000).link(0.5, 64, 10) == 0.025
-    fetched = Variant("low-rank keys, 3/4", 100).footprint(10_000)
-    assert fetched.device == pytest.approx(3 / 8 + 1 / 16 + OUTLYING * 8 / 10_000)
-    assert fetched.drafted == 0.005  # the values of a hundredth of the tokens
-
-
-def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(
-    models: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(models: Runtime) -> None:
     layout = replace(models.needs.layout, dtype=torch.bfloat16)
     for budget in (64, 768, 4096):
         tokens = replace(OURS, budget=budget).tokens(models.needs.layout)
@@ -117,13 +79,6 @@ def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(
         fits, too_large = (each.device_bytes(layout) for each in sizes)
         assert fits <= whole < too_large
         assert replace(STATIC, budget=budget).tokens(layout) == budget
-    study = Study(SimpleNamespace(), [], 1, 64, NUCLEUS, "book")  # type: ignore[arg-type]
-    rows: list[Variant] = []
-    monkeypatch.setattr(Study, "rows", lambda _, context, each, intervals: rows.extend(each))
-    study.slices(1000)
-    held = {each.name: each.tokens(layout) for each in rows if each.holds_all}
-    assert held["codes, 8 bits"] == 1000
-    assert held["low-rank keys, 3/4"] == 250
 
 
 def test_variants_that_do_not_fit_at_once_are_led_in_parts(
@@ -131,14 +86,13 @@ def test_variants_that_do_not_fit_at_once_are_led_in_parts(
 ) -> None:
     engine = SimpleNamespace(runtime=models)
     tokens = prompt("typing")
-    whole = [Variant(name, 256) for name in ("rounded to 7 bits", *LOW_RANKS)]
-    variants = [STATIC, replace(OURS, budget=256), *whole]
+    variants = [STATIC, *(replace(each, budget=256) for each in (STATIC, WHOLE, OURS))]
     found = []
     for share in (acceptance.MEMORY_SHARE, 0.0):
         monkeypatch.setattr(acceptance, "MEMORY_SHARE", share)
         study = Study(engine, tokens, 1, 64, NUCLEUS, "target")  # type: ignore[arg-type]
-        parts = study._parts(variants, len(tokens))
-        assert [len(part) for part in parts] == ([5] if share else [1] * 5)
+        parts = study._parts(variants)
+        assert [len(part) for part in parts] == ([4] if share else [1] * 4)
         found.append(list(study.rows(len(tokens) - 65, variants, [16])))
     assert found[0] == found[1]
 
@@ -155,11 +109,11 @@ def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
 
 
 def test_a_rewound_text_is_the_same_text(models: Runtime) -> None:
-    variants = [OURS, *(Variant(name, 256) for name in ("rounded to 7 bits", *LOW_RANKS))]
+    variants = [OURS, replace(WHOLE, budget=256)]
     trace = PolicyTrace(models, prompt("argparse"), 200, variants, 64)
     first, again = (trace.text(40, NUCLEUS) for _ in range(2))
     assert torch.equal(first, again)
-    # long enough for recent tokens to become old ones, which are kept otherwise
+    # long enough for recent tokens to become old ones, which are selected
     long = first.repeat(5)
     one, other = (trace.chains(long, 64, NUCLEUS) for _ in range(2))
     for variant in variants:

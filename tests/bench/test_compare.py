@@ -67,7 +67,7 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
         "ours: hierarchical offloaded",
         "transformers: static cache",
         "transformers: offloaded cache",
-        "DeepSpeed ZeRO-Inference with KV offloaded",
+        "DeepSpeed ZeRO-Inference",
         "llama.cpp",
         "llama.cpp: dequantised",
     ]
@@ -208,59 +208,6 @@ def test_ratios_are_of_the_rows_that_there_are() -> None:
         "65,536 tokens: ours: plain, times as fast as transformers: static cache": 0.75,
         f"65,536 tokens: ours: hierarchical, {fastest}": 3.0,
     }
-
-
-FORK = """
-import sys, types
-class Model:
-    config, device = types.SimpleNamespace(), "cpu"
-    @classmethod
-    def from_pretrained(cls, folder, torch_dtype, trust_remote_code):
-        assert (folder, str(torch_dtype)) == ("a folder", "torch.float32")
-        assert not trust_remote_code
-        return cls()
-    def eval(self):
-        return self
-    def set_kv_cache_offload(self, *asked):
-        assert asked == (True, 3, False, False)
-        print("a line of log")
-        self.offloaded = True
-    def generate(self, prompt, attention_mask, max_new_tokens, streamer, do_sample):
-        import torch
-        assert self.offloaded and attention_mask.shape == prompt.shape and not do_sample
-        for _ in range(max_new_tokens + 1):
-            streamer.put(None)
-        return torch.cat((prompt, torch.arange(max_new_tokens)[None]), dim=1)
-transformers = types.ModuleType("transformers")
-transformers.AutoModelForCausalLM, transformers.GenerationConfig = Model, dict
-deepspeed = types.ModuleType("deepspeed")
-deepspeed.initialize = lambda model, config: (types.SimpleNamespace(module=model),)
-sys.modules |= {"transformers": transformers, "deepspeed": deepspeed}
-"""
-
-
-def test_kv_offload_of_deepspeed_is_run_by_the_python_that_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for the fork, which cannot share an environment with ours."""
-    (tmp_path / "fork.py").write_text(FORK)
-    python = tmp_path / "python"
-    start = (
-        f"exec {sys.executable} -c 'import sys, runpy, fork; runpy.run_path(sys.argv[1],"
-        ' run_name="__main__")\' "$@"'
-    )
-    python.write_text(f"#!/bin/sh\nPYTHONPATH={tmp_path} {start}\n")
-    python.chmod(0o755)
-    monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", str(python))
-    peer = PEERS["DeepSpeed ZeRO-Inference with KV offloaded"]
-    result = peer(job(target=Path("a folder"), new=3)).run()
-    assert result.tokens == [0, 1, 2]
-    assert result.first_s > 0
-    with pytest.raises(RuntimeError, match="AssertionError"):
-        peer(job(target=Path("another"), new=3)).run()
-    monkeypatch.setenv("TIERFORCE_ZERO_PYTHON", sys.executable)
-    with pytest.raises(Unavailable, match="has no KV offload: it takes DeepSpeed's fork"):
-        peer(job()).run()
 
 
 # as `python -m bench`, but peers are forks, which need not import all of it again

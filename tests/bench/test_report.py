@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.plots import by_policy, draw_slices
 from bench.harness.report import FILLED
 from bench.harness.tables import cell, flat, heading
 from bench.harness.views import RESULTS, filled
@@ -50,40 +49,6 @@ def test_every_document_has_a_table() -> None:
     text = (RESULTS / "README.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"\(([a-z0-9-]+\.json)\)", text))
     assert shown == {path.name for path in RESULTS.glob("*.json")}
-
-
-def sliced(policy: str, budget: int, mb: float, tokens: float) -> dict:
-    return {
-        "policy": policy,
-        "budget": budget,
-        "link_mb": {"64": mb},
-        "expected_tokens": {"64": tokens},
-    }
-
-
-SLICES = [sliced("one", 9, 1.0, 2.0), sliced("two", 5, 3.0, 4.0), sliced("one", 7, 5.0, 6.0)]
-
-
-def test_a_line_is_one_policy_by_budget() -> None:
-    assert by_policy(SLICES) == {"one": [(5.0, 6.0), (1.0, 2.0)], "two": [(3.0, 4.0)]}
-
-
-def test_a_document_gives_the_same_picture_each_time(tmp_path: Path) -> None:
-    document, pictures = tmp_path / "slices.json", [tmp_path / f"{n}.svg" for n in range(2)]
-    document.write_text(json.dumps({"slices": SLICES}))
-    for picture in pictures:
-        draw_slices(document, picture)
-    first, second = (picture.read_text() for picture in pictures)
-    assert first == second
-    assert all(f">{policy}<" in first for policy in by_policy(SLICES))
-
-
-def test_the_picture_has_a_line_for_every_policy_of_its_document() -> None:
-    """Its bytes would depend on matplotlib's version."""
-    picture = RESULTS / "slices-smollm2-cpu.svg"
-    rows = json.loads(picture.with_suffix(".json").read_text())["slices"]
-    drawn = set(re.findall(r">([^<>]+)</text>", picture.read_text()))
-    assert set(by_policy(rows)) <= drawn
 
 
 SPEC = """<!-- table one.json
