@@ -25,10 +25,6 @@ COMMANDS = {  # name: module, and what it measures
     "loss": ("bench.checks.loss", "the loss per token along a text, and with stretched RoPE"),
     "fidelity": ("bench.checks.fidelity", "texts and laws beside plain decoding's"),
     "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),
-    "soak": ("bench.checks.soak", "what ranks hold after 50 documents, and after 500"),
-    "identical": ("bench.checks.identical", "texts of books with --identical, token by token"),
-    "kills": ("bench.checks.kills", "a job that is killed again and again, and gone on with"),
-    "million": ("bench.checks.million", "a million tokens beside equations of their own"),
     "memory": ("bench.checks.memory", "plans held to the memory that they ask for"),
     "report": ("bench.harness.report", "the tables of README and docs/results, filled in anew"),
 }

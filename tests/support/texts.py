@@ -7,11 +7,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import typing
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 from transformers import AutoTokenizer
 
+from bench.harness.text import long_text
 from support.engines import DEMO
 
 LENGTHS = {"documentation": 800, "argparse": 1_000, "typing": 1_301}  # tokens
@@ -26,3 +30,21 @@ def prompt(name: str) -> list[int]:
         else "".join(topics[key] for key in sorted(topics))
     )
     return AutoTokenizer.from_pretrained(DEMO / "target")(text[:40_000]).input_ids[: LENGTHS[name]]
+
+
+def passages(text: Path | None, tokenizer: Any, lengths: Sequence[int]) -> list[str]:
+    """Return consecutive passages of a long text, of about so many tokens each.
+
+    `text` None: Python's language reference. At its end it starts over.
+    """
+    whole = long_text(text)
+    sample = whole[:200_000]
+    characters_per_token = len(sample) / len(tokenizer(sample).input_ids)
+    found, start = [], 0
+    for length in lengths:
+        size = int(length * characters_per_token)
+        if start + size > len(whole):
+            start = 0
+        found.append(whole[start : start + size])
+        start += size
+    return found

@@ -1,0 +1,57 @@
+"""Tests of whole jobs. They are short by default, and `--full` runs them at length:
+
+    python -m pytest tests/system/test_soak.py --full --text middlemarch.txt -s
+
+A full run takes up to an hour, prints its table and writes it to results/, as a benchmark does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness.record import publish
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of full runs."""
+    parser.addoption("--full", action="store_true", help="Run system tests at full length.")
+    parser.addoption("--text", type=Path, help="File or folder; Python's reference by default.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Lift the time limit of a test for full runs."""
+    if is_full(config):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
+
+
+def is_full(config: pytest.Config) -> bool:
+    """Return whether `--full` was given; without this folder on the command line it is unknown."""
+    return bool(config.getoption("--full", default=False))
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    return is_full(request.config)
+
+
+@pytest.fixture(scope="session")
+def text(request: pytest.FixtureRequest) -> Path | None:
+    """The long text to read; None is Python's language reference."""
+    path: Path | None = request.config.getoption("--text", default=None)
+    return path
+
+
+@pytest.fixture
+def record(full: bool) -> Callable[..., None]:
+    """Print and keep the rows of a full run: `record(name, title, rows, **more)`."""
+
+    def keep(name: str, title: str, rows: list[dict[str, Any]], **more: Any) -> None:
+        if full:
+            publish(Path("results") / f"{name}.json", title, rows, **more)
+
+    return keep
