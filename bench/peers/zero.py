@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench.harness.ranks import free_port
 from bench.peers.base import Unavailable
 from bench.peers.hugging_face import Transformers
 
@@ -20,13 +20,16 @@ class ZeroInference(Transformers):
             raise Unavailable("deepspeed is not installed: pip install deepspeed")
         import deepspeed  # pyright: ignore
 
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
         # a process group of one, without an MPI to ask
         os.environ.update(
             RANK="0",
             LOCAL_RANK="0",
             WORLD_SIZE="1",
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(free_port()),
+            MASTER_PORT=str(port),
         )
         config = {
             "train_micro_batch_size_per_gpu": 1,

@@ -22,6 +22,7 @@ from typing import Annotated
 import psutil
 import torch
 import typer
+from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from bench.harness.options import (
     NATIVE,
@@ -35,7 +36,6 @@ from bench.harness.options import (
     Text,
     integers,
 )
-from bench.harness.ranks import run_ranks
 from bench.harness.record import benchmark, prepare, publish
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
@@ -95,6 +95,7 @@ def ours(job: Job) -> Prefill:
     """Read the prompt on this rank, of as many as there are, on its share of the cores."""
     group = Group.from_environment("cpu")
     prepare(0)
+    torch.set_num_threads(max(1, job.threads // group.size))
     settings = Settings(
         mode="plain", rope=job.rope, dtype=job.dtype, link=job.link, resident_layers=0
     )
@@ -134,6 +135,15 @@ METHODS: dict[str, tuple[str, int, Callable[[Job], Prefill]]] = {  # name, ranks
     "ranks": (RANKS, 2, ours),
     "transformers": (PEER, 1, peer),
 }
+
+
+def on_ranks(size: int, measure: Callable[[Job], Prefill], job: Job) -> list[Prefill]:
+    """Measure in `size` fresh processes with torchrun's environment; return each one's prefill."""
+    config = LaunchConfig(
+        1, 1, size, run_id="prefill", rdzv_backend="c10d", rdzv_endpoint="localhost:0"
+    )
+    results: dict[int, Prefill] = elastic_launch(config, measure)(job)
+    return [results[rank] for rank in range(size)]
 
 
 def _memory_now() -> int:
@@ -196,7 +206,7 @@ def main(
         runs: dict[str, list[list[Prefill]]] = {}
         for number in range(repeats):
             for name, ranks, measure in (METHODS[each] for each in methods.split(",")):
-                runs.setdefault(name, []).append(run_ranks(ranks, measure, job))
+                runs.setdefault(name, []).append(on_ranks(ranks, measure, job))
                 seconds = max(rank.seconds for rank in runs[name][-1])
                 say(f"{context:,} tokens, run {number + 1}, {name}: {seconds:.1f} s")
         rows += [row_of(job, name, each, rate) for name, each in runs.items()]

@@ -21,7 +21,6 @@ import pytest
 
 import bench.harness.process
 from bench.harness.process import ending
-from bench.harness.ranks import PRELOAD
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.compare import Row, Runs, main, ratios, run
 from bench.peers.registry import PEERS
@@ -30,6 +29,7 @@ from parallel.config.model_config import ModelConfig
 from support.engines import DEMO
 from support.gguf import Kind, convert
 from support.models import random_tokens
+from support.ranks import PRELOAD
 
 
 @pytest.fixture(autouse=True)

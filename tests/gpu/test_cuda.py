@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import bench.harness.ranks
 import decoding.prefix_cache.writer
 import parallel.execution.cuda_graphs
-from bench.harness.ranks import run_ranks
+import support.ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.options import Common
 from decoding.app.terminal.messages import say_what_fits
@@ -41,6 +40,7 @@ from parallel.ranks.process_group import Group
 from standin import Machine, gpu_or_standin, standin
 from support.batches import alone, tokens, written
 from support.engines import DEMO
+from support.ranks import run_ranks
 from support.recording import count_replays
 from support.texts import prompt
 
@@ -326,7 +326,7 @@ def leaving(close: bool) -> None:
         if close:
             group.close()
         else:
-            bench.harness.ranks.leave_group()
+            support.ranks.leave_group()
     assert callable(again)
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.harness.ranks import run_ranks
 from offload.errors import FitError
 from offload.memory.cuda_link import CudaLink
 from standin import Machine, Race, standin
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
 GPU = torch.device("cuda", 0)

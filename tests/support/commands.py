@@ -26,7 +26,7 @@ import psutil
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.harness.ranks import PRELOAD
+from support.ranks import PRELOAD
 
 DEMO = Path(__file__).parents[2] / "demo"
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"

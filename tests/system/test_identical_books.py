@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.data import documents
-from bench.harness.ranks import run_ranks
 from bench.harness.text import tokenizer_of
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.speculation.sequence import common_prefix
 from parallel.ranks.process_group import Group
 from support.commands import DRAFT, TARGET
+from support.ranks import run_ranks
 
 SKIPPED = 30_000  # characters of a book: its title, a list of chapters
 FEW = {"resident_layers": 1, "link": "emulated:4"}

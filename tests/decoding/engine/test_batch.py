@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Sampling
 from decoding.engine.request import Request
 from decoding.engine.session import Session
@@ -28,6 +27,7 @@ from parallel.ranks.process_group import Group
 from support.batches import MODES, SMALL, alone, requests, tokens, written
 from support.engines import Folders, Pair
 from support.models import TINY
+from support.ranks import run_ranks
 
 PLACES: list[dict[str, Any]] = [
     {},

@@ -14,7 +14,6 @@ import pytest
 import decoding.engine.conversation
 import decoding.engine.session
 import offload.tiered.cache
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request
 from offload.errors import DocumentError, FitError, TierForceError
@@ -24,6 +23,7 @@ from support import batches
 from support.batches import MODES
 from support.engines import Folders, Pair
 from support.models import long_rope, random_tokens, rope
+from support.ranks import run_ranks
 
 NEW = 12
 SMALL: dict[str, Any] = {**batches.SMALL, "refresh": None, "lookup": None, "prefill_chunk": 64}

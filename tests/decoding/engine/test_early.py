@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Sampling
 from decoding.engine.prefill_overlap import Pace
 from decoding.engine.request import Request
@@ -28,6 +27,7 @@ from parallel.ranks.process_group import Group
 from support.batches import MODES, SMALL, alone, requests, tokens, written
 from support.engines import Pair
 from support.models import TINY
+from support.ranks import run_ranks
 
 FAR: dict[str, Any] = {"resident_layers": 1, "link": "emulated:50", "prefill_chunk": 16}
 SIZES = [(290, 20), (277, 25), (340, 8), (333, 18), (561, 12)]  # each has a prefix on the host

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import decoding.models.runtime
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from offload.errors import DocumentError, FitError
 from offload.tiered.resident import ResidentLayer
@@ -23,6 +22,7 @@ from parallel.model.loading import parameter_bytes
 from parallel.ranks.process_group import Group
 from support.engines import Folders, Pair
 from support.models import random_tokens
+from support.ranks import run_ranks
 
 NEW = 24
 DEEP = 8

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import decoding.planning.memory_requirements
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Settings
 from offload.retrieval.selection import POLICIES
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
+from support.ranks import run_ranks
 from support.texts import prompt
 
 NEW = 32

@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY
 from parallel.ranks.process_group import Group
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
+from support.ranks import run_ranks
 
 PROMPT, NEW = random_tokens(70).tolist(), 24
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import decoding.engine.engine
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request
 from offload.errors import GivenUpError
@@ -21,6 +20,7 @@ from parallel.ranks.process_group import Group
 from support.batches import MODES, SMALL
 from support.engines import Folders, Pair
 from support.models import random_tokens
+from support.ranks import run_ranks
 
 NEW = 12
 LAYERS = 6

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
+from support.ranks import run_ranks
 from support.texts import LENGTHS, prompt
 
 NEW = 80  # a block of the text goes to the host even where blocks are largest

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.request import Request
 from offload.attention import backend, partial_attention
@@ -21,6 +20,7 @@ from support.commands import TARGET, forked
 from support.engines import Folders, Pair
 from support.families import OTHERS
 from support.models import random_tokens
+from support.ranks import run_ranks
 
 NEW = 48
 # the end of a block of keys is crossed in the middle of the text

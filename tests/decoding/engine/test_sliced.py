@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bench.harness.decode_loop import PrefilledText
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.session import Session
 from decoding.planning.memory_plan import device_tiers
@@ -21,6 +20,7 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from parallel.ranks.process_group import Group
 from support.engines import DEMO
+from support.ranks import run_ranks
 from support.texts import prompt
 
 MODES = ["sliced", "sliced-retrieval", "sliced-speculative", "sliced-hierarchical"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY
 from decoding.app.terminal.messages import opening
 from decoding.config.defaults import DEFAULT_BUDGET
@@ -23,6 +22,7 @@ from offload.errors import FitError
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
 from support.planning import case_of
+from support.ranks import run_ranks
 from support.texts import prompt
 
 PROMPT, NEW = 20_000, 200

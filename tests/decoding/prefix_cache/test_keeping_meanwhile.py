@@ -19,7 +19,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.harness.ranks import PRELOAD, run_ranks
 from decoding import GREEDY
 from decoding.engine.request import Request
 from decoding.prefix_cache.store import KeptPrompt, PromptCache
@@ -41,6 +40,7 @@ from support.keeping import (
     told,
 )
 from support.models import random_tokens
+from support.ranks import PRELOAD, run_ranks
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from bench.checks.predictions import SETTINGS, acceptance_of
-from bench.harness.ranks import run_ranks
 from decoding.planning.forward_cost import (
     Passes,
     attention_flops,
@@ -28,6 +27,7 @@ from offload.kernels.batch_invariant_shape import KEYS, WIDTH
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from support.measuring import measure_briefly
+from support.ranks import run_ranks
 
 TARGET = ModelConfig.from_pretrained(Path(__file__).parents[3] / "demo" / "target")
 CPU = torch.device("cpu")

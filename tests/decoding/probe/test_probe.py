@@ -15,7 +15,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from bench.harness.ranks import run_ranks
 from decoding.app.hardware.probe_view import table
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
@@ -26,6 +25,7 @@ from offload.memory.cpu_link import EmulatedLink
 from parallel.ranks.process_group import Group
 from support.commands import TARGET, forked, refused
 from support.measuring import measure_briefly
+from support.ranks import run_ranks
 
 FINE = Gpu("RTX 4090", 25_757_220_864, 4, 4, 16, 16, 0, "0000:41:00.0", iommu="identity")
 OTHER = replace(FINE, address="0000:01:00.0")

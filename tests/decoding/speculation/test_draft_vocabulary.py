@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, EVERY_LEVEL, Pair
+from support.ranks import run_ranks
 from support.texts import prompt
 
 VOCAB, FEWER, MORE = 2048, 700, 2112

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import parallel.execution.cuda_graphs
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY, Engine, Settings
 from parallel.config.parameter_count import MAX_GRAPH_TOKENS
 from parallel.execution.cuda_graphs import GraphRunner, graphs_work
@@ -26,6 +25,7 @@ from support.driving import tiered
 from support.engines import DEMO, Pair
 from support.links import CPU, make_test_link
 from support.models import random_tokens
+from support.ranks import run_ranks
 from support.recording import (
     USES,
     Made,

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.harness.ranks import run_ranks
 from offload.memory.host_arena import HostArena
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
@@ -25,6 +24,7 @@ from parallel.model.transformer import Llama
 from parallel.ranks.process_group import Group
 from support.links import CPU, make_test_link
 from support.models import random_tokens
+from support.ranks import run_ranks
 
 NEW, MAX_TOKENS = 40, 10
 PROMPTS = {7: 60, 8: 33, 9: 71}  # tokens of each text's prompt, by its seed

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import parallel.execution.cuda_graphs
-from bench.harness.ranks import run_ranks
 from decoding import GREEDY
 from offload.cache.streaming import StreamingCache
 from parallel.config.parameter_count import MAX_FIXED_TOKENS
@@ -25,6 +24,7 @@ from parallel.ranks.process_group import Group
 from support.batches import SMALL, alone, requests, tokens, written
 from support.engines import DEMO, Pair
 from support.models import random_tokens
+from support.ranks import run_ranks
 from support.recording import (
     USES,
     Scripted,

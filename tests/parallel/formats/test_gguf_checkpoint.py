@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import parallel.formats.gguf_checkpoint
-from bench.harness.ranks import run_ranks
 from parallel.config.model_config import ModelConfig
 from parallel.formats.gguf_checkpoint import KINDS, GgufCheckpoint
 from parallel.model.loading import load_model, open_checkpoint, resolve
@@ -28,6 +27,7 @@ from parallel.ranks.process_group import Group
 from support.gguf import convert
 from support.loading import all_logits, load_and_watch
 from support.models import random_tokens, rope
+from support.ranks import run_ranks
 
 Checkpoints = Callable[..., Path]
 # rows of whole blocks of 256; over two ranks their columns part in the middle of a block

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from bench.harness.ranks import run_ranks
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group
 from support.loading import load_and_watch
 from support.models import build_checkpoint
+from support.ranks import run_ranks
 
 
 def test_peak_memory_is_the_ranks_share(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.harness.ranks import run_ranks
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.tiered.cache import TieredCache
@@ -24,6 +23,7 @@ from parallel.model.transformer import Llama
 from parallel.ranks.process_group import Group
 from support.links import CPU, make_test_link
 from support.models import long_rope, random_tokens, reference_logits, rope
+from support.ranks import run_ranks
 
 TOKENS = 90
 MODELS: dict[str, dict[str, Any]] = {

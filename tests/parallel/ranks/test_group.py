@@ -10,12 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from bench.harness.ranks import run_ranks
 from offload.errors import FitError, TierForceError
 from parallel.errors import CheckpointError
 from parallel.ranks.environment import RankLost
 from parallel.ranks.process_group import Group, _refuse_shared_gpus
 from standin import standin
+from support.ranks import run_ranks
 
 
 def collectives() -> dict[str, Any]:

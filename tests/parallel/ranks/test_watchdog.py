@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from bench.harness.ranks import free_port, run_ranks
 from parallel.ranks import watchdog
 from parallel.ranks.process_group import Group
 from parallel.ranks.watchdog import Watchdog
+from support.ranks import free_port, run_ranks
 
 SILENT_S = 1.2
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from bench.harness.ranks import PRELOAD
+from support.ranks import PRELOAD
 
 
 @pytest.mark.parametrize("name", PRELOAD)
