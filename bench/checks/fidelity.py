@@ -20,19 +20,8 @@ import torch
 import typer
 from torch import Tensor
 
-from bench.harness.options import (
-    SMOLLM2,
-    Context,
-    Draft,
-    NewTokens,
-    Output,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
 from bench.peers.hugging_face import load_transformers
@@ -89,22 +78,6 @@ class Divergence:
         self.top.append(plain.argmax(1) == logits.argmax(1))
 
 
-@dataclass(frozen=True)
-class Row:
-    """How far a way is from plain decoding; None where it writes no text here."""
-
-    way: str
-    dtype: str
-    identical: bool
-    equal_tokens: float | None  # the share of tokens, place by place
-    first_difference: float | None  # tokens before it, the median of all texts
-    mean_kl: float  # nats
-    max_kl: float
-    same_top: float  # the share of places where the likeliest token is the same
-    ms_per_token: float | None = None
-    rejected: float | None = None  # the share of what the target was given
-
-
 def written(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Written:
     """Return a text behind a prompt, with the logits of each of its tokens."""
     rows: list[Tensor] = []
@@ -151,18 +124,22 @@ def settings_of(way: str, layers: int, dtype: str, identical: bool) -> Settings:
 def row_of(way: str, dtype: str, identical: bool, found: Divergence) -> Row:
     """Return the row of a way, of all its texts."""
     kl, top = torch.cat(found.kl), torch.cat(found.top)
-    return Row(
-        way,
-        dtype,
-        identical,
-        statistics.mean(found.equal) if found.equal else None,
-        statistics.median(found.first) if found.first else None,
-        float(kl.mean()),
-        float(kl.max()),
-        float(top.double().mean()),
-        statistics.mean(found.ms) if found.ms else None,
-        statistics.mean(found.rejected) if found.rejected else None,
-    )
+    return {
+        "way": way,
+        "dtype": dtype,
+        "identical": identical,
+        # the share of tokens, place by place; None where it writes no text here
+        "equal_tokens": statistics.mean(found.equal) if found.equal else None,
+        # tokens before it, the median of all texts
+        "first_difference": statistics.median(found.first) if found.first else None,
+        "mean_kl": float(kl.mean()),  # nats
+        "max_kl": float(kl.max()),
+        # the share of places where the likeliest token is the same
+        "same_top": float(top.double().mean()),
+        "ms_per_token": statistics.mean(found.ms) if found.ms else None,
+        # the share of what the target was given
+        "rejected": statistics.mean(found.rejected) if found.rejected else None,
+    }
 
 
 def ways_of(dtype: str, has_draft: bool) -> list[str]:
@@ -171,22 +148,21 @@ def ways_of(dtype: str, has_draft: bool) -> list[str]:
     return [way for way, (mode, _) in WAYS.items() if levels.get(mode, True)]
 
 
-@benchmark
+@benchmark("Beside plain decoding on resident layers, {texts} texts of {new_tokens} tokens")
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    text: Text = None,
-    context: Context = 2000,
-    new_tokens: NewTokens = 200,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    text: opt.Text = None,
+    context: opt.Context = 2000,
+    new_tokens: opt.NewTokens = 200,
     texts: Annotated[int, typer.Option(help="Texts, spread evenly over the given one.")] = 3,
     dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "bfloat16,float32",
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    threads: Threads = 0,
-    output: Output = Path("results/fidelity.json"),
-) -> None:
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/fidelity.json"),
+) -> Measurement:
     """Compare texts and laws with those of plain decoding on resident layers."""
-    prepare(threads)
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
     for dtype in dtypes.split(","):
         for identical in (False, True):
@@ -205,13 +181,13 @@ def main(
                         plain.append(one)
                     _compare(engine, prompt, one, plain[index], found)
                 rows.append(row_of(way, dtype, identical, found))
+                yield {"rows": rows}
                 engine.close()
                 del engine
                 gc.collect()
             if not identical:
                 rows += _theirs(target, dtype, asked, plain, output.parent / "converted")
-    title = f"Beside plain decoding on resident layers, {texts} texts of {new_tokens} tokens"
-    publish(output, title, rows)
+                yield {"rows": rows}
 
 
 def _engine(target: str, draft: str | None, way: str, dtype: str, identical: bool) -> Engine:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,17 +20,8 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
-from bench.harness.options import (
-    SMOLLM2,
-    Contexts,
-    Dtype,
-    Output,
-    Target,
-    Text,
-    Threads,
-    integers,
-)
-from bench.harness.record import benchmark, prepare, publish, save
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
@@ -41,17 +31,6 @@ from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
 
 CHUNK = 512  # tokens of a pass
-
-
-@dataclass(frozen=True)
-class Row:
-    """The mean loss of the last tokens before one length, in nats a token."""
-
-    tokens: int
-    rope: str
-    loss: float
-    perplexity: float
-    transformers_loss: float | None
 
 
 def our_logits(engine: Engine, tokens: list[int]) -> Iterator[Tensor]:
@@ -84,23 +63,22 @@ def losses(logits: Iterator[Tensor], tokens: list[int], name: str) -> Tensor:
     return torch.cat(kept)
 
 
-@benchmark
+@benchmark("Loss of the last {last:,} tokens before each length, nats a token, {dtype}")
 def main(
-    target: Target = SMOLLM2,
-    text: Text = None,
-    contexts: Contexts = "4096,8192,16384,32768",
+    target: opt.Target = opt.SMOLLM2,
+    text: opt.Text = None,
+    contexts: opt.Contexts = "4096,8192,16384,32768",
     ropes: Annotated[
         str, typer.Option(help="Ways to stretch positions; none is the model's own.")
     ] = "none,yarn:4",
     last: Annotated[int, typer.Option(help="Tokens before each length that count.")] = 1024,
     peer: Annotated[bool, typer.Option(help="Also through transformers.")] = True,
-    dtype: Dtype = "float32",
-    threads: Threads = 0,
-    output: Output = Path("results/loss.json"),
-) -> None:
+    dtype: opt.Dtype = "float32",
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/loss.json"),
+) -> Measurement:
     """Measure the loss per token at each length of one text."""
-    prepare(threads)
-    lengths, rows = integers(contexts), list[Row]()
+    lengths, rows = opt.integers(contexts), list[Row]()
     for rope in ropes.split(","):
         # a chunk is a pass as long as a longest draft; without RoPE of its own a model has no limit
         settings = Settings(
@@ -114,21 +92,24 @@ def main(
         tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
         ours = losses(our_logits(engine, tokens), tokens, f"rope {rope}")
         rows += [row_of(length, rope, ours, last) for length in lengths]
-        save(output, {"rows": rows}, quiet=True)
+        yield {"rows": rows}
         if not peer:
             continue
         model, scratch = resolve(target, Group()), output.parent / "converted"
         hf = load_transformers(model, dtype, scratch, settings.rope)
         theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
         rows[-len(lengths) :] = [row_of(length, rope, ours, last, theirs) for length in lengths]
-        save(output, {"rows": rows}, quiet=True)
-    title = f"Loss of the last {last:,} tokens before each length, nats a token, {dtype}"
-    publish(output, title, rows)
+        yield {"rows": rows}
 
 
 def row_of(length: int, rope: str, ours: Tensor, last: int, theirs: Tensor | None = None) -> Row:
     """Return the row of one length, of the losses of all tokens."""
     part = slice(length - last - 1, length - 1)
     mean = float(ours[part].mean())
-    other = None if theirs is None else float(theirs[part].mean())
-    return Row(length, rope, mean, math.exp(mean), other)
+    return {
+        "tokens": length,
+        "rope": rope,
+        "loss": mean,
+        "perplexity": math.exp(mean),
+        "transformers_loss": None if theirs is None else float(theirs[part].mean()),
+    }

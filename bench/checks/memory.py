@@ -15,14 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from bench.harness.options import NATIVE, SMOLLM2, Draft, NewTokens, Output, Rope, Target
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark, prepare
 from bench.harness.process import Died, call_in_process
-from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import say, show
+from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.config.defaults import USABLE_SHARE
@@ -54,6 +51,7 @@ SETTINGS = [
     Setting(0.5, "speculative", "emulated:8", 0.8, dtype="float32"),
     Setting(1.0, "auto", "emulated:8", 0.7, 2048, late_layers=1),
 ]
+ALL = len(SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -67,24 +65,9 @@ class Job:
     new: int
 
 
-@dataclass(frozen=True)
-class Row(Setting):
-    """A setting with what its plan says, and what became of it within a share of that."""
-
-    context: int = 0
-    share: float = 1.0
-    planned_mb: float | None = None
-    device_mb: float | None = None
-    planned_layers: int | None = None
-    planned_late_layers: int | None = None
-    limit_mb: float | None = None
-    tokens: int | None = None
-    ended: str = ""
-
-    @property
-    def held(self) -> bool:
-        """Whether it ended as it should: a whole text within its plan, and not within less."""
-        return (self.ended in ("length", "stop")) == (self.share == 1)
+def held(row: Row) -> bool:
+    """Whether a run ended as it should: a whole text within its plan, and not within less."""
+    return (row["ended"] in ("length", "stop")) == (row["share"] == 1)
 
 
 def data_bytes() -> int:
@@ -154,38 +137,38 @@ def limited(setting: Setting, share: float, job: Job) -> Row:
         ended = str(engine.stats.finish_reason)
     except (MemoryError, RuntimeError, TierForceError) as error:
         ended = type(error).__name__
-    return Row(
-        **asdict(replace(setting, mode=engine.runtime.mode)),
-        context=len(prompt),
-        share=share,
-        planned_mb=planned_bytes(place) / 1e6,
-        device_mb=place.device_bytes / 1e6,
-        planned_layers=place.resident_layers,
-        planned_late_layers=place.late_layers,
-        limit_mb=_allowed(place, share) / 1e6,
-        tokens=tokens,
-        ended=ended,
-    )
+    return asdict(replace(setting, mode=engine.runtime.mode)) | {
+        "context": len(prompt),
+        "share": share,
+        "planned_mb": planned_bytes(place) / 1e6,
+        "device_mb": place.device_bytes / 1e6,
+        "planned_layers": place.resident_layers,
+        "planned_late_layers": place.late_layers,
+        "limit_mb": _allowed(place, share) / 1e6,
+        "tokens": tokens,
+        "ended": ended,
+    }
 
 
 def run(setting: Setting, share: float, job: Job) -> Row:
     """Decode within a share of the plan; a process that dies has a row too."""
     row, _ = call_in_process(limited, setting, share, job)
     if isinstance(row, Died):
-        return Row(**asdict(setting), share=share, ended=str(row))
-    return row
+        return asdict(setting) | {"share": share, "ended": str(row)}
+    found: Row = row
+    return found
 
 
-@benchmark
+@benchmark("Decoding within the memory planned for (1.0), and within half", ["part", "resident"])
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    rope: Rope = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens of the longest.")] = NATIVE,
-    new_tokens: NewTokens = 48,
-    settings: Annotated[int, typer.Option(help="How many of the settings.")] = len(SETTINGS),
-    output: Output = Path("results/memory.json"),
-) -> None:
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    rope: opt.Rope = None,
+    context: opt.Longest = opt.NATIVE,
+    new_tokens: opt.NewTokens = 48,
+    settings: opt.First = ALL,
+    output: opt.Output = Path("results/memory.json"),
+) -> Measurement:
     """Decode every setting within what its plan asks for, and within half of it."""
     rows, job = list[Row](), Job(target, draft, rope, context, new_tokens)
     for setting in SETTINGS[:settings]:
@@ -194,13 +177,6 @@ def main(
             continue
         for share in (1.0, 0.5):
             rows.append(run(setting, share, job))
-            say(f"{setting.part:g} of the context, {setting.mode}, {share:g}: {rows[-1].ended}")
-    shares = ("part", "resident")
-    show("Decoding within the memory planned for (1.0), and within half", rows, hidden=shares)
-    held = all(row.held for row in rows)
-    print(
-        "every plan held, and every half failed"
-        if held
-        else "a plan did not hold, or a limit did not bind"
-    )
-    save(output, {"rows": rows, "held": held})
+            say(f"{setting.part:g} of the context, {setting.mode}, {share:g}: {rows[-1]['ended']}")
+            # every plan held, and every half failed
+            yield {"rows": rows, "held": all(map(held, rows))}

@@ -15,23 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
+from bench.harness import options as opt
 from bench.harness.decode_loop import decode_loop
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Draft,
-    Dtype,
-    NewTokens,
-    Output,
-    Rope,
-    Target,
-    Text,
-    Threads,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
@@ -86,27 +74,7 @@ SETTINGS = [
     Setting(1.0, "auto", draft=6, budget=2048),
     Setting(0.5, "retrieval", 0.5, draft=12, budget=2048),
 ]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A run, and what was predicted of it; errors are relative to what was measured."""
-
-    context: int
-    mode: str
-    link_gbps: float | None
-    resident_layers: int
-    budget: int
-    draft_length: int
-    inner_length: int
-    acceptance: float | None
-    first_s: float
-    predicted_first_s: float
-    first_error: float
-    ms_per_token: float
-    predicted_ms_per_token: float
-    ms_per_token_error: float
-    bound: str
+ALL = len(SETTINGS)
 
 
 def here(engine: Engine) -> HardwareProfile:
@@ -149,23 +117,23 @@ def compare(setting: Setting, session: Session, machine: HardwareProfile) -> Row
     needs, context = session.runtime.needs, len(session.prompt)
     acceptance = Acceptance(outer, inner, needs.budget)
     told = forecast(needs, session.plan, machine, context, session.new, acceptance)
-    return Row(
-        context,
-        mode,
-        setting.rate or None,
-        session.plan.resident_layers,
-        setting.budget,
-        setting.draft,
-        setting.inner,
-        outer if mode != "plain" else None,
-        first_s,
-        told.prefill_s,
-        told.prefill_s / first_s - 1,
-        1e3 * token_s,
-        1e3 * told.token_s,
-        told.token_s / token_s - 1,
-        told.verification_bound,
-    )
+    return {
+        "context": context,
+        "mode": mode,
+        "link_gbps": setting.rate or None,
+        "resident_layers": session.plan.resident_layers,
+        "budget": setting.budget,
+        "draft_length": setting.draft,
+        "inner_length": setting.inner,
+        "acceptance": outer if mode != "plain" else None,
+        "first_s": first_s,
+        "predicted_first_s": told.prefill_s,
+        "first_error": told.prefill_s / first_s - 1,  # errors are relative to what was measured
+        "ms_per_token": 1e3 * token_s,
+        "predicted_ms_per_token": 1e3 * told.token_s,
+        "ms_per_token_error": told.token_s / token_s - 1,
+        "bound": told.verification_bound,
+    }
 
 
 def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
@@ -179,27 +147,26 @@ def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
     return outer, inner
 
 
-@benchmark
+@benchmark("Predicted and measured, {dtype}, identical {identical}, {threads} threads")
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    rope: Rope = None,
-    text: Text = None,
-    context: Annotated[int, typer.Option(help="Prompt tokens of the longest.")] = NATIVE,
-    new_tokens: NewTokens = 96,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
+    context: opt.Longest = opt.NATIVE,
+    new_tokens: opt.NewTokens = 96,
     plain_tokens: Annotated[
         int, typer.Option(help="Tokens per run of plain decoding over a link, which is slow.")
     ] = 12,
-    dtype: Dtype = "bfloat16",
-    threads: Threads = 0,
-    settings: Annotated[int, typer.Option(help="How many of the settings.")] = len(SETTINGS),
+    dtype: opt.Dtype = "bfloat16",
+    threads: opt.Threads = 0,
+    settings: opt.First = ALL,
     identical: Annotated[
         bool, typer.Option(help="Predict and run texts that are those of plain decoding.")
     ] = False,
-    output: Output = Path("results/predictions.json"),
-) -> None:
+    output: opt.Output = Path("results/predictions.json"),
+) -> Measurement:
     """Predict every setting's time to first token and ms/token, run it, and compare."""
-    prepare(threads)
     usual = Settings(rope=rope, dtype=dtype, identical=identical)
     engine = Engine.from_pretrained(target, draft, usual)
     base, layers = engine.runtime.settings, engine.runtime.target.config.layers
@@ -216,19 +183,15 @@ def main(
         prompt = tokens[: int(setting.part * context)]
         rows.append(compare(setting, Session(runtime, prompt, new + 1), machine))
         runtime.link.close()
-        told, took = rows[-1].predicted_ms_per_token, rows[-1].ms_per_token
+        told, took = rows[-1]["predicted_ms_per_token"], rows[-1]["ms_per_token"]
         say(f"{setting}: predicted {told:.1f} ms/token, took {took:.1f}")
-    errors = {
-        "first_s": _errors([row.first_error for row in rows]),
-        "ms_per_token": _errors([row.ms_per_token_error for row in rows]),
-    }
-    kind = f"{dtype}, identical" if identical else dtype
-    title = f"Predicted and measured, {kind}, {torch.get_num_threads()} threads"
-    publish(output, title, rows, hardware=vars(machine), errors=errors)
-    for name, each in errors.items():
-        print(f"{name}: median error {each['median']:.1%}, worst {each['worst']:.1%}")
+        yield {"rows": rows, "errors": _errors(rows), "hardware": vars(machine)}
 
 
-def _errors(errors: Sequence[float]) -> dict[str, float]:
-    sizes = [abs(each) for each in errors]
-    return {"median": statistics.median(sizes), "worst": max(sizes)}
+def _errors(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the median and the worst size of the relative errors."""
+    errors: dict[str, float] = {}
+    for name in ("first_error", "ms_per_token_error"):
+        sizes = [abs(row[name]) for row in rows]
+        errors |= {f"{name}, median": statistics.median(sizes), f"{name}, worst": max(sizes)}
+    return errors

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import psutil
 import torch
@@ -26,20 +26,9 @@ import typer
 from torch import Tensor
 
 from bench.drafts.overlap import ALL, OURS, STATIC, WHOLE, Chain, PolicyTrace, Variant
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Rope,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-    decimals,
-    integers,
-)
-from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import say, show
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
+from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 
@@ -52,43 +41,6 @@ PARTS = "policies,budgets,chunks,temperatures,counts"
 ALONG = ("target", "book")
 UNSHOWN = [f"{name}.{n}" for n in (8, 32) for name in ("rejected", "against_static")]
 Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant, along some texts; by tokens between refreshes."""
-
-    texts: int
-    context: int
-    budget: int  # tokens in 16 bits that take as much memory
-    tokens: int  # that it holds, a head
-    temperature: float
-    policy: str
-    rejected: dict[int, float]  # the share of proposals
-    against_static: dict[int, float]  # that share over the static policy's
-    # of a verification of a draft as long as the interval; a book's words tell nothing of that
-    expected_tokens: dict[int, float]
-    overlap_by_age: list[float]  # by tokens since the refresh, for the longest interval
-
-
-@dataclass(frozen=True)
-class Count:
-    """Whole runs of one policy, counted."""
-
-    context: int
-    temperature: float
-    policy: str
-    tokens: int
-    verifications: int
-    tokens_per_verification: float
-
-    @classmethod
-    def of(
-        cls, context: int, temperature: float, variant: Variant, runs: Sequence[tuple[int, int]]
-    ) -> Count:
-        """Sum up runs, of which each has its tokens and its verifications."""
-        tokens, passes = (sum(each) for each in zip(*runs, strict=True))
-        return cls(context, temperature, variant.name, tokens, passes, tokens / passes)
 
 
 Rows = Iterator[list[Row]]  # behind each text
@@ -134,18 +86,24 @@ class Study:
                 for n, each in by_interval.items()
                 if self.along == "target"
             }
-            row = Row(
-                texts,
-                context,
-                variant.budget,
-                variant.tokens(self.engine.runtime.needs.layout),
-                sampling.temperature,
-                variant.name,
-                rejected[variant],
-                {n: share / max(static[n], 1e-9) for n, share in rejected[variant].items()},
-                expected,
-                longest.mean(0).tolist(),
-            )
+            row = {
+                "texts": texts,
+                "context": context,
+                "budget": variant.budget,  # tokens in 16 bits that take as much memory
+                "tokens": variant.tokens(self.engine.runtime.needs.layout),  # that it holds, a head
+                "temperature": sampling.temperature,
+                "policy": variant.name,
+                # by tokens between refreshes: the share of proposals, and that over the static
+                # policy's
+                "rejected": rejected[variant],
+                "against_static": {
+                    n: share / max(static[n], 1e-9) for n, share in rejected[variant].items()
+                },
+                # of a verification of a draft as long as the interval; a book's words tell nothing
+                "expected_tokens": expected,
+                # by tokens since the refresh, for the longest interval
+                "overlap_by_age": longest.mean(0).tolist(),
+            }
             rows.append(row)
         return rows
 
@@ -204,9 +162,7 @@ class Study:
             taken += layout.bytes(tokens)
         return parts
 
-    def counts(
-        self, contexts: Sequence[int], temperatures: Sequence[float], draft: int
-    ) -> Iterator[list[Count]]:
+    def counts(self, contexts: Sequence[int], temperatures: Sequence[float], draft: int) -> Rows:
         """Yield the tokens per verification of whole runs with drafts of `draft` tokens.
 
         By context, and by temperature at the first of them; of one text, then of two, ...
@@ -225,7 +181,22 @@ class Study:
                     run = trace.count(variant, self.new, draft, law)
                     counted.setdefault((context, degree, variant), []).append(run)
                 del trace  # before there is memory for the next one
-                yield [Count.of(*key, runs) for key, runs in counted.items()]
+                yield [_counted(*key, runs) for key, runs in counted.items()]
+
+
+def _counted(
+    context: int, temperature: float, variant: Variant, runs: Sequence[tuple[int, int]]
+) -> Row:
+    """Return the row of runs, of which each has its tokens and its verifications."""
+    tokens, passes = (sum(each) for each in zip(*runs, strict=True))
+    return {
+        "context": context,
+        "temperature": temperature,
+        "policy": variant.name,
+        "tokens": tokens,
+        "verifications": passes,
+        "tokens_per_verification": tokens / passes,
+    }
 
 
 def _joined(studies: Iterable[Rows]) -> Rows:
@@ -242,18 +213,22 @@ def _rejected(chains: Sequence[Chain]) -> float:
     return 1 - statistics.fmean(float(chain.overlap.mean()) for chain in chains)
 
 
-@benchmark
+@benchmark(
+    "budget 768 unless said, float32, T {temperature}, top-p {top_p}, {texts} texts of "
+    "{new_tokens} tokens, of the {along}",
+    UNSHOWN,
+)
 def main(
-    target: Target = SMOLLM2,
-    text: Text = None,
+    target: opt.Target = opt.SMOLLM2,
+    text: opt.Text = None,
     parts: Annotated[str, typer.Option(help=f"Of {PARTS}.")] = PARTS,
     context: Annotated[
         int, typer.Option(help="Prompt tokens, where a part looks at one context.")
-    ] = NATIVE,
+    ] = opt.NATIVE,
     along: Annotated[
         str, typer.Option(help="Whose words are followed: those of the target, or of the book.")
     ] = "target",
-    rope: Rope = None,
+    rope: opt.Rope = None,
     contexts: Annotated[str, typer.Option(help="Prompt tokens of the part policies.")] = "7424",
     counted: Annotated[
         str, typer.Option(help="Prompt tokens of the part counts; temperatures at the first.")
@@ -266,13 +241,12 @@ def main(
         int, typer.Option(help="Tokens drawn from the target behind each; a multiple of 64.")
     ] = 256,
     draft_length: Annotated[int, typer.Option(help="Draft length of the counted runs.")] = 32,
-    temperature: Temperature = 0.6,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-    output: Annotated[Path, typer.Option(help="JSON document.")] = Path("results/acceptance.json"),
-) -> None:
-    """Measure the parts asked for, in float32; print tables, and write a document."""
-    prepare(threads)
+    temperature: opt.Temperature = 0.6,
+    top_p: opt.TopP = 0.9,
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/acceptance.json"),
+) -> Measurement:
+    """Measure the parts asked for, in float32."""
     if along not in ALONG:
         raise typer.BadParameter(f"{along}: use {' or '.join(ALONG)}", param_hint="--along")
     if along == "book" and "counts" in parts.split(","):
@@ -283,25 +257,21 @@ def main(
     engine = Engine.from_pretrained(target, settings=settings)
     tokens = text_tokens(engine.tokenizer, text)
     study = Study(engine, tokens, texts, new_tokens, Sampling(temperature, top_p=top_p), along)
-    degrees, both = decimals(temperatures), (STATIC, OURS)
+    degrees, both = opt.decimals(temperatures), (STATIC, OURS)
     every = (STATIC, WHOLE, OURS)
-    by_budget = [replace(each, budget=size) for size in integers(budgets) for each in every]
-    by_chunk = [replace(OURS, chunk=size) for size in integers(chunks)]
-    tasks: dict[str, Iterable[Sequence[Any]]] = {
-        "policies": _joined(study.rows(each, ALL, INTERVALS) for each in integers(contexts)),
+    by_budget = [replace(each, budget=size) for size in opt.integers(budgets) for each in every]
+    by_chunk = [replace(OURS, chunk=size) for size in opt.integers(chunks)]
+    tasks: dict[str, Rows] = {
+        "policies": _joined(study.rows(each, ALL, INTERVALS) for each in opt.integers(contexts)),
         "budgets": study.rows(context, by_budget),
         "chunks": study.rows(context, [STATIC, *by_chunk]),
         "temperatures": _joined(study.rows(context, both, temperature=each) for each in degrees),
-        "counts": study.counts(integers(counted), degrees, draft_length),
+        "counts": study.counts(opt.integers(counted), degrees, draft_length),
     }
     if unknown := set(parts.split(",")) - set(tasks):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {PARTS}", param_hint="--parts")
-    title = f"float32, T {temperature}, top-p {top_p}, {texts} texts of {new_tokens} tokens"
-    title += f", of the {along}"
-    measured: dict[str, Sequence[Any]] = {}
+    measured: dict[str, list[Row]] = {}
     for part in parts.split(","):
         for rows in tasks[part]:
             measured[part] = rows
-            save(output, measured, quiet=True)
-        show(f"{part}: budget 768 unless said, {title}", measured[part], UNSHOWN)
-    say(f"written to {output}")
+            yield measured

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,27 +22,14 @@ import typer
 from torch import Tensor
 
 from bench.drafts.overlap import ALL, PolicyTrace, Variant
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Budget,
-    Context,
-    Dtype,
-    Output,
-    Rope,
-    Target,
-    Text,
-    Threads,
-    decimals,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.models.runtime import Runtime
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
-from offload.retrieval.cache import RetrievalCache
 
 NEEDLES = [  # a question, how its answer begins, and the words that only the text can tell
     (
@@ -69,17 +56,7 @@ NEEDLES = [  # a question, how its answer begins, and the words that only the te
 DEPTHS = (0.1, 0.3, 0.5)
 FULL = "full attention"
 INTERVAL = 4  # tokens between verifications
-Scores = tuple[float, float, float]  # probability, overlap, stands
-
-
-@dataclass(frozen=True)
-class Row:
-    """Means over the planted tokens, by who proposes."""
-
-    policy: str
-    probability: float  # q(token)
-    overlap: float
-    stands: float  # min(1, q(token) / p(token))
+Scores = dict[str, float]
 
 
 def needles(
@@ -90,17 +67,18 @@ def needles(
     variants: Sequence[Variant],
     depths: Sequence[float] = DEPTHS,
 ) -> list[Row]:
-    """Return a row per policy, full attention first."""
+    """Return a row per policy, full attention first: means over the planted tokens."""
     scores: dict[str, list[Scores]] = {}
     for number, depth in product(range(len(NEEDLES)), depths):
         prompt = planted(tokenizer, tokens, context, number, depth)
         answer = _plain(tokenizer, NEEDLES[number][2])
         judged = judge(runtime, prompt, answer, variants)
-        say(f"needle {number + 1} at {depth:g}: probability {judged[FULL][0]:.2f}")
+        say(f"needle {number + 1} at {depth:g}: probability {judged[FULL]['probability']:.2f}")
         for policy, each in judged.items():
             scores.setdefault(policy, []).append(each)
     return [
-        Row(policy, *(statistics.fmean(each) for each in zip(*found, strict=True)))
+        {"policy": policy}
+        | {name: statistics.fmean(each[name] for each in found) for name in found[0]}
         for policy, found in scores.items()
     ]
 
@@ -115,7 +93,6 @@ def judge(
     # the prompt's last token is read once more, so that the first of the answer is judged too
     target.crop(len(prompt) - 1)
     for cache in trace.caches.values():
-        assert isinstance(cache, RetrievalCache)
         # each verification selects, though the first one ends where the prompt did
         cache.min_interval = 0
     laws: dict[str, list[Tensor]] = {FULL: []}
@@ -131,8 +108,11 @@ def judge(
     for policy, parts in laws.items():
         law = torch.cat(parts)
         q = law.gather(1, following)
-        overlap, stands = torch.minimum(law, truth).sum(1), (q / p).clamp(max=1)
-        scores[policy] = (float(q.mean()), float(overlap.mean()), float(stands.mean()))
+        scores[policy] = {
+            "probability": float(q.mean()),
+            "overlap": float(torch.minimum(law, truth).sum(1).mean()),
+            "stands": float((q / p).clamp(max=1).mean()),
+        }
     return scores
 
 
@@ -161,26 +141,24 @@ def _plain(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-@benchmark
+@benchmark("A needle in {context:,} tokens, asked for at the end: budget {budget:,}, {dtype}")
 def main(
-    target: Target = SMOLLM2,
-    rope: Rope = None,
-    text: Text = None,
-    context: Context = NATIVE,
-    budget: Budget = 768,
+    target: opt.Target = opt.SMOLLM2,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
+    context: opt.Context = opt.NATIVE,
+    budget: opt.Budget = 768,
     depths: Annotated[str, typer.Option(help="Shares of the text before the needle.")] = ",".join(
         map(str, DEPTHS)
     ),
-    dtype: Dtype = "float32",
-    threads: Threads = 0,
-    output: Output = Path("results/needle.json"),
-) -> None:
+    dtype: opt.Dtype = "float32",
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/needle.json"),
+) -> Measurement:
     """Judge full attention, a window (StreamingLLM) and retrieval at one budget."""
-    prepare(threads)
     settings = Settings(mode="retrieval", rope=rope, dtype=dtype)
     engine = Engine.from_pretrained(target, settings=settings)
     tokens = text_tokens(engine.tokenizer, text)
     variants = [replace(each, budget=budget) for each in ALL]
-    rows = needles(engine.runtime, engine.tokenizer, tokens, context, variants, decimals(depths))
-    title = f"A needle in {context:,} tokens, asked for at the end: a budget of {budget:,}, {dtype}"
-    publish(output, title, rows)
+    where = opt.decimals(depths)
+    yield {"rows": needles(engine.runtime, engine.tokenizer, tokens, context, variants, where)}

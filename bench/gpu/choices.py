@@ -1,4 +1,4 @@
-"""What a part of a GPU day is given: the options, the device, and a way to report rows."""
+"""What the parts of a GPU day share: the options, the device, and how rows are reported."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from functools import cached_property
 
 import torch
 
+from bench.harness.experiment import Row
 from parallel.execution.cuda_graphs import graphs_work
 from parallel.ranks.process_group import Group
 
-Add = Callable[[str, float | str | None, str], None]  # what, value and unit
+
+def row(part: str, what: str, value: float | str | None, unit: str = "") -> Row:
+    """Return a row of the day's table; a value that is None is unknown."""
+    return {
+        "part": part,
+        "what": what,
+        "value": "unknown" if value is None else value,
+        "unit": unit,
+    }
 
 
 @dataclass(frozen=True)
@@ -38,14 +47,14 @@ class Context:
     """What the parts that run in one process share."""
 
     choices: Choices
-    report: Callable[[str, str, float | str | None, str], None]  # the part, and what `add` is given
+    report: Callable[[Row], None]
     part: str = ""
     # milliseconds of forward passes with all KV on the device, by their names in `passes`
     compute: dict[str, float] = field(default_factory=dict)
 
     def add(self, what: str, value: float | str | None, unit: str = "") -> None:
         """Report a value of the part that runs; None is unknown."""
-        self.report(self.part, what, value, unit)
+        self.report(row(self.part, what, value, unit))
 
     @cached_property
     def group(self) -> Group:

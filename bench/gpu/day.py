@@ -21,13 +21,12 @@ from typing import Annotated
 
 import typer
 
-from bench.gpu.choices import Choices
-from bench.gpu.report import Report
+from bench.gpu.choices import Choices, row
 from bench.gpu.tests import run_tests
 from bench.gpu.worker import PARTS, run_parts
-from bench.harness.options import Draft, Rope
-from bench.harness.record import benchmark
-from bench.harness.tables import show
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
+from bench.harness.tables import cell, say
 from decoding.config.settings import LEVELS
 from offload.errors import TierForceError
 
@@ -35,7 +34,7 @@ TESTS_S = 170  # seconds
 NAMES = (*list(PARTS)[:6], "tests", *list(PARTS)[6:])
 
 
-@benchmark
+@benchmark("GPU day: {target}")
 def main(
     parts: Annotated[
         str,
@@ -53,8 +52,8 @@ def main(
     target: Annotated[
         str, typer.Option(help="Drawn weights: 8b, 7b or tiny; or a model, which reads real text.")
     ] = "8b",
-    draft: Draft = None,
-    rope: Rope = None,
+    draft: opt.Draft = None,
+    rope: opt.Rope = None,
     mode: Annotated[
         str, typer.Option(help="Mode of the parts resident, streamed and plan.")
     ] = "hierarchical",
@@ -67,7 +66,7 @@ def main(
         float,
         typer.Option(help="The part plan plans as a card of so many GiB does: 24 as an RTX 4090."),
     ] = 24.0,
-    budget: Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")] = 4096,
+    budget: opt.Budget = 4096,
     resident_layers: Annotated[
         int | None,
         typer.Option(help="Layers on the device: streamed has 0 by default, plan all that fit."),
@@ -90,7 +89,7 @@ def main(
     output: Annotated[
         Path, typer.Option(help="JSON document, written again after every row.")
     ] = Path("results/gpu.json"),
-) -> None:
+) -> Measurement:
     """Run parts, each to its end or its limit, and print one table."""
     ends_at = time.monotonic() + limit
     names = parts.split(",")
@@ -113,34 +112,34 @@ def main(
         graphs=graphs,
         rehearse=rehearse,
     )
-    report = Report(output)
+    rows = list[Row]()
+    note = {"note": "a rehearsal in tiny sizes: none of these numbers is a measurement"}
+    log = output.with_suffix(".tests.log")
     with _ended_by_sigterm():
-        _run(names, choices, report, ends_at, matching)
-    title = f"GPU day: {target}"
-    if rehearse:
-        title = "A rehearsal in tiny sizes: none of these numbers is a measurement"
-    show(title, report.rows)
-    print(f"written to {output}")
-    if failed := report.failed:
-        raise TierForceError(f"parts that failed: {', '.join(dict.fromkeys(failed))}.")
+        for each in _run(names, choices, ends_at, log, matching):
+            rows.append(each)
+            say(f"{each['part']}: {each['what']}: {cell(each['value'])} {each['unit']}")
+            yield (note if rehearse else {}) | {"rows": rows}
+    if failed := dict.fromkeys(each["part"] for each in rows if each["what"] == "failed"):
+        raise TierForceError(f"parts that failed: {', '.join(failed)}.")
 
 
 def _run(
-    names: list[str], choices: Choices, report: Report, ends_at: float, matching: str | None
-) -> None:
+    names: list[str], choices: Choices, ends_at: float, log: Path, matching: str | None
+) -> Iterator[Row]:
     """Run parts in their order, as many in one process as stand together without the tests."""
     left = list(names)
     while left:
         if (rest := ends_at - time.monotonic()) <= 0:
             for name in left:
-                report.add(name, "failed", "not begun: the time for all parts was up")
+                yield row(name, "failed", "not begun: the time for all parts was up")
             return
         if left[0] == "tests":
             left.pop(0)
-            run_tests(report, min(TESTS_S, rest), choices.rehearse, matching)
+            yield from run_tests(log, min(TESTS_S, rest), choices.rehearse, matching)
             continue
         count = left.index("tests") if "tests" in left else len(left)
-        left[:count] = run_parts(left[:count], choices, report, ends_at)
+        left[:count] = yield from run_parts(left[:count], choices, ends_at)
 
 
 @contextmanager

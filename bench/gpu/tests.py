@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench.gpu.report import Report
+from bench.gpu.choices import row
+from bench.harness.experiment import ROOT, Row
 
-ROOT = Path(__file__).parents[2]
 PATHS = (  # that have such tests: other files import what a machine may lack
     "tests/gpu",
     "tests/offload/test_ring.py",
@@ -23,11 +24,11 @@ _TEST_S = 100  # of one test
 REHEARSED = "recording_sees"  # one of all that are collected, which would take minutes
 
 
-def run_tests(report: Report, limit_s: float, rehearse: bool, matching: str | None) -> None:
-    """Run them, and report what pytest says in the end.
+def run_tests(log: Path, limit_s: float, rehearse: bool, matching: str | None) -> Iterator[Row]:
+    """Run them, and yield what pytest says in the end.
 
     Args:
-        report: where the rows go.
+        log: file for all that pytest says.
         limit_s: seconds after which they are ended, with all that they started.
         rehearse: whether one of them is enough.
         matching: those to run, as pytest's -k; None: all.
@@ -40,7 +41,7 @@ def run_tests(report: Report, limit_s: float, rehearse: bool, matching: str | No
         command += ["-k", matching or REHEARSED]
     if find_spec("xdist") and not rehearse:
         command += ["-n", str(min(_WORKERS, len(os.sched_getaffinity(0))))]
-    log = report.output.with_suffix(".tests.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as written:
         child = subprocess.Popen(
             command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
@@ -56,10 +57,10 @@ def run_tests(report: Report, limit_s: float, rehearse: bool, matching: str | No
     lines = log.read_text(errors="replace").strip().splitlines()
     for line in lines:
         if line.startswith(("FAILED", "ERROR")):
-            report.add("tests", "failed test", line)
+            yield row("tests", "failed test", line)
     counts = [line for line in lines if " in " in line and ("passed" in line or "failed" in line)]
-    report.add("tests", "pytest -m cuda", (counts or lines or ["no output"])[-1])
+    yield row("tests", "pytest -m cuda", (counts or lines or ["no output"])[-1])
     if code is None:
-        report.add("tests", "failed", f"took more than {limit_s:.0f} s")
+        yield row("tests", "failed", f"took more than {limit_s:.0f} s")
     elif code:
-        report.add("tests", "failed", f"pytest ended with exit code {code}: see {log.name}")
+        yield row("tests", "failed", f"pytest ended with exit code {code}: see {log.name}")

@@ -7,12 +7,11 @@ well, for torch and a model take seconds to load.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
@@ -21,11 +20,9 @@ from typing import Any
 
 import torch
 
-from bench.gpu.choices import Choices, Context
-from bench.gpu.report import Report
-from bench.gpu.tests import ROOT
-from bench.harness.process import end, ending
-from bench.harness.record import prepare
+from bench.gpu.choices import Choices, Context, row
+from bench.harness.experiment import ROOT, Row, prepare
+from bench.harness.process import child_process, ending
 from offload.errors import one_line
 
 _START_S = 120  # until a process has loaded torch and begins its first part
@@ -54,49 +51,45 @@ PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # and the seconds t
 }
 
 
-def run_parts(names: Sequence[str], choices: Choices, report: Report, ends_at: float) -> list[str]:
-    """Run parts in a process of their own, until one of them fails; return those that are left.
+def run_parts(
+    names: Sequence[str], choices: Choices, ends_at: float
+) -> Generator[Row, None, list[str]]:
+    """Run parts in a process of their own until one of them fails.
+
+    Yields their rows, and returns the names of the parts that are left.
 
     Args:
         names: of the parts.
         choices: what they are given.
-        report: where their rows go.
         ends_at: when all is to be over, by `time.monotonic`.
     """
-    context: Any = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_work, args=(theirs, names, choices), daemon=True)
-    child.start()
-    theirs.close()  # so that a child that dies ends the pipe
     left, started, limit = list(names), time.monotonic(), float(_START_S)
-    try:
-        while left:
-            over_at = min(started + limit, ends_at)
-            if not ours.poll(max(0.0, over_at - time.monotonic())):
-                took = time.monotonic() - started
-                report.add(left.pop(0), "failed", f"ended after {took:.0f} s: its time was up")
-                break
-            kind, *rest = ours.recv()
-            if kind == "row":
-                report.add(*rest)
-            elif kind == "begin":
-                started, limit = time.monotonic(), PARTS[left[0]][1]
-            else:
-                name = left.pop(0)
-                report.add(name, "seconds", time.monotonic() - started, "s")
-                if rest[0] is not None:
-                    report.add(name, "failed", rest[0])
-                    break
-        else:
-            child.join(_END_S)  # in which a stand-in tells of faults that it has noted
-            if child.exitcode != 0:
-                what = f"its process did not end well (exit code {child.exitcode})"
-                report.add(names[-1], "failed", what)
-    except EOFError:
-        report.add(left.pop(0), "failed", f"its process {ending(child)}")
-    finally:
-        end(child, signal.SIGKILL)
-        ours.close()
+    with child_process(_work, names, choices, end_by=signal.SIGKILL) as (child, pipe):
+        try:
+            while left:
+                over_at = min(started + limit, ends_at)
+                if not pipe.poll(max(0.0, over_at - time.monotonic())):
+                    took = time.monotonic() - started
+                    yield row(left.pop(0), "failed", f"ended after {took:.0f} s: its time was up")
+                    return left
+                kind, content = pipe.recv()
+                if kind == "row":
+                    yield content
+                elif kind == "begin":
+                    started, limit = time.monotonic(), PARTS[left[0]][1]
+                else:
+                    name = left.pop(0)
+                    yield row(name, "seconds", time.monotonic() - started, "s")
+                    if content is not None:
+                        yield row(name, "failed", content)
+                        return left
+        except EOFError:
+            yield row(left.pop(0), "failed", f"its process {ending(child)}")
+            return left
+        child.join(_END_S)  # in which a stand-in tells of faults that it has noted
+        if child.exitcode != 0:
+            what = f"its process did not end well (exit code {child.exitcode})"
+            yield row(names[-1], "failed", what)
     return left
 
 
@@ -105,14 +98,11 @@ def _work(pipe: Any, names: Sequence[str], choices: Choices) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the process that watches this one gets
     prepare(0)
 
-    def report(*row: Any) -> None:
-        pipe.send(("row", *row))
-
     with _device(choices), torch.inference_mode():
-        context = Context(choices, report)
+        context = Context(choices, lambda found: pipe.send(("row", found)))
         for name in names:
             context.part = name
-            pipe.send(("begin",))
+            pipe.send(("begin", None))
             failure = None
             try:
                 PARTS[name][0](context)

@@ -1,4 +1,4 @@
-"""What most benchmarks can be told: each takes those it needs, with defaults of its own."""
+"""The options that benchmarks share. Each takes those it needs, with defaults of its own."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,16 +18,25 @@ Text = Annotated[
     Path | None,
     typer.Option(help="File or folder of text; Python's language reference by default."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(help="pg19, narrativeqa, or a folder of texts; by default Python's reference."),
+]
 Context = Annotated[int, typer.Option(help="Prompt tokens.")]
+Longest = Annotated[int, typer.Option(help="Prompt tokens of the longest.")]
 Contexts = Annotated[str, typer.Option(help="Prompt tokens, separated by commas.")]
 NewTokens = Annotated[int, typer.Option(help="Tokens per run.")]
 Budget = Annotated[int, typer.Option(help="Retrieval budget, tokens a head.")]
+Ways = Annotated[
+    str, typer.Option(help="Modes with their links, as mode@link, separated by commas.")
+]
 Rates = Annotated[str, typer.Option(help="Emulated links, GB/s.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; 0: all cores.")]
 Repeats = Annotated[int, typer.Option(help="Runs of each kind, interleaved; the median counts.")]
+First = Annotated[int, typer.Option(help="How many of the settings.")]
 Output = Annotated[Path, typer.Option(help="JSON document.")]
 
 

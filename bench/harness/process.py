@@ -29,23 +29,42 @@ def call_in_process(
     Returns its answer and the most memory its process held, in GB. A `Died` takes the answer's
     place where the process ends without one, or takes longer than `limit_s` seconds.
     """
+    started, peak = time.monotonic(), 0.0
+    with child_process(_answer, function, args) as (child, pipe):
+        try:
+            while child.is_alive() and not pipe.poll(_POLL_S):
+                peak = max(peak, _memory_gb(child.pid))
+                if time.monotonic() - started > limit_s:
+                    return Died(f"took more than {limit_s:.0f} s"), peak
+            return (pipe.recv() if pipe.poll() else ending(child)), peak
+        except EOFError:
+            return ending(child), peak
+
+
+@contextmanager
+def child_process(
+    function: Callable[..., None], *args: Any, end_by: int = signal.SIGTERM
+) -> Iterator[tuple[Any, Any]]:
+    """Run `function(pipe, *args)` in a process of its own meanwhile.
+
+    Yields the process, and the end of the pipe that receives what it sends; `EOFError` says that it
+    has ended. After the body the process gets the signal `end_by`, and so does all it has started.
+    """
     context: Any = multiprocessing.get_context(_START)
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(theirs, function, args))
-    started, peak = time.monotonic(), 0.0
+    child = context.Process(target=function, args=(theirs, *args))
     try:
         with _interrupts_wait():
             child.start()
         theirs.close()  # so that a child that dies ends the pipe
-        while child.is_alive() and not ours.poll(_POLL_S):
-            peak = max(peak, _memory_gb(child.pid))
-            if time.monotonic() - started > limit_s:
-                return Died(f"took more than {limit_s:.0f} s"), peak
-        return (ours.recv() if ours.poll() else ending(child)), peak
-    except EOFError:
-        return ending(child), peak
+        yield child, ours
     finally:
-        end(child)
+        if child.pid is not None:
+            for process in _family(child.pid):
+                with suppress(psutil.Error):
+                    process.send_signal(end_by)
+            child.join()
+        ours.close()
 
 
 @contextmanager
@@ -77,15 +96,6 @@ def ending(child: Any) -> Died:
     if child.exitcode == -9:
         return Died("killed, most likely for memory")
     return Died(f"ended with exit code {child.exitcode}")
-
-
-def end(child: Any, number: int = signal.SIGTERM) -> None:
-    """End a process, if it was started, and all that it has started, by a signal."""
-    if child.pid is not None:
-        for process in _family(child.pid):
-            with suppress(psutil.Error):
-                process.send_signal(number)
-        child.join()
 
 
 def _memory_gb(pid: int | None) -> float:

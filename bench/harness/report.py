@@ -1,15 +1,93 @@
-"""The tables of README and of docs/results, filled in from the documents there."""
+"""The tables of README and docs/results, filled in from the committed documents and nothing else.
+
+A table stands between a comment that says what it shows and `<!-- end -->`;
+`python -m bench report` fills it in anew. The comment names a document, and in further lines:
+
+    <!-- table compare-cpu.json
+    columns: peer = 65,536 tokens | ms_per_token | prefill_s
+    where: context = 65536 | peer = ours: plain or llama.cpp
+    rows: the list of rows that is shown, if not `rows`
+    ratios: how those begin that are shown, or none
+    -->
+
+Columns are fields of a row, each perhaps with a heading of its own.
+"""
 
 from __future__ import annotations
 
-from bench.harness.views import RESULTS, filled
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-FILLED = (RESULTS / "README.md", RESULTS.parents[1] / "README.md")
+from bench.harness.tables import flat, heading, markdown
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+PAGES = (RESULTS / "README.md", RESULTS.parents[1] / "README.md")
+_BLOCK = re.compile(r"(<!-- table (\S+)\n(.*?)-->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
     """Fill in every table."""
-    for path in FILLED:
+    for path in PAGES:
         text = filled(path.read_text(encoding="utf-8"), path.parent)
         path.write_text(text, encoding="utf-8")
         print(f"tables of {path} filled in")
+
+
+def filled(text: str, beside: Path = RESULTS, folder: Path = RESULTS) -> str:
+    """Return a text with its tables made anew from the documents in `folder`.
+
+    Links are those of a file in the folder `beside`.
+    """
+    links = "" if beside == RESULTS else "docs/results/"
+
+    def block(match: re.Match[str]) -> str:
+        spec = dict(line.split(": ", 1) for line in match[3].splitlines())
+        return match[1] + table(match[2], spec, folder, links) + match[4]
+
+    return _BLOCK.sub(block, text)
+
+
+def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
+    """Return the table, its ratios, and what was run where and when."""
+    document = json.loads((folder / file).read_text(encoding="utf-8"))
+    lines = []
+    if columns := _pairs(spec.get("columns", "")):
+        wanted = {name: values.split(" or ") for name, values in _pairs(spec.get("where", ""))}
+        rows = [flat(row) for row in document[spec.get("rows", "rows")]]
+        kept = [row for row in rows if all(str(row[name]) in wanted[name] for name in wanted)]
+        cells = [[row.get(name) for name, _ in columns] for row in kept]
+        lines = markdown([words or heading(name) for name, words in columns], cells)
+    ratios, start = document.get("ratios", {}), spec.get("ratios", "")
+    shown = [claim for claim in ratios if claim.startswith(start)] if start != "none" else []
+    if shown:
+        lines += ["", *(f"- {claim}: **{ratios[claim]:.2f}**" for claim in shown)]
+    return "\n".join([*lines, "", caption(document["environment"], links + file), ""])
+
+
+def _pairs(words: str) -> list[tuple[str, str]]:
+    """Return the parts of `name = words | name`, with no words where there are none."""
+    parts = [part.partition(" = ") for part in words.split(" | ") if part]
+    return [(name, told) for name, _, told in parts]
+
+
+def caption(environment: Mapping[str, Any], path: str) -> str:
+    """Return one line: the command, the machine, the day, the commit and the document."""
+    return (
+        f"`{environment['command']}` on {machine_of(environment)}, {environment['date'][:10]}, "
+        f"commit {commit_of(environment)} ([{Path(path).name}]({path}))"
+    )
+
+
+def machine_of(environment: Mapping[str, Any]) -> str:
+    """Return the GPUs, the processor and how many threads were used."""
+    processor = f"{environment['cpu']}, {environment['threads']} threads"
+    return ", ".join([*environment["gpus"], processor])
+
+
+def commit_of(environment: Mapping[str, Any]) -> str:
+    """Return the commit in short, and whether there were changes on top of it."""
+    commit, changes, _ = environment["commit"].partition("+changes")
+    return commit[:7] + changes

@@ -1,14 +1,12 @@
 """Rows as people read them: on a terminal, in Markdown and on the page.
 
-A row is a dataclass, or a dict read from a document. Its fields have plain names; their headings
-stand here.
+A row is a dict. Its fields have plain names; their headings stand here.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -50,11 +48,10 @@ def heading(name: str) -> str:
     return HEADINGS.get(name, plain)
 
 
-def flat(row: Any) -> dict[str, Any]:
+def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row's fields by name: a mapping as an entry each, and without lists."""
-    fields = asdict(row) if is_dataclass(row) and not isinstance(row, type) else row
     cells: dict[str, Any] = {}
-    for name, value in fields.items():
+    for name, value in row.items():
         if isinstance(value, Mapping):
             cells |= {f"{name}.{key}": each for key, each in value.items()}
         elif not isinstance(value, list):
@@ -75,18 +72,20 @@ def cell(value: Any) -> str:
     return f"{value:,.{digits}f}"
 
 
-def show(title: str, rows: Sequence[Any], hidden: Sequence[str] = ()) -> None:
+def show(title: str, rows: Sequence[Mapping[str, Any]], hidden: Sequence[str] = ()) -> None:
     """Print rows as a table, without fields that are empty in all or named in `hidden`."""
     lines = [flat(row) for row in rows]
     filled = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
     shown = [name for name in filled if name not in hidden]
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for name in shown:
         number = isinstance(lines[0].get(name), int | float)
         table.add_column(heading(name), justify="right" if number else "left")
     for line in lines:
         table.add_row(*(cell(line.get(name)) or "-" for name in shown))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

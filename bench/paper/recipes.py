@@ -11,9 +11,13 @@ that the first published row implies.
 
 from __future__ import annotations
 
+import json
 import shlex
 import statistics
+import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,12 +26,11 @@ import torch
 import typer
 from huggingface_hub import try_to_load_from_cache
 
-from bench.harness.data import documents
+from bench.harness import options as opt
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
-from bench.harness.options import SMOLLM2, Draft, Target
-from bench.harness.record import benchmark, prepare, save
-from bench.harness.tables import say, show
-from bench.paper.jobs import summarize
+from bench.harness.experiment import Measurement, Row, benchmark
+from bench.harness.tables import say
+from bench.harness.text import documents
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
 from decoding import Settings
 from decoding.planning.cost import Acceptance
@@ -40,29 +43,6 @@ from offload.errors import TierForceError
 FEW = 12  # tokens of plain decoding over an emulated link, which is slow
 CHARACTERS = 5  # of a token, at most: what is cut is long enough
 Measured = dict[str, float | None]  # medians over records, by the record's field
-
-
-@dataclass(frozen=True)
-class Row:
-    """One experiment: published, predicted for that hardware, and measured on this machine."""
-
-    name: str
-    published_ms: float | None
-    published_plain_ms: float | None
-    published_gain: float | None
-    plain_is_of: str | None
-    predicted_ms: float
-    predicted_plain_ms: float | None
-    predicted_gain: float | None
-    assumed_acceptance: float
-    run: str  # here: at full size, reduced, or not
-    ms_per_token: float | None
-    plain_ms_per_token: float | None
-    gain: float | None
-    acceptance: float | None
-    tokens_per_verification: float | None
-    first_token_s: float | None
-    settings: str
 
 
 @dataclass(frozen=True)
@@ -85,25 +65,25 @@ class Study:
         predicted_plain_ms = predict(experiment, "plain")[0] if experiment.plain else None
         ms, plain_ms = ours.get("ms_per_token"), plain.get("ms_per_token")
         settings = {"mode": drafting} | (options_here(experiment, drafting, self.stretch) or {})
-        return Row(
-            experiment.name,
-            experiment.published,
-            experiment.published_plain,
-            experiment.published_gain,
-            experiment.baseline,
-            predicted_ms,
-            predicted_plain_ms,
-            _ratio(predicted_plain_ms, predicted_ms),
-            assumed,
-            "not here" if not ours else "full size" if is_here(experiment) else "reduced",
-            ms,
-            plain_ms,
-            _ratio(plain_ms, ms),
-            ours.get("acceptance"),
-            ours.get("tokens_per_verification"),
-            ours.get("time_to_first_token_s"),
-            ", ".join(f"{name} {value}" for name, value in settings.items() if ours),
-        )
+        return {
+            "name": experiment.name,
+            "published_ms": experiment.published,
+            "published_plain_ms": experiment.published_plain,
+            "published_gain": experiment.published_gain,
+            "plain_is_of": experiment.baseline,
+            "predicted_ms": predicted_ms,
+            "predicted_plain_ms": predicted_plain_ms,
+            "predicted_gain": _ratio(predicted_plain_ms, predicted_ms),
+            "assumed_acceptance": assumed,
+            "run": "not here" if not ours else "full size" if is_here(experiment) else "reduced",
+            "ms_per_token": ms,
+            "plain_ms_per_token": plain_ms,
+            "gain": _ratio(plain_ms, ms),
+            "acceptance": ours.get("acceptance"),
+            "tokens_per_verification": ours.get("tokens_per_verification"),
+            "first_token_s": ours.get("time_to_first_token_s"),
+            "settings": ", ".join(f"{name} {value}" for name, value in settings.items() if ours),
+        }
 
     def measure(self, experiment: Experiment, mode: str) -> Measured:
         """Return medians over the books' records; {} where it cannot be run."""
@@ -114,20 +94,41 @@ class Study:
             models = experiment.checkpoint, DRAFT
         texts = documents(self.data, self.books, CHARACTERS * options["context"])
         arguments = arguments_of(*models, mode, options)
-        records = summarize(self.folder, mode, texts, arguments, say)
+        records = summarize(self.folder, mode, texts, arguments)
         for record in records:
             record["acceptance"] = record["acceptance"].get("target")
         names = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
-        return {name: _median([record[name] for record in records]) for name in names}
-
-
-def _median(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+        known = {name: [each[name] for each in records if each[name] is not None] for name in names}
+        return {name: statistics.median(each) if each else None for name, each in known.items()}
 
 
 def _ratio(slow: float | None, fast: float | None) -> float | None:
     return slow / fast if slow and fast else None
+
+
+def summarize(
+    folder: Path, name: str, texts: Mapping[str, str], options: list[str]
+) -> list[dict[str, Any]]:
+    """Run `tierforce summarize` with these options over texts by name, anew.
+
+    Returns its records, in order. Raises TierForceError where the command fails.
+    """
+    place, output = folder / "documents", folder / f"{name}.jsonl"
+    place.mkdir(parents=True, exist_ok=True)
+    for stale in place.glob("*.txt"):
+        stale.unlink()
+    for number, (title, text) in enumerate(texts.items()):
+        path = place / f"{number:03}-{title.replace('/', '-')}.txt"
+        path.write_text(text, encoding="utf-8")
+    output.unlink(missing_ok=True)
+    arguments = ["summarize", *options, "--input", str(place), "--output", str(output)]
+    say("$ " + shlex.join(["tierforce", *arguments]))
+    code = subprocess.run([sys.executable, "-m", "decoding.cli", *arguments]).returncode
+    if code:
+        raise TierForceError(
+            f"tierforce summarize ended with exit code {code}; what it said is above."
+        )
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 def is_here(experiment: Experiment) -> bool:
@@ -203,17 +204,12 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
 
 
-@benchmark
+@benchmark("Recipe {name}, times in ms/token", hidden=["settings"])
 def main(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="pg19, narrativeqa, or a folder of texts; by default Python's reference."
-        ),
-    ] = None,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    data: opt.Data = None,
     rows: Annotated[
         str, typer.Option(help="Parts of the names of rows to run; all by default.")
     ] = "",
@@ -225,46 +221,24 @@ def main(
             "names of rows tell them as they are without.",
         ),
     ] = 1,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON document; by default results/recipe-NAME.json.")
-    ] = None,
-) -> None:
+    output: opt.Output = Path("results/recipe-{name}.json"),
+) -> Measurement:
     """Run one published experiment, at full size where this machine can, else at reduced size."""
-    prepare(0)
     if name not in RECIPES:
         raise typer.BadParameter(f"{name} is not one of {', '.join(RECIPES)}")
-    output = output or Path("results") / f"recipe-{name}.json"
     recipe = RECIPES[name]
     parts = [part.strip() for part in rows.split(",")]
     chosen = [each for each in recipe.rows if any(part in each.name for part in parts)]
     if not chosen:
         known = ", ".join(each.name for each in recipe.rows)
         raise typer.BadParameter(f"no row is named like that: {known}", param_hint="--rows")
-    document: dict[str, Any] = {"recipe": name, "about": recipe.about, "rows": []}
+    commands = {f"{row.name}, at full size": "; ".join(published_commands(row)) for row in chosen}
+    found = list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         study = Study(target, draft, data, recipe.books, Path(folder), stretch)
-        run_rows(chosen, study, output, document)
-    if document["rows"]:
-        show(f"{recipe.about}. Times are ms/token", document["rows"], hidden=["settings"])
-        for row in document["rows"]:
-            if row.settings:
-                print(f"{row.name}, settings here: {row.settings}")
-        save(output, document)
-    print("At full size:")
-    for each in chosen:
-        for line in published_commands(each):
-            print(f"  {line}")
-
-
-def run_rows(
-    chosen: list[Experiment], study: Study, output: Path, document: dict[str, Any]
-) -> None:
-    """Run experiments one by one; what is finished is in the document, and on disk."""
-    try:
         for each in chosen:
-            document["rows"].append(study.row(each))
-            save(output, document, quiet=True)
-    except KeyboardInterrupt:
-        say("interrupted: what is finished is kept")
-    except TierForceError as error:
-        raise TierForceError(f"{each.name}: {error}") from error
+            try:
+                found.append(study.row(each))
+            except TierForceError as error:
+                raise TierForceError(f"{each.name}: {error}") from error
+            yield {"recipe": name, "about": recipe.about, "rows": found, "full_size": commands}

@@ -12,31 +12,15 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Contexts,
-    Draft,
-    Dtype,
-    NewTokens,
-    Output,
-    Repeats,
-    Rope,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-    integers,
-)
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.process import Died, call_in_process
-from bench.harness.record import benchmark, prepare, publish, save
 from bench.harness.tables import cell, say
 from bench.harness.text import prompt_tokens
 from bench.peers.base import Job, Result, Unavailable
@@ -60,25 +44,6 @@ COMPARED = (  # one, and what it is to be faster than
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One peer at one context: medians of times, counts of the last run that was finished."""
-
-    context: int
-    peer: str
-    prefill_s: float | None = None
-    ms_per_token: float | None = None
-    min_ms_per_token: float | None = None
-    max_ms_per_token: float | None = None
-    tokens_per_verification: float | None = None
-    acceptance: float | None = None
-    inner_acceptance: float | None = None
-    link_mb_per_token: float | None = None
-    peak_gb: float | None = None
-    same_text: str | None = None  # as our own plain greedy one
-    note: str | None = None
-
-
 @dataclass
 class Runs:
     """What came of one peer at one context, and the most memory its processes held."""
@@ -91,28 +56,31 @@ class Runs:
         return [each for each in self.outcomes if isinstance(each, Result)]
 
     def row(self, context: int, peer: str, wanted: list[int] | None) -> Row:
-        """Return the row of these runs; `wanted` None where tokens are drawn."""
+        """Return the row of these runs: medians of times, counts of the last that was finished.
+
+        `wanted` None: tokens are drawn.
+        """
         reasons = [each for each in self.outcomes if isinstance(each, str)]
+        row = {"context": context, "peer": peer, "ms_per_token": None, "prefill_s": None}
         if not self.results:
-            return Row(context, peer, note=reasons[-1])
+            return row | {"note": reasons[-1]}
         times = [1e3 * each.decode_s / max(1, len(each.tokens) - 1) for each in self.results]
         last = self.results[-1]
         moved = last.link_bytes_per_token
-        return Row(
-            context,
-            peer,
-            prefill_s=statistics.median(each.first_s for each in self.results),
-            ms_per_token=statistics.median(times),
-            min_ms_per_token=min(times),
-            max_ms_per_token=max(times),
-            tokens_per_verification=last.tokens_per_verification,
-            acceptance=last.acceptance.get("target"),
-            inner_acceptance=last.acceptance.get("retrieval"),
-            link_mb_per_token=moved / 1e6 if moved else None,
-            peak_gb=self.peak_gb,
-            same_text=None if wanted is None else compare_texts(last.tokens, wanted),
-            note=reasons[0] if reasons else last.note,
-        )
+        return row | {
+            "prefill_s": statistics.median(each.first_s for each in self.results),
+            "ms_per_token": statistics.median(times),
+            "min_ms_per_token": min(times),
+            "max_ms_per_token": max(times),
+            "tokens_per_verification": last.tokens_per_verification,
+            "acceptance": last.acceptance.get("target"),
+            "inner_acceptance": last.acceptance.get("retrieval"),
+            "link_mb_per_token": moved / 1e6 if moved else None,
+            "peak_gb": self.peak_gb,
+            # as our own plain greedy one
+            "same_text": None if wanted is None else compare_texts(last.tokens, wanted),
+            "note": reasons[0] if reasons else last.note,
+        }
 
 
 def compare_texts(tokens: list[int], wanted: list[int]) -> str:
@@ -126,7 +94,6 @@ def compare_texts(tokens: list[int], wanted: list[int]) -> str:
 
 def attempt(name: str, job: Job, threads: int) -> Outcome:
     """Load one peer and run it, in this process."""
-    prepare(threads)
     try:
         peer = PEERS[name](job)
         return replace(peer.run(), note=peer.note)
@@ -148,11 +115,11 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     And how the fastest of ours without a link compares with the fastest of the others.
     """
     claims: dict[str, float] = {}
-    for context in dict.fromkeys(row.context for row in rows):
+    for context in dict.fromkeys(row["context"] for row in rows):
         times = {
-            row.peer: row.ms_per_token
+            row["peer"]: row["ms_per_token"]
             for row in rows
-            if row.context == context and row.ms_per_token
+            if row["context"] == context and row["ms_per_token"]
         }
         own = [peer for peer in times if peer.startswith(OURS) and not peer.endswith(OFFLOADED)]
         others = [peer for peer in times if not peer.startswith(OURS)]
@@ -167,49 +134,17 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     return claims
 
 
-class Comparison:
-    """All runs so far, kept on disk after each."""
-
-    def __init__(self, output: Path, threads: int, limit_s: float):
-        self.output, self.threads, self.limit_s = output, threads, limit_s
-        self.runs: dict[tuple[int, str], Runs] = {}
-        self.greedy: dict[int, list[int]] = {}  # our own plain text, by context
-
-    def add(self, name: str, job: Job) -> None:
-        """Run one peer once more."""
-        key = len(job.prompt), name
-        outcome, peak_gb = run(name, job, self.threads, self.limit_s)
-        runs = self.runs.setdefault(key, Runs())
-        runs.outcomes.append(outcome)
-        runs.peak_gb = max(runs.peak_gb, peak_gb)
-        if name == PLAIN and isinstance(outcome, Result) and job.sampling.temperature == 0:
-            self.greedy.setdefault(key[0], outcome.tokens)
-        save(self.output, self.document(), quiet=True)
-        row = next(each for each in self.rows() if (each.context, each.peer) == key)
-        speed = f"{cell(row.ms_per_token)} ms/token, prefill {cell(row.prefill_s)} s"
-        say(f"{key[0]} tokens, {name}: {row.note or speed}")
-
-    def rows(self) -> list[Row]:
-        """Return a row per peer and context."""
-        return [
-            runs.row(context, peer, self.greedy.get(context))
-            for (context, peer), runs in self.runs.items()
-        ]
-
-    def document(self) -> dict[str, Any]:
-        """Return rows and ratios."""
-        rows = self.rows()
-        return {"rows": rows, "ratios": ratios(rows)}
-
-
-@benchmark
+@benchmark(
+    "{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p}, {threads} threads, "
+    "link {link}"
+)
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    rope: Rope = None,
-    text: Text = None,
-    context: Contexts = str(NATIVE),
-    new_tokens: NewTokens = 128,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
+    context: opt.Contexts = f"{opt.NATIVE}",
+    new_tokens: opt.NewTokens = 128,
     peers: Annotated[
         str, typer.Option(help="Parts of the names of peers to run; all by default.")
     ] = "",
@@ -219,16 +154,15 @@ def main(
     budget: Annotated[
         int | None, typer.Option(help="Retrieval budget; by default the engine's own.")
     ] = None,
-    dtype: Dtype = "bfloat16",
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    threads: Threads = 0,
-    repeats: Repeats = 1,
+    dtype: opt.Dtype = "bfloat16",
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    threads: opt.Threads = 0,
+    repeats: opt.Repeats = 1,
     limit_s: Annotated[float, typer.Option(help="Seconds a run may take.")] = 900,
-    output: Output = Path("results/compare.json"),
-) -> None:
+    output: opt.Output = Path("results/compare.json"),
+) -> Measurement:
     """Run every peer at every context, and compare."""
-    prepare(threads)
     names = [name for name in PEERS if any(part.strip() in name for part in peers.split(","))]
     if not names:
         known = ", ".join(PEERS)
@@ -236,7 +170,7 @@ def main(
     model = resolve(target, Group())
     small = None if draft is None else resolve(draft, Group())
     tokenizer = load_tokenizer(model)
-    prompts = [prompt_tokens(tokenizer, tokens, text) for tokens in integers(context)]
+    prompts = [prompt_tokens(tokenizer, tokens, text) for tokens in opt.integers(context)]
     law, scratch = Sampling(temperature, top_p=top_p), output.parent / "converted"
     jobs = [
         Job(model, small, rope, prompt, new_tokens, law, dtype, budget, link, scratch)
@@ -245,17 +179,18 @@ def main(
     for name in names:
         with suppress(Exception):  # what fails here fails again where its row says why
             PEERS[name].convert(jobs[0])
-    comparison = Comparison(output, threads, limit_s)
-    try:
-        for job in jobs:
-            for repeat in range(repeats):
-                for name in names:
-                    comparison.add(name, replace(job, sampling=replace(law, seed=repeat)))
-    except KeyboardInterrupt:
-        say("interrupted: what is finished is kept")
-    if comparison.runs:
-        title = (
-            f"{new_tokens} new tokens, {dtype}, T {temperature}, top-p {top_p}, "
-            f"{torch.get_num_threads()} threads, link {link}"
-        )
-        publish(output, title, **comparison.document())
+    runs: dict[tuple[int, str], Runs] = {}
+    greedy: dict[int, list[int]] = {}  # our own plain text, by context
+    for job, repeat, name in product(jobs, range(repeats), names):
+        tokens, again = len(job.prompt), replace(job, sampling=replace(law, seed=repeat))
+        outcome, peak_gb = run(name, again, threads, limit_s)
+        found = runs.setdefault((tokens, name), Runs())
+        found.outcomes.append(outcome)
+        found.peak_gb = max(found.peak_gb, peak_gb)
+        if name == PLAIN and isinstance(outcome, Result) and law.temperature == 0:
+            greedy.setdefault(tokens, outcome.tokens)
+        rows = {key: each.row(*key, greedy.get(key[0])) for key, each in runs.items()}
+        row = rows[tokens, name]
+        speed = f"{cell(row['ms_per_token'])} ms/token, prefill {cell(row['prefill_s'])} s"
+        say(f"{tokens} tokens, {name}: {row['note'] or speed}")
+        yield {"rows": list(rows.values()), "ratios": ratios(list(rows.values()))}

@@ -48,18 +48,21 @@ def load_transformers(
 ) -> Any:
     """Return transformers' model of a folder or a GGUF file, with its positions stretched.
 
-    What a GGUF file becomes is kept in `scratch`. `options` are of `from_pretrained`.
+    What a GGUF file becomes is kept in `scratch`. It generates without stop tokens, so that all
+    make as many tokens. `options` are of `from_pretrained`.
     """
     if rope:
         config = ModelConfig.from_pretrained(model).stretched(rope)
         options["rope_parameters"] = dict(config.rope)
         options["max_position_embeddings"] = config.max_positions
-    return AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         hugging_face_folder(model, dtype, scratch),
         dtype=getattr(torch, dtype),
         trust_remote_code=False,
         **options,
-    ).eval()
+    )
+    loaded.generation_config = GenerationConfig(pad_token_id=0)
+    return loaded.eval()
 
 
 def generated(
@@ -102,10 +105,7 @@ class Transformers(Peer):
         self.model: Any = self._load(job.target, job.rope)
 
     def _load(self, model: Path, rope: str | None = None) -> Any:
-        loaded = load_transformers(model, self.job.dtype, self.job.scratch, rope).to(self.device)
-        # no stop token: all make as many tokens
-        loaded.generation_config = GenerationConfig(pad_token_id=0)
-        return loaded
+        return load_transformers(model, self.job.dtype, self.job.scratch, rope).to(self.device)
 
     def run(self) -> Result:
         job = self.job

@@ -12,28 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
-from bench.harness.options import (
-    SMOLLM2,
-    Context,
-    Draft,
-    Dtype,
-    NewTokens,
-    Output,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.peers.hugging_face import generated, load_transformers
-from bench.speed.texts import settings_of
+from bench.speed.texts import endless, settings_of
 from decoding import Engine, Sampling
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
@@ -58,18 +45,6 @@ class Turn:
     ms_per_token: float
     tokens: list[int]
     reused: int | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """The turns of one way: medians of all but the first, which reads the document."""
-
-    way: str  # mode, and the link of its KV
-    first_reading_s: float  # document and question, until the first token
-    next_question_s: float  # likewise
-    share: float  # of the first reading
-    ms_per_token: float
-    reused_tokens: float | None = None  # of a question's prompt
 
 
 Answer = Callable[[list[int]], Turn]  # what is written behind a prompt
@@ -108,49 +83,48 @@ def of_transformers(model: Any, new: int, law: Sampling) -> Answer:
 
 
 def row(way: str, found: Sequence[Turn]) -> Row:
-    """Return the row of one way's turns."""
+    """Return the row of one way: medians of all turns but the first, which reads the document."""
     first, *later = found
     question = statistics.median(turn.first_s for turn in later)
     reused = [turn.reused for turn in later if turn.reused is not None]
-    return Row(
-        way,
-        first.first_s,
-        question,
-        question / first.first_s,
-        statistics.median(turn.ms_per_token for turn in found),
-        statistics.median(reused) if reused else None,
-    )
+    say(f"{way}: {first.first_s:.1f} s, {question:.2f} s")
+    return {
+        "way": way,  # mode, and the link of its KV
+        "first_reading_s": first.first_s,  # document and question, until the first token
+        "next_question_s": question,
+        "share": question / first.first_s,
+        "ms_per_token": statistics.median(turn.ms_per_token for turn in found),
+        "reused_tokens": statistics.median(reused) if reused else None,  # of a question's prompt
+    }
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Return how many times as long the first reading takes as a question behind it."""
-    claims = {}
-    for each in rows:
-        claim = f"{each.way}: the first reading, times a later question"
-        claims[claim] = each.first_reading_s / each.next_question_s
-    return claims
+    return {
+        f"{row['way']}: the first reading, times a later question": 1 / row["share"] for row in rows
+    }
 
 
-@benchmark
+@benchmark(
+    "{questions} questions about {context:,} tokens, {new_tokens} new ones each, {dtype}, "
+    "T {temperature}, top-p {top_p}, {threads} threads"
+)
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    text: Text = None,
-    context: Context = 7000,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    text: opt.Text = None,
+    context: opt.Context = 7000,
     questions: Annotated[int, typer.Option(min=2, max=len(QUESTIONS), help="Questions.")] = 4,
-    ways: Annotated[
-        str, typer.Option(help="Modes with their links, as mode@link, separated by commas.")
-    ] = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
+    ways: opt.Ways = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
     kept: Annotated[bool, typer.Option(help="Also transformers with a cache that stays.")] = True,
-    new_tokens: NewTokens = 64,
-    dtype: Dtype = "bfloat16",
-    temperature: Temperature = 0.6,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-    output: Output = Path("results/conversation.json"),
-) -> None:
+    new_tokens: opt.NewTokens = 64,
+    dtype: opt.Dtype = "bfloat16",
+    temperature: opt.Temperature = 0.6,
+    top_p: opt.TopP = 0.9,
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/conversation.json"),
+) -> Measurement:
     """Ask questions about a document, in every way: how long until the first and a later answer."""
-    prepare(threads)
     tokenizer = tokenizer_of(target)
     document = prompt_tokens(tokenizer, context, text)
     asked = [
@@ -160,22 +134,14 @@ def main(
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
     for way in ways.split(","):
         mode, _, link = way.partition("@")
-        engine = Engine.from_pretrained(target, draft, settings_of(mode, link, dtype))
-        engine.stop_tokens = frozenset()  # all make as many tokens
-        list(engine.generate(document[:WARM], WARM, law))
-        with engine.conversation():
-            found = turns(document, asked, of_engine(engine, new_tokens, law))
-        engine.close()
+        with endless(target, draft, settings_of(mode, link, dtype)) as engine:
+            list(engine.generate(document[:WARM], WARM, law))
+            with engine.conversation():
+                found = turns(document, asked, of_engine(engine, new_tokens, law))
         rows.append(row(f"{mode}, {link}", found))
-        say(f"{rows[-1].way}: {rows[-1].first_reading_s:.1f} s, {rows[-1].next_question_s:.2f} s")
+        yield {"rows": rows, "ratios": ratios(rows)}
     if kept:
-        scratch = output.parent / "converted"
-        model = load_transformers(resolve(target, Group()), dtype, scratch, None)
-        model.generation_config = GenerationConfig(pad_token_id=0)
+        model = load_transformers(resolve(target, Group()), dtype, output.parent / "converted")
         of_transformers(model, WARM, law)(document[:WARM])
         rows.append(row(KEPT, turns(document, asked, of_transformers(model, new_tokens, law))))
-    title = (
-        f"{questions} questions about {context:,} tokens, {new_tokens} new ones each, {dtype}, "
-        f"T {temperature}, top-p {top_p}, {torch.get_num_threads()} threads"
-    )
-    publish(output, title, rows, ratios(rows))
+        yield {"rows": rows, "ratios": ratios(rows)}

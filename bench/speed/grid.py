@@ -30,23 +30,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from bench.harness import options as opt
 from bench.harness.decode_loop import PrefilledText, Run
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Context,
-    Draft,
-    Dtype,
-    NewTokens,
-    Output,
-    Rope,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
 from decoding import Engine, Sampling, Settings
@@ -101,53 +87,37 @@ class Group:
         return runtime.needs.has_choice or (adaptive and runtime.mode != "plain")
 
 
-@dataclass(frozen=True)
-class Row:
-    """All runs of one setting. Where the engine chose, all its choices are named."""
+def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
+    """Return the row of a point's runs, given what drafts yield under each law of acceptance.
 
-    setting: Varied
-    ms_per_token: float
-    min_ms_per_token: float  # of one text
-    max_ms_per_token: float
-    expected_ms_per_token: float | None
-    tokens_per_verification: float | None
-    acceptance: float | None  # of what was put before the target
-    mean_draft: float | None
-    link_mb_per_token: float
-    modes: str
-    budgets: str
-    resident_layers: str
-    sliced_layers: str
-
-    @classmethod
-    def of(cls, point: Point, yields: dict[Settings, list[float]]) -> Row:
-        """Sum up a point, given what drafts yield under each law of acceptance."""
-        runs = [run for _, run in point.runs]
-        seconds = sum(run.seconds for run in runs)
-        tokens = sum(run.tokens for run in runs)
-        rounds = point.rounds
-        expected = sum(
-            yields[law_of(settings)][each.drafted]
-            for settings, run in point.runs
-            for each in run.rounds
-        )
-        rates = [run.acceptance for run in runs if run.acceptance is not None]
-        has_budget = "budget" not in UNUSED.get(point.varied.get("mode", AUTO), ())
-        return cls(
-            point.varied,
-            1e3 * seconds / tokens,
-            min(run.ms_per_token for run in runs),
-            max(run.ms_per_token for run in runs),
-            1e3 * seconds / expected if rounds else None,
-            tokens / len(rounds) if rounds else None,
-            statistics.fmean(rates) if rates else None,
-            statistics.fmean(each.drafted for each in rounds) if rounds else None,
-            sum(run.link_bytes for run in runs) / tokens / 1e6,
-            in_words([settings.mode for settings, _ in point.runs]),
-            in_words([settings.budget for settings, _ in point.runs]) if has_budget else "",
-            in_words([settings.resident_layers for settings, _ in point.runs]),
-            in_words([settings.sliced_layers for settings, _ in point.runs]),
-        )
+    Where the engine chose, all its choices are named.
+    """
+    every, runs = [settings for settings, _ in point.runs], [run for _, run in point.runs]
+    seconds, tokens = sum(run.seconds for run in runs), sum(run.tokens for run in runs)
+    rounds, times = point.rounds, [run.ms_per_token for run in runs]
+    expected = sum(
+        yields[law_of(settings)][each.drafted]
+        for settings, run in point.runs
+        for each in run.rounds
+    )
+    rates = [run.acceptance for run in runs if run.acceptance is not None]
+    has_budget = "budget" not in UNUSED.get(point.varied.get("mode", AUTO), ())
+    return {
+        "setting": point.varied,
+        "ms_per_token": 1e3 * seconds / tokens,
+        "min_ms_per_token": min(times),  # of one text
+        "max_ms_per_token": max(times),
+        "expected_ms_per_token": 1e3 * seconds / expected if rounds else None,
+        "tokens_per_verification": tokens / len(rounds) if rounds else None,
+        # of what was put before the target
+        "acceptance": statistics.fmean(rates) if rates else None,
+        "mean_draft": statistics.fmean(each.drafted for each in rounds) if rounds else None,
+        "link_mb_per_token": sum(run.link_bytes for run in runs) / tokens / 1e6,
+        "modes": in_words([settings.mode for settings in every]),
+        "budgets": in_words([settings.budget for settings in every]) if has_budget else "",
+        "resident_layers": in_words([settings.resident_layers for settings in every]),
+        "sliced_layers": in_words([settings.sliced_layers for settings in every]),
+    }
 
 
 def in_words(values: Sequence[object]) -> str:
@@ -298,29 +268,31 @@ def turned(points: list[Any], turn: int) -> list[Any]:
     return points[first:] + points[:first]
 
 
-@benchmark
+@benchmark(
+    "Decoding behind {context:,} tokens: {dtype}, T {temperature}, top-p {top_p}, {texts} texts of "
+    "{new_tokens}"
+)
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    rope: Rope = None,
-    text: Text = None,
-    context: Context = NATIVE,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
+    context: opt.Context = opt.NATIVE,
     vary: Annotated[
         list[str] | None,
         typer.Option(help="A setting and its values: budget=512,4096. One value fixes it."),
     ] = None,
     texts: Annotated[int, typer.Option(help="Prompts that are timed.")] = 3,
     learn: Annotated[int, typer.Option(help="Prompts before, for the engine to learn from.")] = 0,
-    new_tokens: NewTokens = 96,
+    new_tokens: opt.NewTokens = 96,
     limit_s: Annotated[float, typer.Option(help="Seconds after which a run may end.")] = 20,
-    dtype: Dtype = "bfloat16",
-    temperature: Temperature = 0.6,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-    output: Output = Path("results/grid.json"),
-) -> None:
+    dtype: opt.Dtype = "bfloat16",
+    temperature: opt.Temperature = 0.6,
+    top_p: opt.TopP = 0.9,
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/grid.json"),
+) -> Measurement:
     """Time every combination of the settings that are varied."""
-    prepare(threads)
     varied = parse(vary or ["mode=plain,retrieval,hierarchical"])
     base = Settings(rope=rope, dtype=dtype)
     # what makes no sense is refused before anything is read
@@ -331,6 +303,8 @@ def main(
     learnt = [stretch for stretch in stretches if stretch not in timed]
     base = replace(base, graphs=engine.runtime.settings.graphs)  # as loading has found to work
     groups = grouped(engine.runtime, base, combinations)
+    every = [point for group in groups for point in group.points]
+    every.sort(key=lambda point: combinations.index(point.varied))
     for seed, prompt in enumerate([*learnt, *timed]):
         for group in turned(groups, seed):
             if seed == len(learnt):
@@ -339,29 +313,29 @@ def main(
             if seed >= len(learnt) or group.learns:
                 law = Sampling(temperature, top_p=top_p, seed=seed)
                 time_text(group, prompt, new_tokens, law, limit_s)
+        if seed >= len(learnt):
+            rows = rows_of(every)
+            yield {"rows": rows, "ratios": ratios(rows, varied)}
+
+
+def rows_of(points: Sequence[Point]) -> list[Row]:
+    """Return a row per point; points under one law of acceptance share what drafts yield."""
     rounds: dict[Settings, list[RoundStats]] = {}
-    every = [point for group in groups for point in group.points]
-    for point in every:
+    for point in points:
         for settings, run in point.runs:
             rounds.setdefault(law_of(settings), []).extend(run.rounds)
     yields = {law: expected_yields(each) for law, each in rounds.items()}
-    every.sort(key=lambda point: combinations.index(point.varied))
-    rows = [Row.of(point, yields) for point in every]
-    title = (
-        f"Decoding behind {context:,} tokens: {dtype}, T {temperature}, top-p {top_p}, {texts} "
-        f"texts of {new_tokens}"
-    )
-    publish(output, title, rows, ratios(rows, varied))
+    return [row_of(point, yields) for point in points]
 
 
 def ratios(rows: list[Row], varied: dict[str, list[str]]) -> dict[str, float]:
     """Compare, on each link, the best settings of each value with those of the first value."""
     claims: dict[str, float] = {}
     for link in varied.get("link", [AUTO]):
-        here = [row for row in rows if row.setting.get("link", link) == link]
+        here = [row for row in rows if row["setting"].get("link", link) == link]
         for name, values in varied.items():
             times = {
-                value: [row.ms_per_token for row in here if row.setting.get(name) == value]
+                value: [row["ms_per_token"] for row in here if row["setting"].get(name) == value]
                 for value in values
             }
             first, *others = values

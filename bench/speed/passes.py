@@ -10,26 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bench.harness.options import (
-    SMOLLM2,
-    Budget,
-    Contexts,
-    Draft,
-    Dtype,
-    Output,
-    Repeats,
-    Rope,
-    Target,
-    Text,
-    Threads,
-    integers,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Settings
@@ -42,28 +28,6 @@ from parallel.model.transformer import Llama
 # makes logits (rows, V) of model, tokens, cache and rows: the model itself, or a GraphRunner
 PassRunner = Callable[[Llama, torch.Tensor, Cache, int], torch.Tensor]
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
-
-
-@dataclass(frozen=True)
-class Row:
-    """Milliseconds of passes behind a prompt, by level and rows.
-
-    A refresh chooses the retrieval cache anew. "Not recorded" is a short pass without CUDA graphs,
-    where it is recorded otherwise.
-    """
-
-    tokens: int
-    prefill_s: float
-    target_1: float
-    target_17: float
-    target_33: float
-    target_33_refresh: float | None = None
-    retrieval_1: float | None = None
-    retrieval_1_not_recorded: float | None = None
-    retrieval_2: float | None = None
-    retrieval_2_not_recorded: float | None = None
-    draft_1: float | None = None
-    draft_1_not_recorded: float | None = None
 
 
 def pass_ms(
@@ -84,7 +48,11 @@ def median_ms(
 
 
 def passes(session: Session, repeats: int) -> dict[str, float]:
-    """Time passes of every level; milliseconds by the fields of a row."""
+    """Time passes of every level; milliseconds by level and rows.
+
+    A refresh chooses the retrieval cache anew. "Not recorded" is a short pass without CUDA graphs,
+    where it is recorded otherwise.
+    """
     target, model, tokens = session.target, session.runtime.target, session.prompt
     followers, target.followers = target.followers, []
     times = {
@@ -118,24 +86,23 @@ def short_passes(
     return times
 
 
-@benchmark
+@benchmark("Milliseconds a pass, by level and rows: {dtype}, budget {budget}, {threads} threads")
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    rope: Rope = None,
-    text: Text = None,
-    contexts: Contexts = "1856,3712,7424",
-    budget: Budget = 1024,
-    dtype: Dtype = "bfloat16",
-    threads: Threads = 0,
-    repeats: Repeats = 9,
-    output: Output = Path("results/passes.json"),
-) -> None:
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
+    contexts: opt.Contexts = "1856,3712,7424",
+    budget: opt.Budget = 1024,
+    dtype: opt.Dtype = "bfloat16",
+    threads: opt.Threads = 0,
+    repeats: opt.Repeats = 9,
+    output: opt.Output = Path("results/passes.json"),
+) -> Measurement:
     """Read prompts of growing length, and time every kind of pass behind each."""
-    prepare(threads)
     settings = Settings(rope=rope, dtype=dtype, budget=budget)
     engine = Engine.from_pretrained(target, draft, settings)
-    lengths = integers(contexts)
+    lengths = opt.integers(contexts)
     tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
     rows, peak = list[Row](), 0
     for context in lengths:
@@ -143,13 +110,8 @@ def main(
         session = Session(engine.runtime, tokens[:context], DRAFTED)
         session.prefill()
         prefill_s = time.perf_counter() - started
-        rows.append(Row(context, prefill_s, **passes(session, repeats)))
+        rows.append({"tokens": context, "prefill_s": prefill_s, **passes(session, repeats)})
         session.close()
         peak = max(peak, *(each or 0 for each in session.peaks.values()))
-        say(f"{context:,} tokens: a step takes {rows[-1].target_1:.1f} ms")
-    title = (
-        f"Milliseconds a pass, by level and rows: {dtype}, budget {budget}, "
-        f"{torch.get_num_threads()} threads"
-    )
-    publish(output, title, rows, peak_rss_bytes=peak)
-    print(f"peak memory of the process: {peak / 1e9:.1f} GB")
+        say(f"{context:,} tokens: a step takes {rows[-1]['target_1']:.1f} ms")
+        yield {"rows": rows, "peak_rss_bytes": peak}

@@ -24,19 +24,8 @@ import torch
 import typer
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Contexts,
-    Dtype,
-    Output,
-    Repeats,
-    Rope,
-    Target,
-    Text,
-    integers,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark, prepare
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from bench.peers.gguf import hugging_face_folder
@@ -76,19 +65,6 @@ class Job:
     dtype: str
     threads: int  # of all ranks together
     link: str
-
-
-@dataclass(frozen=True)
-class Row:
-    """The median prefill of one method, and the largest peak."""
-
-    tokens: int
-    method: str
-    seconds: float
-    tokens_per_s: float
-    matmul_share: float  # of the rate of large matrix products
-    peak_mb_per_rank: float
-    needed_mb: float  # the prompt's hidden states and one layer's KV
 
 
 def ours(job: Job) -> Prefill:
@@ -162,7 +138,7 @@ def _known(peak: int | None) -> int:
 
 
 def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
-    """Return the row of one method's runs, each a prefill per rank."""
+    """Return the row of one method's runs, each a prefill per rank: median time, largest peak."""
     config, context = ModelConfig.from_pretrained(job.model), job.context
     layout = config.kv_layout(1, getattr(torch, job.dtype))
     needed = context * config.hidden * layout.dtype.itemsize + layout.bytes(context, 1)
@@ -171,37 +147,41 @@ def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
     if name == PEER:  # which computes its last layer whole
         pairs = context * (context + 1) / 2
         flops = matmul_flops(config) * context + attention_flops(config) * pairs
-    peak = max(rank.peak for run in runs for rank in run)
-    speed, share = context / seconds, flops / seconds / rate
-    return Row(context, name, seconds, speed, share, peak / 1e6, needed / 1e6)
+    return {
+        "tokens": context,
+        "method": name,
+        "seconds": seconds,
+        "tokens_per_s": context / seconds,
+        "matmul_share": flops / seconds / rate,  # of the rate of large matrix products
+        "peak_mb_per_rank": max(rank.peak for run in runs for rank in run) / 1e6,
+        "needed_mb": needed / 1e6,  # the prompt's hidden states and one layer's KV
+    }
 
 
-@benchmark
+@benchmark("Prefill, {dtype}, {threads} threads")
 def main(
-    target: Target = SMOLLM2,
-    rope: Rope = None,
-    text: Text = None,
-    contexts: Contexts = f"{NATIVE // 2},{NATIVE}",
+    target: opt.Target = opt.SMOLLM2,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
+    contexts: opt.Contexts = f"{opt.NATIVE // 2},{opt.NATIVE}",
     methods: Annotated[
         str, typer.Option(help="Of ours, ranks and transformers.")
     ] = "ours,ranks,transformers",
-    dtype: Dtype = "bfloat16",
+    dtype: opt.Dtype = "bfloat16",
     threads: Annotated[
         int, typer.Option(help="CPU threads of all ranks together; 0: all cores.")
     ] = 0,
     link: Annotated[str, typer.Option(help="Ours: view, or emulated:RATE.")] = "emulated:1000",
-    repeats: Repeats = 3,
-    output: Output = Path("results/prefill.json"),
-) -> None:
+    repeats: opt.Repeats = 3,
+    output: opt.Output = Path("results/prefill.json"),
+) -> Measurement:
     """Time prefills on this machine's CPU, and take their peak memory."""
-    prepare(threads)
     model, scratch = resolve(target, Group()), output.parent / "converted"
     if "transformers" in methods:  # not in the process whose memory counts
         hugging_face_folder(model, dtype, scratch)
     rate = matmul_rate(torch.device("cpu"), getattr(torch, dtype))
-    rows = []
-    for context in integers(contexts):
-        every = threads or torch.get_num_threads()
+    rows, every = list[Row](), torch.get_num_threads()
+    for context in opt.integers(contexts):
         job = Job(model, rope, scratch, text, context, dtype, every, link)
         runs: dict[str, list[list[Prefill]]] = {}
         for number in range(repeats):
@@ -210,13 +190,12 @@ def main(
                 seconds = max(rank.seconds for rank in runs[name][-1])
                 say(f"{context:,} tokens, run {number + 1}, {name}: {seconds:.1f} s")
         rows += [row_of(job, name, each, rate) for name, each in runs.items()]
-    title = f"Prefill, {dtype}, {job.threads} threads, matmul rate {rate / 1e9:.0f} GFLOP/s"
-    publish(output, title, rows, ratios(rows), matmul_gflops=rate / 1e9)
+        yield {"rows": rows, "ratios": ratios(rows), "matmul_gflops": rate / 1e9}
 
 
 def ratios(rows: list[Row]) -> dict[str, float]:
     """Return ours against transformers, and two ranks against one."""
-    speeds = {(row.tokens, row.method): row.tokens_per_s for row in rows}
+    speeds = {(row["tokens"], row["method"]): row["tokens_per_s"] for row in rows}
     return {
         f"{tokens:,} tokens: {name}, times as fast as {COMPARED[name]}": (
             speed / speeds[tokens, COMPARED[name]]

@@ -20,51 +20,24 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
-from bench.harness.options import (
-    SMOLLM2,
-    Context,
-    Draft,
-    Dtype,
-    NewTokens,
-    Output,
-    Repeats,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.hugging_face import generated, load_transformers
 from bench.peers.llamacpp import Dequantised
-from bench.speed.texts import settings_of
+from bench.speed.conversation import WARM
+from bench.speed.texts import endless, settings_of
 from decoding import Engine, Sampling, Settings
 from decoding.prefix_cache.store import PromptCache
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
 
-WARM = 32  # tokens of a text that warms up what is measured
 # what a sampled text depends on beside its seed: with these fixed, it is the same text
 STEADY: dict[str, Any] = {"draft_length": 16, "inner_length": 4, "budget": 2048}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way; times are medians of its runs."""
-
-    way: str  # mode, and the link of its KV
-    first_reading_s: float  # until the first new token
-    reopened_s: float  # likewise
-    share: float  # of the first reading
-    same_text: float  # the share of later runs whose text is that of the first
-    gigabytes: float  # on disk
-    ms_per_token: float | None = None  # of a text that is not kept
-    ms_while_saving: float | None = None  # of one that is
 
 
 @dataclass
@@ -77,12 +50,24 @@ class Runs:
     nbytes: int = 0
 
     def row(self, way: str) -> Row:
-        """Return what is said of them."""
-        first, again = (_first(each) for each in (self.read, self.reopened))
-        wanted, *others = [each.tokens for each in (*self.read, *self.saved, *self.reopened)]
-        same = statistics.fmean(tokens == wanted for tokens in others)
-        per_token = [_ms_per_token(each) for each in (self.read, self.saved) if self.saved]
-        return Row(way, first, again, again / first, same, self.nbytes / 1e9, *per_token)
+        """Return the row of one way, with medians of times."""
+        first, again = (
+            statistics.median(run.first_s for run in runs) for runs in (self.read, self.reopened)
+        )
+        wanted, *others = [run.tokens for run in (*self.read, *self.saved, *self.reopened)]
+        row = {
+            "way": way,  # mode, and the link of its KV
+            "first_reading_s": first,  # until the first new token
+            "reopened_s": again,  # likewise
+            "share": again / first,
+            # the share of later runs whose text is that of the first
+            "same_text": statistics.fmean(tokens == wanted for tokens in others),
+            "gigabytes": self.nbytes / 1e9,  # on disk
+            "ms_per_token": _ms_per_token(self.read) if self.saved else None,
+            "ms_while_saving": _ms_per_token(self.saved) if self.saved else None,
+        }
+        say(f"{way}: {first:.1f} s, {again:.2f} s")
+        return row
 
 
 @dataclass(frozen=True)
@@ -102,7 +87,7 @@ class Own:
             keeping = replace(self.settings, keep=folder)
             cache = PromptCache(Path(folder))
             cache.make()
-            with self._engine(self.settings) as plain, self._engine(keeping) as saving:
+            with self._warm(self.settings) as plain, self._warm(keeping) as saving:
                 for _ in range(repeats):
                     for each in cache.prompts():
                         cache.drop(each)
@@ -110,17 +95,15 @@ class Own:
                     runs.saved.append(self._written(saving))
             runs.nbytes = sum(each.manifest.nbytes for each in cache.prompts())
             for _ in range(repeats):
-                with self._engine(keeping) as engine:
+                with self._warm(keeping) as engine:
                     runs.reopened.append(self._written(engine))
         return runs
 
     @contextmanager
-    def _engine(self, settings: Settings) -> Iterator[Engine]:
-        engine = Engine.from_pretrained(*self.models, settings)
-        engine.stop_tokens = frozenset()  # all make as many tokens
-        list(engine.generate(self.prompt[:WARM], WARM, self.law))
-        yield engine
-        engine.close()
+    def _warm(self, settings: Settings) -> Iterator[Engine]:
+        with endless(*self.models, settings) as engine:
+            list(engine.generate(self.prompt[:WARM], WARM, self.law))
+            yield engine
 
     def _written(self, engine: Engine) -> Result:
         tokens, stats = list(engine.generate(self.prompt, self.new, self.law)), engine.stats
@@ -132,7 +115,6 @@ def of_transformers(job: Job, repeats: int) -> Runs:
     runs, path = Runs(), job.scratch / "cache.pt"
     for number in range(repeats):
         model = load_transformers(job.target, job.dtype, job.scratch, job.rope)
-        model.generation_config = GenerationConfig(pad_token_id=0)
         law, device = job.sampling, model.device
         generated(model, job.prompt[:WARM], WARM, law, device)
         if not number:
@@ -180,33 +162,33 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Return what reopening saves, and what saving costs."""
     claims = {}
     for row in rows:
-        claims[f"{row.way}: the first reading, times reopening it"] = 1 / row.share
-        if row.ms_per_token is not None and row.ms_while_saving is not None:
-            claim = f"{row.way}: a token while the text is saved, times one of another text"
-            claims[claim] = row.ms_while_saving / row.ms_per_token
+        claims[f"{row['way']}: the first reading, times reopening it"] = 1 / row["share"]
+        if row["ms_while_saving"] is not None:
+            claim = f"{row['way']}: a token while the text is saved, times one of another text"
+            claims[claim] = row["ms_while_saving"] / row["ms_per_token"]
     return claims
 
 
-@benchmark
+@benchmark(
+    "{context:,} tokens reopened, {new_tokens} new ones, {dtype}, T {temperature}, top-p {top_p}, "
+    "{threads} threads"
+)
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    text: Text = None,
-    context: Context = 7000,
-    ways: Annotated[
-        str, typer.Option(help="Modes with their links, as mode@link, separated by commas.")
-    ] = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    text: opt.Text = None,
+    context: opt.Context = 7000,
+    ways: opt.Ways = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
     peers: Annotated[bool, typer.Option(help="Also transformers and llama.cpp.")] = True,
-    new_tokens: NewTokens = 128,
-    repeats: Repeats = 3,
-    dtype: Dtype = "bfloat16",
-    temperature: Temperature = 0.6,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-    output: Output = Path("results/reopening.json"),
-) -> None:
+    new_tokens: opt.NewTokens = 128,
+    repeats: opt.Repeats = 3,
+    dtype: opt.Dtype = "bfloat16",
+    temperature: opt.Temperature = 0.6,
+    top_p: opt.TopP = 0.9,
+    threads: opt.Threads = 0,
+    output: opt.Output = Path("results/reopening.json"),
+) -> Measurement:
     """Read a document, keep it, and open it again from disk: how long until the first token."""
-    prepare(threads)
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
     prompt = prompt_tokens(tokenizer_of(target), context, text)
     for way in ways.split(","):
@@ -214,24 +196,16 @@ def main(
         settings = replace(settings_of(mode, link, dtype), **STEADY)
         own = Own((target, draft), settings, prompt, new_tokens, law)
         rows.append(own.runs(repeats).row(f"{mode}, {link}"))
-        say(f"{rows[-1].way}: {rows[-1].first_reading_s:.1f} s, {rows[-1].reopened_s:.2f} s")
+        yield {"rows": rows, "ratios": ratios(rows)}
     with tempfile.TemporaryDirectory() as scratch:
         model = resolve(target, Group())
         job = Job(model, None, None, prompt, new_tokens, law, dtype, None, "", Path(scratch))
         for name, measure in PEERS.items() if peers else ():
             try:
                 rows.append(measure(job, repeats).row(name))
+                yield {"rows": rows, "ratios": ratios(rows)}
             except Unavailable as reason:
                 say(f"{name}: {reason}")
-    title = (
-        f"{context:,} tokens reopened, {new_tokens} new ones, {dtype}, T {temperature}, "
-        f"top-p {top_p}, {torch.get_num_threads()} threads"
-    )
-    publish(output, title, rows, ratios(rows))
-
-
-def _first(runs: Sequence[Result]) -> float:
-    return statistics.median(each.first_s for each in runs)
 
 
 def _ms_per_token(runs: Sequence[Result]) -> float:

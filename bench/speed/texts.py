@@ -8,31 +8,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import GenerationConfig
 
-from bench.harness.options import (
-    SMOLLM2,
-    Context,
-    Draft,
-    Dtype,
-    NewTokens,
-    Output,
-    Repeats,
-    Target,
-    Temperature,
-    Text,
-    Threads,
-    TopP,
-    integers,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens, tokenizer_of
 from bench.peers.hugging_face import Clock, load_transformers, warped
@@ -44,22 +30,6 @@ from parallel.ranks.process_group import Group
 RESIDENT = "resident"  # in place of a link: all KV stays in device memory
 PADDED = "transformers: a padded batch"
 EARLY = ", prompts read early"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Texts of one kind, so many at once; times are medians of all runs."""
-
-    way: str  # mode, and the link of its KV
-    at_once: int
-    read_early: float  # the share of all prompts that was read in passes of other texts
-    tokens_s: float  # of all texts together, while any is decoded
-    ms_per_token: float  # of a text, as its reader sees it
-    prefill_s: float  # of all texts
-    decode_s: float
-    documents_hour: float
-    tokens_per_verification: float | None = None
-    verification_s: float | None = None  # the median of all
 
 
 @dataclass(frozen=True)
@@ -105,13 +75,18 @@ def write_padded(model: Any, asked: Sequence[Request]) -> Run:
     clock, first = Clock(), asked[0]
     torch.manual_seed(first.sampling.seed)
     batch = torch.tensor([request.prompt for request in asked])
+
+    def note(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        clock.put(None)  # as a processor of logits: streamers take no batches
+        return scores
+
     started = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
             batch,
             attention_mask=torch.ones_like(batch),
             max_new_tokens=first.new,
-            logits_processor=[_Noting(clock)],
+            logits_processor=[note],
             **warped(first.sampling),
         )
     ended = time.perf_counter()
@@ -120,33 +95,25 @@ def write_padded(model: Any, asked: Sequence[Request]) -> Run:
     return Run(clock.times[0] - started, decode, len(asked) * made, 1e3 * decode / made)
 
 
-class _Noting:
-    """A logits processor that notes when logits come: streamers take no batches."""
-
-    def __init__(self, clock: Clock):
-        self.clock = clock
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.clock.put(None)
-        return scores
-
-
 def row(way: str, at_once: int, texts: int, runs: Sequence[Run]) -> Row:
-    """Return the row of some runs of the same batch of texts."""
+    """Return the row of some runs of the same batch of texts: medians of times."""
     prefill = statistics.median(run.prefill_s for run in runs)
     decode = statistics.median(run.decode_s for run in runs)
-    return Row(
-        way,
-        at_once,
-        runs[-1].read_early,
-        statistics.median(run.tokens / run.decode_s for run in runs),
-        statistics.median(run.text_ms for run in runs),
-        prefill,
-        decode,
-        3600 * texts / (prefill + decode),
-        runs[-1].tokens_per_verification,
-        runs[-1].verification_s,
-    )
+    rate = statistics.median(run.tokens / run.decode_s for run in runs)
+    say(f"{way}, {at_once} at once: {rate:.1f} tokens/s")
+    return {
+        "way": way,  # mode, and the link of its KV
+        "at_once": at_once,
+        "read_early": runs[-1].read_early,  # the share of all prompts, in passes of other texts
+        "tokens_s": rate,  # of all texts together, while any is decoded
+        # of a text, as its reader sees it
+        "ms_per_token": statistics.median(run.text_ms for run in runs),
+        "prefill_s": prefill,  # of all texts
+        "decode_s": decode,
+        "documents_hour": 3600 * texts / (prefill + decode),
+        "tokens_per_verification": runs[-1].tokens_per_verification,
+        "verification_s": runs[-1].verification_s,  # the median of all
+    }
 
 
 def settings_of(mode: str, link: str, dtype: str) -> Settings:
@@ -157,40 +124,45 @@ def settings_of(mode: str, link: str, dtype: str) -> Settings:
     return Settings(mode=mode, dtype=dtype, link=link, resident_layers=0)
 
 
+@contextmanager
+def endless(target: str, draft: str | None, settings: Settings) -> Iterator[Engine]:
+    """Yield an engine that stops at no token, so that all make as many tokens."""
+    engine = Engine.from_pretrained(target, draft, settings)
+    engine.stop_tokens = frozenset()
+    yield engine
+    engine.close()
+
+
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Return how much faster texts are that share passes, or time, by what they are beside."""
-    claims = _early_ratios(rows)
-    rows = [row for row in rows if EARLY not in row.way]
-    for way in dict.fromkeys(row.way for row in rows if row.way != PADDED):
-        alone, *shared = [row for row in rows if row.way == way]
-        for each in shared:
-            claim = f"{way}: tokens a second of {each.at_once} at once, times those one by one"
-            claims[claim] = each.tokens_s / alone.tokens_s
-            for other in rows:
-                if other.way == PADDED and other.at_once == each.at_once:
-                    claim = f"{way}: tokens a second of {each.at_once} at once, times {PADDED}'s"
-                    claims[claim] = each.tokens_s / other.tokens_s
-    return claims
-
-
-def _early_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how many times as many documents are done where prompts are read early."""
     claims = {}
-    for early in rows:
-        for each in rows:
-            if early.way == each.way + EARLY and early.at_once == each.at_once:
-                beside = f"{each.way}, {each.at_once} at once, prompts read early"
-                ratio = early.documents_hour / each.documents_hour
-                claims[f"{beside}: documents an hour, times those without"] = ratio
+    by_kind = {(row["way"], row["at_once"]): row for row in rows}
+    for (way, count), early in by_kind.items():
+        beside = by_kind.get((way.removesuffix(EARLY), count))
+        if beside is not None and way.endswith(EARLY):
+            claim = f"{beside['way']}, {count} at once, prompts read early"
+            ratio = early["documents_hour"] / beside["documents_hour"]
+            claims[f"{claim}: documents an hour, times those without"] = ratio
+    alone: dict[str, Row] = {}
+    for (way, count), shared in by_kind.items():
+        if way.endswith(EARLY) or way == PADDED or alone.setdefault(way, shared) is shared:
+            continue
+        claim = f"{way}: tokens a second of {count} at once, times"
+        claims[f"{claim} those one by one"] = shared["tokens_s"] / alone[way]["tokens_s"]
+        if other := by_kind.get((PADDED, count)):
+            claims[f"{claim} {PADDED}'s"] = shared["tokens_s"] / other["tokens_s"]
     return claims
 
 
-@benchmark
+@benchmark(
+    "{texts} texts of {context:,} tokens, {new_tokens} new ones each, {dtype}, T {temperature}, "
+    "top-p {top_p}, {threads} threads"
+)
 def main(
-    target: Target = SMOLLM2,
-    draft: Draft = None,
-    text: Text = None,
-    context: Context = 4096,
+    target: opt.Target = opt.SMOLLM2,
+    draft: opt.Draft = None,
+    text: opt.Text = None,
+    context: opt.Context = 4096,
     texts: Annotated[int, typer.Option(help="Texts, taken from all over the text.")] = 6,
     at_once: Annotated[
         str, typer.Option(help="Texts at once, separated by commas; 1 comes first.")
@@ -203,50 +175,37 @@ def main(
         bool, typer.Option(help="Over links also with each prompt read in passes of others.")
     ] = True,
     padded: Annotated[bool, typer.Option(help="Also transformers' generate.")] = True,
-    new_tokens: NewTokens = 128,
-    dtype: Dtype = "bfloat16",
-    temperature: Temperature = 0.6,
-    top_p: TopP = 0.9,
-    threads: Threads = 0,
-    repeats: Repeats = 1,
-    output: Output = Path("results/texts.json"),
-) -> None:
+    new_tokens: opt.NewTokens = 128,
+    dtype: opt.Dtype = "bfloat16",
+    temperature: opt.Temperature = 0.6,
+    top_p: opt.TopP = 0.9,
+    threads: opt.Threads = 0,
+    repeats: opt.Repeats = 1,
+    output: opt.Output = Path("results/texts.json"),
+) -> Measurement:
     """Decode some texts one by one and at once, in every mode and over every link.
 
     Over links also with the next prompt read in passes that wait.
     """
-    prepare(threads)
     every = text_tokens(tokenizer_of(target), text)
-    law = Sampling(temperature, top_p=top_p)
+    law, rows, counts = Sampling(temperature, top_p=top_p), list[Row](), opt.integers(at_once)
     asked = [
         Request(prompt, new_tokens, law) for prompt in prompts(every, context, texts, new_tokens)
     ]
-    counts, rows = integers(at_once), list[Row]()
-    ways = [(mode, link) for mode in modes.split(",") for link in links.split(",")]
-    for mode, link in ways:
-        engine = Engine.from_pretrained(target, draft, settings_of(mode, link, dtype))
-        engine.stop_tokens = frozenset()  # all make as many tokens
+    for mode, link in ((mode, link) for mode in modes.split(",") for link in links.split(",")):
         kinds = [(count, False) for count in counts]
         if early and link != RESIDENT:
             kinds += [(count, True) for count in counts if count < texts]
         runs: dict[tuple[int, bool], list[Run]] = {kind: [] for kind in kinds}
-        for _ in range(repeats):
-            for kind in kinds:
-                runs[kind].append(write(engine, asked, *kind))
-        engine.close()
-        for count, is_early in kinds:
+        with endless(target, draft, settings_of(mode, link, dtype)) as engine:
+            for _ in range(repeats):
+                for kind in kinds:
+                    runs[kind].append(write(engine, asked, *kind))
+        for (count, is_early), found in runs.items():
             way = f"{mode}, {link}" + (EARLY if is_early else "")
-            rows.append(row(way, count, texts, runs[count, is_early]))
-            say(f"{rows[-1].way}, {count} at once: {rows[-1].tokens_s:.1f} tokens/s")
+            rows.append(row(way, count, texts, found))
+        yield {"rows": rows, "ratios": ratios(rows)}
     if padded:
-        model = load_transformers(
-            resolve(target, Group()), dtype, output.parent / "converted", None
-        )
-        model.generation_config = GenerationConfig(pad_token_id=0)
-        found = [write_padded(model, asked) for _ in range(repeats)]
-        rows.append(row(PADDED, texts, texts, found))
-    title = (
-        f"{texts} texts of {context:,} tokens, {new_tokens} new ones each, {dtype}, "
-        f"T {temperature}, top-p {top_p}, {torch.get_num_threads()} threads"
-    )
-    publish(output, title, rows, ratios(rows))
+        model = load_transformers(resolve(target, Group()), dtype, output.parent / "converted")
+        rows.append(row(PADDED, texts, texts, [write_padded(model, asked) for _ in range(repeats)]))
+        yield {"rows": rows, "ratios": ratios(rows)}

@@ -11,28 +11,14 @@ part of the compute.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from bench.harness.options import (
-    NATIVE,
-    SMOLLM2,
-    Context,
-    Dtype,
-    Output,
-    Rates,
-    Repeats,
-    Rope,
-    Target,
-    Text,
-    Threads,
-    decimals,
-)
-from bench.harness.record import benchmark, prepare, publish
+from bench.harness import options as opt
+from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.text import prompt_tokens
 from bench.speed.passes import median_ms
 from decoding import Engine, Settings
@@ -40,20 +26,6 @@ from decoding.engine.session import Session
 from decoding.probe.slices import slice_rates
 from offload.codec.format import slice_format
 from parallel.model.transformer import Llama
-
-
-@dataclass(frozen=True)
-class Row:
-    """Verifications over one link."""
-
-    layers: str  # one of LAYERS
-    link_gbps: float
-    mb_per_verification: float
-    link_ms: float
-    compute_ms: float
-    wall_ms: float
-    wall_over_bound: float  # the bound is the larger of link and compute
-
 
 LAYERS = ("streamed", "packed", "sliced")
 
@@ -73,25 +45,24 @@ def settings_of(layers: str, count: int, base: Settings) -> Settings:
     return replace(base, packed=layers == "packed")
 
 
-@benchmark
+@benchmark("Verifying {rows} tokens behind {context:,}, no layer resident, {threads} threads")
 def main(
-    target: Target = SMOLLM2,
-    rope: Rope = None,
-    text: Text = None,
+    target: opt.Target = opt.SMOLLM2,
+    rope: opt.Rope = None,
+    text: opt.Text = None,
     layers: Annotated[
         str | None,
         typer.Option(help=f"Of {','.join(LAYERS)}; by default those that save bytes of the dtype."),
     ] = None,
-    context: Context = NATIVE,
-    rates: Rates = "0.25,0.5,1,2,4",
+    context: opt.Context = opt.NATIVE,
+    rates: opt.Rates = "0.25,0.5,1,2,4",
     rows: Annotated[int, typer.Option(help="Tokens per verification pass.")] = 17,
-    dtype: Dtype = "bfloat16",
-    threads: Threads = 0,
-    repeats: Repeats = 5,
-    output: Output = Path("results/transfer.json"),
-) -> None:
+    dtype: opt.Dtype = "bfloat16",
+    threads: opt.Threads = 0,
+    repeats: opt.Repeats = 5,
+    output: opt.Output = Path("results/transfer.json"),
+) -> Measurement:
     """Time verification passes over emulated links and report wall / max(link, compute)."""
-    prepare(threads)
     kinds = saving(dtype) if layers is None else layers.split(",")
     if unknown := set(kinds) - set(LAYERS):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {LAYERS}", param_hint="--layers")
@@ -99,26 +70,20 @@ def main(
     engine = Engine.from_pretrained(target, settings=base)
     model, table = engine.runtime.target, list[Row]()
     prompt = prompt_tokens(engine.tokenizer, context, text)
+    rates_of_slices = slice_rates(model.config, model.group.device, engine.runtime.dtype)
     for kind in kinds:
         settings = settings_of(kind, model.config.layers, base)
         near = Session(engine.runtime.with_settings(settings), prompt, rows + 1)
         near.prefill()
-        for rate in decimals(rates):
+        for rate in opt.decimals(rates):
             runtime = engine.runtime.with_settings(replace(settings, link=f"emulated:{rate}"))
             far = Session(runtime, prompt, rows + 1)
             far.prefill()
             table.append(verified(kind, rate, model, near, far, rows, repeats))
+            yield {"rows": table, "slices": rates_of_slices}
             far.close()
             runtime.link.close()
         near.close()
-    rates_of_slices = slice_rates(model.config, model.group.device, engine.runtime.dtype)
-    title = (
-        f"Verifying {rows} tokens behind {context:,}, no layer resident, "
-        f"{torch.get_num_threads()} threads"
-    )
-    publish(output, title, table, slices=rates_of_slices)
-    for name, each in rates_of_slices.items():
-        print(f"{name} {each / 1e9:.1f} GB/s")
 
 
 def verified(
@@ -130,5 +95,12 @@ def verified(
     wall_ms = median_ms(model, far.target, tokens, repeats)
     moved = (far.target.traffic.link_in - before) // (repeats + 1)
     link_ms = moved / rate / 1e6
-    bound = max(link_ms, compute_ms)
-    return Row(layers, rate, moved / 1e6, link_ms, compute_ms, wall_ms, wall_ms / bound)
+    return {
+        "layers": layers,  # one of LAYERS
+        "link_gbps": rate,
+        "mb_per_verification": moved / 1e6,
+        "link_ms": link_ms,
+        "compute_ms": compute_ms,
+        "wall_ms": wall_ms,
+        "wall_over_bound": wall_ms / max(link_ms, compute_ms),
+    }

@@ -139,11 +139,11 @@ def test_a_needle_is_told_by_what_can_find_it(monkeypatch: pytest.MonkeyPatch) -
     variants = [Variant("window", 192), Variant("attention", 192)]
     rows = needles(engine.runtime, engine.tokenizer, tokens, 400, variants, [0.2])
     full, window, ours = rows
-    assert full.policy == FULL
-    assert full.stands == 1
-    assert full.probability > 0.6
-    assert window.probability < 0.5 * full.probability
-    assert ours.probability > 0.8 * full.probability
+    assert full["policy"] == FULL
+    assert full["stands"] == 1
+    assert full["probability"] > 0.6
+    assert window["probability"] < 0.5 * full["probability"]
+    assert ours["probability"] > 0.8 * full["probability"]
 
 
 def test_a_needle_and_its_question_fill_the_context() -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from bench.__main__ import COMMANDS, main
-from bench.harness.record import benchmark, environment, prepare, save
+from bench.harness.experiment import Measurement, benchmark, environment
+from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
 
 ROOT = Path(__file__).parents[2]
@@ -59,41 +61,71 @@ def test_records_say_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_names_files_and_no_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, kept = tmp_path / "book.txt", tmp_path / "kept.json"
     text.write_text("It was the best of times.")
 
-    @benchmark
-    def measure(text: Path | None, model: Path, context: int = 64) -> None:
-        save(kept, {"rows": []}, quiet=True)
+    @benchmark("behind {context} tokens, {threads} threads")
+    def measure(
+        text: Path | None, model: Path, output: Path = kept, context: int = 64
+    ) -> Measurement:
+        yield {"rows": [{"ms_per_token": 1.5}], "ratios": {"one, times another": 2.0}}
 
     arguments = ["--text", str(text), f"--output={kept}", "--link", "emulated:0.5"]
     monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "grid", *arguments])
     measure(text, model=tmp_path / "target")
     document = json.loads(kept.read_text())
     digest = hashlib.sha256(text.read_bytes()).hexdigest()[:12]
+    assert document["rows"] == [{"ms_per_token": 1.5}]
     assert document["settings"] == {
         "text": "book.txt",
         "model": "target",
+        "output": "kept.json",
         "context": 64,
         "text_sha256": digest,
     }
     command = document["environment"]["command"]
     assert command.endswith("grid --text book.txt --output=kept.json --link emulated:0.5")
-    measure(None, tmp_path)
-    assert json.loads(kept.read_text())["settings"]["text"] == "pydoc_data.topics"
+    out = capsys.readouterr().out
+    assert "behind 64 tokens, 1 threads" in out
+    assert "one, times another: 2" in out.splitlines()
+    measure(None, ROOT / "demo/target")
+    settings = json.loads(kept.read_text())["settings"]
+    assert (settings["text"], settings["model"]) == ("pydoc_data.topics", "demo/target")
+
+
+def test_what_was_measured_before_an_error_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @benchmark("a title")
+    def measure(name: str, output: Path = tmp_path / "{name}.json") -> Measurement:
+        yield {"rows": [{"tokens": 7}]}
+        if name == "interrupted":
+            raise KeyboardInterrupt
+        raise TierForceError("no more memory.")
+
+    measure("interrupted")
+    assert "what is finished is kept" in capsys.readouterr().err
+    with pytest.raises(typer.Exit):
+        measure("failing")
+    out, err = capsys.readouterr()
+    assert "tokens" in out
+    assert err == "no more memory.\n"
+    for name in ("interrupted", "failing"):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())["rows"]
+        assert rows == [{"tokens": 7}]
 
 
 def test_threads_are_those_asked_for_also_where_an_engine_is_loaded(tmp_path: Path) -> None:
     """And they are what they were once the benchmark is done."""
     cores, seen = os.sched_getaffinity(0), list[int]()
 
-    @benchmark
-    def measure(threads: int) -> None:
-        prepare(threads)
+    @benchmark("")
+    def measure(threads: int, output: Path = tmp_path / "x.json") -> Measurement:
         Group.from_environment("cpu")
         seen.append(torch.get_num_threads())
+        yield {}
 
     torch.set_num_threads(2)
     measure(1)

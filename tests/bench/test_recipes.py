@@ -17,9 +17,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import bench.paper.jobs
 import bench.paper.recipes
-from bench.harness.data import documents
+from bench.harness.text import documents
 from bench.paper.published import RECIPES, Experiment, Recipe
 from bench.paper.recipes import main, predict, published_commands
 from offload.errors import TierForceError
@@ -99,7 +98,7 @@ def test_a_row_runs_at_reduced_size_and_says_so(
         assert command[:3] == [sys.executable, "-m", "decoding.cli"]
         return SimpleNamespace(returncode=forked(tmp_path, *command[3:]).code)
 
-    monkeypatch.setattr(bench.paper.jobs, "subprocess", SimpleNamespace(run=fork))
+    monkeypatch.setattr(bench.paper.recipes, "subprocess", SimpleNamespace(run=fork))
     output = tmp_path / "found.json"
     target, draft = (str(DEMO / name) for name in ("target", "draft"))
     done = run("offload", "--output", str(output), "--target", target, "--draft", draft)

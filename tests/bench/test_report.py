@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.report import FILLED
+from bench.harness.report import PAGES, RESULTS, filled
 from bench.harness.tables import cell, flat, heading
-from bench.harness.views import RESULTS, filled
 
 README = Path(__file__).parents[2] / "README.md"
 ENVIRONMENT = {
@@ -38,7 +37,7 @@ def compared() -> dict:
     return {"rows": rows, "ratios": ratios, "environment": ENVIRONMENT}
 
 
-@pytest.mark.parametrize("path", FILLED, ids=["results", "front"])
+@pytest.mark.parametrize("path", PAGES, ids=["results", "front"])
 def test_tables_are_those_of_the_documents(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert filled(text, path.parent) == text

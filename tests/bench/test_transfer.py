@@ -39,7 +39,7 @@ def test_a_kind_of_layers_moves_its_share(layers: str) -> None:
     prefix = far.target.boundary
     assert prefix > 0
     whole = model.config.kv_layout(1, engine.runtime.dtype).bytes(prefix)
-    assert row.mb_per_verification == pytest.approx(SHARES[layers] * whole / 1e6)
-    assert row.link_ms == pytest.approx(row.mb_per_verification / 100)
+    assert row["mb_per_verification"] == pytest.approx(SHARES[layers] * whole / 1e6)
+    assert row["link_ms"] == pytest.approx(row["mb_per_verification"] / 100)
     for session in (near, far):
         session.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness.record import publish
+from bench.harness.experiment import present, save
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,11 +47,13 @@ def text(request: pytest.FixtureRequest) -> Path | None:
 
 
 @pytest.fixture
-def record(full: bool) -> Callable[..., None]:
+def record(full: bool, text: Path | None) -> Callable[..., None]:
     """Print and keep the rows of a full run: `record(name, title, rows, **more)`."""
 
     def keep(name: str, title: str, rows: list[dict[str, Any]], **more: Any) -> None:
         if full:
-            publish(Path("results") / f"{name}.json", title, rows, **more)
+            document = {"rows": rows, **more}
+            save(Path("results") / f"{name}.json", document, {"text": text})
+            present(title, document)
 
     return keep

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.data import documents
-from bench.harness.text import tokenizer_of
+from bench.harness.text import documents, tokenizer_of
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.speculation.sequence import common_prefix
 from parallel.ranks.process_group import Group
