@@ -21,9 +21,10 @@ import typer
 from torch import Tensor
 
 from bench.harness import options as opt
+from bench.harness.decode_loop import endless
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
-from bench.harness.text import prompts, text_tokens
+from bench.harness.text import prompts, text_tokens, tokenizer_of
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Sampling, Settings
 from decoding.engine.request import Request
@@ -164,40 +165,28 @@ def main(
 ) -> Measurement:
     """Compare texts and laws with those of plain decoding on resident layers."""
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
+    layers = ModelConfig.find(target).layers
+    asked = prompts(text_tokens(tokenizer_of(target), text), context, texts, new_tokens)
     for dtype in dtypes.split(","):
         for identical in (False, True):
             plain: list[Written] = []
             for way in ways_of(dtype, draft is not None):
                 say(f"{way}, {dtype}{', identical' if identical else ''}")
                 small = draft if "hierarchical" in way else None
-                engine = _engine(target, small, way, dtype, identical)
-                if not plain:
-                    tokens = text_tokens(engine.tokenizer, text)
-                    asked = prompts(tokens, context, texts, new_tokens)
-                found = Divergence()
-                for index, prompt in enumerate(asked):
-                    one = written(engine, prompt, new_tokens, law)
-                    if len(plain) == index:
-                        plain.append(one)
-                    _compare(engine, prompt, one, plain[index], found)
-                rows.append(row_of(way, dtype, identical, found))
-                yield {"rows": rows}
-                engine.close()
+                found, settings = Divergence(), settings_of(way, layers, dtype, identical)
+                with endless(target, small, settings, device="cpu") as engine:
+                    for index, prompt in enumerate(asked):
+                        one = written(engine, prompt, new_tokens, law)
+                        if len(plain) == index:
+                            plain.append(one)
+                        _compare(engine, prompt, one, plain[index], found)
                 del engine
                 gc.collect()
+                rows.append(row_of(way, dtype, identical, found))
+                yield {"rows": rows}
             if not identical:
                 rows += _theirs(target, dtype, asked, plain, output.parent / "converted")
                 yield {"rows": rows}
-
-
-def _engine(target: str, draft: str | None, way: str, dtype: str, identical: bool) -> Engine:
-    """Return an engine that decodes in a way, without stop tokens."""
-    layers = ModelConfig.from_pretrained(resolve(target, Group())).layers
-    engine = Engine.from_pretrained(
-        target, draft, settings_of(way, layers, dtype, identical), device="cpu"
-    )
-    engine.stop_tokens = frozenset()
-    return engine
 
 
 def _compare(

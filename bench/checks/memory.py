@@ -70,12 +70,6 @@ def held(row: Row) -> bool:
     return (row["ended"] in ("length", "stop")) == (row["share"] == 1)
 
 
-def data_bytes() -> int:
-    """Return this process's private and writable memory, which RLIMIT_DATA bounds."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmData:")[1].split()[0]) << 10
-
-
 def planned_bytes(place: MemoryPlan) -> int:
     """Return the memory that a text takes by its plan, on the device and the host."""
     return place.device_bytes + place.host_bytes
@@ -85,7 +79,9 @@ def planned_bytes(place: MemoryPlan) -> int:
 def limit_memory(place: MemoryPlan, share: float) -> Iterator[None]:
     """Let this process take no more memory than `share` of what a plan asks to be free."""
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = data_bytes() + _allowed(place, share)
+    status = Path("/proc/self/status").read_text()
+    data = int(status.split("VmData:")[1].split()[0]) << 10  # private and writable, in bytes
+    limit = data + _allowed(place, share)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         yield

@@ -17,10 +17,8 @@ engine's own. Memory is equal right after a choice; the static policy's window t
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -28,18 +26,12 @@ from torch import Generator, Tensor
 from decoding import Sampling
 from decoding.engine.session import Session
 from decoding.models.runtime import Runtime
-from decoding.speculation.coroutines import drive
-from decoding.speculation.decoders import Autoregressive, Speculative
-from decoding.speculation.draft_length import Fixed
-from decoding.speculation.randomness import chance_of
 from decoding.speculation.sampling import draw
-from decoding.speculation.sequence import Text
 from offload.layout import KVLayout
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.policy_specs import PolicyTraits
 from offload.retrieval.selection import POLICIES, ObservedRows, SelectionPolicy
 from offload.retrieval.shape import RetrievalShape
-from offload.tiered.prefill import LAST_ROWS
 
 
 class Window(SelectionPolicy):
@@ -122,47 +114,26 @@ class PolicyTrace:
         self.model, self.target = runtime.target, self.session.target
         self.session.retrieval = None
         del self.session.levels[1:]
-        self._room = new, rows
-        self._follow(variants)  # in place of the session's own
+        self.target.followers.clear()  # the session's own
+        self.caches = {variant: self._cache(variant, new, rows) for variant in variants}
+        self.target.followers += self.caches.values()
         self.first = self.session.prefill()  # (1, V)
-        self._note_start()
-
-    def turn_to(self, variants: Sequence[Variant]) -> None:
-        """Let others follow, from the prompt's end on: only what they choose by is read again."""
-        self._follow(variants)
-        prompt = self.session.prompt.tolist()
-        self.first = self.session.extend(prompt, len(prompt) - LAST_ROWS)
-        self._note_start()
-
-    def _follow(self, variants: Sequence[Variant]) -> None:
-        self.target.followers.clear()
-        self.caches: dict[Variant, RetrievalCache] = {}
-        self._start: list[dict[str, Any]] = []
-        gc.collect()  # caches and the one that they follow know each other
-        for variant in variants:
-            self.caches[variant] = self._cache(variant, *self._room)
-            self.target.followers.append(self.caches[variant])
-
-    def _note_start(self) -> None:
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
     def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache:
         target, prompt = self.target, self.session.prompt
+        capacity = len(prompt) + new + rows + 1
         shape = RetrievalShape.of(
-            variant.tokens(target.layout),
-            variant.chunk,
-            len(prompt) + new + rows + 1,
-            rows,
-            new + rows,
+            variant.tokens(target.layout), variant.chunk, capacity, rows, new + rows
         )
-        shape = replace(shape, quantised=variant.bits == 8)
-        return RetrievalCache(
-            target.layout,
-            replace(shape, window=target.shape.recent, block=target.shape.block),
-            MEASURED[variant.policy](),
-            target.rotary,
-            prompt.device,
+        shape = replace(
+            shape,
+            quantised=variant.bits == 8,
+            window=target.shape.recent,
+            block=target.shape.block,
         )
+        policy = MEASURED[variant.policy]()
+        return RetrievalCache(target.layout, shape, policy, target.rotary, prompt.device)
 
     def rewind(self) -> None:
         """Put all caches back to the prompt's end."""
@@ -204,20 +175,3 @@ class PolicyTrace:
                 chains[variant].append(Chain(torch.minimum(truth, law).sum(1), stands))
         self.rewind()
         return chains
-
-    def count(self, variant: Variant, new: int, draft: int, sampling: Sampling) -> tuple[int, int]:
-        """Decode `new` tokens with drafts of `draft` tokens from the variant's cache.
-
-        Returns how many tokens were made, and by how many verifications.
-        """
-        chance = chance_of(sampling, self.first.device, is_coupled=False)
-        first = int(chance.draw(sampling.law(self.first)[0], len(self.session.prompt)))
-        text, cache = Text([*self.session.prompt.tolist(), first]), self.caches[variant]
-        inner = Autoregressive("retrieval", self.model, cache, text, sampling, chance)
-        decoder = Speculative(
-            "target", self.model, self.target, inner, Fixed(draft), sampling, chance
-        )
-        while (missing := new - decoder.stats.produced) > 0:
-            drive(decoder.round(missing), lambda asked: self.session.make([asked])[0])
-        self.rewind()
-        return decoder.stats.produced, decoder.stats.passes

@@ -15,12 +15,8 @@ from parallel.ranks.process_group import Group
 
 def row(part: str, what: str, value: float | str | None, unit: str = "") -> Row:
     """Return a row of the day's table; a value that is None is unknown."""
-    return {
-        "part": part,
-        "what": what,
-        "value": "unknown" if value is None else value,
-        "unit": unit,
-    }
+    known = "unknown" if value is None else value
+    return {"part": part, "what": what, "value": known, "unit": unit}
 
 
 @dataclass(frozen=True)

@@ -93,16 +93,12 @@ def chunks(context: Context) -> None:
 
 def _attention(
     context: Context, heads: int, groups: int, rows: int, keys: int
-) -> tuple[partial[torch.Tensor], int]:
+) -> tuple[Callable[[], torch.Tensor], int]:
     """Return attention to drawn keys and values, and the bytes of these."""
     device = context.device
     kv = normal(2, heads, keys, _DIM, device=device, dtype=_DTYPE).transpose(1, 2)
     q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-    return partial(_attended, q, kv), kv.nbytes
-
-
-def _attended(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    return partial_attention(q, kv[0], kv[1], causal=False)[0]
+    return lambda: partial_attention(q, kv[0], kv[1], causal=False)[0], kv.nbytes
 
 
 def fused(context: Context) -> None:
@@ -129,18 +125,15 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
         kernels.join(cut, codes, lows, offsets, out)
         return out
 
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return kernels.attend(cut, q, codes, offsets)[0]
+
     moved = codes.nbytes + lows.nbytes + out.nbytes
     context.add("reconstruction, bytes moved", moved / typical(reconstruct) / 1e9, "GB/s")
     for rows in (1, 3, 9, 17):
         q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-        attend = partial(kernels.attend, cut, q, codes, offsets)
-        rate = codes.nbytes / typical(partial(_first, attend)) / 1e9
+        rate = codes.nbytes / typical(partial(attend, q)) / 1e9
         context.add(f"attention to high bytes, {rows} rows x {groups}", rate, "GB/s")
-
-
-def _first(attend: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Return what is attended to, without its weight."""
-    return attend()[0]
 
 
 def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> None:

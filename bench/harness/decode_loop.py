@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import Tensor
 
-from decoding import Sampling
+from decoding import Engine, Sampling, Settings
 from decoding.engine.session import Session
 from decoding.speculation.coroutines import drive
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, RecordingLength, RoundStats, draft_lengths
 from decoding.speculation.randomness import chance_of
 from decoding.speculation.sequence import Text
+
+
+@contextmanager
+def endless(
+    target: str | Path, draft: str | Path | None, settings: Settings, device: str = "auto"
+) -> Iterator[Engine]:
+    """Yield an engine that stops at no token, so that all texts have as many."""
+    engine = Engine.from_pretrained(target, draft, settings, device=device)
+    engine.stop_tokens = frozenset()
+    yield engine
+    engine.close()
 
 
 @dataclass(frozen=True)

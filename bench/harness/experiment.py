@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -186,13 +187,10 @@ COMMIT = _git("rev-parse", "HEAD") + _CHANGES  # when the run began, not when it
 
 def _cpu() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+        named = None
+    return named[1] if named else platform.processor()
 
 
 @cache  # a search of all that is installed, for every row that is kept

@@ -75,19 +75,9 @@ def _pairs(words: str) -> list[tuple[str, str]]:
 
 def caption(environment: Mapping[str, Any], path: str) -> str:
     """Return one line: the command, the machine, the day, the commit and the document."""
+    machine = ", ".join([*environment["gpus"], environment["cpu"]])
+    commit, changes, _ = environment["commit"].partition("+changes")  # on top of the commit
     return (
-        f"`{environment['command']}` on {machine_of(environment)}, {environment['date'][:10]}, "
-        f"commit {commit_of(environment)} ([{Path(path).name}]({path}))"
+        f"`{environment['command']}` on {machine}, {environment['threads']} threads, "
+        f"{environment['date'][:10]}, commit {commit[:7]}{changes} ([{Path(path).name}]({path}))"
     )
-
-
-def machine_of(environment: Mapping[str, Any]) -> str:
-    """Return the GPUs, the processor and how many threads were used."""
-    processor = f"{environment['cpu']}, {environment['threads']} threads"
-    return ", ".join([*environment["gpus"], processor])
-
-
-def commit_of(environment: Mapping[str, Any]) -> str:
-    """Return the commit in short, and whether there were changes on top of it."""
-    commit, changes, _ = environment["commit"].partition("+changes")
-    return commit[:7] + changes

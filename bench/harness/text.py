@@ -122,7 +122,9 @@ def _from_hub(source: str, count: int, shortest: int) -> dict[str, str]:
             for key in where:
                 text = text[key]
             if len(text) >= shortest:
-                texts.setdefault(_title(row[title]), text)  # NarrativeQA has a row a question
+                named = row[title]["id"] if isinstance(row[title], dict) else row[title]
+                # NarrativeQA has a row a question
+                texts.setdefault(str(named).replace("/", "-"), text)
             if len(texts) == count:
                 break
     except Exception as error:  # no network, a set that moved, a column that is gone
@@ -130,7 +132,3 @@ def _from_hub(source: str, count: int, shortest: int) -> dict[str, str]:
             f"--data {source}: {name} cannot be had ({one_line(error)}); name a folder instead."
         ) from error
     return texts
-
-
-def _title(value: Any) -> str:
-    return str(value["id"] if isinstance(value, dict) else value).replace("/", "-")

@@ -47,13 +47,12 @@ Measured = dict[str, float | None]  # medians over records, by the record's fiel
 
 @dataclass(frozen=True)
 class Study:
-    """Models of reduced runs, where documents come from, and where commands leave their files."""
+    """Models of reduced runs, and where documents come from."""
 
     target: str
     draft: str | None
     data: str | None
     books: int
-    folder: Path
     stretch: int = 1  # how often contexts and budgets of reduced runs are taken, with YaRN
 
     def row(self, experiment: Experiment) -> Row:
@@ -94,7 +93,7 @@ class Study:
             models = experiment.checkpoint, DRAFT
         texts = documents(self.data, self.books, CHARACTERS * options["context"])
         arguments = arguments_of(*models, mode, options)
-        records = summarize(self.folder, mode, texts, arguments)
+        records = summarize(texts, arguments)
         for record in records:
             record["acceptance"] = record["acceptance"].get("target")
         names = ("ms_per_token", "time_to_first_token_s", "acceptance", "tokens_per_verification")
@@ -106,29 +105,25 @@ def _ratio(slow: float | None, fast: float | None) -> float | None:
     return slow / fast if slow and fast else None
 
 
-def summarize(
-    folder: Path, name: str, texts: Mapping[str, str], options: list[str]
-) -> list[dict[str, Any]]:
-    """Run `tierforce summarize` with these options over texts by name, anew.
+def summarize(texts: Mapping[str, str], options: list[str]) -> list[dict[str, Any]]:
+    """Run `tierforce summarize` with these options over texts by name; return its records.
 
-    Returns its records, in order. Raises TierForceError where the command fails.
+    Raises TierForceError where the command fails.
     """
-    place, output = folder / "documents", folder / f"{name}.jsonl"
-    place.mkdir(parents=True, exist_ok=True)
-    for stale in place.glob("*.txt"):
-        stale.unlink()
-    for number, (title, text) in enumerate(texts.items()):
-        path = place / f"{number:03}-{title.replace('/', '-')}.txt"
-        path.write_text(text, encoding="utf-8")
-    output.unlink(missing_ok=True)
-    arguments = ["summarize", *options, "--input", str(place), "--output", str(output)]
-    say("$ " + shlex.join(["tierforce", *arguments]))
-    code = subprocess.run([sys.executable, "-m", "decoding.cli", *arguments]).returncode
-    if code:
-        raise TierForceError(
-            f"tierforce summarize ended with exit code {code}; what it said is above."
-        )
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        place, output = Path(folder, "documents"), Path(folder, "records.jsonl")
+        place.mkdir()
+        for number, (title, text) in enumerate(texts.items()):
+            path = place / f"{number:03}-{title.replace('/', '-')}.txt"
+            path.write_text(text, encoding="utf-8")
+        arguments = ["summarize", *options, "--input", str(place), "--output", str(output)]
+        say("$ " + shlex.join(["tierforce", *arguments]))
+        code = subprocess.run([sys.executable, "-m", "decoding.cli", *arguments]).returncode
+        if code:
+            raise TierForceError(
+                f"tierforce summarize ended with exit code {code}; what it said is above."
+            )
+        return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
 def is_here(experiment: Experiment) -> bool:
@@ -234,11 +229,10 @@ def main(
         raise typer.BadParameter(f"no row is named like that: {known}", param_hint="--rows")
     commands = {f"{row.name}, at full size": "; ".join(published_commands(row)) for row in chosen}
     found = list[Row]()
-    with tempfile.TemporaryDirectory() as folder:
-        study = Study(target, draft, data, recipe.books, Path(folder), stretch)
-        for each in chosen:
-            try:
-                found.append(study.row(each))
-            except TierForceError as error:
-                raise TierForceError(f"{each.name}: {error}") from error
-            yield {"recipe": name, "about": recipe.about, "rows": found, "full_size": commands}
+    study = Study(target, draft, data, recipe.books, stretch)
+    for each in chosen:
+        try:
+            found.append(study.row(each))
+        except TierForceError as error:
+            raise TierForceError(f"{each.name}: {error}") from error
+        yield {"recipe": name, "about": recipe.about, "rows": found, "full_size": commands}

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decoding import Sampling
+from decoding import Engine, Sampling
 
 
 class Unavailable(Exception):
@@ -39,7 +39,27 @@ class Result:
     tokens_per_verification: float | None = None
     acceptance: dict[str, float | None] = field(default_factory=dict)
     link_bytes_per_token: float | None = None
+    reused_tokens: int | None = None  # of the prompt, from the text before
     note: str | None = None
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds of each token but the first."""
+        return 1e3 * self.decode_s / max(1, len(self.tokens) - 1)
+
+
+def continued(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Result:
+    """Return what an engine of ours writes behind a prompt."""
+    tokens, stats = list(engine.generate(prompt, new, law)), engine.stats
+    return Result(
+        stats.first_token_s,
+        stats.decode_s,
+        tokens,
+        stats.tokens_per_verification,
+        stats.acceptance,
+        stats.link_bytes_per_token,
+        stats.reused_tokens,
+    )
 
 
 class Peer(ABC):

@@ -27,6 +27,7 @@ from bench.peers.base import Job, Result, Unavailable
 from bench.peers.registry import PEERS
 from decoding import Sampling
 from decoding.models.loading import load_tokenizer
+from decoding.speculation.sequence import common_prefix
 from offload.errors import one_line
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
@@ -64,7 +65,7 @@ class Runs:
         row = {"context": context, "peer": peer, "ms_per_token": None, "prefill_s": None}
         if not self.results:
             return row | {"note": reasons[-1]}
-        times = [1e3 * each.decode_s / max(1, len(each.tokens) - 1) for each in self.results]
+        times = [each.ms_per_token for each in self.results]
         last = self.results[-1]
         moved = last.link_bytes_per_token
         return row | {
@@ -85,11 +86,7 @@ class Runs:
 
 def compare_texts(tokens: list[int], wanted: list[int]) -> str:
     """Return whether a text is the one wanted, or how many tokens of it are."""
-    if tokens == wanted:
-        return "yes"
-    pairs = enumerate(zip(tokens, wanted, strict=False))
-    shorter = min(len(tokens), len(wanted))
-    return f"to token {next((at for at, (one, other) in pairs if one != other), shorter)}"
+    return "yes" if tokens == wanted else f"to token {common_prefix(tokens, wanted)}"
 
 
 def attempt(name: str, job: Job, threads: int) -> Outcome:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.peers.base import Job, Peer, Result, Unavailable
+from bench.peers.base import Job, Peer, Result, Unavailable, continued
 from decoding import Engine, Settings
 from offload.errors import TierForceError
 
@@ -38,16 +38,7 @@ class Ours(Peer):
         return chosen
 
     def run(self) -> Result:
-        tokens = list(self.engine.generate(self.job.prompt, self.job.new, self.job.sampling))
-        stats = self.engine.stats
-        return Result(
-            stats.first_token_s,
-            stats.decode_s,
-            tokens,
-            stats.tokens_per_verification,
-            stats.acceptance,
-            stats.link_bytes_per_token,
-        )
+        return continued(self.engine, self.job.prompt, self.job.new, self.job.sampling)
 
 
 def ours(**choices: Any) -> type[Ours]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,12 +16,14 @@ import typer
 from transformers import DynamicCache
 
 from bench.harness import options as opt
+from bench.harness.decode_loop import endless
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
+from bench.peers.base import Result, continued
 from bench.peers.hugging_face import generated, load_transformers
-from bench.speed.texts import endless, settings_of
-from decoding import Engine, Sampling
+from bench.speed.texts import settings_of
+from decoding import Sampling
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
 
@@ -37,22 +39,12 @@ QUESTIONS = [  # asked of any novel
 ]
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Seconds of one turn, and the tokens that it wrote."""
-
-    first_s: float  # until the first of them
-    ms_per_token: float
-    tokens: list[int]
-    reused: int | None = None
+Answer = Callable[[list[int]], Result]  # what is written behind a prompt
 
 
-Answer = Callable[[list[int]], Turn]  # what is written behind a prompt
-
-
-def turns(document: Sequence[int], questions: Sequence[list[int]], answer: Answer) -> list[Turn]:
+def turns(document: Sequence[int], questions: Sequence[list[int]], answer: Answer) -> list[Result]:
     """Ask one question after another, each behind all that was said."""
-    prompt, found = list(document), list[Turn]()
+    prompt, found = list(document), list[Result]()
     for question in questions:
         prompt += question
         found.append(answer(prompt))
@@ -60,33 +52,17 @@ def turns(document: Sequence[int], questions: Sequence[list[int]], answer: Answe
     return found
 
 
-def of_engine(engine: Engine, new: int, law: Sampling) -> Answer:
-    """Return what an engine writes, whose conversation is open."""
-
-    def answer(prompt: list[int]) -> Turn:
-        tokens, stats = list(engine.generate(prompt, new, law)), engine.stats
-        per_token = stats.ms_per_token or 0.0
-        return Turn(stats.first_token_s, per_token, tokens, stats.reused_tokens)
-
-    return answer
-
-
 def of_transformers(model: Any, new: int, law: Sampling) -> Answer:
     """Return what transformers' `generate` writes with a cache of its own."""
     cache = DynamicCache(config=model.config)
-
-    def answer(prompt: list[int]) -> Turn:
-        found = generated(model, prompt, new, law, model.device, past_key_values=cache)
-        return Turn(found.first_s, 1e3 * found.decode_s / max(1, new - 1), found.tokens)
-
-    return answer
+    return lambda prompt: generated(model, prompt, new, law, model.device, past_key_values=cache)
 
 
-def row(way: str, found: Sequence[Turn]) -> Row:
+def row(way: str, found: Sequence[Result]) -> Row:
     """Return the row of one way: medians of all turns but the first, which reads the document."""
     first, *later = found
     question = statistics.median(turn.first_s for turn in later)
-    reused = [turn.reused for turn in later if turn.reused is not None]
+    reused = [turn.reused_tokens for turn in later if turn.reused_tokens is not None]
     say(f"{way}: {first.first_s:.1f} s, {question:.2f} s")
     return {
         "way": way,  # mode, and the link of its KV
@@ -137,7 +113,8 @@ def main(
         with endless(target, draft, settings_of(mode, link, dtype)) as engine:
             list(engine.generate(document[:WARM], WARM, law))
             with engine.conversation():
-                found = turns(document, asked, of_engine(engine, new_tokens, law))
+                answer = partial(continued, engine, new=new_tokens, law=law)
+                found = turns(document, asked, answer)
         rows.append(row(f"{mode}, {link}", found))
         yield {"rows": rows, "ratios": ratios(rows)}
     if kept:

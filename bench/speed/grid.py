@@ -66,10 +66,6 @@ class Point:
     # with all that was chosen
     runs: list[tuple[Settings, Run]] = field(default_factory=list)
 
-    @property
-    def rounds(self) -> list[RoundStats]:
-        return list(chain(*(run.rounds for _, run in self.runs)))
-
 
 @dataclass
 class Group:
@@ -92,9 +88,16 @@ def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
 
     Where the engine chose, all its choices are named.
     """
-    every, runs = [settings for settings, _ in point.runs], [run for _, run in point.runs]
+    runs = [run for _, run in point.runs]
+    chosen = {
+        name: " ".join(dict.fromkeys(str(getattr(settings, name)) for settings, _ in point.runs))
+        for name in ("mode", "budget", "resident_layers", "sliced_layers")
+    }
     seconds, tokens = sum(run.seconds for run in runs), sum(run.tokens for run in runs)
-    rounds, times = point.rounds, [run.ms_per_token for run in runs]
+    rounds, times = (
+        [each for run in runs for each in run.rounds],
+        [run.ms_per_token for run in runs],
+    )
     expected = sum(
         yields[law_of(settings)][each.drafted]
         for settings, run in point.runs
@@ -113,16 +116,11 @@ def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
         "acceptance": statistics.fmean(rates) if rates else None,
         "mean_draft": statistics.fmean(each.drafted for each in rounds) if rounds else None,
         "link_mb_per_token": sum(run.link_bytes for run in runs) / tokens / 1e6,
-        "modes": in_words([settings.mode for settings in every]),
-        "budgets": in_words([settings.budget for settings in every]) if has_budget else "",
-        "resident_layers": in_words([settings.resident_layers for settings in every]),
-        "sliced_layers": in_words([settings.sliced_layers for settings in every]),
+        "modes": chosen["mode"],
+        "budgets": chosen["budget"] if has_budget else "",
+        "resident_layers": chosen["resident_layers"],
+        "sliced_layers": chosen["sliced_layers"],
     }
-
-
-def in_words(values: Sequence[object]) -> str:
-    """Name values once each, in their order."""
-    return " ".join(str(each) for each in dict.fromkeys(values))
 
 
 def law_of(settings: Settings) -> Settings:

@@ -30,21 +30,19 @@ PassRunner = Callable[[Llama, torch.Tensor, Cache, int], torch.Tensor]
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
 
 
-def pass_ms(
-    model: Llama, cache: Cache, tokens: torch.Tensor, run: PassRunner = Llama.__call__
-) -> float:
-    """Time one pass over these tokens, until its logits are there; the cache stays where it is."""
-    started = time.perf_counter()
-    run(model, tokens, cache, len(tokens))[-1, 0].item()
-    return 1e3 * (time.perf_counter() - started)
-
-
 def median_ms(
     model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: PassRunner = Llama.__call__
 ) -> float:
-    """Return the median of such passes' times, behind one that warms up."""
-    pass_ms(model, cache, tokens, run)
-    return statistics.median(pass_ms(model, cache, tokens, run) for _ in range(repeats))
+    """Return the median time of a pass over these tokens, after one that warms up.
+
+    A pass ends when its logits are there. The cache stays where it is.
+    """
+    times = []
+    for _ in range(1 + repeats):
+        started = time.perf_counter()
+        run(model, tokens, cache, len(tokens))[-1, 0].item()
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times[1:])
 
 
 def passes(session: Session, repeats: int) -> dict[str, float]:
@@ -59,19 +57,16 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
         f"target_{rows}": median_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
     }
     target.followers = followers
+    short: list[tuple[str, Llama, SlotCache, int]] = []
     if session.retrieval is not None:
         session.retrieval.min_interval = 0  # the text stands still, and is chosen from all the same
         times["target_33_refresh"] = median_ms(model, target, tokens[:33], repeats)
-        for rows in (1, 2):
-            short = short_passes(
-                session.runner, model, session.retrieval, tokens[:rows], 5 * repeats
-            )
-            times |= {f"retrieval_{rows}{kind}": ms for kind, ms in short.items()}
+        short += [(f"retrieval_{rows}", model, session.retrieval, rows) for rows in (1, 2)]
     if session.draft is not None and session.runtime.draft is not None:
-        short = short_passes(
-            session.runner, session.runtime.draft, session.draft, tokens[:1], 5 * repeats
-        )
-        times |= {f"draft_1{kind}": ms for kind, ms in short.items()}
+        short.append(("draft_1", session.runtime.draft, session.draft, 1))
+    for name, level, cache, rows in short:
+        found = short_passes(session.runner, level, cache, tokens[:rows], 5 * repeats)
+        times |= {f"{name}{kind}": ms for kind, ms in found.items()}
     return times
 
 

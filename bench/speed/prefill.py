@@ -28,9 +28,10 @@ from bench.harness import options as opt
 from bench.harness.experiment import Measurement, Row, benchmark, prepare
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
+from bench.peers.base import Job
 from bench.peers.gguf import hugging_face_folder
 from bench.peers.hugging_face import load_transformers
-from decoding import Engine, Settings
+from decoding import GREEDY, Engine, Settings
 from decoding.engine.session import Session
 from decoding.models.loading import load_tokenizer
 from decoding.planning.forward_cost import attention_flops, matmul_flops, prefill_flops
@@ -53,49 +54,38 @@ class Prefill:
     peak: int  # bytes of memory on top of what was there, which is weights and host store
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is read, with what."""
-
-    model: Path  # a folder or a GGUF file
-    rope: str | None
-    scratch: Path  # for what transformers loads
-    text: Path | None
-    context: int
-    dtype: str
-    threads: int  # of all ranks together
-    link: str
+Measure = Callable[[Job, int], Prefill]  # given the threads of all ranks together
 
 
-def ours(job: Job) -> Prefill:
+def ours(job: Job, threads: int) -> Prefill:
     """Read the prompt on this rank, of as many as there are, on its share of the cores."""
     group = Group.from_environment("cpu")
     prepare(0)
-    torch.set_num_threads(max(1, job.threads // group.size))
+    torch.set_num_threads(max(1, threads // group.size))
     settings = Settings(
         mode="plain", rope=job.rope, dtype=job.dtype, link=job.link, resident_layers=0
     )
     with torch.inference_mode():
-        engine = Engine.from_pretrained(job.model, settings=settings, device="cpu", group=group)
+        engine = Engine.from_pretrained(job.target, settings=settings, device="cpu", group=group)
         runtime = engine.runtime
         layout = runtime.target.config.kv_layout(group.size, runtime.dtype, group.rank)
-        runtime.arena.take((layout.bytes(job.context + 1) // layout.dtype.itemsize,)).zero_()
-        session = Session(runtime, prompt_tokens(engine.tokenizer, job.context, job.text), 1)
+        runtime.arena.take((layout.bytes(len(job.prompt) + 1) // layout.dtype.itemsize,)).zero_()
+        session = Session(runtime, job.prompt, 1)
         before = _memory_now()
         started = time.perf_counter()
         session.prefill()
         seconds = time.perf_counter() - started
-        peak = _known(session.peaks["prefill"])
+        peak = session.peaks["prefill"] or 0
         runtime.link.close()
     return Prefill(seconds, peak - before)
 
 
-def peer(job: Job) -> Prefill:
+def peer(job: Job, threads: int) -> Prefill:
     """Read the prompt with transformers and its default cache, whose KV counts as host store."""
-    prepare(job.threads)
-    prompt = torch.tensor([prompt_tokens(load_tokenizer(job.model), job.context, job.text)])
+    prepare(threads)
+    prompt = torch.tensor([job.prompt])
     model = load_transformers(
-        job.model, job.dtype, job.scratch, job.rope, attn_implementation="sdpa"
+        job.target, job.dtype, job.scratch, job.rope, attn_implementation="sdpa"
     )
     with torch.inference_mode():
         before = _memory_now()
@@ -103,22 +93,22 @@ def peer(job: Job) -> Prefill:
         out = model(prompt, use_cache=True, logits_to_keep=1)
         seconds = time.perf_counter() - started
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    return Prefill(seconds, _known(process_peak()) - before - kept)
+    return Prefill(seconds, (process_peak() or 0) - before - kept)
 
 
-METHODS: dict[str, tuple[str, int, Callable[[Job], Prefill]]] = {  # name, ranks, what measures
+METHODS: dict[str, tuple[str, int, Measure]] = {  # name, ranks, what measures
     "ours": (OURS, 1, ours),
     "ranks": (RANKS, 2, ours),
     "transformers": (PEER, 1, peer),
 }
 
 
-def on_ranks(size: int, measure: Callable[[Job], Prefill], job: Job) -> list[Prefill]:
+def on_ranks(size: int, measure: Measure, job: Job, threads: int) -> list[Prefill]:
     """Measure in `size` fresh processes with torchrun's environment; return each one's prefill."""
     config = LaunchConfig(
         1, 1, size, run_id="prefill", rdzv_backend="c10d", rdzv_endpoint="localhost:0"
     )
-    results: dict[int, Prefill] = elastic_launch(config, measure)(job)
+    results: dict[int, Prefill] = elastic_launch(config, measure)(job, threads)
     return [results[rank] for rank in range(size)]
 
 
@@ -129,17 +119,9 @@ def _memory_now() -> int:
     return psutil.Process().memory_info().rss
 
 
-def _known(peak: int | None) -> int:
-    if peak is None:
-        raise TierForceError(
-            "this system does not tell the peak of a process's memory (/proc/self/clear_refs)."
-        )
-    return peak
-
-
 def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
     """Return the row of one method's runs, each a prefill per rank: median time, largest peak."""
-    config, context = ModelConfig.from_pretrained(job.model), job.context
+    config, context = ModelConfig.from_pretrained(job.target), len(job.prompt)
     layout = config.kv_layout(1, getattr(torch, job.dtype))
     needed = context * config.hidden * layout.dtype.itemsize + layout.bytes(context, 1)
     seconds = statistics.median(max(rank.seconds for rank in run) for run in runs)
@@ -176,17 +158,20 @@ def main(
     output: opt.Output = Path("results/prefill.json"),
 ) -> Measurement:
     """Time prefills on this machine's CPU, and take their peak memory."""
+    if process_peak() is None:
+        raise TierForceError("this system does not tell peaks of memory (/proc/self/clear_refs).")
     model, scratch = resolve(target, Group()), output.parent / "converted"
     if "transformers" in methods:  # not in the process whose memory counts
         hugging_face_folder(model, dtype, scratch)
     rate = matmul_rate(torch.device("cpu"), getattr(torch, dtype))
     rows, every = list[Row](), torch.get_num_threads()
     for context in opt.integers(contexts):
-        job = Job(model, rope, scratch, text, context, dtype, every, link)
+        prompt = prompt_tokens(load_tokenizer(model), context, text)
+        job = Job(model, None, rope, prompt, 1, GREEDY, dtype, None, link, scratch)
         runs: dict[str, list[list[Prefill]]] = {}
         for number in range(repeats):
             for name, ranks, measure in (METHODS[each] for each in methods.split(",")):
-                runs.setdefault(name, []).append(on_ranks(ranks, measure, job))
+                runs.setdefault(name, []).append(on_ranks(ranks, measure, job, every))
                 seconds = max(rank.seconds for rank in runs[name][-1])
                 say(f"{context:,} tokens, run {number + 1}, {name}: {seconds:.1f} s")
         rows += [row_of(job, name, each, rate) for name, each in runs.items()]

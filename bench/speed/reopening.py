@@ -12,7 +12,7 @@ import pickle
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,15 +23,16 @@ import typer
 from transformers import DynamicCache
 
 from bench.harness import options as opt
+from bench.harness.decode_loop import endless
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
-from bench.peers.base import Job, Result, Unavailable
+from bench.peers.base import Job, Result, Unavailable, continued
 from bench.peers.hugging_face import generated, load_transformers
 from bench.peers.llamacpp import Dequantised
 from bench.speed.conversation import WARM
-from bench.speed.texts import endless, settings_of
-from decoding import Engine, Sampling, Settings
+from bench.speed.texts import settings_of
+from decoding import Sampling, Settings
 from decoding.prefix_cache.store import PromptCache
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
@@ -63,51 +64,36 @@ class Runs:
             # the share of later runs whose text is that of the first
             "same_text": statistics.fmean(tokens == wanted for tokens in others),
             "gigabytes": self.nbytes / 1e9,  # on disk
-            "ms_per_token": _ms_per_token(self.read) if self.saved else None,
-            "ms_while_saving": _ms_per_token(self.saved) if self.saved else None,
+            "ms_per_token": _median_ms(self.read) if self.saved else None,
+            "ms_while_saving": _median_ms(self.saved) if self.saved else None,
         }
         say(f"{way}: {first:.1f} s, {again:.2f} s")
         return row
 
 
-@dataclass(frozen=True)
-class Own:
-    """One of our ways, and what it is to write."""
-
-    models: tuple[str, str | None]
-    settings: Settings
-    prompt: list[int]
-    new: int
-    law: Sampling
-
-    def runs(self, repeats: int) -> Runs:
-        """Measure texts that are kept and others, in turns, and then reopened."""
-        runs = Runs()
-        with tempfile.TemporaryDirectory() as folder:
-            keeping = replace(self.settings, keep=folder)
-            cache = PromptCache(Path(folder))
-            cache.make()
-            with self._warm(self.settings) as plain, self._warm(keeping) as saving:
-                for _ in range(repeats):
-                    for each in cache.prompts():
-                        cache.drop(each)
-                    runs.read.append(self._written(plain))
-                    runs.saved.append(self._written(saving))
-            runs.nbytes = sum(each.manifest.nbytes for each in cache.prompts())
-            for _ in range(repeats):
-                with self._warm(keeping) as engine:
-                    runs.reopened.append(self._written(engine))
-        return runs
+def of_engine(job: Job, settings: Settings, repeats: int) -> Runs:
+    """Measure texts of ours that are kept and others, in turns, and then reopened."""
+    runs, kept = Runs(), job.scratch / f"{settings.mode}-{settings.link}"
+    keeping, cache = replace(settings, keep=str(kept)), PromptCache(kept)
+    cache.make()
 
     @contextmanager
-    def _warm(self, settings: Settings) -> Iterator[Engine]:
-        with endless(*self.models, settings) as engine:
-            list(engine.generate(self.prompt[:WARM], WARM, self.law))
-            yield engine
+    def writer(settings: Settings) -> Iterator[Callable[[], Result]]:
+        with endless(job.target, job.draft, settings) as engine:
+            list(engine.generate(job.prompt[:WARM], WARM, job.sampling))
+            yield lambda: continued(engine, job.prompt, job.new, job.sampling)
 
-    def _written(self, engine: Engine) -> Result:
-        tokens, stats = list(engine.generate(self.prompt, self.new, self.law)), engine.stats
-        return Result(stats.first_token_s, stats.decode_s, tokens)
+    with writer(settings) as read, writer(keeping) as save:
+        for _ in range(repeats):
+            for each in cache.prompts():
+                cache.drop(each)
+            runs.read.append(read())
+            runs.saved.append(save())
+    runs.nbytes = sum(each.manifest.nbytes for each in cache.prompts())
+    for _ in range(repeats):
+        with writer(keeping) as reopen:
+            runs.reopened.append(reopen())
+    return runs
 
 
 def of_transformers(job: Job, repeats: int) -> Runs:
@@ -191,15 +177,15 @@ def main(
     """Read a document, keep it, and open it again from disk: how long until the first token."""
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
     prompt = prompt_tokens(tokenizer_of(target), context, text)
-    for way in ways.split(","):
-        mode, _, link = way.partition("@")
-        settings = replace(settings_of(mode, link, dtype), **STEADY)
-        own = Own((target, draft), settings, prompt, new_tokens, law)
-        rows.append(own.runs(repeats).row(f"{mode}, {link}"))
-        yield {"rows": rows, "ratios": ratios(rows)}
+    model = resolve(target, Group())
+    small = None if draft is None else resolve(draft, Group())
     with tempfile.TemporaryDirectory() as scratch:
-        model = resolve(target, Group())
-        job = Job(model, None, None, prompt, new_tokens, law, dtype, None, "", Path(scratch))
+        job = Job(model, small, None, prompt, new_tokens, law, dtype, None, "", Path(scratch))
+        for way in ways.split(","):
+            mode, _, link = way.partition("@")
+            settings = replace(settings_of(mode, link, dtype), **STEADY)
+            rows.append(of_engine(job, settings, repeats).row(f"{mode}, {link}"))
+            yield {"rows": rows, "ratios": ratios(rows)}
         for name, measure in PEERS.items() if peers else ():
             try:
                 rows.append(measure(job, repeats).row(name))
@@ -208,5 +194,5 @@ def main(
                 say(f"{name}: {reason}")
 
 
-def _ms_per_token(runs: Sequence[Result]) -> float:
-    return statistics.median(1e3 * each.decode_s / (len(each.tokens) - 1) for each in runs)
+def _median_ms(runs: Sequence[Result]) -> float:
+    return statistics.median(run.ms_per_token for run in runs)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +16,7 @@ import torch
 import typer
 
 from bench.harness import options as opt
+from bench.harness.decode_loop import endless
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens, tokenizer_of
@@ -32,17 +31,7 @@ PADDED = "transformers: a padded batch"
 EARLY = ", prompts read early"
 
 
-@dataclass(frozen=True)
-class Run:
-    """Seconds of one batch, reading and decoding apart, and what was counted."""
-
-    prefill_s: float
-    decode_s: float
-    tokens: int  # new ones of all texts, but for the first of each
-    text_ms: float
-    tokens_per_verification: float | None = None
-    read_early: float = 0.0
-    verification_s: float | None = None
+Run = dict[str, Any]  # seconds of one batch, reading and decoding apart, and what was counted
 
 
 def write(engine: Engine, asked: Sequence[Request], at_once: int, early: bool = False) -> Run:
@@ -59,15 +48,16 @@ def write(engine: Engine, asked: Sequence[Request], at_once: int, early: bool = 
     tops = [each.levels[0].stats for each in stats]
     passes = sum(top.passes for top in tops)
     verifications = [each.verify_s for text in stats for each in text.rounds if each.drafted]
-    return Run(
-        prefill,
-        wall - prefill,
-        sum(each.new_tokens - 1 for each in stats),
-        statistics.mean(per_token),
-        sum(top.produced for top in tops) / passes if passes else None,
-        statistics.mean(each.read_early for each in stats),
-        statistics.median(verifications) if verifications else None,
-    )
+    tokens = sum(each.new_tokens - 1 for each in stats)  # but for the first of each text
+    return {
+        "read_early": statistics.mean(each.read_early for each in stats),
+        "tokens_s": tokens / (wall - prefill),
+        "ms_per_token": statistics.mean(per_token),
+        "prefill_s": prefill,
+        "decode_s": wall - prefill,
+        "tokens_per_verification": sum(top.produced for top in tops) / passes if passes else None,
+        "verification_s": statistics.median(verifications) if verifications else None,
+    }
 
 
 def write_padded(model: Any, asked: Sequence[Request]) -> Run:
@@ -92,27 +82,28 @@ def write_padded(model: Any, asked: Sequence[Request]) -> Run:
     ended = time.perf_counter()
     made = out.shape[1] - batch.shape[1] - 1
     decode = ended - clock.times[0]
-    return Run(clock.times[0] - started, decode, len(asked) * made, 1e3 * decode / made)
+    return {
+        "tokens_s": len(asked) * made / decode,
+        "ms_per_token": 1e3 * decode / made,
+        "prefill_s": clock.times[0] - started,
+        "decode_s": decode,
+    }
 
 
 def row(way: str, at_once: int, texts: int, runs: Sequence[Run]) -> Row:
     """Return the row of some runs of the same batch of texts: medians of times."""
-    prefill = statistics.median(run.prefill_s for run in runs)
-    decode = statistics.median(run.decode_s for run in runs)
-    rate = statistics.median(run.tokens / run.decode_s for run in runs)
-    say(f"{way}, {at_once} at once: {rate:.1f} tokens/s")
+    times = ("tokens_s", "ms_per_token", "prefill_s", "decode_s")
+    median = {name: statistics.median(run[name] for run in runs) for name in times}
+    say(f"{way}, {at_once} at once: {median['tokens_s']:.1f} tokens/s")
     return {
         "way": way,  # mode, and the link of its KV
         "at_once": at_once,
-        "read_early": runs[-1].read_early,  # the share of all prompts, in passes of other texts
-        "tokens_s": rate,  # of all texts together, while any is decoded
-        # of a text, as its reader sees it
-        "ms_per_token": statistics.median(run.text_ms for run in runs),
-        "prefill_s": prefill,  # of all texts
-        "decode_s": decode,
-        "documents_hour": 3600 * texts / (prefill + decode),
-        "tokens_per_verification": runs[-1].tokens_per_verification,
-        "verification_s": runs[-1].verification_s,  # the median of all
+        # the share of all prompts that was read in passes of other texts
+        "read_early": runs[-1].get("read_early", 0.0),
+        **median,  # tokens/s of all texts together; ms/token of one, as its reader sees it
+        "documents_hour": 3600 * texts / (median["prefill_s"] + median["decode_s"]),
+        "tokens_per_verification": runs[-1].get("tokens_per_verification"),
+        "verification_s": runs[-1].get("verification_s"),  # the median of all
     }
 
 
@@ -122,15 +113,6 @@ def settings_of(mode: str, link: str, dtype: str) -> Settings:
         near = "auto" if torch.cuda.is_available() else "view"
         return Settings(mode=mode, dtype=dtype, link=near)
     return Settings(mode=mode, dtype=dtype, link=link, resident_layers=0)
-
-
-@contextmanager
-def endless(target: str, draft: str | None, settings: Settings) -> Iterator[Engine]:
-    """Yield an engine that stops at no token, so that all make as many tokens."""
-    engine = Engine.from_pretrained(target, draft, settings)
-    engine.stop_tokens = frozenset()
-    yield engine
-    engine.close()
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from bench.drafts import acceptance
 from bench.drafts.acceptance import Study
 from bench.drafts.needle import FULL, NEEDLES, needles, planted
 from bench.drafts.overlap import OURS, STATIC, WHOLE, Chain, PolicyTrace, Variant
@@ -18,7 +17,11 @@ from bench.harness.text import long_text, prompts
 from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
 from decoding.models.runtime import Runtime
-from decoding.speculation.draft_length import RoundStats
+from decoding.speculation.coroutines import drive
+from decoding.speculation.decoders import Autoregressive, Speculative
+from decoding.speculation.draft_length import Fixed, RoundStats
+from decoding.speculation.randomness import chance_of
+from decoding.speculation.sequence import Text
 from offload.retrieval.shape import RetrievalShape
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group
@@ -81,27 +84,44 @@ def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(models: Runtime) -> Non
         assert replace(STATIC, budget=budget).tokens(layout) == budget
 
 
-def test_variants_that_do_not_fit_at_once_are_led_in_parts(
-    models: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = SimpleNamespace(runtime=models)
-    tokens = prompt("typing")
-    variants = [STATIC, *(replace(each, budget=256) for each in (STATIC, WHOLE, OURS))]
-    found = []
-    for share in (acceptance.MEMORY_SHARE, 0.0):
-        monkeypatch.setattr(acceptance, "MEMORY_SHARE", share)
-        study = Study(engine, tokens, 1, 64, NUCLEUS, "target")  # type: ignore[arg-type]
-        parts = study._parts(variants)
-        assert [len(part) for part in parts] == ([4] if share else [1] * 4)
-        found.append(list(study.rows(len(tokens) - 65, variants, [16])))
-    assert found[0] == found[1]
+def count(trace: PolicyTrace, variant: Variant, draft: int, sampling: Sampling) -> tuple[int, int]:
+    """Decode 200 tokens with drafts from the variant's cache.
+
+    Returns how many tokens were made, and by how many verifications.
+    """
+    chance = chance_of(sampling, trace.first.device, is_coupled=False)
+    first = int(chance.draw(sampling.law(trace.first)[0], len(trace.session.prompt)))
+    text = Text([*trace.session.prompt.tolist(), first])
+    inner = Autoregressive("retrieval", trace.model, trace.caches[variant], text, sampling, chance)
+    decoder = Speculative(
+        "target", trace.model, trace.target, inner, Fixed(draft), sampling, chance
+    )
+    while (missing := 200 - decoder.stats.produced) > 0:
+        drive(decoder.round(missing), lambda asked: trace.session.make([asked])[0])
+    trace.rewind()
+    return decoder.stats.produced, decoder.stats.passes
+
+
+def test_rows_are_of_each_variant_along_all_texts(models: Runtime) -> None:
+    engine, tokens = SimpleNamespace(runtime=models), prompt("typing")
+    study = Study(engine, tokens, 2, 64, NUCLEUS, "target")  # type: ignore[arg-type]
+    first, both = study.rows(len(tokens) - 75, [STATIC, replace(OURS, budget=256), STATIC], [16])
+    assert [row["texts"] for row in first] == [1, 1]
+    assert [row["texts"] for row in both] == [2, 2]
+    static, ours = both
+    assert static["against_static"] == {16: 1}
+    assert (static["tokens"], ours["budget"]) == (768, 256)
+    assert ours["tokens"] == replace(OURS, budget=256).tokens(models.needs.layout)
+    assert 0 < ours["rejected"][16] < 1
+    assert 1 < ours["expected_tokens"][16] < 17
+    assert len(ours["overlap_by_age"]) == 16
 
 
 def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
     trace = PolicyTrace(models, prompt("typing"), 400, [STATIC], 8)
     text = trace.text(401, NUCLEUS)
     expected = [chain.tokens for chain in trace.chains(text, 8, NUCLEUS)[STATIC]]
-    runs = [trace.count(STATIC, 200, 8, Sampling(0.6, top_p=0.9, seed=seed)) for seed in (1, 2)]
+    runs = [count(trace, STATIC, 8, Sampling(0.6, top_p=0.9, seed=seed)) for seed in (1, 2)]
     made, passes = (sum(each) for each in zip(*runs, strict=True))
     assert made == 400
     # the count has a deviation of some 6%
