@@ -149,10 +149,7 @@ def limited(setting: Setting, share: float, job: Job) -> Row:
 def run(setting: Setting, share: float, job: Job) -> Row:
     """Decode within a share of the plan; a process that dies has a row too."""
     row, _ = call_in_process(limited, setting, share, job)
-    if isinstance(row, Died):
-        return asdict(setting) | {"share": share, "ended": str(row)}
-    found: Row = row
-    return found
+    return asdict(setting) | {"share": share, "ended": str(row)} if isinstance(row, Died) else row
 
 
 @benchmark("Decoding within the memory planned for (1.0), and within half", ["part", "resident"])

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -91,27 +92,15 @@ def main(
     ] = Path("results/gpu.json"),
 ) -> Measurement:
     """Run parts, each to its end or its limit, and print one table."""
-    ends_at = time.monotonic() + limit
+    options, ends_at = locals(), time.monotonic() + limit
     names = parts.split(",")
     if unknown := [name for name in names if name not in NAMES]:
         raise TierForceError(f"--parts {','.join(unknown)}: use some of {','.join(NAMES)}.")
     if mode not in LEVELS:
         raise TierForceError(f"--mode {mode}: use one of {', '.join(LEVELS)}.")
-    choices = Choices(
-        target="tiny" if rehearse else target,
-        draft=draft,
-        rope=rope,
-        context=context,
-        device=device,
-        device_memory=device_memory,
-        budget=budget,
-        resident_layers=resident_layers,
-        link=link,
-        mode=mode,
-        int8=int8,
-        graphs=graphs,
-        rehearse=rehearse,
-    )
+    choices = Choices(**{each.name: options[each.name] for each in fields(Choices)})
+    if rehearse:
+        choices = replace(choices, target="tiny")
     rows = list[Row]()
     note = {"note": "a rehearsal in tiny sizes: none of these numbers is a measurement"}
     log = output.with_suffix(".tests.log")
