@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from bench.harness import options as opt
-from bench.harness.experiment import Measurement, Row, benchmark
+from bench.harness.experiment import Measurement, Row, benchmark, prepare
 from bench.harness.process import Died, call_in_process
 from bench.harness.tables import cell, say
 from bench.harness.text import prompt_tokens
@@ -91,6 +91,7 @@ def compare_texts(tokens: list[int], wanted: list[int]) -> str:
 
 def attempt(name: str, job: Job, threads: int) -> Outcome:
     """Load one peer and run it, in this process."""
+    prepare(threads)
     try:
         peer = PEERS[name](job)
         return replace(peer.run(), note=peer.note)

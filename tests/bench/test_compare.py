@@ -22,7 +22,7 @@ import pytest
 import bench.harness.process
 from bench.harness.process import ending
 from bench.peers.base import Job, Result, Unavailable
-from bench.peers.compare import Runs, main, ratios, run
+from bench.peers.compare import Runs, attempt, main, ratios, run
 from bench.peers.registry import PEERS
 from decoding import GREEDY
 from parallel.config.model_config import ModelConfig
@@ -157,6 +157,13 @@ def test_llamacpp_is_given_the_file_itself_and_the_same_in_full_width(
     assert Llama.told["path"].parent == tmp_path
     with pytest.raises(Unavailable, match="takes a GGUF file: give one"):
         PEERS["llama.cpp"](job())
+
+
+def test_a_peer_computes_with_the_threads_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[int]()
+    monkeypatch.setattr("bench.peers.compare.prepare", seen.append)
+    attempt("nobody", job(), 3)
+    assert seen == [3]
 
 
 def test_whatever_fails_is_a_reason() -> None:
