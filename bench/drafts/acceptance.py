@@ -35,9 +35,7 @@ PARTS = "policies,budgets,chunks,temperatures"
 ALONG = ("target", "book")
 UNSHOWN = [f"{name}.{n}" for n in (8, 32) for name in ("rejected", "against_static")]
 Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
-
-
-Rows = Iterator[list[Row]]  # behind each text
+Rows = Iterator[list[Row]]  # after each text
 
 
 @dataclass(frozen=True)

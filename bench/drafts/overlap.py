@@ -10,9 +10,9 @@ chain stand with the mean of prod min(1, q(x_i) / p(x_i)), so a chain of n propo
     1 + sum_k prod_(i<k) min(1, q(x_i) / p(x_i)) . overlap_k
 
 tokens on average: an unbiased estimate, for a refresh after every n tokens of text, that needs no
-luck of the draw. (In the engine a refresh comes after as many tokens as stood, and sees rows that
-were rejected; that is for the counted runs to show.) Middle pass, verification and refresh are the
-engine's own. Memory is equal right after a choice; the static policy's window then goes on growing.
+luck of the draw. (In the engine a refresh comes after as many tokens as were accepted, and sees
+rejected ones too: `python -m bench grid` counts whole runs.) Middle pass, verification and refresh
+are the engine's own. Memory is equal right after a selection; the static policy's window grows on.
 """
 
 from __future__ import annotations
