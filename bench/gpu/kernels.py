@@ -102,7 +102,7 @@ def _attention(
 
 
 def fused(context: Context) -> None:
-    """The fused kernels: of split float (`offload.codec.split_float`), and of batch-invariant attention."""
+    """Fused kernels (`offload.kernels`): on split floats, and for batch-invariant attention."""
     heads, groups = 8, 4
     tokens = 512 if context.is_small else 65_536
     _split_float(context, heads, groups, tokens)

@@ -15,8 +15,8 @@ from bench.harness.experiment import ROOT, Row
 
 PATHS = (  # that have such tests: other files import what a machine may lack
     "tests/gpu",
-    "tests/offload/test_ring.py",
-    "tests/offload/test_attention.py",
+    "tests/offload/memory/test_ring.py",
+    "tests/offload/attention/test_attention.py",
     "tests/decoding/speculation/test_sampling.py",
 )
 _WORKERS = 10  # of which each has a context on the GPU
