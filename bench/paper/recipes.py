@@ -34,7 +34,6 @@ from bench.harness.text import documents
 from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
 from decoding import Settings
 from decoding.planning.cost import Acceptance
-from decoding.planning.fit import Sharing
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_requirements import TextNeeds
 from decoding.planning.what_if import look_ahead
@@ -195,7 +194,7 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     )
     new = options["max_new_tokens"]
     texts = options["texts_at_once"]
-    ahead = look_ahead(needs, machine, options["context"] - new, new, sharing=Sharing(texts))
+    ahead = look_ahead(needs, machine, options["context"] - new, new, at_once=texts)
     return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
 
 

@@ -28,16 +28,15 @@ from parallel.ranks.process_group import Group
 
 RESIDENT = "resident"  # in place of a link: all KV stays in device memory
 PADDED = "transformers: a padded batch"
-EARLY = ", prompts read early"
 
 
 Run = dict[str, Any]  # seconds of one batch, reading and decoding apart, and what was counted
 
 
-def write(engine: Engine, asked: Sequence[Request], at_once: int, early: bool = False) -> Run:
-    """Read and continue all texts, maybe with each prompt read in passes of those before."""
+def write(engine: Engine, asked: Sequence[Request], at_once: int) -> Run:
+    """Read and continue all texts."""
     started = time.perf_counter()
-    texts = list(engine.write(asked, at_once, early))
+    texts = list(engine.write(asked, at_once))
     wall = time.perf_counter() - started
     for text in texts:
         if text.error is not None:
@@ -50,7 +49,6 @@ def write(engine: Engine, asked: Sequence[Request], at_once: int, early: bool = 
     verifications = [each.verify_s for text in stats for each in text.rounds if each.drafted]
     tokens = sum(each.new_tokens - 1 for each in stats)  # but for the first of each text
     return {
-        "read_early": statistics.mean(each.read_early for each in stats),
         "tokens_s": tokens / (wall - prefill),
         "ms_per_token": statistics.mean(per_token),
         "prefill_s": prefill,
@@ -98,8 +96,6 @@ def row(way: str, at_once: int, texts: int, runs: Sequence[Run]) -> Row:
     return {
         "way": way,  # mode, and the link of its KV
         "at_once": at_once,
-        # the share of all prompts that was read in passes of other texts
-        "read_early": runs[-1].get("read_early", 0.0),
         **median,  # tokens/s of all texts together; ms/token of one, as its reader sees it
         "documents_hour": 3600 * texts / (median["prefill_s"] + median["decode_s"]),
         "tokens_per_verification": runs[-1].get("tokens_per_verification"),
@@ -119,15 +115,9 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Return how much faster texts are that share passes, or time, by what they are beside."""
     claims = {}
     by_kind = {(row["way"], row["at_once"]): row for row in rows}
-    for (way, count), early in by_kind.items():
-        beside = by_kind.get((way.removesuffix(EARLY), count))
-        if beside is not None and way.endswith(EARLY):
-            claim = f"{beside['way']}, {count} at once, prompts read early"
-            ratio = early["documents_hour"] / beside["documents_hour"]
-            claims[f"{claim}: documents an hour, times those without"] = ratio
     alone: dict[str, Row] = {}
     for (way, count), shared in by_kind.items():
-        if way.endswith(EARLY) or way == PADDED or alone.setdefault(way, shared) is shared:
+        if way == PADDED or alone.setdefault(way, shared) is shared:
             continue
         claim = f"{way}: tokens a second of {count} at once, times"
         claims[f"{claim} those one by one"] = shared["tokens_s"] / alone[way]["tokens_s"]
@@ -153,9 +143,6 @@ def main(
     links: Annotated[
         str, typer.Option(help=f"{RESIDENT}, or links that all KV comes over, separated by commas.")
     ] = f"{RESIDENT},emulated:0.25",
-    early: Annotated[
-        bool, typer.Option(help="Over links also with each prompt read in passes of others.")
-    ] = True,
     padded: Annotated[bool, typer.Option(help="Also transformers' generate.")] = True,
     new_tokens: opt.NewTokens = 128,
     dtype: opt.Dtype = "bfloat16",
@@ -165,27 +152,20 @@ def main(
     repeats: opt.Repeats = 1,
     output: opt.Output = Path("results/texts.json"),
 ) -> Measurement:
-    """Decode some texts one by one and at once, in every mode and over every link.
-
-    Over links also with the next prompt read in passes that wait.
-    """
+    """Decode some texts one by one and at once, in every mode and over every link."""
     every = text_tokens(tokenizer_of(target), text)
     law, rows, counts = Sampling(temperature, top_p=top_p), list[Row](), opt.integers(at_once)
     asked = [
         Request(prompt, new_tokens, law) for prompt in prompts(every, context, texts, new_tokens)
     ]
     for mode, link in ((mode, link) for mode in modes.split(",") for link in links.split(",")):
-        kinds = [(count, False) for count in counts]
-        if early and link != RESIDENT:
-            kinds += [(count, True) for count in counts if count < texts]
-        runs: dict[tuple[int, bool], list[Run]] = {kind: [] for kind in kinds}
+        runs: dict[int, list[Run]] = {count: [] for count in counts}
         with endless(target, draft, settings_of(mode, link, dtype)) as engine:
             for _ in range(repeats):
-                for kind in kinds:
-                    runs[kind].append(write(engine, asked, *kind))
-        for (count, is_early), found in runs.items():
-            way = f"{mode}, {link}" + (EARLY if is_early else "")
-            rows.append(row(way, count, texts, found))
+                for count in counts:
+                    runs[count].append(write(engine, asked, count))
+        for count, found in runs.items():
+            rows.append(row(f"{mode}, {link}", count, texts, found))
         yield {"rows": rows, "ratios": ratios(rows)}
     if padded:
         model = load_transformers(resolve(target, Group()), dtype, output.parent / "converted")

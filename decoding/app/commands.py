@@ -19,7 +19,6 @@ from decoding.app.options import (
     Common,
     DocumentFile,
     JobOptions,
-    ReadEarly,
     TextsAtOnce,
     described,
     refuse_sharing,
@@ -104,7 +103,6 @@ def summarize(
         str, typer.Option(help="What is asked about each document.")
     ] = INSTRUCTION,
     texts_at_once: TextsAtOnce = None,
-    read_early: ReadEarly = True,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -150,7 +148,7 @@ def summarize(
     interrupts = _start(common, words)
     from decoding.app.batch.summarize import run
 
-    run(common, input, output, instruction, texts_at_once, read_early, interrupts)
+    run(common, input, output, instruction, texts_at_once, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")

@@ -37,14 +37,6 @@ TextsAtOnce = Annotated[
         rich_help_panel=MEMORY,
     ),
 ]
-ReadEarly = Annotated[
-    bool,
-    typer.Option(
-        help="Read the next document while passes of these wait for the link, as far as memory "
-        "allows.",
-        rich_help_panel=MEMORY,
-    ),
-]
 
 DocumentFile = Annotated[
     Path | None,

@@ -71,19 +71,6 @@ MAX_PREFILL_CHUNK = 4096
 # Tokens of the smallest chunk; larger ones are multiples of it.
 PREFILL_CHUNK_STEP = 256
 
-# Tokens of a chunk of a prompt that is read while another text is decoded, at most: so few that a
-# step is over about when the next layer's KV has come.
-EARLY_CHUNK = 128
-# Tokens of a prompt that are read while a new one is made, at least: 150 to 250 are predicted for
-# an 8B on a 4090. By it, room that reading the next prompt takes of layers pays or does not.
-EARLY_READ_PER_TOKEN = 100
-# How many times as long reading takes in such chunks as in large ones (SmolLM2 on two cores).
-EARLY_CHUNK_COST = 1.3
-# The share of a pass's waiting that is filled with reading, and the share of the fastest pass that
-# one may take longer before it is less.
-EARLY_IDLE_SHARE = 0.9
-EARLY_DELAY = 0.05
-
 # -- memory ----------------------------------------------------------------------------------------
 
 # The share of free device memory that is planned for. `python -m bench memory` holds plans to it.

@@ -17,7 +17,7 @@ from decoding.engine.session_manager import Sessions
 from decoding.engine.stats import Stats
 from decoding.models.loading import load
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import Sharing, sharing_pays
+from decoding.planning.fit import sharing_pays
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.speculation.draft_length import Lengths
 from decoding.speculation.sampling import Sampling
@@ -84,15 +84,13 @@ class Engine:
         """Return whether a text is being generated."""
         return self._busy
 
-    def check(
-        self, prompt: int, new: int, at_once: int = 1, reads_early: bool = False
-    ) -> MemoryPlan:
+    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
         """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
 
-        It is one of `at_once`, which share the memory, beside the next prompt where that is read
-        early. All ranks call it. Raises FitError, on all ranks, when the text would not fit.
+        It is one of `at_once`, which share the memory. All ranks call it. Raises FitError, on all
+        ranks, when the text would not fit.
         """
-        return self.sessions.check(prompt, new, Sharing(at_once, reads_early))
+        return self.sessions.check(prompt, new, at_once)
 
     def texts_that_fit(self, prompt: int, new: int, most: int) -> int:
         """Return how many such texts, at most `most`, go together at no cost to each.
@@ -216,37 +214,30 @@ class Engine:
             conversation, self._conversation = self._conversation, None
             conversation.close()
 
-    def write(
-        self, requests: Iterable[Request], at_once: int, reads_early: bool = False
-    ) -> Iterator[Written]:
+    def write(self, requests: Iterable[Request], at_once: int) -> Iterator[Written]:
         """Yield what comes of each text, as it is done; up to `at_once` are written together.
 
-        A request is taken when there is room for it, or for reading it early. One that cannot be
-        processed is yielded with its error, and the others go on. On ranks other than 0 it takes
-        part until rank 0 closes the engine, and yields nothing. Raises TierForceError for several
-        at once that are to be `identical`.
+        A request is taken when there is room for it. One that cannot be processed is yielded with
+        its error, and the others go on. On ranks other than 0 it takes part until rank 0 closes the
+        engine, and yields nothing. Raises TierForceError for several at once that are to be
+        `identical`.
 
         Args:
             requests: the texts, in their order.
             at_once: texts that share memory and passes, at most.
-            reads_early: whether the next prompt is read while passes of these wait for the link, as
-                far as memory allows.
         """
         if self.group.rank:
             self.follow()
             return
         self._refuse_another()
-        if self._is_identical:
-            reads_early = False  # in smaller chunks
-            if at_once > 1:
-                raise TierForceError(
-                    f"`texts_at_once` {at_once}, but `identical` texts share no passes: leave it "
-                    "out, or use 1."
-                )
+        if self._is_identical and at_once > 1:
+            raise TierForceError(
+                f"`texts_at_once` {at_once}, but `identical` texts share no passes: leave it out, "
+                "or use 1."
+            )
         if self._conversation is not None:
             raise TierForceError("texts are not written together in a conversation: leave it.")
-        sharing = Sharing(at_once, reads_early)
-        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, sharing)
+        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, at_once)
         with self._one_text(), closing(batch.write(requests)) as texts:
             self.stats = Stats()  # the caches of the text before go before memory is planned
             for written in texts:

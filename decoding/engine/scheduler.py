@@ -15,12 +15,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from decoding.engine.generation import Writing
-from decoding.engine.prefill_overlap import Pace
 from decoding.engine.request import Request
-from decoding.engine.session import Session
 from decoding.engine.session_manager import Sessions
 from decoding.engine.stats import Stats
-from decoding.planning.fit import ALONE, Sharing
 from decoding.speculation.coroutines import Clock, Passes
 from decoding.speculation.draft_length import Lengths
 from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
@@ -53,39 +50,6 @@ class _Running:
         levels = self.writing.session.levels
         return [level.cache for level in levels].index(self.asked.cache)
 
-    @property
-    def coming(self) -> int:
-        """Return the bytes that come over the link in the pass that is asked for."""
-        target = self.writing.session.target
-        return target.coming_bytes if self.asked.cache is target else 0
-
-
-class _Queue:
-    """Requests that wait for their turn; the first of them may be looked at."""
-
-    def __init__(self, requests: Iterator[Request]):
-        self._requests = requests
-        self._first: Request | None = None
-
-    def first(self) -> Request | None:
-        """Return the first, which stays; None where there is none."""
-        if self._first is None:
-            self._first = next(self._requests, None)
-        return self._first
-
-    def take(self) -> Request | None:
-        """Return the first, which goes."""
-        request, self._first = self.first(), None
-        return request
-
-
-@dataclass
-class _Early:
-    """A text whose prompt is read in passes of the others."""
-
-    request: Request
-    session: Session
-
 
 class Batch:
     """Texts that are written together, on rank 0; the other ranks follow its passes."""
@@ -96,93 +60,58 @@ class Batch:
         context: int,
         stop_tokens: frozenset[int],
         lengths: dict[str, Lengths],
-        sharing: Sharing,
+        at_once: int,
     ):
-        """Write texts of at most `context` tokens, as many at once as share the memory.
+        """Write texts of at most `context` tokens, `at_once` of which share the memory.
 
         `lengths` are the draft lengths by mode: all texts share them and learn from all.
         """
         self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
-        self.lengths, self.sharing = lengths, sharing
+        self.lengths, self.at_once = lengths, at_once
         self.clock = Clock()
-        self.pace = Pace()
-        self._early: _Early | None = None
-        self._refused: Request | None = None  # for which there was no room to read it early
         self._running: list[_Running] = []
         self._alone: list[Request] = []  # what memory did not do for beside others
 
     def write(self, requests: Iterable[Request]) -> Generator[Written, None, None]:
         """Yield each text as it is done, or has failed: one that fails leaves the others alone.
 
-        A request is taken when there is room for it, or for reading it early. One that does not fit
-        its share of the memory is written alone at the end. Raises RankLost.
+        A request is taken when there is room for it. One that does not fit its share of the memory
+        is written alone at the end. Raises RankLost.
         """
+        waiting = iter(requests)
         try:
-            queue = _Queue(iter(requests))
-            while self._running or queue.first() is not None:
-                while len(self._running) < self.sharing.texts:
+            while True:
+                while len(self._running) < self.at_once:
                     with self.clock.stopped():
-                        request = queue.take()
+                        request = next(waiting, None)
                     if request is None:
                         break
-                    yield from self._join(Written(request), self.sharing)
-                if self._running:
-                    self._look_ahead(queue)
-                    yield from self._step()
+                    yield from self._join(Written(request), self.at_once)
+                if not self._running:
+                    break
+                yield from self._step()
             while self._alone:
-                yield from self._join(Written(self._alone.pop(0)), ALONE)
+                yield from self._join(Written(self._alone.pop(0)), 1)
                 while self._running:
                     yield from self._step()
         finally:
             sessions = [running.writing.session for running in self._running]
-            if self._early is not None:
-                sessions.append(self._early.session)
-            self._running, self._early = [], None
+            self._running = []
             with ExitStack() as closing:  # all of them, whatever one raises
                 for session in sessions:
                     closing.callback(self.sessions.close, session)
 
-    def _look_ahead(self, queue: _Queue) -> None:
-        """Begin to read the next prompt, where memory allows, in passes that wait for the link."""
-        if not self.sharing.reads_early or self._early is not None:
-            return
-        if not any(running.writing.session.uses_link for running in self._running):
-            return
-        with self.clock.stopped():
-            request = queue.first()
-            if request is None or request is self._refused:
-                return
-            session = None
-            try:
-                self._refuse_senseless(request)
-                session = self._open_early(request)
-            except Exception as error:  # its own turn will tell, when there is more room
-                self._own(error)
-            if session is None:
-                self._refused = request
-                return
-            session.read_early(request.progress)
-            self._early = _Early(request, session)
-            for running in self._running:
-                running.written.stats.is_alone = False
-
-    def _open_early(self, request: Request) -> Session | None:
-        """Open a text to read it early; None where memory does not do, or most of it is on disk."""
-        prompt, new = request.prompt, request.new
-        if self.sessions.on_disk(prompt, new) > len(prompt) // 2:
-            return None
-        return self.sessions.open_early(prompt, new, self.sharing, request.name)
-
-    def _join(self, written: Written, sharing: Sharing) -> Iterator[Written]:
+    def _join(self, written: Written, at_once: int) -> Iterator[Written]:
         """Open a text and read its prompt; yield it where there is no more to come."""
         with self.clock.stopped():
-            yield from self._joined(written, sharing)
+            yield from self._joined(written, at_once)
 
-    def _joined(self, written: Written, sharing: Sharing) -> Iterator[Written]:
+    def _joined(self, written: Written, at_once: int) -> Iterator[Written]:
         request, started = written.request, time.perf_counter()
-        is_alone = sharing.texts == 1 and self._early is None
+        is_alone = at_once == 1
         try:
-            session = self._open(request, sharing)
+            request.refuse_senseless(self.context, self.sessions.runtime.target.config.vocab)
+            session = self.sessions.open(request.prompt, request.new, at_once, request.name)
         except Exception as error:
             yield from self._failed(written, error, is_alone)
             return
@@ -191,9 +120,9 @@ class Batch:
         for each in self._running:
             count = max(each.written.stats.texts_at_once, len(self._running))
             each.written.stats.texts_at_once = count
-            each.written.stats.is_alone &= count == 1
         try:
-            new = self._read(running)
+            logits = session.prefill(request.progress)
+            new = running.writing.begin(self.lengths, logits, self.clock)
             is_going_on = self._next_round(running, new)
         except Exception as error:
             self._end(running)
@@ -201,27 +130,6 @@ class Batch:
             return
         if not is_going_on:
             yield self._end(running)
-
-    def _open(self, request: Request, sharing: Sharing) -> Session:
-        """Open a text on all ranks, unless that was done early."""
-        if self._early is not None and self._early.request is request:
-            session, self._early = self._early.session, None
-            return session
-        self._refuse_senseless(request)
-        return self.sessions.open(request.prompt, request.new, sharing, request.name)
-
-    def _read(self, running: _Running) -> list[int]:
-        """Read a prompt, or what is left of it; return the first new token."""
-        session, stats = running.writing.session, running.written.stats
-        if session.is_early:
-            stats.read_early, stats.is_alone = session.read_share, False
-            self.sessions.finish_reading(session)
-        started = time.perf_counter()
-        logits = session.prefill(running.written.request.progress)
-        new = running.writing.begin(self.lengths, logits, self.clock)
-        if not session.is_early and not session.loaded_tokens:
-            self.pace.read_alone(time.perf_counter() - started, session.early_steps)
-        return new
 
     def _step(self) -> Iterator[Written]:
         """Make the innermost passes that texts wait for, as one; yield the texts that are done.
@@ -234,7 +142,7 @@ class Batch:
         model = waiting[0].asked.model
         together = [running for running in waiting if running.asked.model is model]
         try:
-            answers = self._answers(together)
+            answers = self.sessions.lockstep([running.asked for running in together])
         except Exception as error:  # a pass that is left half made is not made again
             is_alone = self._is_alone()
             for running in together:
@@ -254,28 +162,6 @@ class Batch:
                 if not is_going_on:
                     over.append(self._end(running))
         yield from over
-
-    def _answers(self, together: list[_Running]) -> list[Tensor]:
-        """Make the passes that these texts wait for, as one, and read early what there is time for.
-
-        Returns the logits of each.
-        """
-        asked = [running.asked for running in together]
-        coming = sum(running.coming for running in together)
-        if not (coming and self.sharing.reads_early):
-            return self.sessions.lockstep(asked)
-        session = self._early.session if self._early is not None else None
-        steps, taken = 0, 0
-        if session is not None and session.may_read_on:
-            steps, taken = self.pace.steps(coming), session.steps_taken
-        started, link = time.perf_counter(), self.sessions.runtime.link
-        with link.counting_waits(True):
-            answers = self.sessions.lockstep(asked, steps)
-        answers[-1][0, 0].item()  # until all compute is over
-        if session is not None:
-            steps = min(steps, session.steps_taken - taken)
-        self.pace.passed(coming, steps, time.perf_counter() - started, link.waited())
-        return answers
 
     def _answer(self, running: _Running, logits: Tensor) -> bool:
         """Give a text the logits it waits for; return whether it goes on."""
@@ -301,14 +187,13 @@ class Batch:
     def _end(self, running: _Running) -> Written:
         """Close a text and let go of its caches; return what has come of it."""
         self._running.remove(running)
-        self._refused = None  # there is more room now
         self.sessions.close(running.writing.session)
         running.written.stats.let_go()
         return running.written
 
     def _is_alone(self) -> bool:
         """Return whether one text has all the memory to itself."""
-        return len(self._running) == 1 and self._early is None
+        return len(self._running) == 1
 
     def _failed(self, written: Written, error: Exception, is_alone: bool) -> Iterator[Written]:
         """Yield a text with what ended it, or put it aside to be written alone.
@@ -332,6 +217,3 @@ class Batch:
         if isinstance(error, RankLost):
             raise error
         return error
-
-    def _refuse_senseless(self, request: Request) -> None:
-        request.refuse_senseless(self.context, self.sessions.runtime.target.config.vocab)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from decoding.config.defaults import (
-    EARLY_CHUNK,
     FIRST_DRAFT_ON_DEVICE,
     FIRST_DRAFT_OVER_LINK,
     FIRST_INNER_DRAFT,
@@ -39,7 +38,6 @@ from offload.tiered.prefill import Prefill
 from parallel.execution.batched_forward import Pass
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.execution.lockstep import Level, OpenText
-from parallel.model.pipeline import Reading, to_the_end
 from parallel.model.transformer import Progress
 
 
@@ -80,24 +78,20 @@ class Session:
         self._keeper, self._name = keeper, name
         self.saving: Saving | None = None  # of what was read
         self.loaded_tokens = 0  # of the prompt, from disk
-        self.is_early = False  # whether its prompt is read in passes of other texts
-        self.read_share = 0.0  # what was read so
         self.is_given_up: Callable[[], bool] = lambda: False  # what is being read; rank 0 tells
-        self.steps_taken = 0
-        self._chunk = runtime.needs.prefill_chunk  # tokens that reading computes at once, at most
-        self._reading: Reading | None = None
-        self._trouble: Exception | None = None  # what ended reading early
 
     def prefill(self, progress: Progress | None = None) -> Tensor:
-        """Read the prompt, or what is left of it, on all ranks; return the logits (1, V) behind it.
+        """Read the prompt on all ranks, behind what is on disk; return the logits (1, V).
 
-        Raises FitError, and GivenUpError where nobody wants it any more, on all ranks.
+        Raises FitError, and GivenUpError where the text is given up meanwhile, on all ranks.
         """
-        if self._trouble is not None:
-            trouble, self._trouble = self._trouble, None
-            raise trouble
-        self._chunk = self.runtime.needs.prefill_chunk
-        logits = to_the_end(self._reading or self._steps(progress))
+        if self._keeper is not None:
+            prompt = self.prompt.tolist()
+            self.loaded_tokens = self._keeper.load(self._identity, prompt, self.target)
+        rest = self.prompt[self.loaded_tokens :]
+        if progress is not None and self.loaded_tokens:
+            progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
+        logits = self._prefill(rest, progress)
         with self.runtime.target.group.together():
             self.target.bring_in()
         self._read_draft()
@@ -154,50 +148,6 @@ class Session:
         own = self._planned, self.capacity
         return self.runtime.target.config.turns_alike(own, (prompt, prompt + new))
 
-    def read_early(self, progress: Progress | None = None) -> None:
-        """Let the prompt be read by `read_on`, a step at a time, in small chunks."""
-        self.is_early = True
-        self._chunk = self._early_chunk
-        self._reading = self._steps(progress)
-
-    def read_on(self) -> None:
-        """Take a step more in reading the prompt, unless the last alone is left, to `prefill`.
-
-        What goes wrong is kept for that: it is no affair of the text in whose pass it happens. On
-        several ranks it is raised, for they are in the middle of that pass.
-        """
-        if not self.may_read_on:
-            return
-        assert self._reading is not None
-        self.steps_taken += 1
-        try:
-            with self.runtime.link.counting_waits(False):
-                self.read_share = next(self._reading)
-        except Exception as error:
-            if self.runtime.target.group.size > 1:
-                raise
-            # the frames that it comes from hold the prompt's hidden states
-            self._trouble = error.with_traceback(None)
-            self._reading = None
-
-    @property
-    def may_read_on(self) -> bool:
-        """Return whether there is a step that `read_on` would take."""
-        return self.read_share < 1 and self._trouble is None
-
-    @property
-    def early_steps(self) -> int:
-        """Return the steps that reading early takes: two for each chunk in a layer."""
-        return 2 * self.runtime.target.config.layers * ceil_div(len(self.prompt), self._early_chunk)
-
-    @property
-    def _early_chunk(self) -> int:
-        return min(EARLY_CHUNK, self.runtime.needs.prefill_chunk)
-
-    def while_waiting(self, step: Callable[[], object], times: int) -> None:
-        """Take a step so many times in the next pass of the target (`TieredCache`)."""
-        self.target.while_waiting(step, times)
-
     @cached_property
     def runner(self) -> GraphRunner:
         """The runner of the text's passes, from when its prompt has been read."""
@@ -251,7 +201,6 @@ class Session:
 
     def close(self) -> None:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
-        self._reading = self._trouble = None
         if self.saving is not None:
             self.saving.wait()
         self._end_passes()
@@ -265,18 +214,6 @@ class Session:
                 # they hold the target's cache, which would hold them
                 level.cache.followers.clear()
         self.runner.forget()
-
-    def _steps(self, progress: Progress | None) -> Reading:
-        """Read the prompt into the target's cache, a step at a time, behind what is on disk."""
-        if self._keeper is not None and not self.is_early:
-            prompt = self.prompt.tolist()
-            self.loaded_tokens = self._keeper.load(self._identity, prompt, self.target)
-        rest = self.prompt[self.loaded_tokens :]
-        if progress is not None and self.loaded_tokens:
-            progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
-        with Prefill(self.target, len(rest)) as way:
-            target = self.runtime.target
-            return (yield from target.reading(rest, way, self._next_chunk, progress))
 
     def _save(self, logits: Tensor) -> None:
         """Begin to write what was read, unless rank 0 is busy with that or logits are no numbers.
@@ -368,14 +305,17 @@ class Session:
             if progress:
                 progress(1, 1)
             return logits
-        with Prefill(target, len(part)) as way:
-            return to_the_end(model.reading(part, way, self._next_chunk, progress))
+        return self._prefill(part, progress)
 
-    def _next_chunk(self) -> int:
-        """Return how many tokens the next layer computes at once, unless the text is given up."""
-        if not self.is_early:  # the passes that it is read in are those of others
-            check_wanted(self.runtime.target.group, self.is_given_up)
-        return self._chunk
+    def _prefill(self, tokens: Tensor, progress: Progress | None) -> Tensor:
+        """Read tokens (T,) into the target's cache layer by layer; return the logits (1, V)."""
+        model = self.runtime.target
+
+        def check() -> None:
+            check_wanted(model.group, self.is_given_up)
+
+        with Prefill(self.target, len(tokens)) as way:
+            return model.prefill(tokens, way, self.runtime.needs.prefill_chunk, progress, check)
 
     def _read_draft(self, kept: int = 0) -> None:
         """Let the draft's cache stand behind the prompt, of which it may hold `kept` tokens."""

@@ -10,16 +10,7 @@ from torch import Tensor
 
 from decoding.engine.session import Session
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import (
-    ALONE,
-    Memory,
-    Sharing,
-    affordable,
-    fit,
-    fit_early,
-    least_budget,
-    nearest_way,
-)
+from decoding.planning.fit import Memory, affordable, fit, least_budget, nearest_way
 from decoding.planning.measured_cost import ObservedCosts
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.memory_requirements import Way
@@ -43,9 +34,8 @@ class _Opening:
 
     prompt: list[int]
     new: int
-    sharing: Sharing
+    at_once: int  # texts that share the memory, this one among them
     name: str  # that people know it by
-    is_early: bool = False  # whether its prompt is read in passes of the others
 
 
 class Sessions:
@@ -65,12 +55,12 @@ class Sessions:
         self._free = Memory(0, 0)  # what there was when no text was open
         self.keeper = runtime.keeper()
 
-    def check(self, prompt: int, new: int, sharing: Sharing = ALONE) -> MemoryPlan:
+    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
         """Plan a text of that many tokens as `open` would now; this rank's plan.
 
         All ranks call it. Raises FitError, on all ranks, when the text would not fit.
         """
-        memory = self._memory().shared(sharing)
+        memory = self._memory().shared(at_once)
         with self.group.together():
             plans = affordable(self.runtime.needs, memory, prompt, new)
         if self.runtime.needs.has_choice and not self._common(plans):
@@ -90,7 +80,7 @@ class Sessions:
         alone = self.check(prompt, new)
         for count in range(2, most + 1):
             try:
-                shared = self.check(prompt, new, Sharing(count))
+                shared = self.check(prompt, new, count)
             except FitError:
                 return count - 1
             if any(self.group.gather(shared != alone)):
@@ -115,30 +105,16 @@ class Sessions:
             refused = nearest_way(needs, memory, prompt, new) or refused
         if not (common := self._common(plans)):
             return self.group.broadcast(WayChoice(refused, "nothing fits"))
-        texts = memory.sharing.texts
-        return self.group.broadcast(self.chooser.choose(needs, common, prompt, texts))
+        return self.group.broadcast(self.chooser.choose(needs, common, prompt, memory.texts))
 
-    def open(
-        self, prompt: Sequence[int], new: int, sharing: Sharing = ALONE, name: str = ""
-    ) -> Session:
+    def open(self, prompt: Sequence[int], new: int, at_once: int = 1, name: str = "") -> Session:
         """Begin a text on all ranks: allocate what it takes in the way that is chosen; for rank 0.
 
         It gets an equal share of the memory that there is. Prefill is to follow, and `close` to end
         it. `name` is what people call it where it is kept on disk. Raises FitError, on all ranks.
         """
-        session = self._opened(_Opening(list(prompt), new, sharing, name))
-        assert session is not None
-        return session
-
-    def open_early(
-        self, prompt: Sequence[int], new: int, sharing: Sharing, name: str = ""
-    ) -> Session | None:
-        """Begin a text whose prompt is read in passes of those that are open; for rank 0.
-
-        `finish_reading` is to follow, when one of those is over. None where they leave no memory
-        for it. Raises FitError, on all ranks.
-        """
-        return self._opened(_Opening(list(prompt), new, sharing, name, is_early=True))
+        self.lockstep.announce_another()
+        return self._open(self.group.broadcast(_Opening(list(prompt), new, at_once, name)))
 
     def on_disk(self, prompt: Sequence[int], new: int) -> int:
         """Return how many tokens of a prompt need not be read, for they are kept; for rank 0."""
@@ -154,10 +130,6 @@ class Sessions:
         assert self.keeper is not None
         config, tokens = self.runtime.target.config, len(prompt)
         return self.keeper.identity.of_text(config, tokens, tokens + new)
-
-    def finish_reading(self, session: Session) -> None:
-        """Let the other ranks read to its end what was begun early; for rank 0, which does too."""
-        self.lockstep.announce_reading(session)
 
     def extend(
         self,
@@ -227,43 +199,24 @@ class Sessions:
             return False
         # raised on rank 0 too, which tells
         with suppress(TierForceError):
-            session = self._open(request)
-            if session is None:
-                pass
-            elif request.is_early:
-                session.read_early()
-            else:
-                session.prefill()
+            self._open(request).prefill()
         return True
 
-    def _opened(self, request: _Opening) -> Session | None:
-        self.lockstep.announce_another()
-        return self._open(self.group.broadcast(request))
-
-    def _open(self, request: _Opening) -> Session | None:
+    def _open(self, request: _Opening) -> Session:
         prompt, new = request.prompt, request.new
         if not self.lockstep.texts:
-            self._count_arenas(request.sharing.texts + request.sharing.reads_early)
+            self._count_arenas(request.at_once)
         self._count_memory()
-        memory = self._free.shared(request.sharing)
+        memory = self._free.shared(request.at_once)
         choice = self.choose(len(prompt), new, memory)
         runtime = self.runtime.with_way(choice.way)
-        plan: MemoryPlan | None
         with self.group.together():
-            if request.is_early:
-                plan = fit_early(runtime.needs, memory, self._left(), len(prompt), new)
-            else:
-                plan = runtime.plan(len(prompt), new, memory)
-        if request.is_early and not all(self.group.gather(plan is not None)):
-            return None
+            plan = runtime.plan(len(prompt), new, memory)
         with self.group.together():
             runtime = replace(runtime, arena=self._free_arena())
             session = Session(runtime, prompt, new, choice, plan, self.keeper, request.name)
         session.turn_tokens = min(self.group.gather(session.turn_tokens))
-        if request.is_early:
-            self.lockstep.add_early(session)
-        else:
-            self.lockstep.add(session)
+        self.lockstep.add(session)
         return session
 
     def _count_arenas(self, texts: int) -> None:
@@ -283,14 +236,6 @@ class Sessions:
             return
         device = now.device + sum(plan.device_bytes for plan in plans)
         self._free = Memory(min(self._free.device, device), min(self._free.host, now.host))
-
-    def _left(self) -> Memory:
-        """Return the memory that is left beside the texts that are open."""
-        device, host = self._free.device, self._free.host
-        for text in self._sessions():
-            device -= text.plan.device_bytes
-            host -= text.runtime.arena.nbytes
-        return Memory(device, host)
 
     def _sessions(self) -> list[Session]:
         return [text for text in self.lockstep.texts if isinstance(text, Session)]

@@ -35,13 +35,10 @@ class Stats:
     discarded_tokens: int = 0
     loaded_tokens: int = 0  # of the prompt: what came from disk
     texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
-    read_early: float = 0.0  # the share of the prompt that was read in passes of texts before
-    is_alone: bool = True  # no other text was open meanwhile
     token_ids: list[int] = field(default_factory=list, repr=False)  # new tokens, in order
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
-    # from the text's turn to the first token: prefill, but for what was read early
-    first_token_s: float = 0.0
+    first_token_s: float = 0.0  # from the text's turn to the first token: prefill
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
@@ -127,7 +124,6 @@ class Stats:
             "loaded_tokens": self.loaded_tokens,
             "new_tokens": self.new_tokens,
             "texts_at_once": self.texts_at_once,
-            "read_early": round(self.read_early, 4),
             "finish_reason": self.finish_reason,
             "time_to_first_token_s": round(self.first_token_s, 4),
             "decode_s": round(self.decode_s, 4),
@@ -145,7 +141,7 @@ class Stats:
             "late_layers": self.plan.late_layers if self.plan else None,
             "sliced_layers": self.plan.sliced_layers if self.plan else None,
             # of a process, so of all texts together
-            "peak_memory_bytes": dict(self.peaks) if self.is_alone else None,
+            "peak_memory_bytes": dict(self.peaks) if self.texts_at_once == 1 else None,
             "fixed_shapes": self.fixed_shapes and dict(self.fixed_shapes),
             "budget": choice.way.budget if choice else None,
             "budget_because": choice.why if choice else None,

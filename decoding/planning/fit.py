@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from decoding.config.defaults import (
-    BUDGETS,
-    EARLY_READ_PER_TOKEN,
-    SHARED_LAYER_BYTES,
-    USABLE_SHARE,
-)
+from decoding.config.defaults import BUDGETS, SHARED_LAYER_BYTES, USABLE_SHARE
 from decoding.planning.forward_cost import read_bytes
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_plan import (
-    MemoryPlan,
-    Needs,
-    device_tiers,
-    early,
-    plan_memory,
-    reading_bytes,
-)
+from decoding.planning.memory_plan import MemoryPlan, device_tiers, plan_memory
 from decoding.planning.memory_requirements import TextNeeds, Way
 from offload.errors import FitError
 from offload.layout import ceil_div
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """What texts of a job have of each other's memory and time."""
-
-    texts: int = 1  # that are decoded at once, and share passes
-    reads_early: bool = False  # whether the next prompt is read while passes of these wait
-
-
-ALONE = Sharing()
 
 
 @dataclass(frozen=True)
@@ -43,11 +20,11 @@ class Memory:
 
     device: int
     host: int
-    sharing: Sharing = ALONE  # of which it is a text's share
+    texts: int = 1  # that share the memory equally; this is the share of one
 
-    def shared(self, sharing: Sharing) -> Memory:
-        """Return an equal share of it for each of the texts."""
-        return Memory(self.device // sharing.texts, self.host // sharing.texts, sharing)
+    def shared(self, texts: int) -> Memory:
+        """Return an equal share of it for each of so many texts."""
+        return Memory(self.device // texts, self.host // texts, texts)
 
 
 def memory_of(hardware: HardwareProfile, needs: TextNeeds) -> Memory:
@@ -69,20 +46,16 @@ def memory_of(hardware: HardwareProfile, needs: TextNeeds) -> Memory:
 def fit(needs: TextNeeds, memory: Memory, prompt: int, new: int) -> MemoryPlan:
     """Plan a text of `prompt` + `new` tokens: as many layers on the device as fit.
 
-    Where the next prompt is to be read meanwhile, room is left for one as long, unless more time
-    goes into the layers that this sends to the host than is spent on reading. Raises FitError,
-    which says what is needed and what there is.
+    Raises FitError, which says what is needed and what there is.
     """
-    wanted = needs.memory(prompt, new)
-    plan = _placed(needs, wanted, memory)
-    if not (memory.sharing.reads_early and may_read_early(needs, plan)):
-        return plan
-    beside = _beside_reading(needs, wanted, memory, plan)
-    if beside is None:
-        return plan
-    far, farther = (needs.target.layers - each.resident_layers for each in (plan, beside))
-    pays = farther / far <= 1 + min(1, prompt / (EARLY_READ_PER_TOKEN * new))
-    return beside if pays else plan
+    settings = needs.settings
+    return plan_memory(
+        needs.memory(prompt, new),
+        memory.device,
+        memory.host,
+        settings.resident_layers,
+        settings.sliced_layers,
+    )
 
 
 def sharing_pays(needs: TextNeeds, records: bool) -> bool:
@@ -101,62 +74,6 @@ def sharing_pays(needs: TextNeeds, records: bool) -> bool:
         return True
     shared = sum(read_bytes(config, ranks, needs.dtype, 0) for config, ranks in recorded)
     return shared >= SHARED_LAYER_BYTES * sum(config.layers for config, _ in recorded)
-
-
-def may_read_early(needs: TextNeeds, plan: MemoryPlan) -> bool:
-    """Return whether another prompt may be read while such a text is decoded.
-
-    There is no time for it where nothing waits for the link, and no room where the device is full
-    of codes. Slices leave by the way on which KV comes, and would hold it up.
-    """
-    return needs.uses_link(plan) and not needs.placed(plan, 1).coded_layers
-
-
-def fit_early(
-    needs: TextNeeds, memory: Memory, left: Memory, prompt: int, new: int
-) -> MemoryPlan | None:
-    """Plan a text whose prompt is read while others are decoded, with what they have left.
-
-    It is to be decoded in `memory`, once there is room. None where it cannot be read early. Raises
-    FitError as `fit` does.
-    """
-    plan = fit(needs, memory, prompt, new)
-    if not may_read_early(needs, plan):
-        return None
-    wanted = needs.memory(prompt, new)
-    late = early(wanted, plan)
-    texts = memory.sharing.texts
-    host = left.host if texts == 1 else min(left.host, memory.host * texts // (texts + 1))
-    fits = reading_bytes(wanted, late) <= left.device and late.host_bytes <= host
-    return late if fits else None
-
-
-def _placed(needs: TextNeeds, wanted: Needs, memory: Memory) -> MemoryPlan:
-    """Return the plan of what a text wants. Raises FitError."""
-    settings = needs.settings
-    return plan_memory(
-        wanted, memory.device, memory.host, settings.resident_layers, settings.sliced_layers
-    )
-
-
-def _beside_reading(
-    needs: TextNeeds, wanted: Needs, memory: Memory, plan: MemoryPlan
-) -> MemoryPlan | None:
-    """Return a plan that leaves room for reading another such prompt; None where none does.
-
-    Texts that share the memory leave that room together.
-    """
-    texts = memory.sharing.texts
-    kept = reading_bytes(wanted, replace(plan, resident_layers=0, late_layers=0))
-    less = replace(
-        memory,
-        device=memory.device - ceil_div(kept, texts),
-        host=memory.host * texts // (texts + 1),
-    )
-    try:
-        return _placed(needs, wanted, less)
-    except FitError:
-        return None
 
 
 def turn_tokens(needs: TextNeeds, plan: MemoryPlan, prompt: int, new: int) -> int:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from decoding.config.defaults import EARLY_CHUNK_COST, EARLY_IDLE_SHARE
 from decoding.planning.cost import Acceptance, PredictedCosts, link_bytes
-from decoding.planning.fit import ALONE, Sharing
 from decoding.planning.forward_cost import target_passes
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import MemoryPlan
@@ -34,12 +32,11 @@ class Forecast:
     decode_s: float  # all new tokens
     document_s: float  # prefill and all new tokens
     texts_at_once: int = 1  # that share passes: times are a text's own, less others' prefill
-    early_s: float = 0.0  # of a prefill, what is done while passes of texts before wait
 
     @property
     def documents_per_hour(self) -> float:
         """Return how many documents like this one are done in an hour."""
-        return 3600 / (self.prefill_s - self.early_s + self.decode_s / self.texts_at_once)
+        return 3600 / (self.prefill_s + self.decode_s / self.texts_at_once)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "documents_per_hour": self.documents_per_hour}
@@ -52,11 +49,10 @@ def forecast(
     prompt: int,
     new: int,
     acceptance: Acceptance,
-    sharing: Sharing = ALONE,
+    at_once: int = 1,
 ) -> Forecast:
-    """Predict the times of a document of `prompt` + `new` tokens, one of several or alone."""
-    texts = sharing.texts
-    costs = PredictedCosts(hardware, acceptance, texts)
+    """Predict the times of a document of `prompt` + `new` tokens, one of `at_once`."""
+    costs = PredictedCosts(hardware, acceptance, at_once)
     cost = costs.round_cost(needs, plan, prompt)
     length, token_s = 0, cost.verification_s(0)
     if needs.mode != "plain":
@@ -65,13 +61,6 @@ def forecast(
     written = link_bytes(needs, plan, prompt) + late
     prefill_s, prefill_bound = target_passes(hardware, needs).prefill(prompt, written)
     prefill_s += late / hardware.link_in  # back to the device, behind all else
-    waits = max(0.0, cost.link_s - cost.compute_s(length)) * new / cost.tokens(length) / texts
-    early_s = 0.0
-    if sharing.reads_early:
-        early_s = min(prefill_s, EARLY_IDLE_SHARE * waits / EARLY_CHUNK_COST)
-        # all layers that are to stay come late
-        back = needs.layout.bytes(prompt, plan.resident_layers) - late
-        early_s = max(0.0, early_s - back / hardware.link_in)
     return Forecast(
         prefill_s=prefill_s,
         prefill_bound=prefill_bound,
@@ -88,6 +77,5 @@ def forecast(
         token_s=token_s,
         decode_s=new * token_s,
         document_s=prefill_s + new * token_s,
-        texts_at_once=texts,
-        early_s=early_s,
+        texts_at_once=at_once,
     )

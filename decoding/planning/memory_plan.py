@@ -95,26 +95,6 @@ def plan_memory(
     raise _no_room(needs, least, device, resident_layers, sliced_layers)
 
 
-def early(needs: Needs, plan: MemoryPlan) -> MemoryPlan:
-    """Return the plan of a text whose prompt is read while another one is decoded.
-
-    All its resident layers come late, when the other has made room.
-    """
-    resident = plan.resident_layers
-    return _plan(needs, needs.target.placed(resident, resident, plan.sliced_layers))
-
-
-def reading_bytes(needs: Needs, plan: MemoryPlan) -> int:
-    """Return the device bytes that reading a prompt takes where its KV is placed so."""
-    prefill, _ = device_tiers(
-        needs,
-        plan.resident_layers,
-        plan.late_layers,
-        plan.sliced_layers,
-    )
-    return sum(prefill.values())
-
-
 def _placements(
     needs: Needs, counts: Sequence[int], sliced_layers: int | None
 ) -> Iterator[TieredShape]:

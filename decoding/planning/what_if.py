@@ -6,16 +6,7 @@ from dataclasses import dataclass, replace
 
 from decoding.config.settings import LEVELS
 from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.fit import (
-    ALONE,
-    Memory,
-    Sharing,
-    affordable,
-    fit_early,
-    longest_prompt,
-    memory_of,
-    sharing_pays,
-)
+from decoding.planning.fit import affordable, longest_prompt, memory_of, sharing_pays
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import MemoryPlan, device_tiers
@@ -55,15 +46,16 @@ def look_ahead(
     new: int,
     acceptance: Acceptance | None = None,
     chooser: WayChooser | None = None,
-    sharing: Sharing = ALONE,
+    at_once: int = 1,
 ) -> Outlook:
     """Plan a text of `prompt` + `new` tokens, with the mode and budget that are predicted to pay.
 
-    It is one of several, or alone. `chooser` is what chooses them, by default by the machine's own
-    numbers. Raises FitError, which says how long a text would fit.
+    It is one of `at_once`, which share the memory and the passes. `chooser` chooses mode and
+    budget, by default by the machine's own numbers. Raises FitError, which says how long a text
+    would fit.
     """
     acceptance = acceptance or Acceptance()
-    memory = memory_of(hardware, needs).shared(sharing)
+    memory = memory_of(hardware, needs).shared(at_once)
     try:
         plans = affordable(needs, memory, prompt, new)
     except FitError as error:
@@ -73,13 +65,11 @@ def look_ahead(
             hint = f"{fits + new} tokens of context would fit."
         raise FitError(f"{error} {hint}") from error
     if chooser is None:
-        chooser = WayChooser(PredictedCosts(hardware, acceptance, sharing.texts))
+        chooser = WayChooser(PredictedCosts(hardware, acceptance, at_once))
     choice = chooser.choose(needs, plans, prompt)
     if needs.has_choice:
         needs = needs.with_way(choice.way)
     plan = plans[choice.way]
-    if sharing.reads_early and not _can_read_early(needs, memory, plan, prompt, new):
-        sharing = replace(sharing, reads_early=False)
     prefill, decode = device_tiers(
         needs.memory(prompt, new), plan.resident_layers, plan.late_layers, plan.sliced_layers
     )
@@ -94,26 +84,15 @@ def look_ahead(
         prefill_tiers=weights | prefill,
         decode_tiers=weights | decode,
         acceptance=acceptance,
-        forecast=forecast(needs, plan, hardware, prompt, new, acceptance, sharing),
+        forecast=forecast(needs, plan, hardware, prompt, new, acceptance, at_once),
     )
 
 
-def _can_read_early(
-    needs: TextNeeds, memory: Memory, plan: MemoryPlan, prompt: int, new: int
-) -> bool:
-    """Return whether texts of this plan leave room for reading another one."""
-    texts = memory.sharing.texts
-    left = Memory(
-        texts * (memory.device - plan.device_bytes), texts * (memory.host - plan.host_bytes)
-    )
-    return fit_early(needs, memory, left, prompt, new) is not None
-
-
-def together(needs: TextNeeds, outlook: Outlook, most: int, reads_early: bool) -> Outlook:
+def together(needs: TextNeeds, outlook: Outlook, most: int) -> Outlook:
     """Return the text of these needs as one of several: as many as cost each other nothing.
 
-    These are `most` at most, and each keeps on the device what it keeps alone. It is one where
-    shared passes do not pay; if the next is not read early either, it is the outlook given.
+    These are `most` at most, and each keeps on the device what it keeps alone. It is the outlook
+    given where shared passes do not pay.
     """
     found = outlook
     # on a GPU short passes are recorded
@@ -126,23 +105,14 @@ def together(needs: TextNeeds, outlook: Outlook, most: int, reads_early: bool) -
                 outlook.prompt,
                 outlook.new,
                 outlook.acceptance,
-                sharing=Sharing(texts),
+                at_once=texts,
             )
         except FitError:
             break
         if shared.plan != outlook.plan:
             break
         found = shared
-    if not reads_early:
-        return found
-    return look_ahead(
-        needs,
-        outlook.hardware,
-        outlook.prompt,
-        outlook.new,
-        outlook.acceptance,
-        sharing=Sharing(found.forecast.texts_at_once, reads_early=True),
-    )
+    return found
 
 
 def plain(outlook: Outlook) -> Outlook | None:

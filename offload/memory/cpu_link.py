@@ -89,7 +89,6 @@ class EmulatedLink(Link):
         """Start the thread; `rate` is in bytes a second."""
         super().__init__(device)
         self.rate = rate
-        self._waited = 0.0
         self._copies = Lane(self._run)
         self._sent = Lane(self._run)
 
@@ -108,14 +107,7 @@ class EmulatedLink(Link):
         return copy
 
     def wait(self, ticket: threading.Event) -> None:
-        started = time.perf_counter()
         ticket.wait()
-        if self.counts_waits:
-            self._waited += time.perf_counter() - started
-
-    def waited(self) -> float:
-        waited, self._waited = self._waited, 0.0
-        return waited
 
     def drain(self) -> None:
         self._copies.drain()

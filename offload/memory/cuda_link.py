@@ -28,7 +28,6 @@ class CudaLink(Link):
         self._stream = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         self._fetched = torch.cuda.Stream(device)
-        self._waits: list[_Wait] = []  # that count
         self._registered: dict[int, Tensor] = {}  # by address
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -81,18 +80,7 @@ class CudaLink(Link):
         return stream.record_event()
 
     def wait(self, ticket: torch.cuda.Event) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        if self.counts_waits:
-            self._waits.append(_Wait(stream, ticket))
-        else:
-            stream.wait_event(ticket)
-
-    def waited(self) -> float:
-        waits, self._waits = self._waits, []
-        milliseconds = 0.0
-        for wait in waits:
-            milliseconds += wait.milliseconds()
-        return milliseconds / 1e3
+        torch.cuda.current_stream(self.device).wait_event(ticket)
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -111,19 +99,3 @@ class CudaLink(Link):
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
-
-
-class _Wait:
-    """A stream's waiting for a copy, between two events."""
-
-    def __init__(self, stream: torch.cuda.Stream, ticket: torch.cuda.Event):
-        self._before = torch.cuda.Event(enable_timing=True)
-        self._behind = torch.cuda.Event(enable_timing=True)
-        self._before.record(stream)
-        stream.wait_event(ticket)
-        self._behind.record(stream)
-
-    def milliseconds(self) -> float:
-        """Return how long it has taken, once it is over."""
-        self._behind.synchronize()
-        return self._before.elapsed_time(self._behind)

@@ -9,8 +9,7 @@ overlap and races show without a GPU (`cpu_link`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -39,7 +38,6 @@ class Link(ABC):
     copies = True
     l2_bytes: int | None = None  # of the device's second-level cache; None where it is host memory
     device_name = ""  # what the driver calls the device
-    counts_waits = False  # whether `waited` is asked for, and what waits now is to count
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -76,22 +74,6 @@ class Link(ABC):
     @abstractmethod
     def wait(self, ticket: Any) -> None:
         """Let compute issued from here on see the copy finished."""
-
-    def waited(self) -> float:
-        """Return the seconds that compute has waited while it counted, since the last call.
-
-        To be called when all compute is over.
-        """
-        return 0.0
-
-    @contextmanager
-    def counting_waits(self, counts: bool) -> Iterator[None]:
-        """Count what waits inside, or do not."""
-        before, self.counts_waits = self.counts_waits, counts
-        try:
-            yield
-        finally:
-            self.counts_waits = before
 
     @abstractmethod
     def device_available(self) -> int:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offload.layout import shares
 from offload.memory.link import Link, by_head
-
-Step = Callable[[], object]  # of work that is done while copies are under way
 
 
 class TransferRing:
@@ -40,8 +37,6 @@ class TransferRing:
         # slot, chunk in it, and the copy's ticket
         self._filled: deque[tuple[Tensor, Tensor, Any]] = deque()
         self._held: Tensor | None = None  # the slot whose chunk the caller has
-        self._step: Step | None = None  # of other work
-        self._due: deque[int] = deque()  # how often, before each of the next chunks
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +54,6 @@ class TransferRing:
         """
         self._waiting = deque(chunks)
         self._held = None
-        self._step = None
         self._filled.clear()
         for slot in self._slots:
             self._fill(slot)
@@ -74,24 +68,9 @@ class TransferRing:
         if self._held is not None:
             # the caller is back: it has issued its reads, and copies follow compute
             self._fill(self._held)
-        self._held = None
-        if self._step is not None:
-            self._take_steps(self._step)
         self._held, chunk, ticket = self._filled.popleft()
         self.link.wait(ticket)
         return chunk
-
-    def while_waiting(self, step: Step, times: int, chunks: int) -> None:
-        """Take a step so many times before the next chunks are waited for, spread over them."""
-        self._step = step
-        self._due = deque(shares(times, chunks))
-
-    def _take_steps(self, step: Step) -> None:
-        """Take those that are due before the next chunk."""
-        for _ in range(self._due.popleft()):
-            step()
-        if not self._due:
-            self._step = None  # which holds another text
 
     def _fill(self, slot: Tensor) -> None:
         if not self._waiting:

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from offload.cache.base import Cache, Follower
 from offload.errors import FitError
-from offload.layout import shares
 from offload.memory.host import allocate
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
-from offload.memory.transfer_ring import Step, TransferRing
+from offload.memory.transfer_ring import TransferRing
 from offload.rotary import Rotary
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import Excerpt, whole_heads
@@ -52,8 +51,6 @@ class TieredCache(Cache):
         self._tails = torch.empty(shape.tails_buffer, dtype=dtype, device=link.device)
         self._joined = torch.empty(shape.joined_buffer, dtype=dtype, device=link.device)
         self._outbox = Outbox(shape, link)
-        self._step: Step | None = None  # of other work that is due in the next pass
-        self._due: list[int] = []  # how often, by layer
         self._ring: TransferRing | None = None
         if shape.far_layers:
             self._ring = TransferRing(link, shape.slots, shape.slot_numel, dtype, shape.ring_numel)
@@ -110,11 +107,6 @@ class TieredCache(Cache):
         ring = self._ring.nbytes if self._ring is not None else 0
         layers = sum(layer.device_bytes for layer in self.layers)
         return layers + ring + self._joined.nbytes + self._outbox.nbytes
-
-    @property
-    def coming_bytes(self) -> int:
-        """The bytes that a pass streams from the host, as the boundary stands."""
-        return self.shape.streamed_bytes(self.boundary)
 
     # -- prefill (offload.tiered.prefill) ----------------------------------------------------------
 
@@ -194,17 +186,7 @@ class TieredCache(Cache):
         show = partial(self.show, layer)
         place = self.layers[layer]
         place.put(k, v, start, self.boundary)
-        if self._step is not None:
-            self._work_in(layer, self._step)
         return place.attend(q, end, self.boundary, show)
-
-    def while_waiting(self, step: Step, times: int) -> None:
-        """Take a step so many times in the next pass, spread over its layers.
-
-        The prefixes of layers on the host are on their way meanwhile.
-        """
-        self._step = step
-        self._due = shares(times, self.layout.layers)
 
     def crop(self, length: int) -> None:
         self._tell_followers(min(self.length, length))  # one of them may refuse
@@ -237,21 +219,6 @@ class TieredCache(Cache):
         """Show the followers what a layer attends with, and to what (`Follower.observe`)."""
         for follower in self.followers:
             follower.observe(layer, head, q, prefix, recent)
-
-    def _work_in(self, layer: int, step: Step) -> None:
-        """Take the steps that are due in a layer: between its chunks, where it has any.
-
-        Sums over ranks keep their order, whatever a rank has of the layer on its device.
-        """
-        due = self._due[layer]
-        chunks = len(self.layers[layer].chunks(self.boundary)) if self.boundary else 0
-        if self._ring is not None and chunks:
-            self._ring.while_waiting(step, due, chunks)
-        else:
-            for _ in range(due):
-                step()
-        if layer + 1 == self.layout.layers:
-            self._step = None  # which holds another text
 
     def _tell_followers(self, length: int) -> None:
         for follower in self.followers:

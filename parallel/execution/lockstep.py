@@ -8,7 +8,7 @@ text between any two passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,9 +25,8 @@ from parallel.ranks.process_group import Group, on_device
 # in place of how many texts share a pass
 _OPEN = 0  # another text is opened
 _CLOSE = -1  # one is over: its index follows
-_READ = -2  # the prompt of one that was opened early is read to its end: its index follows
-_EXTEND = -3  # one is read on: its index follows, and then a message of its own
-_IDLE = -4  # nothing yet
+_EXTEND = -2  # one is read on: its index follows, and then a message of its own
+_IDLE = -3  # nothing yet
 _HEADER = 5  # numbers of each text in a pass: text, level, length of the cache, rows, tokens
 
 
@@ -68,23 +67,11 @@ class OpenText(Protocol):
         """Let go of what passes that it shared with another text left here."""
         ...
 
-    def prefill(self) -> Tensor:
-        """Read its prompt, or what is left of it; return the logits (1, V) behind it."""
-        ...
-
     def extend(self, tokens: Sequence[int], kept: int, rooms: Sequence[int]) -> Tensor:
         """Read the text on, or another one with the same beginning; return the logits (1, V).
 
         Where there are to be larger caches, raises FitError on all ranks.
         """
-        ...
-
-    def read_on(self) -> None:
-        """Take a step more in reading its prompt."""
-        ...
-
-    def while_waiting(self, step: Callable[[], object], times: int) -> None:
-        """Take a step so many times in the next pass of the target, which waits for the link."""
         ...
 
     def close(self) -> None:
@@ -98,21 +85,14 @@ class Lockstep:
     def __init__(self, group: Group):
         self.group = group
         self.texts: list[OpenText] = []
-        self.early: OpenText | None = None  # whose prompt is read in passes of the others
 
     def add(self, text: OpenText) -> None:
         """Let passes on the text's caches be announced from now on; on all ranks."""
         self.texts.append(text)
 
-    def add_early(self, text: OpenText) -> None:
-        """Do likewise, and let its prompt be read in passes of the texts that are there."""
-        self.add(text)
-        self.early = text
-
     def close(self, text: OpenText) -> None:
         """Forget a text, and end it on this rank; on all ranks."""
         self.texts.remove(text)
-        self._is_read(text)
         for other in self.texts:
             other.forget(text)
         text.close()
@@ -120,11 +100,10 @@ class Lockstep:
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def __call__(self, passes: Sequence[Pass], steps: int = 0) -> list[Tensor]:
+    def __call__(self, passes: Sequence[Pass]) -> list[Tensor]:
         """Make passes of one model as one, on all its ranks.
 
-        Each is on another text's cache. Returns the logits (rows, V) of each. In passes of the
-        target so many `steps` may be taken in reading the prompt of the text that was opened early.
+        Each is on another text's cache. Returns the logits (rows, V) of each.
         """
         places = [self._place(asked.cache) for asked in passes]
         text, level = places[0]
@@ -133,8 +112,8 @@ class Lockstep:
             for asked, place in zip(passes, places, strict=True):
                 headers += [*place, asked.cache.length, asked.rows, len(asked.tokens)]
                 tokens += asked.tokens.tolist()
-            self._announce([len(passes), steps, *headers, *tokens])
-        return self._make(passes, places, steps)
+            self._announce([len(passes), *headers, *tokens])
+        return self._make(passes, places)
 
     def announce_another(self) -> None:
         """Tell ranks that are in the middle of other texts that one more is opened."""
@@ -144,11 +123,6 @@ class Lockstep:
     def announce_nothing(self) -> None:
         """Tell the other ranks, which wait for a pass of a text, to go on waiting."""
         self._announce([_IDLE])
-
-    def announce_reading(self, text: OpenText) -> None:
-        """Tell the other ranks to read the prompt of a text that was opened early to its end."""
-        self._announce([_READ, self.texts.index(text)])
-        self._is_read(text)
 
     def announce_extension(
         self, text: OpenText, tokens: Sequence[int], kept: int, rooms: Sequence[int]
@@ -180,19 +154,10 @@ class Lockstep:
                 return None
             if count == _CLOSE:
                 return self.texts[numbers[0]]
-            if count == _READ:
-                self._read(self.texts[numbers[0]])
-            elif count == _EXTEND:
+            if count == _EXTEND:
                 self._extend(self.texts[numbers[0]])
             else:
-                steps, *numbers = numbers
-                self._follow(count, steps, numbers)
-
-    def _read(self, text: OpenText) -> None:
-        self._is_read(text)
-        # raised on rank 0 too, which tells
-        with suppress(TierForceError):
-            text.prefill()
+                self._follow(count, numbers)
 
     def _extend(self, text: OpenText) -> None:
         nothing: _Extension | None = None
@@ -204,7 +169,7 @@ class Lockstep:
         with suppress(TierForceError):
             text.extend(extension.tokens, extension.kept, extension.rooms)
 
-    def _follow(self, count: int, steps: int, numbers: list[int]) -> None:
+    def _follow(self, count: int, numbers: list[int]) -> None:
         passes, places = list[Pass](), list[tuple[int, int]]()
         at = count * _HEADER
         for first in range(0, at, _HEADER):
@@ -215,21 +180,13 @@ class Lockstep:
             passes.append(Pass(level.model, level.cache, read, rows))
             places.append((text, index))
             at += tokens
-        self._make(passes, places, steps)
+        self._make(passes, places)
 
     # -- all ranks ---------------------------------------------------------------------------------
 
-    def _make(
-        self, passes: Sequence[Pass], places: Sequence[tuple[int, int]], steps: int
-    ) -> list[Tensor]:
+    def _make(self, passes: Sequence[Pass], places: Sequence[tuple[int, int]]) -> list[Tensor]:
         text, _ = places[0]
-        if steps and self.early is not None:
-            self.texts[text].while_waiting(self.early.read_on, steps)
         return self.texts[text].make(passes)
-
-    def _is_read(self, text: OpenText) -> None:
-        if self.early is text:
-            self.early = None
 
     def _place(self, cache: Cache) -> tuple[int, int]:
         """Return which text a cache is of, and of which level."""
@@ -245,4 +202,4 @@ class Lockstep:
 
     def _size(self) -> int:
         """Return the numbers of a message, with room for a pass of all texts."""
-        return 2 + sum(_HEADER + text.max_tokens for text in self.texts)
+        return 1 + sum(_HEADER + text.max_tokens for text in self.texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import TypeVar
 
@@ -14,17 +14,6 @@ from offload.layout import ceil_div, shares
 from parallel.ranks.process_group import Pending
 
 T = TypeVar("T")
-# of a prompt: yields the share that is done, returns the logits (1, V) behind it
-Reading = Generator[float, None, Tensor]
-
-
-def to_the_end(steps: Generator[object, None, T]) -> T:
-    """Take all steps, and return what comes of them."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 class Chunk:
@@ -63,23 +52,19 @@ def in_chunks(x: Tensor, most: int) -> Iterator[Chunk]:
         start += len(part)
 
 
-def pipelined(chunks: Iterable[T], stages: Sequence[Callable[[T], object]]) -> Iterator[T | None]:
+def pipelined(chunks: Iterable[T], stages: Sequence[Callable[[T], object]]) -> Iterator[T]:
     """Take every chunk through all stages in turn, and yield it when it is through.
 
     In each round one more chunk begins, and each of those under way goes on by one stage, the
     newest first. So what a stage starts is under way while younger chunks compute, and the chunk's
     next stage waits for it. There are never more chunks under way than stages; after the last chunk
-    has begun, len(stages) - 1 more rounds finish the rest. Between the stages of a round, and where
-    no chunk is through, None is yielded: others may compute there.
+    has begun, len(stages) - 1 more rounds finish the rest.
     """
     at_stage: deque[T | None] = deque([None] * len(stages), maxlen=len(stages))
     for chunk in chain(chunks, repeat(None, len(stages) - 1)):
         at_stage.appendleft(chunk)  # all move on; the last, which is through, drops out
         for each, stage in zip(at_stage, stages, strict=True):
-            if each is None:
-                continue
-            stage(each)
-            if stage is not stages[-1]:
-                yield None
+            if each is not None:
+                stage(each)
         if at_stage[-1] is not None:
             yield at_stage[-1]

@@ -28,7 +28,7 @@ from parallel.model.layers import (
     WidthNorms,
 )
 from parallel.model.moe import Experts
-from parallel.model.pipeline import Chunk, Reading, in_chunks, pipelined, to_the_end
+from parallel.model.pipeline import Chunk, in_chunks, pipelined
 from parallel.model.residual import Branch, Mlp
 from parallel.ranks.process_group import Group, Pending
 
@@ -219,64 +219,51 @@ class Llama(Module):
         scaling = self.config.logits_scaling
         return logits if scaling == 1.0 else logits / scaling
 
+    @torch.inference_mode()
     def prefill(
         self,
         tokens: Tensor,
         cache: PrefillingCache,
         max_chunk: int,
         progress: Progress | None = None,
+        before_layer: Callable[[], object] | None = None,
     ) -> Tensor:
-        """Read a prompt as `reading` does, at once; return the logits (1, V)."""
-        return to_the_end(self.reading(tokens, cache, lambda: max_chunk, progress))
-
-    @torch.inference_mode()
-    def reading(
-        self,
-        tokens: Tensor,
-        cache: PrefillingCache,
-        max_chunk: Callable[[], int],
-        progress: Progress | None = None,
-    ) -> Reading:
         """Read a prompt, tokens (T,), layer by layer: all chunks of one before the next layer.
 
         Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
         Of the last layer only the KV is made, and the output of the last few rows. To be called
         inside the cache's own `prefill` context, with what that yields.
 
-        Yields after every step, which is half of a chunk in a layer: between steps other passes may
-        be made. What is yielded is the share that is done; it is 1 where one step alone is left.
-
         Args:
             tokens: the prompt.
             cache: its way into a cache.
-            max_chunk: tells before each layer how many tokens compute at once, at most.
+            max_chunk: tokens that compute at once, at most.
             progress: told after each chunk of a layer how many units are done, and how many in all.
+            before_layer: called before each layer; an exception that it raises ends the prefill.
 
         Returns:
             Logits (1, V) that follow the last token.
         """
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
-        for chunk in in_chunks(tokens, max_chunk()):
+        for chunk in in_chunks(tokens, max_chunk):
             x[chunk.start : chunk.start + len(chunk.x)] = self._embed(chunk.x)
         *others, last = (cast(Layer, layer) for layer in self.layers)
-        units, read = len(x) * len(self.layers), 0
+        units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
-            for done in pipelined(in_chunks(x, max_chunk()), layer.stages(cache)):
-                if done is None:
-                    yield read / units
-                    continue
+            if before_layer:
+                before_layer()
+            for done in pipelined(in_chunks(x, max_chunk), layer.stages(cache)):
                 end = done.start + len(done.x)
                 x[done.start : end] = done.x
-                read = index * len(x) + end
                 if progress:
-                    progress(read, units)
-        chunks = list(in_chunks(x, max_chunk()))
+                    progress(index * len(x) + end, units)
+        if before_layer:
+            before_layer()
+        chunks = list(in_chunks(x, max_chunk))
         rest = max(chunks[-1].start, len(x) - LAST_ROWS)
         for chunk in chunks:
             if chunk.start < rest:
                 last.attention.keep(chunk.x[: rest - chunk.start], cache, chunk.start)
-                yield (read + chunk.start) / units
-        yield 1.0
         x = last(x[rest:], cache, rest)
         if progress:
             progress(units, units)

@@ -29,11 +29,9 @@ def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Reque
     ]
 
 
-def written(
-    engine: Engine, asked: list[Request], at_once: int, reads_early: bool = False
-) -> list[Written]:
+def written(engine: Engine, asked: list[Request], at_once: int) -> list[Written]:
     """What comes of each request, in their order."""
-    found = {id(text.request): text for text in engine.write(asked, at_once, reads_early)}
+    found = {id(text.request): text for text in engine.write(asked, at_once)}
     assert len(found) == len(asked)
     return [found[id(request)] for request in asked]
 

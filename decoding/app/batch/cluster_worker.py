@@ -22,7 +22,6 @@ from decoding.app.options import Common
 from decoding.app.terminal.streams import silence_transformers, warn
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
-from decoding.planning.fit import Sharing
 from decoding.text.prompt import Template
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
@@ -123,8 +122,8 @@ class Machine:
             Sent(str(place), text) for place, text in zip(places, batch["text"], strict=True)
         ]
         found = Collected()
-        sharing = Sharing(min(self.at_once, len(documents)))
-        summaries = Summaries(self.engine, found, self.template, self.job, found, sharing)
+        at_once = min(self.at_once, len(documents))
+        summaries = Summaries(self.engine, found, self.template, self.job, found, at_once)
         try:
             summaries.write(documents)
         except BaseException:  # what is no document's own: nothing here is to be trusted any more

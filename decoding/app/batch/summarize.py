@@ -26,7 +26,6 @@ from decoding.engine.engine import Engine
 from decoding.engine.request import Request
 from decoding.engine.scheduler import Written
 from decoding.engine.stats import Stats
-from decoding.planning.fit import Sharing
 from decoding.speculation.sampling import Sampling
 from decoding.text.prompt import Template
 from offload.errors import DocumentError, FitError, TierForceError
@@ -40,14 +39,12 @@ def run(
     output: Path,
     instruction: str,
     at_once: int | None,
-    read_early: bool,
     interrupts: Interrupts,
 ) -> None:
     """Summarise the documents of `source` into `output`; every rank calls it.
 
-    `at_once` documents share the memory; None for as many as do so at no cost to each. The next one
-    may be read early, while passes of these wait for the link. Raises TierForceError for what keeps
-    the job from starting, and at its end where documents failed.
+    `at_once` documents share the memory; None for as many as do so at no cost to each. Raises
+    TierForceError for what keeps the job from starting, and at its end where documents failed.
     """
     silence_transformers()
     group = Group.from_environment(common.device, warn)
@@ -75,15 +72,13 @@ def run(
         longest = longest_prompt(engine, due, template, common.max_new_tokens)
         longest, count = group.broadcast((longest, len(due)))
         at_once = min(count, at_once or texts_at_once(engine, longest, common.max_new_tokens))
-        reads_early = read_early and count > at_once and not common.settings.identical
-        sharing = Sharing(at_once, reads_early)
-        say_what_fits(engine, longest, common, sharing)
+        say_what_fits(engine, longest, common, at_once)
         if records is None:
             engine.follow()
             return
         with Display(len(documents), sys.stderr) as display:
             interrupts.last_words = last_words(records, display)
-            summaries = Summaries(engine, records, template, job, display, sharing)
+            summaries = Summaries(engine, records, template, job, display, at_once)
             show_finished(documents, due, display)
             failed = summaries.write(due)
         engine.close()
@@ -250,17 +245,16 @@ class Summaries:
         template: Template,
         job: Job,
         display: Shown,
-        sharing: Sharing,
+        at_once: int,
     ):
         self.engine, self.records, self.template, self.job = engine, records, template, job
-        self.display, self.sharing = display, sharing
+        self.display, self.at_once = display, at_once
         self.failed = 0
         self._documents: dict[int, tuple[Text, str]] = {}  # with its text, by request
 
     def write(self, due: Sequence[Text]) -> int:
         """Summarise these documents; return how many failed. Raises RankLost."""
-        at_once, reads_early = self.sharing.texts, self.sharing.reads_early
-        for written in self.engine.write(self._requests(due), at_once, reads_early):
+        for written in self.engine.write(self._requests(due), self.at_once):
             document, text = self._documents.pop(id(written.request))
             if written.error is not None:
                 self._fail(document, written.error)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from decoding.app.hardware.plan_view import memory_table, plan_picture, times_table
-from decoding.app.options import JobOptions, ReadEarly, TextsAtOnce, described, refuse_sharing
+from decoding.app.options import JobOptions, TextsAtOnce, described, refuse_sharing
 from decoding.app.terminal.files import check_writable
 from decoding.app.terminal.streams import printable
 from decoding.config.defaults import (
@@ -27,7 +27,6 @@ from decoding.config.defaults import (
 from decoding.config.settings import DTYPES, Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.dtypes import counted_dtype
-from decoding.planning.fit import Sharing
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.measured_cost import ObservedCosts
 from decoding.planning.memory_requirements import TextNeeds, draft_ranks
@@ -92,7 +91,6 @@ def plan(
         ),
     ] = INNER_ACCEPTANCE,
     texts_at_once: TextsAtOnce = None,
-    read_early: ReadEarly = True,
     plot: Annotated[
         Path | None,
         typer.Option(help="Picture to draw: memory by tier, and one round of decoding."),
@@ -134,14 +132,14 @@ def plan(
     rates = Acceptance(acceptance, inner_acceptance, is_coupled=identical)
     if identical:
         refuse_sharing(texts_at_once)
-        texts_at_once, read_early = 1, False
+        texts_at_once = 1
     try:
         ahead = look_ahead(needs, machine, prompt, max_new_tokens, rates)
         # an engine that has seen no text yet
         prior = Prior(machine, is_measured=not HardwareProfile.is_shipped(hardware))
         new_to_it = WayChooser(ObservedCosts(None), prior)
         first = look_ahead(needs, machine, prompt, max_new_tokens, rates, new_to_it)
-        shared = _one_of_several(needs, ahead, texts_at_once, read_early)
+        shared = _one_of_several(needs, ahead, texts_at_once)
     except FitError as error:
         raise FitError(f"it does not fit {machine.name}: {error}") from error
     others = [each for each in (plain(ahead), otherwise(needs, ahead)) if each is not None]
@@ -213,18 +211,15 @@ def _refuse_other_tokens(model: str, draft: str | None, needs: TextNeeds) -> Non
         )
 
 
-def _one_of_several(
-    needs: TextNeeds, ahead: Outlook, texts_at_once: int | None, read_early: bool
-) -> Outlook:
+def _one_of_several(needs: TextNeeds, ahead: Outlook, texts_at_once: int | None) -> Outlook:
     """Return the same text as one of several: of so many, or of as many as pay.
 
     Raises FitError.
     """
     if texts_at_once is None:
-        return together(needs, ahead, MAX_TEXTS, read_early)
-    sharing = Sharing(texts_at_once, read_early)
+        return together(needs, ahead, MAX_TEXTS)
     return look_ahead(
-        needs, ahead.hardware, ahead.prompt, ahead.new, ahead.acceptance, sharing=sharing
+        needs, ahead.hardware, ahead.prompt, ahead.new, ahead.acceptance, at_once=texts_at_once
     )
 
 

@@ -65,9 +65,8 @@ def times_table(
         table.add_row("the first document of a run", duration(first.forecast.document_s))
     texts = shared.forecast.texts_at_once
     at_once = f", {texts} at once" if texts > 1 else ""
-    early = ", the next read early" if shared.forecast.early_s else ""
     an_hour = float(f"{shared.forecast.documents_per_hour:.3g}")
-    table.add_row(f"documents an hour{at_once}{early}", f"{an_hour:,.10g}")
+    table.add_row(f"documents an hour{at_once}", f"{an_hour:,.10g}")
     table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
     if mode != "plain":
         times = {each.needs.mode: f"{1e3 * each.forecast.token_s:,.0f} ms" for each in others}

@@ -11,7 +11,6 @@ from decoding.app.terminal.streams import say, warn
 from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
-from decoding.planning.fit import ALONE, Sharing
 from decoding.planning.memory_plan import MemoryPlan
 from offload.errors import FitError
 from offload.kernels.selection import Kernels
@@ -26,7 +25,7 @@ class Longest:
 
 
 def say_what_fits(
-    engine: Engine, longest: Longest | None, common: Common, sharing: Sharing = ALONE
+    engine: Engine, longest: Longest | None, common: Common, at_once: int = 1
 ) -> None:
     """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
     place = None
@@ -42,8 +41,7 @@ def say_what_fits(
         warn(line)
     if longest is not None:
         try:
-            new, texts = common.max_new_tokens, sharing.texts
-            place = engine.check(longest.tokens, new, texts, sharing.reads_early)
+            place = engine.check(longest.tokens, common.max_new_tokens, at_once)
         except FitError as error:  # of one document: the others may fit
             warn(
                 f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
@@ -60,7 +58,7 @@ def say_what_fits(
         if needs.settings.identical:
             _warn_without("--identical", engine.runtime.steady_kernels, "It is faster without.")
     line = opening(engine, longest.tokens if longest else 0, place)
-    say(f"{line}; {sharing.texts} texts at once" if sharing.texts > 1 else line)
+    say(f"{line}; {at_once} texts at once" if at_once > 1 else line)
 
 
 def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
@@ -120,9 +118,7 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
 
 def describe(stats: Stats) -> str:
     """Say what a text took."""
-    before = f" ({stats.read_early:.0%} of them early)" if stats.read_early else ""
-    if stats.loaded_tokens:
-        before = f" ({stats.loaded_tokens} of them from disk)"
+    before = f" ({stats.loaded_tokens} of them from disk)" if stats.loaded_tokens else ""
     parts = [
         f"{stats.prompt_tokens} tokens read in {stats.first_token_s:.1f} s{before}, "
         f"{stats.new_tokens} written"

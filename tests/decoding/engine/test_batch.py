@@ -292,6 +292,23 @@ def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., 
         assert all(arena.nbytes for arena in arenas)
 
 
+def test_a_text_on_the_device_goes_with_one_over_the_link(checkpoint: Callable[..., Path]) -> None:
+    """And with one that is too short for a prefix on the host."""
+    deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
+    models, asked = Pair(deep, deep), requests(GREEDY, [(40, 30), (1500, 20), (1450, 8)])
+    with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
+        want = alone(engine, asked)
+        whole, weights = engine.check(1500, 20), engine.runtime.weight_bytes
+    limit = weights + 2 * (whole.device_bytes - 1)
+    for place, expected in (({"device_memory": limit}, 8), ({"resident_layers": 2}, 2)):
+        with models.engine("plain", link="emulated:50", **place) as engine:
+            texts = written(engine, asked, 2)
+        resident = [text.stats.plan.resident_layers for text in texts if text.stats.plan]
+        assert resident[0] == expected
+        assert resident[1] < 8
+        assert tokens(texts) == want
+
+
 def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
     models, asked = Pair(deep, deep), requests(GREEDY, [(100, 30), (3000, 10), (120, 20), (90, 9)])

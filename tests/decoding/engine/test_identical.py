@@ -185,7 +185,7 @@ def test_documents_are_written_as_alone(models: Pair) -> None:
     with models.engine(mode="retrieval", identical=True, **SMALL | {"budget": 64}) as engine:
         requests = [Request(SHORT[:count], NEW, SAMPLINGS[1]) for count in (70, 40, 55)]
         assert engine.texts_that_fit(70, NEW, 8) == 1
-        found = [each.tokens for each in engine.write(requests, 1, reads_early=True)]
+        found = [each.tokens for each in engine.write(requests, 1)]
         assert found == [list(engine.respond(each)) for each in requests]
         with pytest.raises(TierForceError, match="`identical` texts share no passes"):
             list(engine.write(requests, 2))

@@ -13,7 +13,6 @@ from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
 from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.fit import Sharing
 from decoding.planning.forecast import Forecast, forecast
 from decoding.planning.forward_cost import prefill_flops, target_passes
 from decoding.planning.hardware_profile import HardwareProfile
@@ -76,7 +75,7 @@ def test_texts_at_once_share_weights_and_launches_and_nothing_else() -> None:
     plan, needs = predicted(SEVEN, "1xA100-80", "plain").plan, needs_of(SEVEN, "plain", 1)
 
     def of(texts: int, prompt: int = PROMPT) -> Forecast:
-        return forecast(needs, plan, machine, prompt, NEW, Acceptance(), Sharing(texts))
+        return forecast(needs, plan, machine, prompt, NEW, Acceptance(), texts)
 
     for texts in (2, 6):
         assert of(texts).link_s == pytest.approx(texts * of(1).link_s)
@@ -96,7 +95,7 @@ def test_published_gain_of_six_texts_at_once() -> None:
     seconds = {}
     for mode in ("plain", "hierarchical"):
         needs = needs_of(SEVEN, mode, 1, budget=768, draft_length=6)
-        seconds[mode] = look_ahead(needs, machine, 19_200, 256, sharing=Sharing(6)).forecast.token_s
+        seconds[mode] = look_ahead(needs, machine, 19_200, 256, at_once=6).forecast.token_s
     assert seconds["plain"] / seconds["hierarchical"] == pytest.approx(1.9, rel=0.2)
 
 
@@ -105,12 +104,12 @@ def test_as_many_go_together_as_keep_what_each_would_keep_alone() -> None:
     needs = needs_of(SEVEN, "plain", 1)
     for prompt in (2_000, 30_000, 100_000):
         alone = look_ahead(needs, machine, prompt, NEW)
-        shared = together(needs, alone, 8, reads_early=False)
+        shared = together(needs, alone, 8)
         count = shared.forecast.texts_at_once
         assert shared.plan == alone.plan
         assert shared.needs == alone.needs
         if count < 8:
-            more = look_ahead(needs, machine, prompt, NEW, sharing=Sharing(count + 1))
+            more = look_ahead(needs, machine, prompt, NEW, at_once=count + 1)
             assert more.plan != alone.plan
         assert (count == 8, count == 1) == (prompt == 2_000, prompt == 100_000)
         better = shared.forecast.documents_per_hour > alone.forecast.documents_per_hour
@@ -125,7 +124,7 @@ def test_where_short_passes_are_recorded_large_layers_alone_are_worth_sharing() 
     def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
         needs = needs_of(target, mode, 1, budget=512)
         alone = look_ahead(needs, machine, 2_000, 256)
-        return together(needs, alone, 4, reads_early=False).forecast.texts_at_once
+        return together(needs, alone, 4).forecast.texts_at_once
 
     assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
     assert count(small, "retrieval", gpu) == 1

@@ -98,8 +98,7 @@ def test_a_text_given_up_is_kept_all_the_same(models: Pair, kept: str) -> None:
     assert len(prompts_in(kept)) == 1
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_texts_together_are_kept_too(early: bool, models: Pair, kept: str) -> None:
+def test_texts_together_are_kept_too(models: Pair, kept: str) -> None:
     prompts = [[*random_tokens(400, seed=seed).tolist(), 7] for seed in range(3)]
     choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
     with models.engine("retrieval", **choices) as engine:
@@ -107,7 +106,7 @@ def test_texts_together_are_kept_too(early: bool, models: Pair, kept: str) -> No
     for turn in range(2):
         with models.engine("retrieval", **choices, keep=kept) as engine:
             asked = [Request(prompt, NEW, GREEDY) for prompt in prompts]
-            texts = batches.written(engine, asked, 1 if early else 2, early)
+            texts = batches.written(engine, asked, 2)
             assert batches.tokens(texts) == wanted
             assert all(bool(text.stats.loaded_tokens) == bool(turn) for text in texts)
     assert len(prompts_in(kept)) == 3

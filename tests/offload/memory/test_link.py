@@ -169,17 +169,3 @@ def test_what_is_sent_keeps_its_order_and_is_drained(link: Link) -> None:
         link.send([(target, torch.full((1000,), float(value)))])
     link.drain()
     assert (target == 29).all()
-
-
-def test_seconds_that_were_waited_are_counted_once() -> None:
-    link = EmulatedLink(CPU, rate=1e6)
-    link.wait(link.copy([(torch.zeros(12_500), torch.ones(12_500))]))  # 50 ms
-    assert link.waited() == 0.0  # nobody asked
-    with link.counting_waits(True):
-        link.wait(link.copy([(torch.zeros(12_500), torch.ones(12_500))]))
-        with link.counting_waits(False):
-            link.wait(link.copy([(torch.zeros(25_000), torch.ones(25_000))]))
-    assert 0.04 < link.waited() < 0.1
-    assert link.waited() == 0.0
-    link.close()
-    assert ViewLink(CPU).waited() == 0.0

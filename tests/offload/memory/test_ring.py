@@ -137,21 +137,3 @@ def test_cuda_copies_wait_for_compute_and_compute_for_copies(gpu: Machine | None
             torch.equal(chunk.cpu(), wanted) for chunk, wanted in zip(found, taken, strict=True)
         )
     link.close()
-
-
-def test_steps_are_spread_over_the_chunks_they_wait_for() -> None:
-    link = make_test_link("emulated")
-    ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
-    chunks, taken = host_chunks(6, random.Random(0)), list[int]()
-    ring.start(chunks)
-    ring.while_waiting(lambda: taken.append(0), times=7, chunks=5)
-    counts = []
-    for chunk in chunks:
-        assert torch.equal(ring.next(), chunk)
-        counts.append(len(taken))
-    assert counts == [1, 2, 4, 5, 7, 7]
-    ring.while_waiting(lambda: taken.append(0), times=3, chunks=3)
-    ring.start(chunks)  # what is given up takes its steps along
-    ring.next()
-    assert len(taken) == 7
-    link.close()

@@ -169,7 +169,9 @@ def test_codes_that_come_late_cross_the_link_once(
     came_before = cache.traffic.link_in
     forward(cache, text(3, layout))
     lacking = 3 * bits_on_host(dtype)[0] * prefix // 16
-    assert cache.traffic.link_in - came_before == lacking == cache.coming_bytes
+    assert (
+        cache.traffic.link_in - came_before == lacking == cache.shape.streamed_bytes(cache.boundary)
+    )
 
 
 def bits_on_host(dtype: torch.dtype) -> list[int]:

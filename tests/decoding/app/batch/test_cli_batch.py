@@ -17,7 +17,6 @@ from decoding.app.batch.job import Job, model_digest, model_name
 from decoding.app.terminal.streams import printable
 from decoding.speculation.sampling import GREEDY
 from offload.errors import TierForceError
-from parallel.model.pipeline import Reading
 from parallel.model.transformer import Llama
 from parallel.ranks.environment import Place, ignored_variables, place_of
 from support.commands import (
@@ -180,9 +179,9 @@ def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path)
 
 
 def _no_host_memory_for_long_texts() -> None:
-    real = Llama.reading
+    real = Llama.prefill
 
-    def reading(self: Llama, tokens: torch.Tensor, *arguments: Any) -> Reading:
+    def prefill(self: Llama, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if len(tokens) > 500:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
@@ -190,7 +189,7 @@ def _no_host_memory_for_long_texts() -> None:
             )
         return real(self, tokens, *arguments)
 
-    Llama.reading = reading
+    Llama.prefill = prefill
 
 
 def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:

@@ -166,7 +166,6 @@ COMMON = {
                 "--output",
                 "--instruction",
                 "--texts-at-once",
-                "--read-early",
                 "--cluster",
                 "--machines",
             },
