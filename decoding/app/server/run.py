@@ -19,7 +19,8 @@ from decoding.app.batch.job import model_name
 from decoding.app.options import Common
 from decoding.app.server.http.connections import Connection, ConnectionLimits, HttpServer
 from decoding.app.server.http.guards import Guards
-from decoding.app.server.http.routes import Served, Server
+from decoding.app.server.http.parsing import Served
+from decoding.app.server.http.routes import Server
 from decoding.app.server.options import ServeOptions, is_local, read_keys
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.answering import Answering

@@ -6,15 +6,9 @@ What would change an answer and cannot be done is refused, never ignored.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from decoding.app.server.worker import limits
 
@@ -53,28 +47,33 @@ _Stop = Annotated[str, Field(min_length=1, max_length=limits.STOP_CHARACTERS)]
 _Stops = Annotated[list[_Stop], Field(max_length=limits.STOPS, fail_fast=True)]
 
 
-def _refuse_others(data: Any, known: Collection[str], neutral: Mapping[str, Any]) -> Any:
-    """Refuse the first field that cannot be followed; null says nothing."""
-    if isinstance(data, dict):
-        for name, value in data.items():
-            if name not in known and value is not None and value not in neutral.get(name, ()):
-                shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
-                raise ValueError(f"{shown} is not supported by this server: leave it out")
-    return data
-
-
-class StreamOptions(BaseModel):
-    """What a stream has beside the answer."""
+class _Strict(BaseModel):
+    """An object of which every field is known, or says nothing that would change an answer."""
 
     model_config = ConfigDict(strict=True)
 
-    include_usage: bool | None = None
+    ignored: ClassVar[Collection[str]] = ()
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, data: Any) -> Any:
-        """Raise ValueError for a field that cannot be followed."""
-        return _refuse_others(data, cls.model_fields, {"include_obfuscation": (False,)})
+        """Raise ValueError for the first field that cannot be followed; null says nothing."""
+        if isinstance(data, dict):
+            known = {*cls.model_fields, *cls.ignored}
+            for name, value in data.items():
+                if name not in known and value not in (None, *cls.neutral.get(name, ())):
+                    shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
+                    raise ValueError(f"{shown} is not supported by this server: leave it out")
+        return data
+
+
+class StreamOptions(_Strict):
+    """What a stream has beside the answer."""
+
+    neutral = {"include_obfuscation": (False,)}
+
+    include_usage: bool | None = None
 
 
 def _single(prompt: Any) -> str | list[int]:
@@ -93,10 +92,11 @@ def _single(prompt: Any) -> str | list[int]:
     return prompt
 
 
-class _Body(BaseModel):
+class _Body(_Strict):
     """What chat and plain completions have in common."""
 
-    model_config = ConfigDict(strict=True)
+    ignored = _IGNORED
+    neutral = _NEUTRAL
 
     model: str
     stream: bool | None = None
@@ -107,12 +107,6 @@ class _Body(BaseModel):
     top_k: int | None = Field(None, ge=0, lt=2**63)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: _Stop | _Stops | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_unsupported(cls, data: Any) -> Any:
-        """Raise ValueError for a field that cannot be followed."""
-        return _refuse_others(data, {*cls.model_fields, *_IGNORED}, _NEUTRAL)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -131,34 +125,21 @@ class _Body(BaseModel):
         raise NotImplementedError
 
 
-class TextPart(BaseModel):
+class TextPart(_Strict):
     """A part of a message."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["text"]
     text: str
 
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_unsupported(cls, data: Any) -> Any:
-        """Raise ValueError for what a part has beside its text."""
-        return _refuse_others(data, cls.model_fields, {})
 
-
-class Message(BaseModel):
+class Message(_Strict):
     """What somebody said."""
 
-    model_config = ConfigDict(strict=True)
+    ignored = ("name",)
+    neutral = _NOTHING
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_unsupported(cls, data: Any) -> Any:
-        """Raise ValueError for what a message has beside its text."""
-        return _refuse_others(data, {*cls.model_fields, "name"}, _NOTHING)
 
     def as_template(self) -> dict[str, str]:
         """Return it as chat templates take it."""
@@ -203,3 +184,6 @@ class CompletionBody(_Body):
     @property
     def top(self) -> int | None:
         return self.logprobs
+
+
+AnyBody = ChatBody | CompletionBody

@@ -16,12 +16,11 @@ from decoding.app.server.worker.counts import counts_of
 from decoding.app.server.worker.jobs import (
     BROKEN,
     Asked,
-    Counted,
     Done,
     Failed,
     Job,
     JobQueue,
-    Reading,
+    Note,
     TokenLaw,
     Wrote,
 )
@@ -98,15 +97,15 @@ class _Answer:
     """The answer to one job, as it is written."""
 
     def __init__(self, engine: Engine, job: Job, texts: TokenTexts):
-        self.engine, self.job, self.asked = engine, job, job.asked
-        self._laws = None if job.asked.top_logprobs is None else _Laws(job.asked, texts)
-        self._stops = StopStrings(job.asked.stops)
+        asked = job.asked
+        self.engine, self.job = engine, job
+        self._laws = None if asked.top_logprobs is None else _Laws(asked, texts)
+        self._stops = StopStrings(asked.stops)
         self._new: list[TokenLaw] = []  # whose text is still to come
         self._told: deque[tuple[int, TokenLaw]] = deque()  # whose text is held back
         self._length = 0  # characters that were written, those that are held back among them
         self._shown = 0  # of which so many were told
         self._next_report = 0.0
-        asked = job.asked
         request = Request(
             asked.prompt.tolist(),
             asked.new,
@@ -163,14 +162,14 @@ class _Answer:
 
     def _read(self, done: int, total: int) -> None:
         if self._may_report() or done == total:
-            self.job.tell(Reading(done, total))
+            self.job.tell(Note({"reading": [done, total]}))
 
     def _watch(self, stats: Stats) -> None:
         if self._may_report():
-            self.job.tell(Counted(self._counts(stats)))
+            self.job.tell(Note({"counts": self._counts(stats)}))
 
     def _counts(self, stats: Stats) -> dict[str, Any]:
-        return counts_of(stats, self.engine, self.asked.sampling.seed)
+        return counts_of(stats, self.engine, self.job.asked.sampling.seed)
 
     def _may_report(self) -> bool:
         now = time.monotonic()

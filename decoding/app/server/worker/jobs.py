@@ -38,18 +38,14 @@ class TokenLaw:
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """The request waits its turn."""
+class Note:
+    """Progress, as a comment in a stream has it.
 
-    before: int  # requests that come first, the one that is being answered among them
+    `{"waiting": N}` requests come first, the one that is being answered among them; `{"reading":
+    [done, total]}` of the prompt; or `{"counts": {...}}`, what the answer took so far.
+    """
 
-
-@dataclass(frozen=True)
-class Reading:
-    """The prompt is being read."""
-
-    done: int
-    total: int
+    said: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,13 +54,6 @@ class Wrote:
 
     text: str
     laws: Sequence[tuple[int, TokenLaw]] = ()  # each behind where it stands in the whole answer
-
-
-@dataclass(frozen=True)
-class Counted:
-    """What the answer took so far."""
-
-    counts: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class Failed:
 
 
 BROKEN = Failed(500, "the server failed at this request; its log says how.")
-Event = Waiting | Reading | Wrote | Counted | Done | Failed
+Event = Note | Wrote | Done | Failed
 
 
 @dataclass(eq=False)
@@ -191,4 +180,4 @@ class JobQueue:
 
     def _tell_places(self) -> None:
         for before, job in enumerate(self._waiting):
-            job.tell(Waiting(before + self.running))
+            job.tell(Note({"waiting": before + self.running}))

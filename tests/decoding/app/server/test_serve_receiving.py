@@ -17,10 +17,11 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from decoding.app.server.http.guards import Guards, Refused
+from decoding.app.server.http.parsing import Served
 from decoding.app.server.http.receiving import Uploads, parse_json
-from decoding.app.server.http.routes import Served, Server
+from decoding.app.server.http.routes import Server
 from decoding.app.server.worker import limits
-from decoding.app.server.worker.jobs import Failed, Job, JobQueue, Waiting, Wrote
+from decoding.app.server.worker.jobs import Failed, Job, JobQueue, Note, Wrote
 from decoding.app.server.worker.metrics import Metrics
 from decoding.speculation.sampling import Sampling
 
@@ -256,8 +257,8 @@ def test_an_answer_that_is_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert len(events) == 11
         read = Job(None)  # type: ignore[arg-type]
         for before in range(100):
-            read.tell(Waiting(before))
-            assert await read.events.get() == Waiting(before)
+            read.tell(Note({"waiting": before}))
+            assert await read.events.get() == Note({"waiting": before})
         assert not read.is_over
 
     asyncio.run(run())
