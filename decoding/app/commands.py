@@ -7,12 +7,12 @@ import stands behind these functions, in modules of the commands' names.
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from decoding.app.environment import installed_version
 from decoding.app.hardware.plan import plan
 from decoding.app.options import (
     EXIT_CODES,
@@ -42,14 +42,9 @@ app = typer.Typer(
 
 
 def _show_version(wanted: bool) -> None:
-    if not wanted:
-        return
-    try:
-        number = version("tierforce")
-    except PackageNotFoundError:
-        number = "not installed"
-    typer.echo(f"tierforce {number}")
-    raise typer.Exit
+    if wanted:
+        typer.echo(f"tierforce {installed_version('tierforce')}")
+        raise typer.Exit
 
 
 keep_app = typer.Typer(
@@ -183,9 +178,9 @@ def generate(
     if prompt is not None and not prompt.strip():
         raise TierForceError("--prompt is empty: there is nothing to continue.")
     interrupts = _start(common, "interrupted ({name})")
-    from decoding.app.interactive.generate import Request, run
+    from decoding.app.interactive.generate import run
 
-    run(common, Request(prompt_file, prompt, chat, stats), interrupts)
+    run(common, prompt_file, prompt, chat, stats, interrupts)
 
 
 @_command("chat --model TARGET --document book.txt")

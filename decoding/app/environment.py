@@ -1,13 +1,14 @@
-"""Variables that libraries read when they are loaded, set for the processes of a command.
+"""What surrounds a command: variables that libraries read when they are loaded, and versions.
 
-A program that has an engine of its own decides on these itself, so nothing but a command sets them,
-and only those that the user has not set.
+A program that has an engine of its own decides on these itself, so nothing but a command sets
+variables, and only those that the user has not set.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+from importlib.metadata import PackageNotFoundError, version
 
 _DEFAULTS = {
     # Threads of OpenMP that wait for others sleep. By default they spin, and with a busy neighbour
@@ -26,3 +27,11 @@ def set_defaults(variables: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set; to be called before torch is imported."""
     for name, value in _DEFAULTS.items():
         variables.setdefault(name, value)
+
+
+def installed_version(name: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -12,6 +12,9 @@ from contextlib import suppress
 from typing import Any, cast
 
 from decoding.app.environment import set_defaults
+from decoding.app.terminal.streams import Output, Unread, advice_after_loss, printable, say
+from offload.errors import TierForceError, exceeded_limit, is_out_of_memory, one_line
+from parallel.ranks.environment import RankLost, end_with_launcher, place_of
 
 
 def main() -> None:
@@ -19,10 +22,6 @@ def main() -> None:
     # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     set_defaults()  # before torch is imported
-    from decoding.app.terminal.streams import Output, Unread, say
-    from offload.errors import TierForceError
-    from parallel.ranks.environment import end_with_launcher, place_of
-
     end_with_launcher()
     if sys.stderr is None:  # closed by whoever started this
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -54,9 +53,6 @@ def _run(rank: int) -> int:
     """Run the command as this rank, and return the exit code."""
     from decoding.app.commands import app
     from decoding.app.options import as_flags
-    from decoding.app.terminal.streams import advice_after_loss, say
-    from offload.errors import TierForceError
-    from parallel.ranks.environment import RankLost
 
     try:
         app()
@@ -78,27 +74,14 @@ def _run(rank: int) -> int:
 
 def _explain(rank: int, error: Exception) -> None:
     """Say in one line what nobody foresaw; with TIERFORCE_DEBUG, raise it."""
-    from decoding.app.terminal.streams import advice_after_loss
-    from offload.errors import exceeded_limit, is_out_of_memory, one_line
-
     if is_out_of_memory(error):
-        _fault(
-            rank,
-            f"out of memory: {one_line(error)} Free memory first. "
-            f"{advice_after_loss(sys.argv[1:])}",
-        )
+        advice = advice_after_loss(sys.argv[1:])
+        reason = f"out of memory: {one_line(error)} Free memory first. {advice}"
     elif (limit := exceeded_limit(error)) is not None:
-        _fault(rank, limit)
+        reason = limit
     elif os.environ.get("TIERFORCE_DEBUG"):
         raise error
     else:
-        _fault(rank, f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)")
-
-
-def _fault(rank: int, reason: str) -> None:
-    """Tell what struck this rank alone: whichever rank it is says so."""
-    from decoding.app.terminal.streams import printable
-
-    with suppress(OSError, AttributeError):
-        line = printable(f"tierforce: rank {rank}: {reason}")
-        print(line, file=sys.__stderr__, flush=True)
+        reason = f"{type(error).__name__}: {one_line(error)} (TIERFORCE_DEBUG=1 shows where)"
+    with suppress(OSError, AttributeError):  # it struck this rank alone: whichever it is says so
+        print(printable(f"tierforce: rank {rank}: {reason}"), file=sys.__stderr__, flush=True)

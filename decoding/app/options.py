@@ -7,9 +7,9 @@ A command takes them as one `Common`; typer sees them one by one.
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -18,6 +18,9 @@ from decoding.config.option import GROUPS, MEMORY, Option, about, check_options,
 from decoding.config.sampling_params import SamplingOptions
 from decoding.config.settings import Settings
 from offload.errors import TierForceError
+
+if TYPE_CHECKING:
+    from decoding.speculation.sampling import Sampling
 
 DEVICES = ("auto", "cpu", "cuda")
 EXIT_CODES = (
@@ -88,6 +91,12 @@ class Common(JobOptions):
     settings: Settings
     sampling: SamplingOptions
 
+    def sampler(self) -> "Sampling":
+        """Return what draws tokens by these options; it needs torch, which options do not."""
+        from decoding.speculation.sampling import Sampling
+
+        return Sampling(**vars(self.sampling))
+
 
 def refuse_sharing(texts_at_once: int | None) -> None:
     """Raise TierForceError if several texts at once are asked for that are to be identical."""
@@ -137,8 +146,7 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     shared = _shared_parameters()
 
     def run(**given: Any) -> None:
-        common = _common({each.name: given.pop(each.name) for each in shared})
-        command(common, **given)
+        command(_common({each.name: given.pop(each.name) for each in shared}), **given)
 
     # what must be given stands first
     parameters = sorted(
@@ -153,7 +161,12 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 def _shared_parameters() -> list[inspect.Parameter]:
     """Return a parameter for each shared option, group by group."""
     return [
-        _parameter(kind, name)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if each.default is MISSING else each.default,
+            annotation=Annotated[_hint(kind, each), described(kind, name, each.default)],
+        )
         for group in GROUPS
         for kind in (JobOptions, SamplingOptions, Settings)
         for name, each in options_of(kind).items()
@@ -161,39 +174,25 @@ def _shared_parameters() -> list[inspect.Parameter]:
     ]
 
 
-def _parameter(kind: type, name: str) -> inspect.Parameter:
-    each = options_of(kind)[name]
-    hint = float | None if about(each).scale is not None else get_type_hints(kind)[name]
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if each.default is MISSING else each.default,
-        annotation=Annotated[hint, described(kind, name, each.default)],
-    )
+def _hint(kind: type, each: Field[Any]) -> Any:
+    """Return the type of what is typed for a field: of those in another unit any number."""
+    return float | None if about(each).scale is not None else get_type_hints(kind)[each.name]
 
 
 def _common(given: dict[str, Any]) -> Common:
     """Sort options into what they are of. Raises TierForceError for values that make no sense."""
     for name, each in options_of(Settings).items():
-        said = about(each)
-        if said.scale is not None and given.get(name) is not None:
-            given[name] = _scaled(name, given[name], said.unit, said.scale)
-    settings = Settings(**_of(Settings, given))
-    return Common(
-        **_of(JobOptions, given),
-        settings=settings,
-        sampling=SamplingOptions(**_of(SamplingOptions, given)),
-    )
+        said, value = about(each), given.get(name)
+        if said.scale is not None and value is not None:
+            if not 1 / said.scale <= value < float("inf"):
+                raise TierForceError(f"`{name}` must be above 0 {said.unit}, found {value}.")
+            given[name] = int(value * said.scale)
 
+    def own(kind: type) -> dict[str, Any]:
+        return {each.name: given[each.name] for each in fields(kind) if each.name in given}
 
-def _of(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    return {each.name: given[each.name] for each in fields(kind) if each.name in given}
-
-
-def _scaled(name: str, value: float, unit: str, scale: float) -> int:
-    if not 1 / scale <= value < float("inf"):
-        raise TierForceError(f"`{name}` must be above 0 {unit}, found {value}.")
-    return int(value * scale)
+    settings, sampling = Settings(**own(Settings)), SamplingOptions(**own(SamplingOptions))
+    return Common(**own(JobOptions), settings=settings, sampling=sampling)
 
 
 def help_of(said: Option) -> str:

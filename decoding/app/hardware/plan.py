@@ -47,8 +47,7 @@ def plan(
     model: Annotated[
         str,
         typer.Option(
-            help="Target: a folder, a GGUF file, a hub name, or a config.json.",
-            show_default=False,
+            help="Target: a folder, a GGUF file, a hub name, or a config.json.", show_default=False
         ),
     ],
     draft: Annotated[str | None, typer.Option(help="Draft model, named likewise.")] = None,
@@ -146,8 +145,7 @@ def plan(
     if plot is not None:
         plan_picture(plot, model, ahead)
     if as_json:
-        job: dict[str, Any] = {"model": model, "draft": draft, "dtype": dtype, "rope": rope}
-        job["identical"] = identical
+        job = {"model": model, "draft": draft, "dtype": dtype, "rope": rope, "identical": identical}
         document = _document(job, ahead, others, shared, first) | {"notes": notes}
         typer.echo(json.dumps(document, indent=2))
         return

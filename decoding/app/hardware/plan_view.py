@@ -51,15 +51,9 @@ def times_table(
     table.add_column("", justify="right")
     table.add_column("waits for")
     table.add_row(f"a document of {ahead.prompt:,} tokens", duration(seen.document_s))
+    table.add_row("  reading it", duration(seen.prefill_s), _BOUNDS[seen.prefill_bound])
     table.add_row(
-        "  reading it",
-        duration(seen.prefill_s),
-        _BOUNDS[seen.prefill_bound],
-    )
-    table.add_row(
-        f"  writing {ahead.new:,} tokens",
-        duration(seen.decode_s),
-        _BOUNDS[seen.verification_bound],
+        f"  writing {ahead.new:,} tokens", duration(seen.decode_s), _BOUNDS[seen.verification_bound]
     )
     if first.choice.way != ahead.choice.way:
         table.add_row("the first document of a run", duration(first.forecast.document_s))
@@ -80,8 +74,7 @@ def times_table(
     if ahead.needs.retrieval_layers(ahead.needs.placed(plan, ahead.prompt)):
         table.add_row("retrieval budget", f"{ahead.needs.budget:,} tokens")
     table.add_row(
-        "layers with KV on the GPU, on the host",
-        f"{plan.resident_layers}, {ahead.layers_on_host}",
+        "layers with KV on the GPU, on the host", f"{plan.resident_layers}, {ahead.layers_on_host}"
     )
     if plan.sliced_layers:
         table.add_row("  of these with codes on the GPU", f"{plan.sliced_layers}")
@@ -102,8 +95,7 @@ def memory_table(ahead: Outlook) -> Table:
             table.add_row(_TIERS.get(name, name), *(_gb(phase[name]) for phase in phases))
     table.add_section()
     table.add_row(
-        f"in all, of {_gb(machine.device_memory)}",
-        *(_gb(sum(phase.values())) for phase in phases),
+        f"in all, of {_gb(machine.device_memory)}", *(_gb(sum(phase.values())) for phase in phases)
     )
     host = _gb(ahead.plan.host_bytes * ranks)
     table.add_row(f"host memory, of {_gb(machine.host_memory)}", host, host)

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,6 @@ from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.chat import Chat
 from decoding.engine.engine import Engine
 from decoding.prefix_cache.store import LEAST_TOKENS
-from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.ranks.environment import RankLost
@@ -56,38 +55,30 @@ class Terminal:
             "/save": self._save,
             "/load": self._load,
             "/stats": self._stats,
-            "/clear": self._clear,
+            "/clear": lambda _: self.chat.clear(),
             "/help": lambda _: _say_help(),
         }
         try:
-            self._follow(commands)
+            for line in _lines(self.chat.engine):
+                name, _, rest = line.partition(" ")
+                if name == "/quit":
+                    return
+                if not line.startswith("/") or line.startswith("//"):
+                    question = line.removeprefix("/") if line.startswith("//") else line
+                    _telling(self._answer, question)
+                elif name in commands:
+                    _telling(commands[name], rest.strip())
+                else:
+                    say(f"{name} is no command: /help lists them, and //... is a message")
         finally:
             self.interrupts.answers.clear()
 
-    def _follow(self, commands: dict[str, Callable[[str], None]]) -> None:
-        """Do what each line says."""
-        for line in _lines(self.chat.engine):
-            name, _, rest = line.partition(" ")
-            if name == "/quit":
-                return
-            if not line.startswith("/") or line.startswith("//"):
-                self._answer(line.removeprefix("/") if line.startswith("//") else line)
-            elif name in commands:
-                _telling(commands[name], rest.strip())
-            else:
-                say(f"{name} is no command: /help lists them, and //... is a message")
-
     def _answer(self, question: str) -> None:
         self.is_stopped = False
-        _telling(self._write, question)
-
-    def _write(self, question: str) -> None:
-        with Display(1, sys.stderr) as display, closing(self._asked(question, display)) as pieces:
-            show(pieces, display, lambda: self.is_stopped)
-
-    def _asked(self, question: str, display: Display) -> Generator[str, None, None]:
-        display.begin("answer")
-        return self.chat.ask(question, lambda done, total: display.prefill("answer", done, total))
+        with Display(1, sys.stderr) as display:
+            display.begin("answer")
+            with closing(self.chat.ask(question, partial(display.prefill, "answer"))) as pieces:
+                show(pieces, display, lambda: self.is_stopped)
 
     def _interrupted(self) -> bool:
         """End the answer, and where that takes too long everything; on the signals' thread."""
@@ -103,9 +94,9 @@ class Terminal:
         return now - self.stopped_at < TWICE_S
 
     def _save(self, name: str) -> None:
-        path = _path(name)
         if not name:
             raise TierForceError("/save needs the name of a file.")
+        path = _path(name)
         check_writable("/save", path)
         if path.exists():
             read_conversation(path)  # nothing else is written over
@@ -123,9 +114,6 @@ class Terminal:
         if stats.discarded_tokens:
             before += f", and {stats.discarded_tokens} that this prompt has otherwise were not"
         say(f"{describe(stats)}; {before}")
-
-    def _clear(self, _: str) -> None:
-        self.chat.clear()
 
 
 def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
@@ -154,11 +142,10 @@ def read(common: Common, document: Path) -> None:
         if chat is None:
             return
         _read(chat, document.name)
-    if len(chat.tokens) < LEAST_TOKENS:
-        why = f": {len(chat.tokens)} tokens are read again as soon"
+    is_short = len(chat.tokens) < LEAST_TOKENS
+    if is_short or not chat.engine.sessions.has_kept(chat.tokens, chat.max_new_tokens):
+        why = f": {len(chat.tokens)} tokens are read again as soon" if is_short else ""
         raise TierForceError(f"{document.name} was read, and is not kept{why}.")
-    if not chat.engine.sessions.has_kept(chat.tokens, chat.max_new_tokens):
-        raise TierForceError(f"{document.name} was read, and is not kept.")
     say(f"{document.name} is kept in {common.settings.keep}")
 
 
@@ -197,8 +184,8 @@ def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
     chat: Chat | None = None
     with group.together():
         if group.rank == 0:
-            law, name = Sampling(**vars(common.sampling)), document.name if document else ""
-            chat = Chat(engine, common.max_new_tokens, law, text, name)
+            name = document.name if document else ""
+            chat = Chat(engine, common.max_new_tokens, common.sampler(), text, name)
     say_what_fits(engine, None, common)
     if chat is None:
         engine.follow()
@@ -218,7 +205,7 @@ def _read(chat: Chat, name: str) -> None:
     """Read the document, with its progress."""
     with Display(1, sys.stderr) as display:
         display.begin(name)
-        chat.read(lambda done, total: display.prefill(name, done, total))
+        chat.read(partial(display.prefill, name))
         stats = chat.engine.stats
         what = f"{stats.prompt_tokens:,} tokens read in {stats.first_token_s:.1f} s"
         if stats.loaded_tokens:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import silence_transformers, warn, without_controls
 from decoding.engine.engine import Engine, Progress
-from decoding.speculation.sampling import Sampling
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
@@ -25,29 +23,28 @@ PROMPT = "prompt"  # what the one text is called
 STDIN = Path("-")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be written, and where to say what it took."""
+def run(
+    common: Common,
+    file: Path | None,
+    text: str | None,
+    chat: bool,
+    stats: Path | None,
+    interrupts: Interrupts,
+) -> None:
+    """Continue a text, or what a file holds, or answer it with `chat`; all ranks call it.
 
-    file: Path | None  # its text is read
-    text: str | None  # or this one
-    chat: bool  # answered, not continued
-    stats: Path | None  # JSON file
-
-
-def run(common: Common, request: Request, interrupts: Interrupts) -> None:
-    """Continue or answer a text; all ranks call it."""
+    What it took is written to the JSON file `stats`. Raises TierForceError for what keeps it from
+    it.
+    """
     silence_transformers()
     group = Group.from_environment(common.device, warn)
     with group.together():
-        prompt = request.text or ""
-        if request.file is not None:
-            prompt = _read(request.file, group.size)
-        if request.stats is not None and group.rank == 0:
-            check_writable("--stats", request.stats)
-            refuse_other_than_json("--stats", request.stats)
+        prompt = _read(file, group.size) if file is not None else text or ""
+        if stats is not None and group.rank == 0:
+            check_writable("--stats", stats)
+            refuse_other_than_json("--stats", stats)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
-    if request.chat:
+    if chat:
         with group.together():
             Template.chat(engine.tokenizer)  # which refuses before anything is said
     say_what_fits(engine, None, common)
@@ -56,14 +53,12 @@ def run(common: Common, request: Request, interrupts: Interrupts) -> None:
         return
     with Display(1, sys.stderr) as display:
         interrupts.stop_first(display.stop)
-        sampling = Sampling(**vars(common.sampling))
-        new = common.max_new_tokens
-        name = request.file.name if request.file is not None else PROMPT
-        text = partial(engine.stream, prompt, new, sampling, chat=request.chat, name=name)
-        stream(engine, text, display)
-        if request.stats is not None:
+        sampling, new = common.sampler(), common.max_new_tokens
+        name = file.name if file is not None else PROMPT
+        stream(engine, partial(engine.stream, prompt, new, sampling, chat=chat, name=name), display)
+        if stats is not None:
             content = {**engine.stats.as_dict(), "token_ids": engine.stats.token_ids}
-            write_json("--stats", request.stats, content)
+            write_json("--stats", stats, content)
     engine.close()
 
 

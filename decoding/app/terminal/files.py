@@ -22,17 +22,12 @@ def check_writable(option: str, path: Path) -> None:
     """Raise TierForceError where a file cannot be written; what stands there is left."""
     with _writing(option, path):
         there = path.exists()
-        refuse_irregular(option, path)
+        if there and not path.is_file():  # a folder, a device, or a pipe, which would be waited for
+            raise TierForceError(f"{option} {path} is not a regular file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
         if not there:
             path.unlink()
-
-
-def refuse_irregular(option: str, path: Path) -> None:
-    """Raise TierForceError for a folder, a device, or a pipe, which would be waited for."""
-    if path.exists() and not path.is_file():
-        raise TierForceError(f"{option} {path} is not a regular file.")
 
 
 def refuse_other_than_json(option: str, path: Path) -> None:

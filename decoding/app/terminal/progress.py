@@ -41,40 +41,33 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        self.stop()
 
     def begin(self, name: str) -> None:
-        task = self._progress.add_task(printable(name), total=1, detail="reading")
-        self._current[name] = task
+        self._current[name] = self._progress.add_task(printable(name), total=1, detail="reading")
 
     def prefill(self, name: str, done: int, total: int) -> None:
         self._update(name, done, total, f"prefill {100 * done // total}%")
 
     def decode(self, name: str, most: int, stats: Stats) -> None:
-        rates = " ".join(
-            f"{name} {rate:.2f}" for name, rate in stats.acceptance.items() if rate is not None
-        )
-        self._update(
-            name,
-            stats.new_tokens,
-            most,
-            f"{stats.new_tokens} tokens" + (f", acceptance {rates}" if rates else ""),
-        )
+        known = {level: rate for level, rate in stats.acceptance.items() if rate is not None}
+        rates = " ".join(f"{level} {rate:.2f}" for level, rate in known.items())
+        accepted = f", acceptance {rates}" if rates else ""
+        self._update(name, stats.new_tokens, most, f"{stats.new_tokens} tokens{accepted}")
 
     def end(self, name: str, line: str) -> None:
         """The document is done: its line stays on the screen."""
         if name in self._current:
             self._progress.remove_task(self._current.pop(name))
         self._progress.advance(self._batch)
-        self.console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+        self._print(line)
 
     def warn(self, line: str) -> None:
+        self._print(f"warning: {line}", "yellow")
+
+    def _print(self, line: str, style: str | None = None) -> None:
         self.console.print(
-            f"warning: {printable(line)}",
-            style="yellow",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            printable(line), style=style, highlight=False, markup=False, soft_wrap=True
         )
 
     def stop(self) -> None:
