@@ -21,20 +21,11 @@ from decoding.app.batch.cluster_guard import ClusterGuard
 from decoding.app.batch.documents import Document
 from decoding.app.batch.job import Job
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import (
-    due_documents,
-    error_record,
-    job_of,
-    last_words,
-    listed,
-    say_what_is_done,
-    show_finished,
-    warn_of_changed,
-)
+from decoding.app.batch.summarize import Results, due_documents, failure, job_of, listed
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
-from decoding.app.terminal.streams import say, silence_transformers
+from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers
 from offload.errors import DocumentError, TierForceError, one_line
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
@@ -45,6 +36,7 @@ from parallel.ranks.process_group import Group
 _PATIENCE = 10.0  # seconds that a cluster of our own may take to end
 _FILES = 512  # that each of Ray's processes may open at a time
 _TRIES = 3  # of a document whose machine is lost
+_ADVICE = advice_after_loss(["summarize"])
 
 
 @dataclass(frozen=True)
@@ -79,74 +71,51 @@ def run(
         if not due:
             say(f"all {len(documents)} documents were finished before, in {output}")
             return
-        warn_of_changed(due, records)
         with Display(len(documents), sys.stderr) as display:
-            interrupts.last_words = _ending_all(last_words(records, display))
-            show_finished(documents, due, display)
-            batch = _Batch(due, records, display)
-            if rows := list(batch.readable()):
+            results = Results(documents, due, records, display)
+            interrupts.last_words = _ending_all(results.last_words)
+            if rows := list(_readable(due, results)):
                 machines = _Machines(cluster, common, job)
                 try:
                     say(f"{machines.count} machines of a Ray cluster; {len(rows)} documents")
-                    batch.write(rows, machines)
+                    _write(rows, machines, due, results)
                 finally:
                     machines.close()
-    say_what_is_done(documents, records, batch.failed, common.settings.context or limit)
+    results.conclude(common.settings.context or limit)
 
 
-@dataclass
-class _Batch:
-    """Documents that are due, and what has become of them."""
-
-    due: Sequence[Document]
-    records: Records
-    display: Display
-    failed: int = 0
-
-    def write(self, rows: Sequence[dict[str, Any]], machines: _Machines) -> None:
-        """Let what is readable be summarised. Raises TierForceError."""
-        left = {row["place"]: row for row in rows}
-        lost: Counter[int] = Counter()  # how often a document's machine was
-        first = True
-        while left:
-            answered = set[int]()
-            # a text that ends machines is not to take others along again
-            for place, record, said in machines.summaries(list(left.values()), together=first):
-                answered.add(place)
-                if record is not None and left.pop(place, None) is not None:
-                    self._end(self.due[place], record, said)
-            first = False
-            lost.update(left.keys() - answered)
-            for place in [place for place in left if lost[place] == _TRIES]:
-                del left[place]
-                error = TierForceError(
-                    f"the machine that had this document was lost {_TRIES} times; its memory may "
-                    "not do."
-                )
-                self._fail(self.due[place], error)
-
-    def readable(self) -> Iterator[dict[str, Any]]:
-        """Yield the documents as rows of a dataset; those that cannot be read have failed."""
-        for place, document in enumerate(self.due):
-            try:
-                yield {"place": place, "text": document.read()}
-            except DocumentError as error:
-                self._fail(document, error)
-
-    def _fail(self, document: Document, error: TierForceError) -> None:
-        record = error_record(document.id, error)
-        self._end(document, record, f"failed: {record['error']}")
-
-    def _end(self, document: Document, record: dict[str, Any], said: str) -> None:
-        self.failed += "error" in record
-        self.records.append({**record, "id": document.id})
-        self.display.end(document.id, f"{document.id}: {said}")
+def _readable(due: Sequence[Document], results: Results) -> Iterator[dict[str, Any]]:
+    """Yield the documents as rows of a dataset; those that cannot be read have failed."""
+    for place, document in enumerate(due):
+        try:
+            yield {"place": place, "text": document.read()}
+        except DocumentError as error:
+            results.add(*failure(document.id, error))
 
 
-def _new_cluster(cluster: Cluster) -> dict[str, Any]:
-    """Return how a Ray of this machine alone is started."""
-    processors = max(os.cpu_count() or 1, cluster.machines or 1)
-    return {"include_dashboard": False, "num_cpus": processors}
+def _write(
+    rows: Sequence[dict[str, Any]], machines: _Machines, due: Sequence[Document], results: Results
+) -> None:
+    """Let what is readable be summarised. Raises TierForceError."""
+    left = {row["place"]: row for row in rows}
+    lost: Counter[int] = Counter()  # how often a document's machine was
+    first = True
+    while left:
+        answered = set[int]()
+        # a text that ends machines is not to take others along again
+        for place, record, line in machines.summaries(list(left.values()), together=first):
+            answered.add(place)
+            if record is not None and left.pop(place, None) is not None:
+                results.add({**record, "id": due[place].id}, line)
+        first = False
+        lost.update(left.keys() - answered)
+        for place in [place for place in left if lost[place] == _TRIES]:
+            del left[place]
+            error = TierForceError(
+                f"the machine that had this document was lost {_TRIES} times; its memory may not "
+                "do."
+            )
+            results.add(*failure(due[place].id, error))
 
 
 def _ending_all(say_last_words: Callable[[str], None]) -> Callable[[str], None]:
@@ -197,8 +166,7 @@ class _Machines:
         self._ray, self._cluster, self._common, self._job = ray, cluster, common, job
         self._guard = ClusterGuard(
             f"tierforce: the Ray node of --cluster {cluster.address} on this machine, or this job "
-            "itself, was killed (out of memory?). Finished records are safe: run the same command "
-            "again to go on."
+            f"itself, was killed (out of memory?). {_ADVICE}"
         )
         try:
             self._join()
@@ -209,13 +177,14 @@ class _Machines:
     def _join(self) -> None:
         """Join the cluster, and count its machines. Raises TierForceError."""
         ray, cluster, common = self._ray, self._cluster, self._common
+        new = {}
+        if cluster.address == "local":
+            processors = max(os.cpu_count() or 1, cluster.machines or 1)
+            new = {"include_dashboard": False, "num_cpus": processors}
         try:
             _knock(cluster.address)
             ray.init(
-                address=cluster.address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **(_new_cluster(cluster) if cluster.address == "local" else {}),
+                address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, **new
             )
         except (OSError, OverflowError, ValueError, RuntimeError) as error:
             raise TierForceError(
@@ -283,7 +252,7 @@ class _Machines:
                 ):
                     if record:
                         is_done = True
-                        yield place, json.loads(record), line.partition(": ")[2]
+                        yield place, json.loads(record), line
                         continue
                     yield place, None, line
                     useless.add(machine)
@@ -292,8 +261,7 @@ class _Machines:
         except self._ray.exceptions.RayError as error:
             raise TierForceError(
                 f"the machines of --cluster {self._cluster.address} are lost "
-                f"({type(error).__name__}). Finished records are safe: run the same command again "
-                "to go on."
+                f"({type(error).__name__}). {_ADVICE}"
             ) from error
 
     def close(self) -> None:

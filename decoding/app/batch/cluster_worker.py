@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ import torch
 from decoding.app.batch.job import Job, model_digest
 from decoding.app.batch.summarize import Summaries
 from decoding.app.options import Common
+from decoding.app.terminal.progress import Display
 from decoding.app.terminal.streams import silence_transformers, warn
 from decoding.engine.engine import Engine
-from decoding.engine.stats import Stats
 from decoding.text.prompt import Template
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
@@ -29,54 +29,7 @@ from parallel.ranks.environment import RankLost
 from parallel.ranks.process_group import Group
 
 _HELD = 5.0  # seconds that a machine in trouble keeps what others might do
-_LAUNCHERS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A document whose text has come over the network."""
-
-    id: str
-    text: str
-
-    def read(self) -> str:
-        """Return the text."""
-        return self.text
-
-
-class Collected:
-    """What `Summaries` writes and shows, kept to be sent back."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, dict[str, Any]] = {}
-        self.lines: dict[str, list[str]] = {}
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Keep a record."""
-        self.records[record["id"]] = record
-
-    def end(self, name: str, line: str) -> None:
-        """Keep what is said of a document that is done."""
-        self.lines.setdefault(name, []).append(line)
-
-    def warn(self, line: str) -> None:
-        """Leave it out: the record says as much."""
-
-    def begin(self, name: str) -> None:
-        """Show nothing here."""
-
-    def prefill(self, name: str, done: int, total: int) -> None:
-        """Show nothing here."""
-
-    def decode(self, name: str, most: int, stats: Stats) -> None:
-        """Show nothing here."""
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Machine:
@@ -110,31 +63,32 @@ class Machine:
         Where nothing can be done here, records are empty, and lines say why.
         """
         places = batch["place"].tolist()
-        if self.trouble is not None:
+        records, lines = [""] * len(places), [self.trouble] * len(places)
+        if self.trouble is None:
+            found = self._summaries(dict(zip(map(str, places), batch["text"], strict=True)))
+            records = [json.dumps(found[str(place)][0]) for place in places]
+            lines = [found[str(place)][1] for place in places]
+        else:
             time.sleep(_HELD)
-            return {
-                "place": places,
-                "record": [""] * len(places),
-                "line": [self.trouble] * len(places),
-                "machine": [self.name] * len(places),
-            }
-        documents = [
-            Sent(str(place), text) for place, text in zip(places, batch["text"], strict=True)
-        ]
-        found = Collected()
-        at_once = min(self.at_once, len(documents))
-        summaries = Summaries(self.engine, found, self.template, self.job, found, at_once)
-        try:
-            summaries.write(documents)
-        except BaseException:  # what is no document's own: nothing here is to be trusted any more
-            os._exit(1)
-        ids = [document.id for document in documents]
-        return {
-            "place": places,
-            "record": [json.dumps(found.records[id]) for id in ids],
-            "line": [found.lines[id][-1] for id in ids],
-            "machine": [self.name] * len(places),
-        }
+        names = [self.name] * len(places)
+        return {"place": places, "record": records, "line": lines, "machine": names}
+
+    def _summaries(self, texts: Mapping[str, str]) -> dict[str, tuple[dict[str, Any], str]]:
+        """Return the record of each text, and what is said of it, by the same names."""
+        found: dict[str, tuple[dict[str, Any], str]] = {}
+
+        def done(record: dict[str, Any], line: str) -> None:
+            found[record["id"]] = record, line
+
+        at_once = min(self.at_once, len(texts))
+        with open(os.devnull, "w") as nowhere:
+            display = Display(len(texts), nowhere)
+            summaries = Summaries(self.engine, self.template, self.job, at_once, display, done)
+            try:
+                summaries.write({name: partial(str, text) for name, text in texts.items()})
+            except BaseException:  # of no document: nothing here is to be trusted any more
+                os._exit(1)
+        return found
 
 
 def _own_name() -> str:

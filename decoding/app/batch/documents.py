@@ -73,13 +73,12 @@ def decoded(raw: bytes) -> str:
             "in UTF-8 can be read."
         )
     try:
-        text = raw.decode("utf-8-sig")
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert"
             " it first, if it is Latin-1 with: iconv -f latin1 -t utf-8."
         ) from error
-    return text
 
 
 @dataclass(frozen=True)
@@ -155,9 +154,10 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
     while folders or links:
         folder = folders.pop() if folders else links.pop(0)
         try:
-            if (place := _place(folder)) in places:
+            found = folder.stat()
+            if (found.st_dev, found.st_ino) in places:
                 continue
-            places.add(place)
+            places.add((found.st_dev, found.st_ino))
             inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
             if folder == source:
@@ -176,12 +176,6 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
             except OSError:  # a link that leads back to itself
                 unread.append(path)
     return files, unread
-
-
-def _place(folder: Path) -> tuple[int, int]:
-    """Return what a folder is told from others by, whatever way leads to it."""
-    found = folder.stat()
-    return found.st_dev, found.st_ino
 
 
 def _refuse_twins(source: Path, documents: Sequence[Document]) -> None:
@@ -234,18 +228,14 @@ def _object(line: str) -> dict[str, Any]:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"the line is not JSON: {error}.") from error
-    if not isinstance(value, dict) or not _is_id(value.get("id")):
+    id = value.get("id") if isinstance(value, dict) else None
+    is_id = isinstance(id, str | int) and not isinstance(id, bool)
+    if not is_id or not 0 < len(str(id)) <= _MAX_ID:
         raise DocumentError(
             'the line must be an object with "id", a string that is not empty, of at most '
             f"{_MAX_ID:,} characters, or a whole number."
         )
     return value
-
-
-def _is_id(given: object) -> bool:
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        return False
-    return 0 < len(str(given)) <= _MAX_ID
 
 
 def _text(line: str, name: str) -> str:

@@ -79,10 +79,7 @@ class Job:
             "instruction": self.instruction,
             "max_new_tokens": self.max_new_tokens,
             "rope": self.rope,
-            "temperature": self.sampling.temperature,
-            "top_k": self.sampling.top_k,
-            "top_p": self.sampling.top_p,
-            "seed": self.sampling.seed,
+            **vars(self.sampling),
             "identical": self.identical,
         }
 

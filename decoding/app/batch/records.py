@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from decoding.app.batch.documents import MAX_BYTES
@@ -27,14 +26,6 @@ class Finished:
 
     digest: str | None  # of all that shaped its summary, by `Job.digest`; old records have none
     cut: bool  # whether the document was longer than the context
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A line of the file."""
-
-    content: bytes  # with its end; the beginning of one that is too long for a record
-    record: dict[str, Any] | None  # None where it is none
 
 
 class Records:
@@ -97,14 +88,17 @@ class Records:
             )
         return file
 
-    def _lines(self) -> Iterator[_Line]:
-        """Yield the file's lines, but for a torn last one. Raises OSError."""
+    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+        """Yield the file's lines but for a torn last one, each with the record that it is.
+
+        Of a line that is too long for a record it yields the beginning. Raises OSError.
+        """
         with open_regular(self._place) as file:
-            for _, raw in bounded_lines(file, MAX_BYTES):
-                if len(raw) > MAX_BYTES:
-                    yield _Line(raw, None)
-                elif raw.endswith(b"\n") or not _torn(raw):
-                    yield _Line(raw, _record(raw))
+            for _, line in bounded_lines(file, MAX_BYTES):
+                if len(line) > MAX_BYTES:
+                    yield line, None
+                elif line.endswith(b"\n") or not _torn(line):
+                    yield line, _record(line)
 
     def _needs_repair(self) -> bool:
         """Note what is finished; return whether there is anything else, which a repair leaves out.
@@ -112,14 +106,13 @@ class Records:
         Raises TierForceError for a line that no job wrote, so that no other file is harmed.
         """
         size, ours, blank = 0, False, 0  # bytes of whole finished records; the first blank line
-        for number, line in enumerate(self._lines(), 1):
-            if line.record is not None:
+        for number, (line, record) in enumerate(self._lines(), 1):
+            if record is not None:
                 ours = True
-                if "summary" in line.record:
-                    # of several records of one id the last counts
-                    self._note(line.record)
-                    size += len(line.content) if line.content.endswith(b"\n") else 0
-            elif len(line.content) <= MAX_BYTES and not line.content.strip(_PADDING + b"\n"):
+                if "summary" in record:
+                    self._note(record)  # of several records of one id the last counts
+                    size += len(line) if line.endswith(b"\n") else 0
+            elif len(line) <= MAX_BYTES and not line.strip(_PADDING + b"\n"):
                 blank = blank or number
             else:
                 # a file that has nothing but blank lines was ours too, before a power loss
@@ -137,9 +130,9 @@ class Records:
         fcntl.flock(file, fcntl.LOCK_EX)
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(self._file.fileno()).st_mode))
         with open(file.fileno(), "wb", closefd=False) as buffered:
-            for line in self._lines():
-                if line.record is not None and "summary" in line.record:
-                    buffered.write(line.content.removesuffix(b"\n") + b"\n")
+            for line, record in self._lines():
+                if record is not None and "summary" in record:
+                    buffered.write(line.removesuffix(b"\n") + b"\n")
         os.fsync(file.fileno())
         repaired.replace(self._place)
         self._file.close()
@@ -166,12 +159,7 @@ class Records:
     def __enter__(self) -> Records:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from decoding.app.batch.documents import SUFFIXES, Document, find_documents
 from decoding.app.batch.job import Job, model_digest, model_name
 from decoding.app.batch.records import Records
+from decoding.app.environment import installed_version
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.messages import Longest, describe, say_what_fits
 from decoding.app.terminal.progress import Display
@@ -25,8 +25,6 @@ from decoding.config.defaults import MAX_TEXTS
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
 from decoding.engine.scheduler import Written
-from decoding.engine.stats import Stats
-from decoding.speculation.sampling import Sampling
 from decoding.text.prompt import Template
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.model.loading import resolve
@@ -64,8 +62,6 @@ def run(
         if group.broadcast(not due):
             say(f"all {len(documents)} documents were finished before, in {output}")
             return
-        if records is not None:
-            warn_of_changed(due, records)
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
         with group.together():
             template = Template.summary(engine.tokenizer, instruction)
@@ -77,12 +73,12 @@ def run(
             engine.follow()
             return
         with Display(len(documents), sys.stderr) as display:
-            interrupts.last_words = last_words(records, display)
-            summaries = Summaries(engine, records, template, job, display, at_once)
-            show_finished(documents, due, display)
-            failed = summaries.write(due)
+            results = Results(documents, due, records, display)
+            interrupts.last_words = results.last_words
+            summaries = Summaries(engine, template, job, at_once, display, results.add)
+            summaries.write({document.id: document.read for document in due})
         engine.close()
-    say_what_is_done(documents, records, failed, engine.context)
+    results.conclude(engine.context)
 
 
 def listed(source: Path, output: Path) -> list[Document]:
@@ -109,54 +105,54 @@ def job_of(common: Common, folder: Path, instruction: str) -> Job:
         context=common.settings.context,
         dtype=common.settings.dtype,
         rope=common.settings.rope,
-        sampling=Sampling(**vars(common.sampling)),
+        sampling=common.sampler(),
         identical=common.settings.identical,
     )
 
 
-def warn_of_changed(due: Sequence[Document], records: Records) -> None:
-    """Say which records an earlier job of another kind has left."""
-    if changed := sum(document.id in records.finished for document in due):
-        warn(
-            f"{changed} finished records in {records.path} are of another text, instruction, model "
-            "or sampling law: these documents are summarised again, and their old records stay."
-        )
+class Results:
+    """What has become of the documents of a batch: records on disk, and lines on the screen."""
 
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        due: Sequence[Document],
+        records: Records,
+        display: Display,
+    ):
+        """Show which of the documents are not due."""
+        self.documents, self.records, self.display = documents, records, display
+        self.failed = 0
+        is_due = {document.id for document in due}
+        for document in documents:
+            if document.id not in is_due:
+                display.end(document.id, f"{document.id}: finished before, skipped")
 
-def show_finished(documents: Sequence[Document], due: Sequence[Document], display: Display) -> None:
-    """Show which documents are not due."""
-    wanted = {document.id for document in due}
-    for document in documents:
-        if document.id not in wanted:
-            display.end(document.id, f"{document.id}: finished before, skipped")
+    def add(self, record: dict[str, Any], line: str) -> None:
+        """Take the record of a document, and what is said of it. Raises TierForceError."""
+        self.failed += "error" in record
+        self.records.append(record)
+        self.display.end(record["id"], f"{record['id']}: {line}")
 
-
-def last_words(records: Records, display: Display) -> Callable[[str], None]:
-    """Return what a job says when a signal ends it."""
-
-    def say_last_words(name: str) -> None:
-        display.stop()
-        safe = f"{len(records.finished)} finished records are safe in {records.path}"
+    def last_words(self, name: str) -> None:
+        """Say how far the batch is that a signal ends."""
+        self.display.stop()
+        safe = f"{len(self.records.finished)} finished records are safe in {self.records.path}"
         say(f"interrupted ({culprit(name)}); {safe}: run the same command to go on")
 
-    return say_last_words
-
-
-def say_what_is_done(
-    documents: Sequence[Document], records: Records, failed: int, context: int
-) -> None:
-    """Say how the batch went. Raises TierForceError where documents failed."""
-    finished = [records.finished.get(document.id) for document in documents]
-    cut = sum(record.cut for record in finished if record is not None)
-    done = f"{len(documents) - failed} of {len(documents)} documents summarised in {records.path}"
-    if cut:
-        done += f", {cut} of them cut: their ends are beyond the context of {context:,} tokens"
-    say(done)
-    if failed:
-        raise TierForceError(
-            f"{failed} of {len(documents)} documents failed; their records in {records.path} say "
-            "why."
-        )
+    def conclude(self, context: int) -> None:
+        """Say how the batch went. Raises TierForceError where documents failed."""
+        finished = [self.records.finished.get(document.id) for document in self.documents]
+        cut = sum(record.cut for record in finished if record is not None)
+        count, path = len(self.documents), self.records.path
+        done = f"{count - self.failed} of {count} documents summarised in {path}"
+        if cut:
+            done += f", {cut} of them cut: their ends are beyond the context of {context:,} tokens"
+        say(done)
+        if self.failed:
+            raise TierForceError(
+                f"{self.failed} of {count} documents failed; their records in {path} say why."
+            )
 
 
 def longest_prompt(
@@ -177,16 +173,22 @@ def longest_prompt(
 def due_documents(documents: Sequence[Document], records: Records, job: Job) -> list[Document]:
     """Return those without a finished record of this very job: the same text, asked of the same
     model, by the same law.
+
+    Warns of records that an earlier job of another kind has left.
     """
-    due = []
+    due, changed = [], 0
     for document in documents:
         if (finished := records.finished.get(document.id)) is not None:
-            try:
+            with suppress(DocumentError):  # it could be read once; its new record will tell
                 if finished.digest in (None, job.digest(document.read())):
                     continue
-            except DocumentError:  # it could be read once; its new record will tell
-                pass
+            changed += 1
         due.append(document)
+    if changed:
+        warn(
+            f"{changed} finished records in {records.path} are of another text, instruction, model "
+            "or sampling law: these documents are summarised again, and their old records stay."
+        )
     return due
 
 
@@ -200,37 +202,6 @@ def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
         return 1
 
 
-class Text(Protocol):
-    """A document, wherever its text is."""
-
-    @property
-    def id(self) -> str: ...
-
-    def read(self) -> str:
-        """Return the text. Raises DocumentError."""
-        ...
-
-
-class Sink(Protocol):
-    """What takes records, each as soon as it is there."""
-
-    def append(self, record: dict[str, Any]) -> None: ...
-
-
-class Shown(Protocol):
-    """What shows how far documents are (`Display`)."""
-
-    def begin(self, name: str) -> None: ...
-
-    def prefill(self, name: str, done: int, total: int) -> None: ...
-
-    def decode(self, name: str, most: int, stats: Stats) -> None: ...
-
-    def end(self, name: str, line: str) -> None: ...
-
-    def warn(self, line: str) -> None: ...
-
-
 class Summaries:
     """Summaries of one job, each with a record as soon as it is done; on rank 0.
 
@@ -241,68 +212,57 @@ class Summaries:
     def __init__(
         self,
         engine: Engine,
-        records: Sink,
         template: Template,
         job: Job,
-        display: Shown,
         at_once: int,
+        display: Display,
+        done: Callable[[dict[str, Any], str], None],
     ):
-        self.engine, self.records, self.template, self.job = engine, records, template, job
-        self.display, self.at_once = display, at_once
-        self.failed = 0
-        self._documents: dict[int, tuple[Text, str]] = {}  # with its text, by request
+        """`done` takes the record of each document, and what is said of it."""
+        self.engine, self.template, self.job = engine, template, job
+        self.at_once, self.display, self.done = at_once, display, done
+        self._digests: dict[str, str] = {}
 
-    def write(self, due: Sequence[Text]) -> int:
-        """Summarise these documents; return how many failed. Raises RankLost."""
-        for written in self.engine.write(self._requests(due), self.at_once):
-            document, text = self._documents.pop(id(written.request))
+    def write(self, texts: Mapping[str, Callable[[], str]]) -> None:
+        """Summarise documents, given by their ids what reads each. Raises RankLost."""
+        for written in self.engine.write(self._requests(texts), self.at_once):
             if written.error is not None:
-                self._fail(document, written.error)
-                continue
-            self.records.append(self._record(document, text, written))
-            self.display.end(document.id, f"{document.id}: {describe(written.stats)}")
-        return self.failed
+                self.done(*failure(written.request.name, written.error))
+            else:
+                self.done(self._record(written), describe(written.stats))
 
-    def _requests(self, due: Sequence[Text]) -> Iterator[Request]:
+    def _requests(self, texts: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
         """Yield what is asked of each document, read when there is room for it."""
-        new = self.job.max_new_tokens
-        for document in due:
-            self.display.begin(document.id)
+        new, context = self.job.max_new_tokens, self.engine.context
+        for id, read in texts.items():
+            self.display.begin(id)
             try:
-                text = document.read()
-                room = self.engine.context - new
-                prompt, dropped = self.template.fill(self.engine.tokenizer, text, room)
+                text = read()
+                prompt, dropped = self.template.fill(self.engine.tokenizer, text, context - new)
             except TierForceError as error:
-                self._fail(document, error)
+                self.done(*failure(id, error))
                 continue
             if dropped:
                 self.display.warn(
-                    f"{document.id}: longer than the context of {self.engine.context} tokens; the "
-                    f"last {dropped} tokens were dropped"
+                    f"{id}: longer than the context of {context} tokens; the last {dropped} tokens "
+                    "were dropped"
                 )
-            request = Request(
+            self._digests[id] = self.job.digest(text)
+            yield Request(
                 prompt,
                 new,
                 self.job.sampling,
                 dropped,
-                partial(self.display.prefill, document.id),
-                document.id,
-                partial(self.display.decode, document.id, new),
+                partial(self.display.prefill, id),
+                id,
+                partial(self.display.decode, id, new),
             )
-            self._documents[id(request)] = document, text
-            yield request
 
-    def _fail(self, document: Text, error: TierForceError) -> None:
-        record = error_record(document.id, error)
-        self.failed += 1
-        self.records.append(record)
-        self.display.end(document.id, f"{document.id}: failed: {record['error']}")
-
-    def _record(self, document: Text, text: str, written: Written) -> dict[str, Any]:
-        engine = self.engine
+    def _record(self, written: Written) -> dict[str, Any]:
+        engine, id = self.engine, written.request.name
         device = engine.group.device
         return {
-            "id": document.id,
+            "id": id,
             "summary": engine.tokenizer.decode(written.tokens, skip_special_tokens=True).strip(),
             **written.stats.as_dict(),
             "dropped_tokens": written.request.dropped,
@@ -311,20 +271,22 @@ class Summaries:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "ranks": engine.group.size,
             "date": _now(),
-            "digest": self.job.digest(text),
+            "digest": self._digests.pop(id),
             "versions": versions(),
         }
 
 
-def error_record(id: str, error: TierForceError) -> dict[str, Any]:
-    """Return the record of a document that has failed."""
-    return {
+def failure(id: str, error: TierForceError) -> tuple[dict[str, Any], str]:
+    """Return the record of a document that has failed, and what is said of it."""
+    reason = as_flags(str(error))
+    record = {
         "id": id,
-        "error": as_flags(str(error)),
+        "error": reason,
         "kind": type(error).__name__,
         "date": _now(),
         "versions": versions(),
     }
+    return record, f"failed: {reason}"
 
 
 def _now() -> str:
@@ -332,11 +294,5 @@ def _now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers and the text depend on."""
-    found = {}
-    for name in ("tierforce", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    """Return the versions of what the numbers and the text depend on."""
+    return {name: installed_version(name) for name in ("tierforce", "torch", "transformers")}

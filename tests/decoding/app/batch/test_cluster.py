@@ -26,11 +26,11 @@ import pytest
 
 from decoding import Settings
 from decoding.app.batch import cluster_worker as machine
-from decoding.app.batch.cluster import Cluster, _Batch, _Machines
+from decoding.app.batch.cluster import Cluster, _Machines, _readable, _write
 from decoding.app.batch.documents import find_documents
 from decoding.app.batch.job import model_digest
 from decoding.app.batch.records import Records
-from decoding.app.batch.summarize import job_of
+from decoding.app.batch.summarize import Results, job_of
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.config.sampling_params import SamplingOptions
@@ -173,15 +173,15 @@ def test_what_is_lost_is_sent_again_three_times_and_what_found_no_room_until_it_
     source = documents(tmp_path / "in", 4)
     due = find_documents(source).documents  # 0 to 3, and the broken one
     with Records(tmp_path / "out.jsonl") as kept, Display(5, sys.stderr) as display:
-        batch = _Batch(due, kept, display)
-        rows = list(batch.readable())
+        results = Results(due, due, kept, display)
+        rows = list(_readable(due, results))
         machines = Scripted(
             {0: "a", 1: None, 2: None, 3: "busy"},
             {1: "b", 2: None, 3: "busy"},
             {2: None, 3: "busy"},
             {3: "d"},
         )
-        batch.write(rows, machines)  # type: ignore[arg-type]
+        _write(rows, machines, due, results)  # type: ignore[arg-type]
     assert machines.sent == [
         ([0, 1, 2, 3], True),
         ([1, 2, 3], False),
@@ -194,7 +194,7 @@ def test_what_is_lost_is_sent_again_three_times_and_what_found_no_room_until_it_
     assert summaries == {"0.txt": "a", "1.txt": "b", "3.txt": "d"}
     assert "was lost 3 times" in found["2.txt"]["error"]
     assert "not UTF-8" in found["broken.txt"]["error"]
-    assert batch.failed == 2
+    assert results.failed == 2
 
 
 def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
