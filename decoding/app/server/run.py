@@ -6,7 +6,8 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -31,7 +32,6 @@ from decoding.app.terminal.messages import say_what_fits
 from decoding.app.terminal.signals import TWICE_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
-from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError, one_line
 from parallel.ranks.launch import answer_signals, require_open_files
 from parallel.ranks.process_group import Group
@@ -68,23 +68,20 @@ def run(
     queue = JobQueue(options.queue)
     ending = _Ending(queue)
     for number in (signal.SIGINT, signal.SIGTERM):
-        interrupts.answers[number] = ending.told(number)
+        interrupts.answers[number] = partial(ending.told, number)
     answer_signals(signal.SIGINT, signal.SIGTERM)
-    metrics = Metrics(queue)
     served = Served(
         model_name(common.model),
         common.model,
         engine.context,
         engine.runtime.target.config.vocab,
-        Sampling(**vars(common.sampling)),
+        common.sampler(),
         common.max_new_tokens,
     )
-    max_body = options.max_body * 10**6
-    prompts = Prompts(engine.tokenizer, engine.context)
-    server = Server(queue, prompts, metrics, served, max_body)
+    metrics, prompts = Metrics(queue), Prompts(engine.tokenizer, engine.context)
+    server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
     hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
-    guarded = Guards(server.app(), hosts, keys, metrics)
-    with _Listening(guarded, listening, queue, connections):
+    with _listening(Guards(server.app(), hosts, keys, metrics), listening, queue, connections):
         say(f"listening on http://{_as_host(options.host)}:{listening.getsockname()[1]}")
         try:
             Answering(engine, queue, metrics).run()
@@ -102,65 +99,60 @@ class _Ending:
         self._first: float | None = None
         self.code = 1
 
-    def told(self, number: signal.Signals) -> Callable[[], bool]:
-        """Return what is to be called at this signal; it tells whether to go on."""
-
-        def answer() -> bool:
-            now = time.monotonic()
-            if self._first is None:
-                self._first, self.code = now, 128 + number
-                say(f"{number.name}: ending, once what is being kept is on disk")
-                self._queue.close(_CLOSING)
-                return True
-            return now - self._first < TWICE_S
-
-        return answer
+    def told(self, number: signal.Signals) -> bool:
+        """Take a signal; return whether to go on. Called on the thread that waits for signals."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self.code = now, 128 + number
+            say(f"{number.name}: ending, once what is being kept is on disk")
+            self._queue.close(_CLOSING)
+            return True
+        return now - self._first < TWICE_S
 
 
-class _Listening:
-    """A server on a thread of its own, inside a `with` block."""
+@contextmanager
+def _listening(
+    app: ASGIApp, at: socket.socket, queue: JobQueue, at_most: ConnectionLimits
+) -> Iterator[None]:
+    """Serve on a thread of its own. Raises TierForceError where that does not start."""
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+    # whatever else is installed: the connections are bounded by ours alone
+    protocol = partial(Connection, at_most=at_most.momentary)
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http=cast(Any, protocol),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        proxy_headers=False,
+        backlog=limits.BACKLOG,
+        timeout_keep_alive=limits.IDLE_S,
+        timeout_graceful_shutdown=_LAST_REPLIES_S,
+    )
+    server, trouble = HttpServer(config, at_most), list[str]()
 
-    def __init__(self, app: ASGIApp, at: socket.socket, queue: JobQueue, at_most: ConnectionLimits):
-        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-        # whatever else is installed: the connections are bounded by ours alone
-        protocol = partial(Connection, at_most=at_most.momentary)
-        config = uvicorn.Config(
-            app,
-            loop="asyncio",
-            http=cast(Any, protocol),
-            ws="none",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            proxy_headers=False,
-            backlog=limits.BACKLOG,
-            timeout_keep_alive=limits.IDLE_S,
-            timeout_graceful_shutdown=_LAST_REPLIES_S,
-        )
-        self._server, self._at, self._queue = HttpServer(config, at_most), at, queue
-        self._trouble: Exception | None = None
-        self._thread = Thread(target=self._serve, name="server", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-        while not self._server.started and self._thread.is_alive():
-            time.sleep(0.01)
-        if not self._server.started:
-            why = one_line(self._trouble) if self._trouble is not None else "it has ended"
-            raise TierForceError(f"the server does not start: {why}.")
-
-    def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(_LAST_REPLIES_S + 1)
-
-    def _serve(self) -> None:
+    def serve() -> None:
         try:
-            self._server.run(sockets=[self._at])
+            server.run(sockets=[at])
         except Exception as error:
-            self._trouble = error
+            trouble.append(one_line(error))
         finally:
-            self._queue.close(_CLOSING)  # nobody could ask any more
+            queue.close(_CLOSING)  # nobody could ask any more
+
+    thread = Thread(target=serve, name="server", daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    if not server.started:
+        raise TierForceError(f"the server does not start: {(trouble or ['it has ended'])[0]}.")
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join(_LAST_REPLIES_S + 1)
 
 
 def _keys(options: ServeOptions, path: Path | None) -> list[str]:

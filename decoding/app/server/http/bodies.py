@@ -5,40 +5,37 @@ What would change an answer and cannot be done is refused, never ignored.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from decoding.app.server.worker import limits
 
-# fields that are taken only with values that change nothing
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_Accepted = Mapping[str, tuple[Any, ...] | None]
+# fields that change no answer, with the values that are taken; None: with any value
+_ACCEPTED: _Accepted = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "logit_bias": ({},),
+    "metadata": None,
     "modalities": (["text"],),
     "n": (1,),
+    "parallel_tool_calls": None,
     "presence_penalty": (0,),
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
     "response_format": ({"type": "text"},),
+    "safety_identifier": None,
+    "service_tier": None,
+    "store": None,
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-}
-_NOTHING: dict[str, tuple[Any, ...]] = {"annotations": ([],), "tool_calls": ([],)}  # of messages
-# fields that change nothing here, whatever they say
-_IGNORED = {
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
+    "user": None,
 }
 MAX_TOP = 20  # likeliest tokens whose probabilities are told
 
@@ -52,17 +49,16 @@ class _Strict(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    ignored: ClassVar[Collection[str]] = ()
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    accepted: ClassVar[_Accepted] = {}
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, data: Any) -> Any:
         """Raise ValueError for the first field that cannot be followed; null says nothing."""
         if isinstance(data, dict):
-            known = {*cls.model_fields, *cls.ignored}
             for name, value in data.items():
-                if name not in known and value not in (None, *cls.neutral.get(name, ())):
+                values = cls.accepted.get(name, ())
+                if not (name in cls.model_fields or values is None or value in (None, *values)):
                     shown = name if name.isidentifier() and len(name) <= 100 else ascii(name[:100])
                     raise ValueError(f"{shown} is not supported by this server: leave it out")
         return data
@@ -71,7 +67,7 @@ class _Strict(BaseModel):
 class StreamOptions(_Strict):
     """What a stream has beside the answer."""
 
-    neutral = {"include_obfuscation": (False,)}
+    accepted = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = None
 
@@ -95,8 +91,7 @@ def _single(prompt: Any) -> str | list[int]:
 class _Body(_Strict):
     """What chat and plain completions have in common."""
 
-    ignored = _IGNORED
-    neutral = _NEUTRAL
+    accepted = _ACCEPTED
 
     model: str
     stream: bool | None = None
@@ -135,8 +130,7 @@ class TextPart(_Strict):
 class Message(_Strict):
     """What somebody said."""
 
-    ignored = ("name",)
-    neutral = _NOTHING
+    accepted = {"name": None, "annotations": ([],), "tool_calls": ([],)}
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]

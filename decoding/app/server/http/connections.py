@@ -7,8 +7,8 @@ import json
 import sys
 import time
 from asyncio import BaseTransport
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -72,22 +72,17 @@ class HttpServer(uvicorn.Server):
         not been read from yet.
         """
         held = Counter(each.address for each in connections)
-        waiting: dict[
-            str, deque[Connection]
-        ] = {}  # by client, those that have waited longest first
-        for each in sorted(connections, key=lambda each: each.since):
-            if each.is_waiting_for_client and not each.is_new:
-                waiting.setdefault(each.address, deque()).append(each)
+        closable = [each for each in connections if each.is_waiting_for_client and not each.is_new]
+        order = list[tuple[int, Connection]]()  # each with what its client holds at its turn
+        for each in sorted(closable, key=lambda each: each.since):
+            order.append((held[each.address], each))
+            held[each.address] -= 1
         total = len(connections)
-        while waiting:
-            address = max(waiting, key=held.__getitem__)
-            if held[address] <= self._at_most.per_client and total <= self._at_most.total:
+        for holds, each in sorted(order, key=lambda pair: pair[0], reverse=True):
+            if holds <= self._at_most.per_client and total <= self._at_most.total:
                 return
-            waiting[address].popleft().transport.abort()
-            held[address] -= 1
+            each.transport.abort()
             total -= 1
-            if not waiting[address]:
-                del waiting[address]
 
 
 class _StrictParser(h11.Connection):
@@ -143,9 +138,9 @@ class Connection(H11Protocol):
         open_ = [each for each in every if not each.transport.is_closing()]
         if len(open_) > self._at_most:
             waiting = [each for each in open_ if each.is_waiting_for_client and each is not self]
-            if waiting:
+            if waiting:  # the one that has waited longest of the client that holds most
                 held = Counter(each.address for each in open_)
-                _longest_waiting(waiting, held).transport.abort()
+                min(waiting, key=lambda each: (-held[each.address], each.since)).transport.abort()
             else:
                 self._refuse(503, "too many connections: close some, or try again later.")
 
@@ -253,8 +248,3 @@ class Connection(H11Protocol):
         # client could lose the error
         with suppress(OSError):  # reset by the client at this moment
             self.transport.write_eof()
-
-
-def _longest_waiting(connections: Iterable[Connection], held: Counter[str]) -> Connection:
-    """Return the connection that has waited longest, of the client that holds most."""
-    return min(connections, key=lambda each: (-held[each.address], each.since))

@@ -39,24 +39,19 @@ class Refused(Exception):
         details: dict[str, int] | None = None,
     ):
         super().__init__(message)
-        self.failed = Failed(status, message, code)
-        self._about = param, details  # a field, and numbers for programs
+        self.failed = Failed(status, message, code, param, details)
 
     def reply(self) -> JSONResponse:
         """Return what its client is told."""
         status = self.failed.status
-        return JSONResponse(error_of(self.failed, *self._about), status, _HEADERS.get(status))
+        return JSONResponse(error_of(self.failed), status, _HEADERS.get(status))
 
 
 class Guards:
     """Lets requests through to an application, and refuses others before their body is read."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Sequence[str] | None,
-        keys: Sequence[str],
-        metrics: Metrics,
+        self, app: ASGIApp, hosts: Sequence[str] | None, keys: Sequence[str], metrics: Metrics
     ):
         """Guard `app`.
 
@@ -145,8 +140,7 @@ class _Incoming:
 
 def _check_type(headers: Headers) -> None:
     """Refuse what a page of another site may send without asking."""
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refused(415, "send JSON, with the header `Content-Type: application/json`.")
 
 

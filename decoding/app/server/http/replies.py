@@ -14,35 +14,29 @@ Laws = Sequence[tuple[int, TokenLaw]]
 
 
 def usage_of(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return a text's tokens."""
+    """Return what an answer took: its tokens as the interface has them, and all counts."""
     prompt, new = counts["prompt_tokens"], counts["new_tokens"]
-    return {
+    cached = counts["reused_tokens"] + counts["loaded_tokens"]
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {
-            "cached_tokens": counts["reused_tokens"] + counts["loaded_tokens"]
-        },
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
+    return {"usage": usage, "tierforce": counts}
 
 
-def error_of(
-    failed: Failed, param: str | None = None, details: dict[str, int] | None = None
-) -> dict[str, Any]:
+def error_of(failed: Failed) -> dict[str, Any]:
     """Return what a client is told that gets no answer."""
-    kinds = {
-        401: "authentication_error",
-        404: "not_found_error",
-        429: "rate_limit_error",
-    }
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = "server_error" if failed.status >= 500 else "invalid_request_error"
     return {
         "error": {
             "message": failed.message,
             "type": kinds.get(failed.status, kind),
-            "param": param,
+            "param": failed.param,
             "code": failed.code,
-            **({"tierforce": details} if details else {}),
+            **({"tierforce": failed.details} if failed.details else {}),
         }
     }
 
@@ -67,12 +61,7 @@ class Replies(ABC):
             "logprobs": None if laws is None else self.logprobs(laws),
             "finish_reason": reason,
         }
-        return {
-            **self._head(self.name),
-            "choices": [choice],
-            "usage": usage_of(counts),
-            "tierforce": counts,
-        }
+        return {**self._head(self.name), "choices": [choice], **usage_of(counts)}
 
     def first(self) -> dict[str, Any] | None:
         """Return what a stream begins with."""
@@ -88,12 +77,7 @@ class Replies(ABC):
 
     def counts(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return what comes behind the end where it is asked for."""
-        return {
-            **self._head(self.piece_name),
-            "choices": [],
-            "usage": usage_of(counts),
-            "tierforce": counts,
-        }
+        return {**self._head(self.piece_name), "choices": [], **usage_of(counts)}
 
     @abstractmethod
     def said(self, text: str) -> dict[str, Any]:
@@ -160,9 +144,7 @@ class TextReplies(Replies):
             "tokens": [_name(law.token) for _, law in laws],
             "token_logprobs": [law.logprob for _, law in laws],
             "law_logprobs": [law.law_logprob for _, law in laws],
-            "top_logprobs": [
-                {_name(token): logprob for token, logprob in law.top} for _, law in laws
-            ],
+            "top_logprobs": [{_name(token): p for token, p in law.top} for _, law in laws],
             "text_offset": [at for at, _ in laws],
         }
 

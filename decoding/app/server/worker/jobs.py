@@ -71,6 +71,8 @@ class Failed:
     status: int  # of HTTP
     message: str
     code: str | None = None
+    param: str | None = None  # the field that is to blame
+    details: dict[str, int] | None = None  # numbers for programs
 
 
 BROKEN = Failed(500, "the server failed at this request; its log says how.")

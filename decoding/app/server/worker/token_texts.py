@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -19,18 +19,13 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return what a token adds to a text that it stands in."""
-        found = self._known.get(token)
-        if found is None:
-            found = self._known[token] = self._bytes_of(token)
-        return found
+        self.bytes_of = cache(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
+        """Return what a token adds to a text that it stands in."""
         # behind another token, for what begins a text may lose its blank
-        text = self._decoded([*self._anchor, token]).removeprefix(self._before)
+        before = self._decoded(self._anchor)
+        text = self._decoded([*self._anchor, token]).removeprefix(before)
         if _PART not in text:
             return text.encode()
         name = self._tokenizer.convert_ids_to_tokens(token)
@@ -48,10 +43,6 @@ class TokenTexts:
     @cached_property
     def _anchor(self) -> list[int]:
         return plain_tokens(self._tokenizer, "a")[-1:]
-
-    @cached_property
-    def _before(self) -> str:
-        return self._decoded(self._anchor)
 
     def _decoded(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
