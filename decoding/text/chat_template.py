@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import resource
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from threading import Lock, Thread
 from typing import Any
@@ -28,36 +28,32 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     later ones may run beside an engine that needs them.
     """
     import_module("jinja2.sandbox")  # which may take longer, once
-    outcome: list[str | Exception] = []
+    future: Future[str] = Future()
 
     def render() -> None:
-        try:
-            outcome.append(
-                tokenizer.apply_chat_template(
+        with suppress(SystemExit):  # it has been given up
+            try:
+                text = tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=True
                 )
-            )
-        except Exception as error:
-            outcome.append(error)
-        except SystemExit:
-            pass  # it has been given up
+                future.set_result(text)
+            except Exception as error:
+                future.set_exception(error)
 
     thread = Thread(target=render, name="chat template", daemon=True)
     template = str(tokenizer.chat_template)
     with nullcontext() if template in _tried else _little_memory():
         thread.start()
         thread.join(RENDER_S)
-        if not outcome:
+        if not future.done():
             # raised in that thread before its next step in Python
             identity = ctypes.c_ulong(thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit))
-    if not outcome:
-        raise TimeoutError(f"it has not ended after {RENDER_S:g} s")
-    (text,) = outcome
-    if isinstance(text, MemoryError):
-        raise ValueError(f"it asks for more than {_ROOM >> 20:,} MiB of memory") from text
-    if isinstance(text, Exception):
-        raise text
+            raise TimeoutError(f"it has not ended after {RENDER_S:g} s")
+    try:
+        text = future.result()
+    except MemoryError as error:
+        raise ValueError(f"it asks for more than {_ROOM >> 20:,} MiB of memory") from error
     _tried.add(template)
     if len(text) > _MAX_GROWTH + 4 * sum(len(each["content"]) for each in messages):
         raise ValueError(f"it writes {len(text):,} characters")
@@ -68,12 +64,8 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
 def _little_memory() -> Iterator[None]:
     """Let this process have little more memory than it has: what asks for more gets MemoryError.
 
-    One step of a template may ask for gigabytes, and nothing in Python comes in between. Where the
-    system knows no such limit, there is none.
+    One step of a template may ask for gigabytes, and nothing in Python comes in between.
     """
-    if sys.platform != "linux":
-        yield
-        return
     with _limiting:
         before, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = psutil.Process().memory_info().vms + _ROOM

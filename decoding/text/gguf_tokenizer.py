@@ -215,21 +215,13 @@ def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], kinds: Sequence[int] | None) -> None:
     """Have control tokens and those that a user defined stay whole."""
-    pairs = list(zip(tokens, kinds or [_NORMAL] * len(tokens), strict=True))
-    backend.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True)
-            for token, kind in pairs
-            if kind in (_UNKNOWN, _CONTROL)
-        ]
-    )
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=False)
-            for token, kind in pairs
-            if kind == _DEFINED
-        ]
-    )
+    own: dict[bool, list[AddedToken]] = {True: [], False: []}  # by whether they are special
+    for token, kind in zip(tokens, kinds or [_NORMAL] * len(tokens), strict=True):
+        if kind in (_UNKNOWN, _CONTROL, _DEFINED):
+            is_special = kind != _DEFINED
+            own[is_special].append(AddedToken(token, normalized=False, special=is_special))
+    backend.add_special_tokens(own[True])
+    backend.add_tokens(own[False])
 
 
 def _framed(

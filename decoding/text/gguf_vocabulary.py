@@ -5,7 +5,7 @@ Beyond the bounds a tokenizer would take minutes to make, in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -21,31 +21,16 @@ MAX_MERGES = 1 << 21
 _PREFIX = "tokenizer.ggml."
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (_is_text, "a text"),
-    "pre": (_is_text, "a text"),
-    "add_bos_token": (lambda value: isinstance(value, bool), "true or false"),
-    "add_eos_token": (lambda value: isinstance(value, bool), "true or false"),
-    "add_space_prefix": (lambda value: isinstance(value, bool), "true or false"),
+_FIELDS = {
+    "model": str,
+    "pre": str,
+    "add_bos_token": bool,
+    "add_eos_token": bool,
+    "add_space_prefix": bool,
 }
-_LISTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "tokens": (_is_text, "texts"),
-    "merges": (_is_text, "texts"),
-    "scores": (_is_number, "finite numbers"),
-    "token_type": (_is_whole, "whole numbers"),
-}
+_LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}  # of what
+_ONE = {str: "a text", bool: "true or false"}
+_MANY = {str: "a list of texts", float: "a list of finite numbers", int: "a list of whole numbers"}
 
 
 def check_vocabulary(said: Mapping[str, Any]) -> None:
@@ -56,20 +41,27 @@ def check_vocabulary(said: Mapping[str, Any]) -> None:
 
     Raises TierForceError, which names the field, its value and what is right.
     """
-    for name, (is_right, wanted) in _FIELDS.items():
-        if name in said and not is_right(said[name]):
-            raise _mistake(_PREFIX + name, said[name], wanted)
-    for name, (is_right, wanted) in _LISTS.items():
+    for name, kind in _FIELDS.items():
+        if name in said and not _is(said[name], kind):
+            raise _mistake(_PREFIX + name, said[name], _ONE[kind])
+    for name, kind in _LISTS.items():
         value = said.get(name, [])
         if not isinstance(value, list):
-            raise _mistake(_PREFIX + name, value, f"a list of {wanted}")
-        wrong = next((each for each in value if not is_right(each)), None)
+            raise _mistake(_PREFIX + name, value, _MANY[kind])
+        wrong = next((each for each in value if not _is(each, kind)), None)
         if wrong is not None:
-            raise _mistake(f"{shown(wrong)} in {_PREFIX}{name}", None, f"a list of {wanted}")
+            raise _mistake(f"{shown(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
     template = said.get("chat_template")
     if not isinstance(template, str | None):
-        raise _mistake("tokenizer.chat_template", template, "a text")
+        raise _mistake("tokenizer.chat_template", template, _ONE[str])
     _check_sizes(said.get("tokens", []), said.get("merges", []))
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Return whether a value is of a type; whole numbers are floats, true and false no numbers."""
+    if kind is float:
+        return type(value) in (int, float) and isfinite(value)
+    return type(value) is kind
 
 
 def _check_sizes(tokens: Sequence[str], merges: Sequence[str]) -> None:

@@ -127,7 +127,10 @@ class Template(ABC):
 
     @abstractmethod
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a text, each tokenised by itself."""
+        """Return the tokens before and after a text, each tokenised by itself.
+
+        Raises TierForceError for a chat template that leaves the text out.
+        """
 
     @abstractmethod
     def fill(
@@ -148,13 +151,11 @@ class PlainTemplate(Template):
     after: list[int]
 
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a text."""
         return self.before, self.after
 
     def fill(
         self, tokenizer: Any, text: str, room: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        """Return the prompt as `Template.fill` says."""
         text, dropped = clipped(tokenizer, text, room, keep_end)
         tokens = plain_tokens(tokenizer, text)
         space = room - len(self.before) - len(self.after)
@@ -181,13 +182,11 @@ class _ChatTemplate(Template):
     content: str  # of the message, in which `MARK` stands for the text
 
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a text. Raises TierForceError."""
         return tokens_around(tokenizer, [_user(self.content)], _DOCUMENT)
 
     def fill(
         self, tokenizer: Any, text: str, room: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        """Return the prompt as `Template.fill` says."""
         text, dropped = clipped(tokenizer, text, room, keep_end)
         prompt, left = self._prompt(tokenizer, text), 0
         while (excess := len(prompt) - room) > 0:
