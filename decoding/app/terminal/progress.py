@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TextIO, cast
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from decoding.app.terminal.streams import Unread, printable
+from decoding.app.terminal.streams import printable
 from decoding.engine.stats import Stats
 
 
@@ -20,7 +20,7 @@ class Display:
     """
 
     def __init__(self, documents: int, stream: TextIO):
-        self.console = console = Console(file=cast(Any, Unread(stream)))
+        self.console = console = Console(file=stream)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),

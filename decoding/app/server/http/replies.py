@@ -55,13 +55,7 @@ class Replies(ABC):
 
     def whole(self, text: str, laws: Laws | None, reason: str, counts: dict[str, Any]) -> Any:
         """Return the answer; `laws` None where no probabilities are wanted."""
-        choice = {
-            "index": 0,
-            **self.said(text),
-            "logprobs": None if laws is None else self.logprobs(laws),
-            "finish_reason": reason,
-        }
-        return {**self._head(self.name), "choices": [choice], **usage_of(counts)}
+        return {**self._reply(self.name, self.said(text), laws, reason), **usage_of(counts)}
 
     def first(self) -> dict[str, Any] | None:
         """Return what a stream begins with."""
@@ -69,11 +63,11 @@ class Replies(ABC):
 
     def piece(self, text: str, laws: Laws | None) -> dict[str, Any]:
         """Return a piece of a stream."""
-        return self._piece(self.added(text), None if laws is None else self.logprobs(laws), None)
+        return self._reply(self.piece_name, self.added(text), laws, None)
 
     def last(self, reason: str) -> dict[str, Any]:
         """Return the end of a stream."""
-        return self._piece(self.added(""), None, reason)
+        return self._reply(self.piece_name, self.added(""), None, reason)
 
     def counts(self, counts: dict[str, Any]) -> dict[str, Any]:
         """Return what comes behind the end where it is asked for."""
@@ -91,9 +85,12 @@ class Replies(ABC):
     def logprobs(self, laws: Laws) -> dict[str, Any]:
         """Return the probabilities of tokens."""
 
-    def _piece(self, added: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **added, "logprobs": logprobs, "finish_reason": reason}
-        return {**self._head(self.piece_name), "choices": [choice]}
+    def _reply(
+        self, name: str, said: dict[str, Any], laws: Laws | None, reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = None if laws is None else self.logprobs(laws)
+        choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head(name), "choices": [choice]}
 
     def _head(self, name: str) -> dict[str, Any]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
@@ -105,7 +102,8 @@ class ChatReplies(Replies):
     name, piece_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def first(self) -> dict[str, Any]:
-        return self._piece({"delta": {"role": "assistant", "content": ""}}, None, None)
+        begun = {"delta": {"role": "assistant", "content": ""}}
+        return self._reply(self.piece_name, begun, None, None)
 
     def said(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -136,8 +134,7 @@ class TextReplies(Replies):
     def said(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def added(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    added = said
 
     def logprobs(self, laws: Laws) -> dict[str, Any]:
         return {
