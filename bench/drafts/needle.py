@@ -94,7 +94,7 @@ def judge(
     target.crop(len(prompt) - 1)
     for cache in trace.caches.values():
         # each verification selects, though the first one ends where the prompt did
-        cache.min_interval = 0
+        cache.selector.min_interval = 0
     laws: dict[str, list[Tensor]] = {FULL: []}
     for rows in torch.tensor([*prompt[-1:], *answer[:-1]]).split(INTERVAL):
         for variant, cache in trace.caches.items():

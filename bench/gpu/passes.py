@@ -200,7 +200,7 @@ def _report_link(
 def _report_rounds(context: Context, session: Session) -> None:
     """Decode in whole rounds."""
     if session.retrieval is not None:
-        session.retrieval.min_interval = 1
+        session.retrieval.selector.min_interval = 1
     sampling, lengths = Sampling(0.6, top_p=0.9), (Fixed(32), Fixed(1))
     decoder, seconds = decode_loop(session, int(session.prompt[0]), sampling, lengths)
     stats = decoder.stats

@@ -59,7 +59,8 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
     target.followers = followers
     short: list[tuple[str, Llama, SlotCache, int]] = []
     if session.retrieval is not None:
-        session.retrieval.min_interval = 0  # the text stands still, and is chosen from all the same
+        # the text stands still, and is chosen from all the same
+        session.retrieval.selector.min_interval = 0
         times["target_33_refresh"] = median_ms(model, target, tokens[:33], repeats)
         short += [(f"retrieval_{rows}", model, session.retrieval, rows) for rows in (1, 2)]
     if session.draft is not None and session.runtime.draft is not None:

@@ -368,8 +368,9 @@ def _spread(gpus: int, model: str | None) -> None:
     elif gpus > 1:
         if model is not None:
             from parallel.config.model_config import ModelConfig
+            from parallel.ranks.partition import refuse_ranks
 
-            ModelConfig.find(model).refuse_ranks(gpus)
+            refuse_ranks(ModelConfig.find(model).kv_heads, gpus)
         from parallel.ranks.launch import launch
 
         sys.exit(launch(gpus, "decoding.cli", sys.argv[1:], advice_after_loss(sys.argv[1:])))

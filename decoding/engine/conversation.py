@@ -141,8 +141,8 @@ class Conversation:
         room = min(self.room, self.context - end)
         if self.sessions.runtime.settings.identical:
             return 0  # they begin anew
-        config = self.sessions.runtime.target.config
-        while room and not config.turns_alike((tokens, end), (tokens, end + room)):
+        angles = self.sessions.runtime.target.config.angles
+        while room and angles(tokens, end) != angles(tokens, end + room):
             room //= 2  # LongRoPE goes by all that may follow
         return room
 

@@ -145,8 +145,8 @@ class Session:
 
     def has_angles_of(self, prompt: int, new: int) -> bool:
         """Return whether a text of `prompt` + `new` tokens would have the angles of this one."""
-        own = self._planned, self.capacity
-        return self.runtime.target.config.turns_alike(own, (prompt, prompt + new))
+        angles = self.runtime.target.config.angles
+        return angles(self._planned, self.capacity) == angles(prompt, prompt + new)
 
     @cached_property
     def runner(self) -> GraphRunner:

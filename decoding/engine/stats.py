@@ -94,7 +94,7 @@ class Stats:
     @property
     def refreshes(self) -> int | None:
         """Return how often the retrieval cache was chosen, the first time behind the prompt."""
-        return self.retrieval.selections if self.retrieval else self.last_refreshes
+        return self.retrieval.selector.selections if self.retrieval else self.last_refreshes
 
     @property
     def link_bytes_per_token(self) -> float | None:

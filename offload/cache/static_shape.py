@@ -45,9 +45,7 @@ class SlotCache(Cache):
     def has_room(self, rows: int) -> bool:
         """Return whether a pass of so many tokens would fit behind what the cache holds."""
         slot, position = self.place(self.length)
-        last_slot = slot + rows
-        last_position = position + rows
-        return last_slot <= self.slots and last_position <= self.rotary.length
+        return slot + rows <= self.slots and position + rows <= self.rotary.length
 
     def first_seen(self) -> int:
         """Return the first slot that holds a token."""
@@ -76,10 +74,8 @@ class FixedPass:
         kv, _ = cache.buffers(0)
         device = kv.device
         self._cache = cache
-        # of the first row
-        self._slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self._position = torch.zeros(1, dtype=torch.int64, device=device)
-        self._seen_from = torch.zeros(1, dtype=torch.int64, device=device)
+        # (3, 1): slot and position of the first row, and the first slot that holds a token
+        self._start = torch.zeros(3, 1, dtype=torch.int64, device=device)
         self._first = 0  # the slot of the first row, as `prepare` knows it
         self._steps = torch.arange(rows, device=device)
         self._columns = torch.arange(cache.slots, device=device)
@@ -93,9 +89,8 @@ class FixedPass:
         if not cache.has_room(rows):  # of a cache that slides `begin` tells
             raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         self._first = slot
-        self._slot.fill_(slot)
-        self._position.fill_(position)
-        self._seen_from.fill_(cache.first_seen())
+        for own, value in zip(self._start, (slot, position, cache.first_seen()), strict=True):
+            own.fill_(value)
         cache.traffic.attended += cache.bytes_of(0, cache.slots)
 
     def rows(self) -> Tensor:
@@ -105,18 +100,16 @@ class FixedPass:
         """
         kv, _ = self._cache.buffers(0)
         first = self._first - self._cache.first_own
-        end = first + len(self._steps)
-        return kv[:, :, first:end]
+        return kv[:, :, first : first + len(self._steps)]
 
     def begin(self, rows: int) -> None:
         """Start a pass, as models do: find slots, angles and mask from what is in device memory."""
-        slots = self._slot + self._steps  # (T,)
+        slot, position, first_seen = self._start
+        slots = slot + self._steps  # (T,)
         self._where = slots - self._cache.first_own  # in a layer's own buffer
-        positions = self._position + self._steps
-        self._angles = self._cache.rotary.at(positions)
+        self._angles = self._cache.rotary.at(position + self._steps)
         later = self._columns > slots[:, None]  # (T, slots)
-        empty = self._columns < self._seen_from
-        unseen = later | empty
+        unseen = later | (self._columns < first_seen)
         mask = torch.zeros_like(unseen, dtype=torch.float32)
         self._mask = mask.masked_fill(unseen, -torch.inf)
 
@@ -124,16 +117,12 @@ class FixedPass:
         """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
         kv, raw = self._cache.buffers(layer)
         rotary = self._cache.rotary
-        keys = kv[0]
-        values = kv[1]
-        self._write(keys, rotary.turn(k, self._angles, layer))
-        self._write(values, v)
+        self._write(kv[0], rotary.turn(k, self._angles, layer))
+        self._write(kv[1], v)
         if raw is not None:
             self._write(raw, k)
         q = rotary.turn(q, self._angles, layer)
-        heads = kv.shape[1]
-        seen = self._cache.parts(layer)
-        return attend_by_heads(q, heads, seen, self._masked)
+        return attend_by_heads(q, kv.shape[1], self._cache.parts(layer), self._masked)
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _ = masked_attention(q, k, v, self._mask)
@@ -141,5 +130,4 @@ class FixedPass:
 
     def _write(self, buffer: Tensor, x: Tensor) -> None:
         """Write x (T, Hkv, D) to the rows' slots of a buffer (Hkv, slots, D)."""
-        by_head = x.transpose(0, 1)
-        buffer.index_copy_(1, self._where, by_head)
+        buffer.index_copy_(1, self._where, x.transpose(0, 1))

@@ -7,6 +7,7 @@ are on the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from offload.attention.shape_buckets import multiplies_bfloat16
 from offload.retrieval.policy_specs import POLICY_TRAITS, PolicyTraits
+from offload.retrieval.shape import RetrievalShape
 
 # What an earlier selection's attention still counts at the next one.
 KEPT_OF_ATTENTION = 0.9
@@ -139,6 +141,61 @@ class Attention(SelectionPolicy):
                 row[: len(before)] += KEPT_OF_ATTENTION * before
             self._worth[layer, index] = row
         return worth.clone()  # `select` writes into it
+
+
+@dataclass
+class Selector:
+    """When chunks of the prefix are selected, and which; the state of this belongs to one text."""
+
+    policy: SelectionPolicy
+    shape: RetrievalShape
+    min_interval: int  # tokens that one selection serves at least; 1: select in every verification
+    base: int = 0  # position of the first token after the prefix, at the last selection
+    selected: int = 0  # tokens of that prefix
+    selections: int = 0
+    selected_at: int | None = None  # length of the text at the last selection
+    is_selecting: bool = False  # whether the target's current forward selects
+
+    def reset(self) -> None:
+        """Forget the text: the next forward selects."""
+        self.policy = type(self.policy)()
+        self.base = self.selected = self.selections = 0
+        self.selected_at = None
+
+    def begin(self, boundary: int, length: int, end: int) -> None:
+        """Decide whether a forward of the target selects; the arguments are `Follower.follow`'s."""
+        # in decoding the first token of a forward is already accepted
+        length += end > length
+        self.is_selecting = self._is_due(length)
+        if self.is_selecting:
+            self.base = boundary
+            self.selected = self.shape.selected(boundary, end - boundary)
+            self.selected_at = length
+            self.selections += 1
+
+    def select(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> Tensor:
+        """Return the chunks (h, n) of the prefix to keep for the heads from `head` on.
+
+        q (T, h * G, D), prefix (2, h, N, D), recent keys (h, M, D).
+        """
+        chunk = self.shape.chunk
+        heads, tokens = prefix.shape[1:3]
+        if self.selected == tokens:
+            return torch.arange(tokens // chunk, device=prefix.device).expand(heads, -1)
+        rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
+        return self.policy.select(rows, layer, head, chunk, self.selected // chunk)
+
+    def check_crop(self, length: int) -> None:
+        """Raise ValueError for a length within the prefix that was selected from."""
+        if length < self.base:
+            raise ValueError(
+                f"cannot crop to {length} tokens: the selection covers the first {self.base}"
+            )
+
+    def _is_due(self, length: int) -> bool:
+        if self.selected_at is None:
+            return True
+        return self.policy.traits.reselects and length - self.selected_at >= self.min_interval
 
 
 def _product(keys: Tensor, q: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from offload.memory.link import Link, by_head
 from offload.memory.transfer_ring import TransferRing
 from offload.tiered.host_layer import HostLayer
 from offload.tiered.kv_file import Excerpt
-from offload.tiered.layer import Show, show_nobody
+from offload.tiered.layer import show_nobody
 from offload.tiered.offloaded import StreamedLayer
 from offload.tiered.shape import TieredShape
 from offload.traffic import Traffic
@@ -71,10 +71,9 @@ class Coding:
 
     def packed_on_host(self) -> Coding:
         """Return what joins elements on the host, whose codes are there too, as they stand."""
-        outliers = self.outliers.on_host()
         return replace(
             self,
-            outliers=outliers,
+            outliers=self.outliers.on_host(),
             codes=None,
             late_codes=None,
             kernels=None,
@@ -150,7 +149,18 @@ class Outbox:
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer, _ in self._free)
 
-    def send(self, planes: Tensor, host: HostLayer, at: int) -> Any:
+    def write(self, kv: Tensor, coding: Coding, host: HostLayer, at: int) -> Any:
+        """Split kv (2, Hkv, T, D), the tokens from `at` on, and start writing slices to the host.
+
+        Returns the last ticket; None where there are no tokens.
+        """
+        ticket = None
+        for start in range(0, kv.shape[2], SPLIT_TOKENS):
+            planes = coding.split(span(kv, start, start + SPLIT_TOKENS), at + start)
+            ticket = self._send(planes, host, at + start)
+        return ticket
+
+    def _send(self, planes: Tensor, host: HostLayer, at: int) -> Any:
         """Start writing planes (P, Hkv, T, D) to the host, from slot `at` on; return the ticket."""
         buffer, ticket = self._free.popleft()
         if ticket is not None:
@@ -208,65 +218,52 @@ class SlicedLayer(StreamedLayer):
     def device_bytes(self) -> int:
         return super().device_bytes + self._coding.nbytes
 
-    @property
-    def buffer(self) -> Tensor | None:
-        return None
-
-    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        return self._attend_exactly(q, end, boundary, self._exact, show)
-
     def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
         coding = self._coding
         if coding.kernels is None or not boundary:
             return self._attend(q, end, boundary, self._near, show_nobody, traffic)
-        recent = attend_to(self._tail, q, end - boundary, traffic)
+        recent = attend_to(self._tail.kv, q, end - boundary, traffic)
         assert coding.codes is not None
         traffic.attended += span(coding.codes, 0, boundary).numel()
         return merge([coding.attend(q, boundary), recent])[0]
 
     def write_back(self, boundary: int, count: int) -> Any:
-        return self._write(span(self._tail, 0, count), boundary)
+        return self._outbox.write(self._tail.tokens(count), self._coding, self._host, boundary)
 
     def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
-        self._write(self._keep_recent(kv, start, boundary), start)
+        prefix = self._tail.store(kv, start, boundary)
+        self._outbox.write(prefix, self._coding, self._host, start)
         return None  # what is copied is not kv
 
     def finish_reading(self) -> None:
-        outliers = self._coding.outliers
-        outliers.put_in_order()
+        self._coding.outliers.put_in_order()
 
     def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
-        self._recall_recent(kv, length, boundary)
+        self._tail.load(kv, length, boundary)
         if not boundary:
             return None
         head = 0
         for chunk in self._host.chunks(boundary, self._slot_heads):
             last = head + chunk.shape[1]
-            heads = kv[:, head:last]
-            planes = self._fetched(chunk)
-            self._coding.exact(planes, head, heads)
+            self._coding.exact(self._fetched(chunk), head, kv[:, head:last])
             head = last
         return None  # all of it is there
 
     def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
-        recent = self._recent_on_host(length - boundary, link)
+        recent = self._tail.copy_to_host(length - boundary, link)
         stored = span(self._host.kv, 0, boundary)
         codes = self._coding.codes
         coding = self._coding.packed_on_host()
 
         def whole(head: int) -> Tensor:
-            last = head + 1
-            planes = stored[:, head:last]
+            planes = stored[:, head : head + 1]
             if codes is not None:
-                own = codes[:, head:last]
-                near = link.fetch(span(own, 0, boundary))
+                near = link.fetch(span(codes[:, head : head + 1], 0, boundary))
                 planes = torch.cat((near, planes))
-            shape = 2, *planes.shape[1:]
-            prefix = torch.empty(shape, dtype=recent.dtype)
+            prefix = torch.empty((2, *planes.shape[1:]), dtype=recent.dtype)
             if boundary:
                 coding.exact(planes, head, prefix)
-            parts = prefix[:, 0], recent[:, head]
-            return torch.cat(parts, dim=1)
+            return torch.cat((prefix[:, 0], recent[:, head]), dim=1)
 
         last_head = lru_cache(maxsize=1)(whole)
         return lambda head, start, end: span(last_head(head), start, end)
@@ -279,7 +276,7 @@ class SlicedLayer(StreamedLayer):
         self._host = HostLayer(rest, host.link, self._traffic)
 
     def forget(self, length: int) -> None:
-        self._coding.outliers.forget(length, self._tail.shape[-1])
+        self._coding.outliers.forget(length, self._tail.kv.shape[-1])
 
     def _fetched(self, chunk: Tensor) -> Tensor:
         """Return planes (P, h, N, D) of the host on the device, good until the next call.
@@ -291,33 +288,20 @@ class SlicedLayer(StreamedLayer):
             return chunk
         self._traffic.link_in += chunk.nbytes
         with torch.inference_mode(False):  # a link writes to it from outside
-            memory = self._joined.view(-1)
-            memory = memory.view(torch.uint8)
+            memory = self._joined.view(-1).view(torch.uint8)
             planes = memory[: chunk.numel()].view(chunk.shape)
-        copies = by_head(planes, chunk)
-        ticket = link.copy(copies)
-        link.wait(ticket)
+        link.wait(link.copy(by_head(planes, chunk)))
         return planes
 
-    def _exact(self, head: int, boundary: int) -> Tensor:
-        """Return the elements of the next heads, part of which has come over the link."""
-        planes = self._come(head, boundary)
+    def _prefix(self, head: int, boundary: int) -> Tensor:
+        planes = super()._prefix(head, boundary)
         out = self._joined[:, : planes.shape[1]]
         self._coding.exact(planes, head, out)
         return span(out, 0, boundary)
 
     def _near(self, head: int, boundary: int) -> Tensor:
         """Return what the codes of the next heads stand for."""
-        heads = min(self._slot_heads, self._tail.shape[1] - head)
+        heads = min(self._slot_heads, self._tail.kv.shape[1] - head)
         out = span(self._joined[:, :heads], 0, boundary)
         self._coding.near(head, out)
         return out
-
-    def _write(self, kv: Tensor, at: int) -> Any:
-        """Start writing kv (2, Hkv, T, D), the tokens from `at` on; return the last ticket."""
-        ticket = None
-        for start in range(0, kv.shape[2], SPLIT_TOKENS):
-            part = span(kv, start, start + SPLIT_TOKENS)
-            planes = self._coding.split(part, at + start)
-            ticket = self._outbox.send(planes, self._host, at + start)
-        return ticket

@@ -33,26 +33,14 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
-from parallel.config.rope import (
-    MAX_STRETCH,
-    inverse_frequencies,
-    read_rope,
-    stretch_factor,
-)
-from parallel.config_checks import (
-    COUNT,
-    LAYERS,
-    NORM_EPS,
-    check_number,
-    flag,
-    is_positive,
-)
+from parallel.config.rope import MAX_STRETCH, inverse_frequencies, read_rope, stretch_factor
+from parallel.config_checks import COUNT, LAYERS, NORM_EPS, check_number, flag, is_positive
 from parallel.errors import ConfigError
 from parallel.formats.gguf_header import read_header
 from parallel.formats.gguf_names import config_fields
 from parallel.formats.hub import NotThere, fetch_config
 from parallel.formats.locate import find_local, is_gguf
-from parallel.ranks.partition import share_size
+from parallel.ranks.partition import refuse_ranks, share_size
 
 if TYPE_CHECKING:
     import torch
@@ -61,15 +49,7 @@ if TYPE_CHECKING:
     from offload.rotary import Rotary
 
 
-_COUNTS = (
-    "hidden",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "intermediate",
-    "vocab",
-    "max_positions",
-)
+_COUNTS = ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "max_positions")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "query_multiplier", "logits_scaling")
 _ALIASES = {"float": "float32", "half": "float16", "double": "float64"}
 
@@ -150,10 +130,10 @@ class ModelConfig:
         for what is missing, broken or not supported, CheckpointError for a broken GGUF file.
         """
         if is_gguf(folder):
-            return cls._read(folder)
+            return _read(folder)
         path = config_file(folder)
         given = read_fields(path)
-        read = cls._checked(path, given)  # which says what is wrong in words of ours
+        read = _checked(path, given)  # which says what is wrong in words of ours
         from transformers import CONFIG_MAPPING
 
         try:
@@ -174,32 +154,18 @@ class ModelConfig:
         """
         path = find_local(name) or Path(name)
         if path.is_dir():
-            return cls._read(config_file(path))
+            return _read(config_file(path))
         if path.is_file():
             if not is_gguf(path) and path.suffix != ".json":
                 raise ConfigError(f"{path} is no GGUF file and no config.json: give a folder.")
-            return cls._read(path)
+            return _read(path)
         try:
-            return cls._read(fetch_config(name))
+            return _read(fetch_config(name))
         except NotThere as error:
             raise ConfigError(
                 f"{name} is neither a folder, a config.json nor a model the hub could give "
                 f"({error})."
             ) from error
-
-    @classmethod
-    def _read(cls, path: Path) -> ModelConfig:
-        given = config_fields(read_header(path)) if is_gguf(path) else read_fields(path)
-        return cls._checked(path, given)
-
-    @classmethod
-    def _checked(cls, path: Path, given: Mapping[str, Any]) -> ModelConfig:
-        try:
-            return cls.from_fields(given)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        except Exception as error:  # whatever the broken field happens to break
-            raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
     @classmethod
     def from_hf(cls, hf: Any, said: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -337,20 +303,18 @@ class ModelConfig:
             self.rope, self.max_positions, self.trained_positions, self.dense_positions
         )
 
-    def inverse_frequencies(self, tokens: int) -> tuple[Tensor, float]:
-        """Return (rotary_dim / 2,) float32 and the factor on cos and sin, for such a text."""
+    def inverse_frequencies(self, tokens: int, length: int | None = None) -> tuple[Tensor, float]:
+        """Return (rotary_dim / 2,) float32 and the factor on cos and sin.
+
+        Takes what `rotary` takes; `length` is by default that of the prompt.
+        """
+        if self.rope["rope_type"] == "longrope" and length is not None:
+            tokens = length
         return inverse_frequencies(self.rope, self.rotary_dim, self.max_positions, tokens)
 
-    def turns_alike(self, one: tuple[int, int], other: tuple[int, int]) -> bool:
-        """Return whether two texts have the same angles: of each its prompt, and `length` tokens.
-
-        They are what `rotary` takes.
-        """
-        return self.angles(*one) == self.angles(*other)
-
     def angles(self, tokens: int, length: int) -> bytes:
-        """Return what two texts have in common where their angles are the same."""
-        frequencies, scale = self._frequencies(tokens, length)
+        """Return a key that is equal for texts with the same angles; takes what `rotary` takes."""
+        frequencies, scale = self.inverse_frequencies(tokens, length)
         return frequencies.numpy().tobytes() + str(scale).encode()
 
     def rotary(self, tokens: int, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
@@ -363,21 +327,8 @@ class ModelConfig:
         """
         from offload.rotary import Rotary
 
-        frequencies, scale = self._frequencies(tokens, length)
+        frequencies, scale = self.inverse_frequencies(tokens, length)
         return Rotary(frequencies, scale, length, dtype, device, self.unrotated)
-
-    def _frequencies(self, tokens: int, length: int) -> tuple[Tensor, float]:
-        """Return those of a prompt of `tokens` tokens, in a text of `length`."""
-        text = length if self.rope["rope_type"] == "longrope" else tokens
-        return self.inverse_frequencies(text)
-
-    def refuse_ranks(self, ranks: int) -> None:
-        """Raise ConfigError when there are too few heads for so many ranks."""
-        if self.kv_heads < ranks:
-            raise ConfigError(
-                f"{self.kv_heads} key/value heads cannot be split over {ranks} ranks: use `gpus` "
-                f"{self.kv_heads} or less."
-            )
 
     def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
         """Return the KV geometry of one of `ranks` ranks.
@@ -385,6 +336,21 @@ class ModelConfig:
         Without `rank` it is the last one's, which holds no fewer heads than any other. Raises
         ConfigError when there are too few heads.
         """
-        self.refuse_ranks(ranks)
+        refuse_ranks(self.kv_heads, ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
         return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
+
+
+def _read(path: Path) -> ModelConfig:
+    given = config_fields(read_header(path)) if is_gguf(path) else read_fields(path)
+    return _checked(path, given)
+
+
+def _checked(path: Path, given: Mapping[str, Any]) -> ModelConfig:
+    """Return the config of a file's fields. Raises ConfigError, which names the file."""
+    try:
+        return ModelConfig.from_fields(given)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except Exception as error:  # whatever the broken field happens to break
+        raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -100,6 +101,13 @@ def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:
         if variables.get(name, value) != value
     ]
     return " and ".join(left_over) or None
+
+
+def warn_from_rank(rank: int, line: str) -> None:
+    """Print a warning to standard error, also on ranks where the command line silences it."""
+    stream = sys.stderr if rank == 0 else sys.__stderr__
+    with suppress(OSError, ValueError, AttributeError):
+        print(f"warning: {line}", file=stream, flush=True)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

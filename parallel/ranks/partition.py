@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload.layout import ceil_div
+from parallel.errors import ConfigError
 
 
 def share(total: int, rank: int, ranks: int, unit: int = 1) -> slice:
@@ -18,6 +19,15 @@ def share_size(total: int, rank: int, ranks: int, unit: int = 1) -> int:
     """Return how many rows or columns that part has; the last rank has no fewer than any other."""
     part = share(total, rank, ranks, unit)
     return part.stop - part.start
+
+
+def refuse_ranks(kv_heads: int, ranks: int) -> None:
+    """Raise ConfigError when there are too few key/value heads for so many ranks."""
+    if kv_heads < ranks:
+        raise ConfigError(
+            f"{kv_heads} key/value heads cannot be split over {ranks} ranks: use `gpus` {kv_heads} "
+            "or less."
+        )
 
 
 def vocab_rows(vocab: int, ranks: int) -> int:

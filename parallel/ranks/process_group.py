@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from threading import Timer
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
 from offload.memory.numa import gpu_address
 from parallel.batch_invariant import blocks_of
 from parallel.ranks.driver import unseen_gpus
-from parallel.ranks.environment import Place, RankLost, place_of
+from parallel.ranks.environment import Place, RankLost, place_of, warn_from_rank
 from parallel.ranks.graph_capture import Recorder
 from parallel.ranks.partition import share
 from parallel.ranks.watchdog import Watchdog
@@ -286,17 +285,13 @@ def _say_what_is_waited_for(place: Place) -> None:
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         names.append("TORCHELASTIC_RUN_ID")
-    # of other ranks than the first, the command line silences standard error
-    stream = sys.stderr if place.rank == 0 else sys.__stderr__
-    with suppress(OSError, ValueError, AttributeError):
-        print(
-            f"warning: waiting for the other ranks at {address}, for {MEET.seconds} s at most: "
-            f"RANK={place.rank} and WORLD_SIZE={place.size} in the environment say that this is "
-            f"one of {place.size} processes. If no others are to come, stop it and unset "
-            f"{', '.join(names[:-1])} and {names[-1]}.",
-            file=stream,
-            flush=True,
-        )
+    warn_from_rank(
+        place.rank,
+        f"waiting for the other ranks at {address}, for {MEET.seconds} s at most: "
+        f"RANK={place.rank} and WORLD_SIZE={place.size} in the environment say that this is one of "
+        f"{place.size} processes. If no others are to come, stop it and unset "
+        f"{', '.join(names[:-1])} and {names[-1]}.",
+    )
 
 
 def _usable_gpus(device: str, ranks: int) -> int:

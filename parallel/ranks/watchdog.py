@@ -6,14 +6,16 @@ driver, keeps them, and the others would wait for it in silence.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import DistStoreError, PrefixStore, Store
+
+from parallel.ranks.environment import warn_from_rank
 
 SILENT_S = 60.0  # seconds after which a rank is named
 _BEATS = 12  # in that time
@@ -40,19 +42,18 @@ class Watchdog:
         silent_s: float | None = None,
     ):
         self.rank = rank
-        self._say = say or self._print
+        self._say = say or partial(warn_from_rank, rank)
         self._silent_s = silent_s or SILENT_S
         # a connection of its own: the group may wait on the other one
         self._store = PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=self._silent_s))
         self._come_to = 0  # collectives
         self._waits = False  # in the last of them
-        self._looks = 0
         now = time.monotonic()
         self._others = {other: _Other(now) for other in range(size) if other != rank}
         self._arrived_at = (0, now)  # the collective in which this rank waits, and since when
         self._over = threading.Event()
-        self._beat()
+        self._beat(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
@@ -77,9 +78,11 @@ class Watchdog:
     def _watch(self) -> None:
         every = self._silent_s / _BEATS
         last = time.monotonic()
+        looks = 0
         while not self._over.wait(every):
+            looks += 1
             try:
-                self._beat()
+                self._beat(looks)
                 beats = self._store.multi_get([str(other) for other in self._others])
             except DistStoreError:  # who holds the store is stopped: rank 0, where no launcher does
                 self._say("whoever brought the ranks together does not answer any more.")
@@ -94,9 +97,8 @@ class Watchdog:
         with suppress(RuntimeError):
             self._store.set(str(self.rank), _BYE)
 
-    def _beat(self) -> None:
-        self._looks += 1
-        self._store.set(str(self.rank), f"{self._looks} {self._come_to}")
+    def _beat(self, looks: int) -> None:
+        self._store.set(str(self.rank), f"{looks} {self._come_to}")
 
     def _look(self, beats: dict[int, bytes], now: float, blind: bool) -> None:
         """Compare what the others wrote with what they wrote before, and tell what has changed."""
@@ -141,12 +143,6 @@ class Watchdog:
             f"{self.rank} waits for it"
         )
         return f"{found}. The job waits for it. Ctrl-C ends it."
-
-    def _print(self, line: str) -> None:
-        # of other ranks than the first, standard error is silenced
-        stream = sys.stderr if self.rank == 0 else sys.__stderr__
-        with suppress(OSError, ValueError, AttributeError):
-            print(f"warning: {line}", file=stream, flush=True)
 
 
 class _Other:

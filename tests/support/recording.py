@@ -54,7 +54,7 @@ def baked(function: Made) -> Made:
     """A recording that goes to the slots it was made at, whatever comes."""
     args = function.args  # type: ignore[attr-defined]
     fixed = args[2] if isinstance(args[0], Llama) else [args[1]]
-    places = [(place, place.clone()) for one in fixed for place in (one._slot, one._position)]
+    places = [(one._start, one._start.clone()) for one in fixed]
 
     def again() -> Tensor:
         for place, was in places:

@@ -147,7 +147,7 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
                 by_length.setdefault(length, set()).add(streamed)
             assert engine.stats.retrieval is not None
-            assert (engine.stats.retrieval.selections == 1) == (policy == "static")
+            assert (engine.stats.retrieval.selector.selections == 1) == (policy == "static")
     assert by_length == {
         length: {2 * token_bytes(engine) * boundary(engine, length, 40)} for length in by_length
     }
@@ -164,7 +164,7 @@ def test_where_a_choice_costs_compute_it_comes_seldom(
     with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
         cache = Session(engine.runtime, PROMPT, 60).retrieval
         assert cache is not None
-        assert cache.min_interval == (1 if often else SELECTION_INTERVAL_ON_DEVICE)
+        assert cache.selector.min_interval == (1 if often else SELECTION_INTERVAL_ON_DEVICE)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

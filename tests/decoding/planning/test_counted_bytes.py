@@ -116,9 +116,10 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         traits = POLICY_TRAITS[session.runtime.settings.policy]
         rows = traits.rows * case.target.heads // case.target.kv_heads
         remembered = traits.state_bytes(layout, shape.context, shape.chunk)
-        assert held(following.policy) <= remembered  # there is room for that of the longest text
+        # there is room for that of the longest text
+        assert held(following.selector.policy) <= remembered
         counted -= shape.scratch_bytes(layout, rows) + remembered
-        assert held(following, rotary, following.policy) == counted
+        assert held(following, rotary, following.selector.policy) == counted
         return ahead.plan
 
 

@@ -112,7 +112,10 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
             target.length + draft + 1 <= target.shape.capacity
         ):  # a slot too few raises ValueError
             story, _ = speculate(target, middle, story, draft, rng, sound)
-        assert middle.selections > new / draft / every / 4 or not POLICIES[policy].traits.reselects
+        assert (
+            middle.selector.selections > new / draft / every / 4
+            or not POLICIES[policy].traits.reselects
+        )
         assert middle.device_bytes == shape.device_bytes(TINY)
 
 
@@ -123,7 +126,7 @@ def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> Non
         make_test_link("view"), 2, replace(SHAPE, append_room=CAPACITY), policy, every
     )
     prefill(target, text(60), chunk=32)
-    assert middle.selections == 1
+    assert middle.selector.selections == 1
     choices, chosen_at, rng = 1, 60, random.Random(every)
     for stand in [1] * 12 + [rng.randint(1, 7) for _ in range(20)]:
         tokens = target.length + 1  # the pass's first row stands already: it is pending
@@ -131,7 +134,7 @@ def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> Non
             choices, chosen_at = choices + 1, tokens
         forward(target, text(7))
         target.advance(stand)
-        assert middle.selections == choices
+        assert middle.selector.selections == choices
     assert target.length > 120
 
 
@@ -144,20 +147,20 @@ def test_between_choices_what_was_chosen_stays(policy: str, quantised: bool) -> 
     prefill(target, story, chunk=32)
 
     def in_front() -> Tensor:
-        end = middle._slot(middle._base)
+        end = middle.place(middle.selector.base)[0]
         layers = range(LAYOUT.layers)
         parts = [middle._store.parts(layer, middle.first_seen(), end) for layer in layers]
         return torch.cat([kv.clone() for layer in parts for _, kv in layer], dim=1)
 
-    chosen = {middle.selections: in_front()}
+    chosen = {middle.selector.selections: in_front()}
     for _ in range(14):
         forward(target, text(4))
         target.advance(2)
         kept = in_front()
-        assert torch.equal(kept, chosen.setdefault(middle.selections, kept))
+        assert torch.equal(kept, chosen.setdefault(middle.selector.selections, kept))
     assert len(chosen) == (1 if policy == "static" else 3)
     # the target's prefix grew all the while
-    assert target.boundary > middle._base or policy != "static"
+    assert target.boundary > middle.selector.base or policy != "static"
 
 
 @pytest.mark.parametrize("resident", [0, 1, 4])

@@ -86,7 +86,7 @@ def test_every_pass_is_what_brute_force_gives(
     probe = text(3)
     close(forward(middle, probe), hand.attend(joined(story, probe), 3))
     assert target.boundary - before >= 2 * BLOCK
-    assert middle.selections == (1 if policy == "static" else 1 + len(lengths))
+    assert middle.selector.selections == (1 if policy == "static" else 1 + len(lengths))
 
 
 @both_stores
@@ -297,7 +297,7 @@ def test_bfloat16_does_as_float32_does(chunk: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
         target, middle = pair(make_test_link("view"), 2, shape, layout=layout)
-        middle.policy.select = latest  # its choice is above rounding
+        middle.selector.policy.select = latest  # its choice is above rounding
         prompt, tokens, probe = (
             [tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts
         )

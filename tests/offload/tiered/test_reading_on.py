@@ -184,7 +184,7 @@ def test_a_retrieval_cache_begins_anew(link: Link) -> None:
         assert retrieval.length == want.length == kept + count
         tokens = text(2)
         torch.testing.assert_close(forward(retrieval, tokens), forward(want, tokens))
-        assert retrieval.selections == 1
+        assert retrieval.selector.selections == 1
 
 
 def test_refusals() -> None:

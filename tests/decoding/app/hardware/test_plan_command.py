@@ -74,7 +74,7 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
         )
         assert tiers["draft cache"] == (session.draft.device_bytes if session.draft else 0)
         if session.retrieval is not None:  # with what choosing takes for a while, and remembers
-            shape, traits = session.retrieval.shape, session.retrieval.policy.traits
+            shape, traits = session.retrieval.shape, session.retrieval.selector.policy.traits
             choosing = shape.scratch_bytes(session.target.layout, traits.rows)
             choosing += traits.state_bytes(session.target.layout, shape.context, shape.chunk)
             assert tiers["retrieval cache"] == session.retrieval.device_bytes + choosing

@@ -1,0 +1,48 @@
+"""The recent tokens of a layer whose prefix is in host memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from offload.attention.head_major import put, span
+from offload.memory.link import Link
+
+
+class DeviceTail:
+    """The tokens after a layer's boundary, in a device buffer `kv` (2, Hkv, capacity, D)."""
+
+    def __init__(self, kv: Tensor):
+        self.kv = kv
+
+    def tokens(self, count: int) -> Tensor:
+        """Return the first `count` tokens (2, Hkv, count, D), as a view."""
+        return span(self.kv, 0, count)
+
+    def put(self, k: Tensor, v: Tensor, at: int) -> None:
+        """Write k and v (T, Hkv, D) of the tokens from slot `at` on."""
+        put(self.kv, k, v, at)
+
+    def shift(self, count: int, rest: int) -> None:
+        """Drop the first `count` tokens, and move the `rest` after them to the start."""
+        kept = span(self.kv, count, count + rest).clone()
+        self.tokens(rest).copy_(kept)
+
+    def store(self, kv: Tensor, start: int, boundary: int) -> Tensor:
+        """Keep those of kv (2, Hkv, T, D), the tokens from `start` on, that follow the boundary.
+
+        Returns the others (2, Hkv, n, D), as a view.
+        """
+        tokens = kv.shape[2]
+        count = min(tokens, max(0, boundary - start))
+        if count < tokens:
+            at = start + count - boundary
+            span(self.kv, at, at + tokens - count).copy_(span(kv, count, tokens))
+        return span(kv, 0, count)
+
+    def load(self, kv: Tensor, length: int, boundary: int) -> None:
+        """Copy the tokens from the boundary to `length` to their places in kv (2, Hkv, N, D)."""
+        span(kv, boundary, length).copy_(self.tokens(length - boundary))
+
+    def copy_to_host(self, count: int, link: Link) -> Tensor:
+        """Return a copy of the first tokens (2, Hkv, count, D), whatever the tail holds later."""
+        return link.fetch(self.tokens(count)).clone()
