@@ -20,7 +20,6 @@ from decoding.prefix_cache.manager import Identity
 from decoding.prefix_cache.store import PromptCache
 from decoding.text.gguf_tokenizer import gguf_tokenizer
 from decoding.text.vocabulary import refuse_other_names
-from offload.attention import leave_clocks_out
 from offload.errors import TierForceError, one_line
 from offload.memory.link_spec import refuse_on_gpu
 from offload.regular_files import read_json
@@ -53,8 +52,6 @@ def load(
     if settings.graphs is None:
         graphs = not settings.identical and graphs_work(group)
         settings = replace(settings, graphs=graphs)
-    if settings.identical:
-        leave_clocks_out()
     with group.together():
         mode = settings.resolved_mode(draft is not None)
         refuse_on_gpu(settings.link, group.device.type)  # before weights are read

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from offload.attention.cpu import cpu_backend
+from offload.attention.cpu import CPU
 from offload.attention.cuda import cuda_backend
 from offload.attention.folding import Backend, Partial, attend_with_mask
 
@@ -41,28 +41,11 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
 
     mask (T, N) float32 is added to the scores.
     """
-    groups = q.shape[1] // k.shape[1]
-    chosen = backend(q.device.type, q.dtype)
-    mask = mask.repeat_interleave(groups, 0)
-    return attend_with_mask(chosen.masked, q, k, v, mask)
-
-
-_measures = True  # whether a clock may decide which kernels are used
-
-
-def leave_clocks_out() -> None:
-    """Let kernels be chosen by device and dtype alone from now on, in this process.
-
-    Those that a clock chooses among differ in their last bits.
-    """
-    global _measures
-    _measures = False
-    backend.cache_clear()
+    masked = backend(q.device.type, q.dtype).masked
+    return attend_with_mask(masked, q, k, v, mask.repeat_interleave(q.shape[1] // k.shape[1], 0))
 
 
 @cache
 def backend(device: str, dtype: torch.dtype) -> Backend:
-    """Return the kernels for this device and dtype, chosen when they are first asked for."""
-    if device == "cpu":
-        return cpu_backend(dtype, _measures)
-    return cuda_backend(dtype)
+    """Return the kernels for this device and dtype."""
+    return CPU if device == "cpu" else cuda_backend(dtype)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.request import Request
-from offload.attention import backend, partial_attention
 from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEYS
 from parallel.ranks.process_group import Group
@@ -156,20 +155,6 @@ def on_threads(folder: Path) -> list[Text]:
         with models.engine(identical=True, **SMALL | way) as engine:
             found.append(written(engine, PROMPT[:500], SAMPLINGS[1], 24))
     return found
-
-
-def test_no_clock_decides_how_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels whose last bits differ are chosen by what is faster: not where bits count."""
-    monkeypatch.setattr("offload.attention._measures", True)
-    settings = Settings(identical=True, dtype="bfloat16", mode="plain")
-    kv, q = torch.randn(2, 2500, 1, 64).bfloat16(), torch.randn(33, 1, 64).bfloat16()
-    found = []
-    for is_faster in (True, False):
-        monkeypatch.setattr("offload.attention.cpu.two_rows_are_faster", lambda _, x=is_faster: x)
-        Engine.from_pretrained(TARGET, settings=settings, device="cpu").close()
-        found.append(partial_attention(q, kv[0], kv[1], False)[0])
-    assert torch.equal(*found)
-    backend.cache_clear()
 
 
 def test_a_turn_of_a_conversation_is_read_as_one_long_prompt(models: Pair) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from offload import attention
 from offload.attention import cpu, cuda, masked_attention, partial_attention
-from offload.attention.cpu import CpuKernels
 from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, matmul_op
 from offload.attention.folding import Kernel, Partial, attend_causally, attend_with_mask, merge
 from offload.layout import ceil_div
@@ -79,14 +78,12 @@ def test_all_keys_visible(dtype: torch.dtype, heads: tuple[int, int], rows: int,
 
 @heads
 @pytest.mark.parametrize("rows", [1, 33])
-@pytest.mark.parametrize("pairs_rows", [False, True])
-def test_a_lone_row_may_have_a_twin(heads: tuple[int, int], rows: int, pairs_rows: bool) -> None:
-    kernels = CpuKernels(pairs_rows)
+def test_a_lone_row_of_a_block(heads: tuple[int, int], rows: int) -> None:
     q, k, v = draw(rows, 301, heads, torch.bfloat16)
-    agree(kernels.attend(q, k, v, False), q, k, v, causal=False)
+    agree(cpu.attend(q, k, v, False), q, k, v, causal=False)
     mask = draw_mask(rows, len(k))
     by_head = mask.repeat_interleave(heads[0] // heads[1], 0)
-    agree(attend_with_mask(kernels.op, q, k, v, by_head), q, k, v, False, mask)
+    agree(attend_with_mask(cpu.op, q, k, v, by_head), q, k, v, False, mask)
 
 
 @heads
@@ -110,9 +107,8 @@ def test_prompts_of_many_lengths_have_few_shapes(monkeypatch: pytest.MonkeyPatch
         return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
     monkeypatch.setattr(cpu, "_flash", noting)
-    kernels = CpuKernels(pairs_rows=False)
     for rows in range(65, 641, 3):
-        kernels.attend(*draw(rows, 512 + rows, (1, 1), torch.bfloat16), True)
+        cpu.attend(*draw(rows, 512 + rows, (1, 1), torch.bfloat16), True)
     sizes = range(128, 641, 64)
     assert seen == {(size, 512) for size in sizes} | {(size, size) for size in sizes}
 
@@ -141,11 +137,10 @@ def test_keys_are_split_over_threads_that_have_no_head(
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cpu, "_KEYS_PER_BLOCK", 30)
-    monkeypatch.setattr(cpu, "_MERGED_KEYS", 300)
     monkeypatch.setattr(cpu, "merge", noting)
     q, k, v = draw(rows, 301, heads, dtype)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
-    parts = {2: {4: 1, 2: 1, 3: 2}, 3: {4: 3, 2: 3, 3: 1}, 8: {4: 2, 2: 4, 3: 8}}[threads][heads[1]]
+    parts = {2: {4: 1, 2: 1, 3: 1}, 3: {4: 1, 2: 3, 3: 1}, 8: {4: 2, 2: 4, 3: 8}}[threads][heads[1]]
     if heads[1] * ceil_div(ceil_div(rows * heads[0], heads[1]), 32) < 4 * threads:
         assert merged == [parts + (301 % parts > 0)]  # what does not divide is a part of its own
 
@@ -215,7 +210,7 @@ def test_matmul_serves_a_mask_as_the_fused_kernel_does(
     q, k, v = draw(rows, 90 + rows, heads, dtype)
     mask = draw_mask(rows, len(k)).repeat_interleave(heads[0] // heads[1], 0)
     out, lse = attend_with_mask(matmul_op, q, k, v, mask)
-    want, want_lse = attend_with_mask(CpuKernels(pairs_rows=False).op, q, k, v, mask)
+    want, want_lse = attend_with_mask(cpu.op, q, k, v, mask)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
         want.dtype,
