@@ -19,7 +19,7 @@ from offload.codec.format import slice_format
 from offload.kernels.batch_invariant_attention import steady_attention
 from offload.kernels.selection import fused_kernels, steady_kernels
 from offload.memory.bandwidth import Copies
-from offload.memory.open_link import make_link
+from offload.memory.link_spec import make_link
 from offload.traffic import Traffic
 
 _DIM = 128  # of a head

@@ -20,7 +20,7 @@ from offload.memory.bandwidth import Copies
 from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
-from offload.memory.open_link import make_link
+from offload.memory.link_spec import make_link
 from offload.retrieval.shape import MIN_L2_BYTES
 from parallel.model.loading import parameter_bytes
 from parallel.model.transformer import Llama

@@ -14,8 +14,8 @@ from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
 from offload.errors import TierForceError, one_line
 from offload.memory.bandwidth import Copies
+from offload.memory.link_spec import make_link
 from offload.memory.numa import gpu_address
-from offload.memory.open_link import make_link
 from parallel.config.model_config import ModelConfig
 from parallel.ranks.process_group import Group
 

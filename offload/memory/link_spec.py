@@ -1,6 +1,15 @@
-"""What links are called. It needs no torch, so that a slip is told before anything is loaded."""
+"""Links by name. Only opening one needs torch, so that a typo is reported before anything loads."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from offload.errors import TierForceError
+
+if TYPE_CHECKING:
+    import torch
+
+    from offload.memory.link import Link
 
 LEAST_RATE = 1e-3  # GB/s of an emulated link: at less a text takes days
 
@@ -30,3 +39,19 @@ def refuse_on_gpu(name: str, device: str) -> None:
     """Raise TierForceError for a link that is for a CPU, where the device is another."""
     if device != "cpu" and name != "auto":
         raise TierForceError(f"`link` {name} is for a CPU: leave it out on {device}.")
+
+
+def make_link(spec: str, device: torch.device) -> Link:
+    """Return the link that `spec` names.
+
+    It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
+    Raises TierForceError for any other, and as `refuse_on_gpu` does.
+    """
+    from offload.memory.cpu_link import EmulatedLink, ViewLink
+    from offload.memory.cuda_link import CudaLink
+
+    rate = emulated_rate(spec)
+    if device.type == "cpu":
+        return ViewLink(device) if rate is None else EmulatedLink(device, rate * 1e9)
+    refuse_on_gpu(spec, device.type)
+    return CudaLink(device)

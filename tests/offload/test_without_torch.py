@@ -10,8 +10,8 @@ import pytest
 MODULES = [
     "errors",
     "memory.host",
+    "memory.link_spec",
     "layout",
-    "memory_plan",
     "retrieval.policy_specs",
     "retrieval.shape",
     "cache.streaming_shape",

@@ -17,8 +17,7 @@ from offload.memory.cpu_link import EmulatedLink, ViewLink
 from offload.memory.host import host_available, process_peak
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
-from offload.memory.link_spec import refuse_on_gpu
-from offload.memory.open_link import make_link
+from offload.memory.link_spec import make_link, refuse_on_gpu
 from support.links import CPU, make_test_link
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
