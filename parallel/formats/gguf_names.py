@@ -9,17 +9,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from parallel.config_checks import (
-    COUNT,
-    COUNT_OR_NONE,
-    NORM_EPS,
-    Number,
-    is_positive,
-    shown,
-)
+from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, shown
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
 from parallel.formats.gguf_tensors import check_end, check_places
@@ -89,7 +82,6 @@ class GgufFamily:
     # llama.cpp's RoPE turns neighbours where Hugging Face's turns the halves of a head: the
     # converter has put the rows of Q and K in that order
     neighbours: bool = False
-    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)  # names of a layer's tensors
 
     def tensor_name(self, name: str) -> str | None:
         """Return what Hugging Face calls a tensor; None for what the family does not have."""
@@ -98,9 +90,9 @@ class GgufFamily:
             return f"{_OUTER[stem]}.{kind}"
         head, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
-        if head != "blk" or not index.isdecimal() or part not in self.layer:
+        if head != "blk" or not index.isdecimal() or part not in _LAYER:
             return None
-        return f"model.layers.{index}.{self.layer[part]}.{kind}"
+        return f"model.layers.{index}.{_LAYER[part]}.{kind}"
 
 
 FAMILIES = {  # by general.architecture; files of Mistral say llama

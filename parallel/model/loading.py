@@ -20,6 +20,7 @@ from parallel.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
 from parallel.formats.hub import NotThere, fetch_model
 from parallel.formats.locate import find_local, is_gguf
 from parallel.model.transformer import Llama
+from parallel.ranks.partition import refuse_ranks
 from parallel.ranks.process_group import Group
 
 DTYPES: dict[str, torch.dtype] = {
@@ -108,8 +109,7 @@ def load_model(
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
-    # refuses more ranks than heads, before anything is read
-    config.kv_layout(group.size, torch.float32)
+    refuse_ranks(config.kv_heads, group.size)  # before anything is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.decode_to(chosen)
