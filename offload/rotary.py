@@ -36,18 +36,11 @@ class Rotary:
         """
         self.unrotated = frozenset(unrotated)
         positions = torch.arange(length, dtype=torch.float32, device=device)
-        inv_freq = inv_freq.to(device)
-        angles = positions[:, None] * inv_freq  # (length, D / 2)
-        angles = torch.cat((angles, angles), dim=-1)
-        angles = angles[:, None]  # (length, 1, D)
-        cos = angles.cos()
-        cos = cos * scale
-        sin = angles.sin()
-        sin = sin * scale
-        self.cos = cos.to(dtype)
-        sin = sin.to(dtype)
+        angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
+        angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
+        self.cos = (angles.cos() * scale).to(dtype)
         # the sign of rotate_half, applied once
-        first, second = _halves(sin)
+        first, second = _halves((angles.sin() * scale).to(dtype))
         self.sin = torch.cat((-first, second), dim=-1)
 
     @property
@@ -65,9 +58,7 @@ class Rotary:
 
     def at(self, positions: Tensor) -> Angles:
         """Return the angles for rows at positions (T,) of the table."""
-        cos = self.cos[positions]
-        sin = self.sin[positions]
-        return cos, sin
+        return self.cos[positions], self.sin[positions]
 
     def turn(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
@@ -79,14 +70,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turning = x[..., : cos.shape[-1]]
     rest = x[..., cos.shape[-1] :]
     first, second = _halves(turning)
-    swapped = torch.cat((second, first), dim=-1)
-    turned = torch.addcmul(turning * cos, swapped, sin)
+    turned = torch.addcmul(turning * cos, torch.cat((second, first), dim=-1), sin)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two halves of the last dimension, as views."""
     half = x.shape[-1] // 2
-    first = x[..., :half]
-    second = x[..., half:]
-    return first, second
+    return x[..., :half], x[..., half:]

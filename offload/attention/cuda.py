@@ -29,9 +29,7 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 
 def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse = flash(q, k, v, 0.0, causal, False)[:2]
-    return out, lse
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)[:2]
 
 
 def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -42,9 +40,7 @@ def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 def _efficient_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse = efficient(q, k, v, None, True, 0.0, causal)[:2]
-    rows = q.shape[2]
-    lse = lse[..., :rows]  # it is padded to a multiple of 32 rows
-    return out, lse
+    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32 rows
 
 
 def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -58,8 +54,7 @@ def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         causal=causal,
         return_attn_probs=True,  # which returns lse (1, Hq, T) too
     )
-    lse = lse[0].transpose(0, 1)
-    return out[0], lse
+    return out[0], lse[0].transpose(0, 1)
 
 
 def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
@@ -72,14 +67,8 @@ def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Pa
     if q.dtype != torch.float32 and q.device.type == "cuda":
         products = torch.bmm(rows, keys, torch.float32)
     else:  # other devices know no product of 16-bit inputs in float32
-        products = torch.bmm(rows, keys)
-        products = products.float()
-    scale = q.shape[-1] ** -0.5
-    scores = products[None] * scale
-    scores = scores + mask  # (1, H, T, N)
+        products = torch.bmm(rows, keys).float()
+    scores = products[None] * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
     lse = scores.logsumexp(-1)
-    weights = scores - lse[..., None]
-    weights = weights.exp()
-    weights = weights.to(v.dtype)
-    out = weights @ v
-    return out, lse
+    weights = (scores - lse[..., None]).exp().to(v.dtype)
+    return weights @ v, lse

@@ -40,13 +40,10 @@ def merge(parts: list[Partial]) -> Partial:
     outs = torch.stack(part_outs)
     lses = torch.stack(part_lses)
     total = lses.logsumexp(0)  # (T, Hq)
-    weights = lses - total  # (P, T, Hq)
-    weights = weights.exp()
-    weights = weights.nan_to_num(0)  # where every part is empty
-    weighted = weights[..., None] * outs.float()
-    merged = weighted.sum(0)
-    merged = merged.to(outs.dtype)
-    return merged, total
+    # (P, T, Hq); it is no number where every part is empty
+    weights = (lses - total).exp().nan_to_num(0)
+    merged = (weights[..., None] * outs.float()).sum(0)
+    return merged.to(outs.dtype), total
 
 
 def attend_causally(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
@@ -60,14 +57,12 @@ def attend_causally(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
 def attend_with_mask(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
     """Attend in one call with mask (T * G, N), G query heads to a KV head."""
-    groups = q.shape[1] // k.shape[1]
-    keys = _as_batch(k)
-    values = _as_batch(v)
+    keys, values = _as_batch(k), _as_batch(v)
 
     def attend(folded: Tensor) -> Partial:
         return op(folded, keys, values, False, mask[None, None])
 
-    return _fold(q, groups, attend)
+    return _fold(q, q.shape[1] // k.shape[1], attend)
 
 
 def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -78,8 +73,7 @@ def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
     """
     groups = q.shape[1] // k.shape[1]
     if not causal:
-        keys = _as_batch(k)
-        values = _as_batch(v)
+        keys, values = _as_batch(k), _as_batch(v)
 
         def attend(folded: Tensor) -> Partial:
             return op(folded, keys, values, False)
@@ -92,13 +86,8 @@ def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
         return merge([seen, own])
     k = k.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
     v = v.repeat_interleave(groups, 1)
-    rows = _as_batch(q)
-    keys = _as_batch(k)
-    values = _as_batch(v)
-    out, lse = op(rows, keys, values, True)
-    out = out[0].transpose(0, 1)
-    lse = lse[0].transpose(0, 1)
-    return out, lse
+    out, lse = op(_as_batch(q), _as_batch(k), _as_batch(v), True)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def _as_batch(x: Tensor) -> Tensor:
@@ -111,15 +100,8 @@ def _fold(q: Tensor, groups: int, attend: Callable[[Tensor], Partial]) -> Partia
     rows, heads, dim = q.shape
 
     def unfold(x: Tensor) -> Tensor:  # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)
-        by_row = x[0].unflatten(1, (rows, groups))
-        return by_row.transpose(0, 1)
+        return x[0].unflatten(1, (rows, groups)).transpose(0, 1)
 
-    folded = q.unflatten(1, (-1, groups))  # (T, Hkv, G, D)
-    folded = folded.permute(1, 0, 2, 3)
-    folded = folded.flatten(1, 2)
-    out, lse = attend(folded[None])
-    out = unfold(out)
-    out = out.reshape(rows, heads, dim)
-    lse = unfold(lse)
-    lse = lse.reshape(rows, heads)
-    return out, lse
+    by_head = q.unflatten(1, (-1, groups)).permute(1, 0, 2, 3)  # (Hkv, T, G, D)
+    out, lse = attend(by_head.flatten(1, 2)[None])
+    return unfold(out).reshape(rows, heads, dim), unfold(lse).reshape(rows, heads)

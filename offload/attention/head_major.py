@@ -28,20 +28,12 @@ def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     slots[1] = v.transpose(0, 1)
 
 
-def attend_to(
-    kv: Tensor,
-    q: Tensor,
-    tokens: int,
-    traffic: Traffic,
-    causal: bool = True,
-) -> Partial:
+def attend_to(kv: Tensor, q: Tensor, tokens: int, traffic: Traffic, causal: bool = True) -> Partial:
     """Return the attention of q (T, Hq, D) to the first `tokens` of a buffer; count its bytes.
 
     If causal, the last T tokens are the rows' own.
     """
-    read = span(kv, 0, tokens)
-    k = read[0].transpose(0, 1)  # (N, Hkv, D)
-    v = read[1].transpose(0, 1)
+    k, v = span(kv, 0, tokens).transpose(1, 2)  # (N, Hkv, D)
     traffic.attended += 2 * k.nbytes
     return partial_attention(q, k, v, causal)
 
@@ -59,11 +51,6 @@ def attend_by_heads(
     by_head = q.unflatten(1, (kv_heads, -1))  # (T, Hkv, G, D)
     outs = []
     for heads, kv in parts:
-        own = by_head[:, heads].flatten(1, 2)
-        k = kv[0].transpose(0, 1)
-        v = kv[1].transpose(0, 1)
-        out = attend(own, k, v)
-        outs.append(out)
-    if len(outs) == 1:
-        return outs[0]
-    return torch.cat(outs, dim=1)
+        k, v = kv.transpose(1, 2)
+        outs.append(attend(by_head[:, heads].flatten(1, 2), k, v))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)

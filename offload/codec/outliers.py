@@ -23,20 +23,13 @@ class Kept:
     @classmethod
     def joined(cls, pieces: Sequence[Kept]) -> Kept:
         """Return the elements of all pieces, one after the other."""
-        places = [piece.places for piece in pieces]
-        patterns = [piece.patterns for piece in pieces]
-        return cls(
-            torch.cat(places),
-            torch.cat(patterns),
-        )
+        places = torch.cat([piece.places for piece in pieces])
+        return cls(places, torch.cat([piece.patterns for piece in pieces]))
 
     def outside(self, start: int, end: int) -> Kept:
         """Return those in places before `start` and from `end` on."""
         stays = (self.places < start) | (self.places >= end)
-        return Kept(
-            self.places[stays],
-            self.patterns[stays],
-        )
+        return Kept(self.places[stays], self.patterns[stays])
 
 
 class Outliers:
@@ -64,8 +57,7 @@ class Outliers:
         """Return a copy in host memory."""
         self.put_in_order()
         total = sum(self._counts)
-        host = torch.device("cpu")
-        copy = Outliers(total, self._heads, host)
+        copy = Outliers(total, self._heads, torch.device("cpu"))
         copy._tokens, copy._counts = self._tokens, list(self._counts)
         copy._places.copy_(self._places[:total])
         copy._patterns.copy_(self._patterns[:total])
@@ -79,19 +71,12 @@ class Outliers:
         """
         tokens, dim = kv.shape[2:]
         if start < self._tokens:  # they are written again
-            first = start * dim
-            end = first + tokens * dim
-            self._leave_out(first, end)
+            self._leave_out(start * dim, (start + tokens) * dim)
         self._tokens = max(self._tokens, start + tokens)
-        found = chosen.nonzero()
-        part, head, token, dimension = found.unbind(1)
-        elements = kv.view(torch.int16)
-        patterns = elements[part, head, token, dimension]
-        places = (start + token) * dim + dimension
-        places = places.int()
-        lists = part * self._heads + head
-        piece = Kept(places, patterns)
-        self._come.append((lists, piece))
+        part, head, token, dimension = chosen.nonzero().unbind(1)
+        patterns = kv.view(torch.int16)[part, head, token, dimension]
+        places = ((start + token) * dim + dimension).int()
+        self._come.append((part * self._heads + head, Kept(places, patterns)))
         if len(self._come) == _MOST_APART:
             self.put_in_order()
 
@@ -103,20 +88,10 @@ class Outliers:
         self._come = []
         lists = torch.cat(every)
         order = lists.argsort(stable=True)
-        counts = lists.bincount(minlength=2 * self._heads)
-        sizes = counts.tolist()
+        sizes = lists.bincount(minlength=2 * self._heads).tolist()
         come = Kept.joined(pieces)
-        places = come.places[order]
-        patterns = come.patterns[order]
-        more = map(
-            Kept,
-            places.split(sizes),
-            patterns.split(sizes),
-        )
-        both = []
-        for old, new in zip(self._kept(), more, strict=True):
-            both.append([old, new])
-        self._keep(both)
+        more = map(Kept, come.places[order].split(sizes), come.patterns[order].split(sizes))
+        self._keep([[old, new] for old, new in zip(self._kept(), more, strict=True)])
 
     def forget(self, tokens: int, dim: int) -> None:
         """Keep those of the first `tokens` tokens, of `dim` dimensions, and no others."""
@@ -129,17 +104,11 @@ class Outliers:
         for part in range(2):
             first = part * self._heads + head
             for index, own in enumerate(kept[first : first + heads]):
-                flat = out[part, index].view(-1)
-                flat = flat.view(torch.int16)
-                flat[own.places.long()] = own.patterns
+                out[part, index].view(-1).view(torch.int16)[own.places.long()] = own.patterns
 
     def _leave_out(self, start: int, end: int) -> None:
         """Forget what is kept of the places from `start` to `end`."""
-        lists = []
-        for kept in self._kept():
-            stays = kept.outside(start, end)
-            lists.append([stays])
-        self._keep(lists)
+        self._keep([[kept.outside(start, end)] for kept in self._kept()])
 
     def _kept(self) -> list[Kept]:
         """Return what is kept of keys and values, by head."""
@@ -151,17 +120,13 @@ class Outliers:
 
     def _keep(self, lists: list[list[Kept]]) -> None:
         """Keep this and nothing else: the pieces of each list."""
-        pieces = list(chain(*lists))
-        joined = Kept.joined(pieces)
+        joined = Kept.joined(list(chain(*lists)))
         total = len(joined.places)
         if total > len(self._places):
             self._allocate(2 * total)
         self._places[:total] = joined.places
         self._patterns[:total] = joined.patterns
-        self._counts = []
-        for own in lists:
-            lengths = [len(piece.places) for piece in own]
-            self._counts.append(sum(lengths))
+        self._counts = [sum(len(piece.places) for piece in own) for own in lists]
 
     def _allocate(self, room: int) -> None:
         self._places = torch.empty(room, dtype=torch.int32, device=self._device)

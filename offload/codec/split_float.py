@@ -48,12 +48,10 @@ class SliceCodec:
             zeros = [0] * kv.shape[1]
             return [zeros, zeros]
         magnitudes = kv.view(torch.int16) & _MAGNITUDE
-        largest = magnitudes.amax((2, 3)).int()
-        exponents = largest >> 7
+        exponents = magnitudes.amax((2, 3)).int() >> 7
         exponents.clamp_(_EXPONENTS - 1, _LARGEST_EXPONENT)
-        exponents += 1  # rounding may lift the largest element into the next octave
-        offsets = (exponents - _EXPONENTS) << 7
-        return offsets.tolist()
+        # rounding may lift the largest element into the next octave
+        return ((exponents + 1 - _EXPONENTS) << 7).tolist()
 
     def split(self, kv: Tensor, offsets: Offsets | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return codes, low bits, and which elements of kv (2, H, T, D) are outliers.
@@ -68,18 +66,14 @@ class SliceCodec:
         y += self._half
         y -= offset[..., None, None]
         codes = y >> cut.low_bits
-        too_small = codes < cut.least
-        too_large = codes > cut.largest
+        outliers = (codes < cut.least) | (codes > cut.largest)
         codes.clamp_(0, cut.largest)
-        sign = pattern >> 8
-        sign &= 0x80
-        codes |= sign
+        codes |= (pattern >> 8) & 0x80  # the sign
         y &= (1 << cut.low_bits) - 1
         if cut.low_planes == 1:
             keys, values = y
-            y = keys | values << 4
-            y = y[None]
-        return codes.to(torch.uint8), y.to(torch.uint8), too_small | too_large
+            y = (keys | values << 4)[None]
+        return codes.to(torch.uint8), y.to(torch.uint8), outliers
 
     def join(self, codes: Tensor, lows: Tensor | None, offsets: Offsets, out: Tensor) -> None:
         """Write to out (2, H, T, D) the elements of these slices; of outliers anything.
@@ -91,13 +85,10 @@ class SliceCodec:
         sign_and_code = (0x7F << bits) - (1 << 15)
         patterns = out.view(torch.int16)
         heads, tokens, dim = out.shape[1:]
-        elements = torch.get_num_threads() * _BLOCK
-        step = max(1, elements // dim)
-        starts = range(0, tokens, step)
-        for part, head, start in product(range(2), range(heads), starts):
+        step = max(1, torch.get_num_threads() * _BLOCK // dim)
+        for part, head, start in product(range(2), range(heads), range(0, tokens, step)):
             at = slice(start, start + step)
-            code = codes[part, head, at]
-            y = code.view(torch.int8).to(torch.int16)
+            y = codes[part, head, at].view(torch.int8).to(torch.int16)
             y <<= bits
             y &= sign_and_code
             constant = offsets[part][head]

@@ -41,29 +41,23 @@ def steady_attention(q: Tensor, parts: Sequence[Tensor], traffic: Traffic) -> Te
         # a block of rows reads the keys up to its own end
         token_bytes = sum(part.nbytes for part in parts) // end
         for block in range(start // WIDTH, ceil_div(end, WIDTH)):
-            own_end = (block + 1) * WIDTH
-            traffic.attended += token_bytes * min(end, own_end)
+            traffic.attended += token_bytes * min(end, (block + 1) * WIDTH)
         return kernels.attend(q, parts)
-    first = start // WIDTH * WIDTH
-    lead = start - first
-    rest = -end % WIDTH
-    padded = F.pad(q, (0, 0, 0, 0, lead, rest))
+    lead = start % WIDTH
+    padded = F.pad(q, (0, 0, 0, 0, lead, -end % WIDTH))
     gathered: dict[int, Tensor] = {}  # by block of keys
     outs = []
-    at = first
+    at = start - lead
     for rows in padded.split(WIDTH):
         partials = []
         for key in range(0, at + 1, KEYS):
             if key not in gathered:
                 gathered[key] = _gathered(parts, key)
             traffic.attended += gathered[key].nbytes
-            partial = _attend(rows, gathered[key], at - key)
-            partials.append(partial)
-        out, _ = merge(partials)
-        outs.append(out)
+            partials.append(_attend(rows, gathered[key], at - key))
+        outs.append(merge(partials)[0])
         at += WIDTH
-    attended = torch.cat(outs)
-    return attended[lead : lead + len(q)]
+    return torch.cat(outs)[lead : lead + len(q)]
 
 
 def _attend(rows: Tensor, kv: Tensor, at: int) -> Partial:
@@ -73,18 +67,12 @@ def _attend(rows: Tensor, kv: Tensor, at: int) -> Partial:
     """
     mask = _mask(min(at, KEYS), rows.device)
     heads = kv.shape[1]
-    by_head = rows.chunk(heads, dim=1)
-    outs = []
-    lses = []
-    for head, own in enumerate(by_head):
-        keys = kv[0, head, :, None]  # (KEYS, 1, D)
-        values = kv[1, head, :, None]
-        out, lse = masked_attention(own, keys, values, mask)
-        outs.append(out)
-        lses.append(lse)
-    out = torch.cat(outs, dim=1)
-    lse = torch.cat(lses, dim=1)
-    return out, lse
+    parts = []
+    for head, own in enumerate(rows.chunk(heads, dim=1)):
+        keys, values = kv[:, head, :, None]  # (KEYS, 1, D)
+        parts.append(masked_attention(own, keys, values, mask))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
 def _mask(at: int, device: torch.device) -> Tensor:
@@ -110,8 +98,7 @@ def _gathered(parts: Sequence[Tensor], start: int) -> Tensor:
     before = 0  # tokens of the parts so far
     for part in parts:
         behind = before + part.shape[2]
-        first = max(start, before)
-        last = min(end, behind)
+        first, last = max(start, before), min(end, behind)
         if first < last:
             piece = span(part, first - before, last - before)
             if piece.shape[2] == KEYS:

@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 from subprocess import CalledProcessError
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +37,9 @@ def fused_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Ker
         dim: of a head.
         groups: query heads to a KV head.
     """
-
     if slice_format(dtype) is None:
         return None, f"elements of {dtype} are not cut into slices"
-
-    def trial(kernels: ModuleType) -> None:
-        _try(kernels, torch.device(device), dtype, dim, groups)
-
-    return _tried("offload.kernels.split_float", device, trial)
+    return _tried("offload.kernels.split_float", _try, device, dtype, dim, groups)
 
 
 @cache
@@ -56,15 +52,11 @@ def steady_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Ke
         dim: of a head.
         groups: query heads to a KV head.
     """
-
-    def trial(kernels: ModuleType) -> None:
-        _try_steadily(kernels, torch.device(device), dtype, dim, groups)
-
-    return _tried("offload.kernels.batch_invariant", device, trial)
+    return _tried("offload.kernels.batch_invariant", _try_steadily, device, dtype, dim, groups)
 
 
-def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kernels:
-    """Return the kernels of a module where they pass a trial.
+def _tried(name: str, trial: Callable[..., None], device: str, *shape: Any) -> Kernels:
+    """Return the kernels of a module where they pass a trial, with what follows the device.
 
     Raises what says that memory ran out (`is_out_of_memory`), which says nothing of them.
     """
@@ -72,7 +64,7 @@ def _tried(name: str, device: str, trial: Callable[[ModuleType], None]) -> Kerne
         return None, f"there are none for {device}"
     try:
         kernels = import_module(name)
-        trial(kernels)
+        trial(kernels, torch.device(device), *shape)
     # whatever a compiler or driver makes of them, plain operations do without
     except Exception as error:
         if is_out_of_memory(error):
@@ -101,17 +93,13 @@ def _try(
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     codes, lows, _ = codec.split(kv, offsets)
-    joined = torch.empty_like(kv)
-    wanted = torch.empty_like(kv)
-    near = torch.empty_like(kv)
+    joined, wanted, near = torch.empty_like(kv), torch.empty_like(kv), torch.empty_like(kv)
     codec.join(codes, lows, offsets, wanted)
     kernels.join(cut, codes, lows, table, joined)
-    patterns = joined.view(torch.int16)
-    if not torch.equal(patterns, wanted.view(torch.int16)):
+    if not torch.equal(joined.view(torch.int16), wanted.view(torch.int16)):
         raise RuntimeError(f"elements of {dtype} are joined wrongly")
     codec.join(codes, None, offsets, near)
-    keys = near[0].transpose(0, 1)
-    values = near[1].transpose(0, 1)
+    keys, values = near.transpose(1, 2)
     for rows in passes:
         q = queries[:rows]
         right, _ = partial_attention(q, keys, values, causal=False)
@@ -124,11 +112,8 @@ def _rows(groups: int) -> list[int]:
 
     Of the largest block there are two, of which the second is not full.
     """
-    found = {1, _BLOCKS[-1] // groups + 1}
-    for block in _BLOCKS:
-        rows = block // groups
-        found.add(max(1, rows))
-    return sorted(found)
+    rows = {max(1, block // groups) for block in _BLOCKS}
+    return sorted(rows | {1, _BLOCKS[-1] // groups + 1})
 
 
 def _try_steadily(
@@ -136,8 +121,7 @@ def _try_steadily(
 ) -> None:
     """Raise RuntimeError where kernels for steady attention are wrong, or a row's numbers vary."""
     kv, q = _inputs(device, dtype, _STEADY_TOKENS, dim, _STEADY_ROWS, groups)
-    keys = kv[0].transpose(0, 1)
-    values = kv[1].transpose(0, 1)
+    keys, values = kv.transpose(1, 2)
     right, _ = partial_attention(q, keys, values, causal=True)
     whole = kernels.attend(q, [kv])
     _refuse_unlike(f"steady attention in {dtype}", whole, right)
@@ -155,17 +139,11 @@ def _inputs(
     generator = torch.Generator().manual_seed(0)
     kv = torch.randn(2, _HEADS, tokens, dim, generator=generator)
     q = torch.randn(rows, _HEADS * groups, dim, generator=generator)
-    kv = kv.to(device, dtype)
-    q = q.to(device, dtype)
-    return kv, q
+    return kv.to(device, dtype), q.to(device, dtype)
 
 
 def _refuse_unlike(name: str, attended: Tensor, right: Tensor) -> None:
     """Raise RuntimeError where numbers are not close to the right ones."""
-    apart = attended.float() - right.float()
-    error = apart.abs().max().item()
-    allowed = _CLOSE
-    if right.dtype == torch.float32:
-        allowed = _CLOSE_IN_32_BITS
-    if not error < allowed:
+    error = (attended.float() - right.float()).abs().max().item()
+    if not error < (_CLOSE_IN_32_BITS if right.dtype == torch.float32 else _CLOSE):
         raise RuntimeError(f"{name} is off by {error:.3g}")

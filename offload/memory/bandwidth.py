@@ -59,7 +59,5 @@ class Copies:
         self.link.release(self._host)
 
     def _copy(self, out: bool) -> None:
-        pair = (self._device, self._host)  # destination, source
-        if out:
-            pair = (self._host, self._device)
-        self.link.copy([pair])
+        inward = (self._device, self._host)  # destination, source
+        self.link.copy([inward[::-1] if out else inward])

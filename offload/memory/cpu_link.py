@@ -46,10 +46,7 @@ class Lane:
         """Start the thread, which takes jobs from its queue until it finds None."""
         self.jobs: Jobs = queue.Queue()
         self._thread = threading.Thread(
-            target=run,
-            args=(self.jobs,),
-            name="emulated-link",
-            daemon=True,
+            target=run, args=(self.jobs,), name="emulated-link", daemon=True
         )
         self._thread.start()
 
@@ -63,8 +60,7 @@ class Lane:
             ):
                 raise ValueError("the link moves contiguous blocks of one size only")
         done = threading.Event()
-        now = time.perf_counter()
-        self.jobs.put((pairs, now, done))
+        self.jobs.put((pairs, time.perf_counter(), done))
         return done
 
     def drain(self) -> None:

@@ -64,8 +64,7 @@ def host_available(
                 name, _, count = line.partition(" ")
                 if name in page_cache:
                     now -= int(count)
-            free = max(0, most - now)
-            available = min(available, free)
+            available = min(available, max(0, most - now))
     return available
 
 
@@ -131,20 +130,16 @@ def touch(buffer: Tensor) -> None:
     Whoever is the first to touch a page waits until it is cleared, and pinning touches all of them
     in one thread. They come to the node of the thread that calls this (`offload.memory.numa`).
     """
-    first = buffer.data_ptr()
-    nbytes = buffer.nbytes
-    cpus = os.sched_getaffinity(0)
-    threads = min(_MAX_THREADS, len(cpus))
+    first, nbytes = buffer.data_ptr(), buffer.nbytes
+    threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     share = max(1, ceil_div(nbytes, threads))
 
     def populate(start: int) -> None:
-        count = min(share, nbytes - start)
         # a kernel that is older than this leaves them to pinning
-        _advise(first + start, count, _POPULATE)
+        _advise(first + start, min(share, nbytes - start), _POPULATE)
 
     with ThreadPoolExecutor(threads) as pool:  # whose threads inherit this one's CPUs
-        starts = range(0, nbytes, share)
-        list(pool.map(populate, starts))
+        list(pool.map(populate, range(0, nbytes, share)))
 
 
 def keep_from_forks(buffer: Tensor, keep: bool) -> None:
@@ -153,10 +148,7 @@ def keep_from_forks(buffer: Tensor, keep: bool) -> None:
     A fork copies pinned pages at once, which takes their time and as much memory again. To be
     undone before the buffer is freed: what comes to those pages next must survive a fork.
     """
-    advice = _DO_FORK
-    if keep:
-        advice = _DONT_FORK
-    _advise(buffer.data_ptr(), buffer.nbytes, advice)
+    _advise(buffer.data_ptr(), buffer.nbytes, _DONT_FORK if keep else _DO_FORK)
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
@@ -165,6 +157,4 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
     end = (address + nbytes) // PAGESIZE * PAGESIZE
     count = max(0, end - first)
     with suppress(OSError, AttributeError):  # another C library
-        call = ctypes.CDLL(None).madvise
-        start = ctypes.c_void_p(first)
-        call(start, ctypes.c_size_t(count), advice)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(count), advice)

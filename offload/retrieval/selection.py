@@ -38,12 +38,9 @@ class ObservedRows:
         q = q[-min(len(q), recent.shape[1]) :]
         rows, dim = len(q), q.shape[-1]
         count = min(count, rows)
-        steps = torch.arange(1, count + 1, device=q.device)
-        ends = steps * rows // count
-        picked = q[ends - 1]
-        by_head = picked.unflatten(1, (len(keys), -1))  # (count, Hkv, G, D)
-        by_head = by_head.permute(1, 2, 0, 3)
-        self.q = by_head * dim**-0.5  # (Hkv, G, R, D), R = count
+        ends = torch.arange(1, count + 1, device=q.device) * rows // count
+        by_head = q[ends - 1].unflatten(1, (len(keys), -1))  # (count, Hkv, G, D)
+        self.q = by_head.permute(1, 2, 0, 3) * dim**-0.5  # (Hkv, G, R, D), R = count
         self.keys = keys
         self._recent = recent
         self._seen = ends + (recent.shape[1] - rows)  # recent keys that each row sees
@@ -111,10 +108,9 @@ class Static(SelectionPolicy):
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
         means = _mean_keys(rows.keys, chunk)
-        queries = rows.q.flatten(1, 2).float()
-        logits = queries @ means.transpose(1, 2)  # (Hkv, G, C)
-        shares = logits.log_softmax(-1)
-        return shares.logsumexp(1)  # in logarithms: far chunks still have an order
+        logits = rows.q.flatten(1, 2).float() @ means.transpose(1, 2)  # (Hkv, G, C)
+        # in logarithms: far chunks still have an order
+        return logits.log_softmax(-1).logsumexp(1)
 
 
 class Attention(SelectionPolicy):
@@ -132,8 +128,7 @@ class Attention(SelectionPolicy):
         self._worth: dict[tuple[int, int], Tensor] = {}
 
     def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
-        wanted = rows.attention.amax(2)  # (Hkv, G, N)
-        worth = wanted.mean(1)
+        worth = rows.attention.amax(2).mean(1)  # (Hkv, N)
         worth = worth.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
         for index, row in enumerate(worth, head):
             before = self._worth.get((layer, index))
@@ -207,12 +202,9 @@ def _product(keys: Tensor, q: Tensor) -> Tensor:
 
 def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
     """Return the mean (Hkv, C, D) float32 of each chunk of keys (Hkv, N, D)."""
-    means = []
-    for head_keys in keys:
-        by_chunk = head_keys.unflatten(0, (-1, chunk))  # (C, chunk, D)
-        mean = by_chunk.mean(1, dtype=torch.float32)
-        means.append(mean)
-    return torch.stack(means)
+    # head by head, each (C, chunk, D)
+    chunks = (head_keys.unflatten(0, (-1, chunk)) for head_keys in keys)
+    return torch.stack([each.mean(1, dtype=torch.float32) for each in chunks])
 
 
 POLICIES: dict[str, type[SelectionPolicy]] = {"attention": Attention, "static": Static}

@@ -43,25 +43,14 @@ class RetrievalStore(ABC):
         """Return the buffer (2, Hkv, n, D) of a layer that tokens of the window are written to."""
 
     @abstractmethod
-    def parts(
-        self,
-        index: int,
-        first: int,
-        end: int,
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
 
         What is yielded is good until the next is asked for.
         """
 
     @abstractmethod
-    def select(
-        self,
-        index: int,
-        head: int,
-        prefix: Tensor,
-        chunks: Tensor,
-    ) -> None:
+    def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
         """Hold chunks (h, n) of prefix (2, h, N, D) in front of the window.
 
         The prefix is that of the heads from `head` on.
@@ -94,24 +83,12 @@ class WholeStore(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self.kv[index]
 
-    def parts(
-        self,
-        index: int,
-        first: int,
-        end: int,
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), span(self.kv[index], first, end)
 
-    def select(
-        self,
-        index: int,
-        head: int,
-        prefix: Tensor,
-        chunks: Tensor,
-    ) -> None:
-        last = head + len(chunks)
-        tokens = chunks.shape[1] * self._chunk
-        selected = span(self.kv[index, :, head:last], 0, tokens)
+    def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
+        heads = slice(head, head + len(chunks))
+        selected = span(self.kv[index, :, heads], 0, chunks.shape[1] * self._chunk)
         copy_chunks(selected, prefix, self._chunk, chunks)
 
     def bytes_of(self, first: int, end: int) -> int:
@@ -153,82 +130,49 @@ class Int8Store(RetrievalStore):
     def own(self, index: int) -> Tensor:
         return self._window[index]
 
-    def parts(
-        self,
-        index: int,
-        first: int,
-        end: int,
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         window = self.first_own
         for head in range(0, self._layout.heads, self._heads):
             heads = slice(head, head + self._heads)
-            codes = self._codes[index, :, heads]
-            scales = self._scales[index, :, heads]
+            codes = span(self._codes[index, :, heads], first, window)
+            scales = span(self._scales[index, :, heads], first, window)
             recent = self._window[index, :, heads]
             shared = self._shared[:, : recent.shape[1]]
-            dequantise(
-                span(codes, first, window),
-                span(scales, first, window),
-                span(shared, first, window),
-            )
-            behind = span(shared, window, end)
-            behind.copy_(span(recent, 0, end - window))
+            dequantise(codes, scales, span(shared, first, window))
+            span(shared, window, end).copy_(span(recent, 0, end - window))
             yield heads, span(shared, first, end)
 
-    def select(
-        self,
-        index: int,
-        head: int,
-        prefix: Tensor,
-        chunks: Tensor,
-    ) -> None:
+    def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
         chunk = self._shape.chunk
         end = self.first_own
         start = end - chunks.shape[1] * chunk
         for first in range(0, len(chunks), self._heads):
             part = slice(first, first + self._heads)
             few = chunks[part]
-            count = len(few)
-            begin = head + first
-            heads = slice(begin, begin + count)
-            selected = span(self._shared[:, :count], start, end)
+            heads = slice(head + first, head + first + len(few))
+            selected = span(self._shared[:, : len(few)], start, end)
             copy_chunks(selected, prefix[:, part], chunk, few)
-            codes = self._codes[index, :, heads]
-            scales = self._scales[index, :, heads]
-            self._quantise(
-                selected,
-                span(codes, start, end),
-                span(scales, start, end),
-            )
+            codes = span(self._codes[index, :, heads], start, end)
+            self._quantise(selected, codes, span(self._scales[index, :, heads], start, end))
 
     def _quantise(self, selected: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Quantise selected tokens (2, h, n, D), few at a time, for it takes float32 of each."""
         heads, tokens, dim = selected.shape[1:]
         step = max(1, QUANTISED_ELEMENTS // (2 * heads * dim))
         for at in range(0, tokens, step):
-            last = at + step
-            quantise(
-                span(selected, at, last),
-                span(codes, at, last),
-                span(scales, at, last),
-            )
+            quantise(*(span(each, at, at + step) for each in (selected, codes, scales)))
 
     def bytes_of(self, first: int, end: int) -> int:
         window = self.first_own
-        selected = window - first
-        return self._shape.quantised_bytes(self._layout, selected, end - window)
+        return self._shape.quantised_bytes(self._layout, window - first, end - window)
 
 
 def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
     """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
     row = chunk * prefix.shape[3]  # a chunk of one head is one row to copy
-    heads = range(len(chunks))
-    for part, head in product(range(2), heads):
-        source = prefix[part, head]
-        source = source.view(-1, row)
-        slots = selected[part, head]
-        slots = slots.view(-1, row)
-        torch.index_select(source, 0, chunks[head], out=slots)
+    for part, head in product(range(2), range(len(chunks))):
+        source = prefix[part, head].view(-1, row)
+        torch.index_select(source, 0, chunks[head], out=selected[part, head].view(-1, row))
 
 
 def make_store(layout: KVLayout, shape: RetrievalShape, device: torch.device) -> RetrievalStore:

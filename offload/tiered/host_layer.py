@@ -40,12 +40,9 @@ class HostLayer:
 
     def _written(self, kv: Tensor, at: int) -> list[Copy]:
         self._traffic.link_out += kv.nbytes
-        end = at + kv.shape[2]
-        slots = span(self.kv, at, end)
-        return by_head(slots, kv)
+        return by_head(span(self.kv, at, at + kv.shape[2]), kv)
 
     def read(self, kv: Tensor) -> Any:
         """Start reading the first T tokens into kv (2, Hkv, T, D); returns the link's ticket."""
         self._traffic.link_in += kv.nbytes
-        stored = span(self.kv, 0, kv.shape[2])
-        return self.link.copy(by_head(kv, stored))
+        return self.link.copy(by_head(kv, span(self.kv, 0, kv.shape[2])))

@@ -61,10 +61,8 @@ class KVFile:
         with self.path.open("xb") as file:
             for head in range(self.layout.heads):
                 for start, end in self._ends():
-                    kv = excerpt(head, start, end)
-                    raw = _bytes_of(kv)
-                    checksum = zlib.crc32(raw, self.seed)
-                    checksums.append(checksum)
+                    raw = _bytes_of(excerpt(head, start, end))
+                    checksums.append(zlib.crc32(raw, self.seed))
                     file.write(raw)
             file.flush()
             os.fsync(file.fileno())
@@ -83,15 +81,7 @@ class KVFile:
                 checksum = next(rest)
                 if start >= tokens:
                     continue
-                last = min(end, tokens)
-                yield _Reader(
-                    self,
-                    head,
-                    start,
-                    end,
-                    last,
-                    checksum,
-                )
+                yield _Reader(self, head, start, end, min(end, tokens), checksum)
 
     def _ends(self) -> list[tuple[int, int]]:
         """Return the first token of each piece of a head, and the one behind it."""
@@ -112,14 +102,9 @@ class _Reader:
 
     def __call__(self) -> Piece:
         file, layout = self.file, self.file.layout
-        kv = torch.empty(
-            (2, self.end - self.start, layout.head_dim),
-            dtype=layout.dtype,
-        )
+        kv = torch.empty((2, self.end - self.start, layout.head_dim), dtype=layout.dtype)
         raw = _bytes_of(kv)
         per_token = layout.layer_token_bytes // layout.heads
-        before = self.head * file.tokens + self.start
-        at = before * per_token
         try:
             opened = open_regular(file.path)
         except UnsuitableFileError as error:
@@ -128,20 +113,18 @@ class _Reader:
             size = os.fstat(opened.fileno()).st_size
             if size != file.nbytes:
                 raise DamagedError(f"{file.path.name} has {size} of {file.nbytes} bytes")
-            opened.seek(at)
+            opened.seek((self.head * file.tokens + self.start) * per_token)
             opened.readinto(raw)
         # what is checked is what is used: not what the disk may say another time
         if zlib.crc32(raw, file.seed) != self.checksum:
             raise DamagedError(f"{file.path.name} is not what was written")
-        wanted = span(kv, 0, self.last - self.start)
-        return Piece(self.head, self.start, wanted)
+        return Piece(self.head, self.start, span(kv, 0, self.last - self.start))
 
 
 def copies_to(kv: Tensor, piece: Piece) -> list[Copy]:
     """Return the copies that take a piece to where it stands in kv (2, Hkv, N, D)."""
     end = piece.start + piece.kv.shape[1]
-    own = kv[:, piece.head]
-    place = span(own, piece.start, end)
+    place = span(kv[:, piece.head], piece.start, end)
     return list(zip(place, piece.kv, strict=True))
 
 
@@ -153,6 +136,4 @@ def whole_heads(kv: Tensor) -> Iterator[Piece]:
 
 def _bytes_of(kv: Tensor) -> memoryview:
     """Return the memory of a piece (2, T, D), or a copy of it where it does not lie in order."""
-    flat = kv.flatten()
-    raw = flat.view(torch.uint8)
-    return raw.numpy().data
+    return kv.flatten().view(torch.uint8).numpy().data

@@ -93,9 +93,7 @@ class ResidentLayer(TieredLayer):
         kv = self._kv
 
         def of_head(head: int, start: int, end: int) -> Tensor:
-            last = head + 1
-            part = span(kv[:, head:last], start, end)
-            return link.fetch(part)[:, 0]
+            return link.fetch(span(kv[:, head : head + 1], start, end))[:, 0]
 
         return of_head
 

@@ -234,8 +234,7 @@ class TieredShape:
             if kind == SLICED:
                 late = early <= 0
                 early -= 1
-            place = kind, late
-            places.append(place)
+            places.append((kind, late))
         return places
 
     def late_bytes(self, tokens: int) -> int:
@@ -248,27 +247,20 @@ class TieredShape:
         """Return the bytes of so many tokens that a pass streams, where the link copies."""
         if not self.streams:
             return 0
-        far = 0
-        for kind, count in self._far_kinds().items():
-            far += count * self.host_layer_bytes(kind)
+        kinds = self._far_kinds().items()
+        far = sum(count * self.host_layer_bytes(kind) for kind, count in kinds)
         return far * tokens // self.capacity
 
     def host_parts(self) -> list[int]:
         """Return the elements of the host store for each far layer, then for each late one."""
-        parts = []
-        for kind, late in self.far_places():
-            nbytes = self.host_layer_bytes(kind, late)
-            parts.append(nbytes)
-        whole = self._bytes(self.layer_buffer)
-        parts += self.late_resident_layers * [whole]
-        item = self.layout.dtype.itemsize
-        return [nbytes // item for nbytes in parts]
+        parts = [self.host_layer_bytes(kind, late) for kind, late in self.far_places()]
+        parts += self.late_resident_layers * [self._bytes(self.layer_buffer)]
+        return [nbytes // self.layout.dtype.itemsize for nbytes in parts]
 
     @property
     def slot_numel(self) -> int:
         """Elements of one slot of the ring: `slot_heads` heads of the largest layer on the host."""
-        sizes = [self.host_layer_bytes(kind) for kind in self._far_kinds()]
-        largest = max(sizes, default=0)
+        largest = max((self.host_layer_bytes(kind) for kind in self._far_kinds()), default=0)
         head = largest // self.layout.heads
         return self.slot_heads * head // self.layout.dtype.itemsize
 
@@ -288,8 +280,7 @@ class TieredShape:
 
     def device_tiers(self, prefill: bool) -> dict[str, int]:
         """Return the device bytes by what they are for, in prefill or when decoding."""
-        layers = self.resident_layers
-        sliced = self.sliced_layers
+        layers, sliced = self.resident_layers, self.sliced_layers
         if prefill:
             layers -= self.late_resident_layers
             sliced -= self.late_sliced_layers
