@@ -75,13 +75,10 @@ def digest_of(weights: Weights, config: ModelConfig, dtype: torch.dtype, group: 
 
 def _known(notes: Path) -> dict[str, str]:
     """Return what was noted."""
-    try:
-        known = read_json(notes, _MAX_DIGESTS)
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(known, dict):
-        return {}
-    return {mark: digest for mark, digest in known.items() if isinstance(digest, str)}
+    with suppress(OSError, ValueError, AttributeError):  # no dict has no items
+        known = read_json(notes, _MAX_DIGESTS).items()
+        return {mark: digest for mark, digest in known if isinstance(digest, str)}
+    return {}
 
 
 def _mark(path: Path) -> str:

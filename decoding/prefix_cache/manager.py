@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from decoding.prefix_cache.files import Lock
+from decoding.prefix_cache.files import hold_lock, locked
 from decoding.prefix_cache.store import (
     LEAST_TOKENS,
     MAX_TOKENS,
@@ -19,6 +20,7 @@ from decoding.prefix_cache.store import (
     PromptCache,
     digest_of_text,
     is_new,
+    rank_lock,
 )
 from decoding.prefix_cache.writer import Saving, files_of, is_written, saved, was_given_up
 from offload.errors import DamagedError, TierForceError, one_line
@@ -60,11 +62,10 @@ class Keeper:
         self.warn: Callable[[str], None] = partial(warnings.warn, stacklevel=2)
         self._cache: PromptCache | None = None
         self._is_tidy = False
-        self._unreadable = set[Manifest]()  # as it was tried: it is written again
         with group.together():
             if group.rank == 0:
                 self._cache = PromptCache(Path(folder).absolute(), limit)
-                self._cache.warn = self._warn
+                self._cache.warn = lambda line: self.warn(line)  # whatever it is by then
                 self._cache.make()
 
     def find(self, identity: str, prompt: Sequence[int]) -> int:
@@ -97,7 +98,8 @@ class Keeper:
                 trouble = str(error), True
             except OSError as error:
                 # what lacks a file is damaged, unless another process has removed all of it
-                is_damage = isinstance(error, FileNotFoundError) and stored.folder.exists()
+                is_missing = isinstance(error, FileNotFoundError) and stored.folder.exists()
+                is_damage = is_missing or error.errno == errno.EIO
                 trouble = error.strerror or one_line(error), is_damage
             if trouble is not None:
                 cache.link.drain()
@@ -121,15 +123,17 @@ class Keeper:
         """
         group, layout = self.group, cache.layout
         nbytes = sum(group.gather(layout.bytes(len(prompt))))
-        begun = None
-        if group.rank == 0 and may_save:
-            begun = self._begun(identity, prompt, nbytes)
-        # rank 0's identity counts: the others have none
-        agreed = group.broadcast(begun and (begun[0], digest_of_text(identity, prompt)))
-        if agreed is None:
+        begun, lock = None, None
+        if group.rank == 0 and may_save and (own := self._begun(identity, prompt, nbytes)):
+            lock = own[1]
+            begun = own[0], digest_of_text(identity, prompt)  # the other ranks have no identity
+        begun = group.broadcast(begun)
+        if begun is None:
             return None
-        folder, text = agreed
-        lock = begun[1] if begun else _lock_of(folder, group.rank)
+        folder, text = begun
+        if lock is None:
+            with suppress(OSError):  # rank 0 will find no part of this one
+                lock = hold_lock(rank_lock(folder, group.rank))
         group.gather(None)  # rank 0 waits for the locks of all
         if lock is None:
             return None
@@ -143,7 +147,7 @@ class Keeper:
             layers = list(zip(files, cache.excerpts(), strict=True))
             return Saving(folder, group.rank, lock, layers, finish)
         except (RuntimeError, MemoryError, TierForceError) as error:  # no memory, no thread
-            lock.let_go()
+            lock.close()
             if self._cache is not None:
                 self._cache.discard(folder)
                 self._not_kept(one_line(error))
@@ -156,7 +160,7 @@ class Keeper:
             if not self._is_tidy:
                 self._cache.tidy()
                 self._is_tidy = True
-            return self._cache.find(identity, prompt, self._unreadable) or (None, 0)
+            return self._cache.find(identity, prompt)
         return None, 0
 
     def _found(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
@@ -177,27 +181,27 @@ class Keeper:
         """Note that a prompt was used, or tell why it was not, and remove it if it is damaged."""
         assert self._cache is not None
         if not troubles:
-            self._cache.touch(kept)
+            kept.touch()
             return
         name = f"what was kept of {kept.manifest.name}"
         damage = [text for text, is_damage in troubles if is_damage]
         if not damage:
-            self._warn(f"{name} cannot be read ({troubles[0][0]}): the text is read anew")
-            self._unreadable.add(kept.manifest)
+            self.warn(f"{name} cannot be read ({troubles[0][0]}): the text is read anew")
             return
-        self._warn(f"{name} is damaged ({damage[0]}): it is removed, and the text is read anew")
+        self.warn(f"{name} is damaged ({damage[0]}): it is removed, and the text is read anew")
         with suppress(OSError):
             self._cache.drop(kept)
 
-    def _begun(self, identity: str, prompt: Sequence[int], nbytes: int) -> tuple[Path, Lock] | None:
+    def _begun(
+        self, identity: str, prompt: Sequence[int], nbytes: int
+    ) -> tuple[Path, ExitStack] | None:
         """Return a folder for a prompt; None where it is not worth it, or there is no room."""
         assert self._cache is not None
-        if not LEAST_TOKENS <= len(prompt) <= MAX_TOKENS or self.has(identity, prompt):
-            return None
-        try:
-            return self._cache.begin(nbytes)
-        except TierForceError as error:
-            self._not_kept(str(error))
+        if LEAST_TOKENS <= len(prompt) <= MAX_TOKENS and not self.has(identity, prompt):
+            try:
+                return self._cache.begin(nbytes)
+            except TierForceError as error:
+                self._not_kept(str(error))
         return None
 
     def _finish(
@@ -210,15 +214,16 @@ class Keeper:
     ) -> None:
         """Let what all ranks have written be a prompt; on the thread that wrote rank 0's part."""
         assert self._cache is not None
+        ranks = range(self.group.size)
         is_given_up = False
         try:
-            for rank in range(1, self.group.size):
-                Lock.wait(folder, rank)
-            is_given_up = saving.is_given_up
-            for rank in range(self.group.size):
-                is_given_up |= was_given_up(folder, rank)
-                if not is_written(folder, rank):
-                    trouble = trouble or f"rank {rank} could not write its part"
+            for rank in ranks[1:]:
+                with locked(rank_lock(folder, rank)):
+                    pass  # it has written all that it will
+            is_given_up = saving.is_given_up or any(was_given_up(folder, rank) for rank in ranks)
+            missing = [rank for rank in ranks if not is_written(folder, rank)]
+            if missing:
+                trouble = trouble or f"rank {missing[0]} could not write its part"
             if trouble is None:
                 self._cache.add(folder, manifest, prompt)
         except Exception as error:  # whatever it is, the text goes on
@@ -229,15 +234,4 @@ class Keeper:
                 self._not_kept(trouble)
 
     def _not_kept(self, why: str) -> None:
-        self._warn(f"the text that was read is not kept: {why}")
-
-    def _warn(self, line: str) -> None:
-        self.warn(line)
-
-
-def _lock_of(folder: Path, rank: int) -> Lock | None:
-    """Return a rank's lock in a folder; None where it has none: it writes nothing then."""
-    try:
-        return Lock(folder, rank)
-    except OSError:
-        return None
+        self.warn(f"the text that was read is not kept: {why}")

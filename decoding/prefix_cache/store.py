@@ -7,8 +7,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timezone
 from hashlib import sha256
@@ -18,13 +18,7 @@ from secrets import token_hex
 import numpy as np
 import numpy.typing as npt
 
-from decoding.prefix_cache.files import (
-    Lock,
-    is_locked,
-    locked,
-    sync_folder,
-    write_synced,
-)
+from decoding.prefix_cache.files import hold_lock, is_locked, locked, sync_folder, write_synced
 from decoding.speculation.sequence import common_prefix
 from offload.errors import TierForceError
 from offload.regular_files import UnsuitableFileError, read_json, read_regular
@@ -34,7 +28,7 @@ MAX_TOKENS = 1 << 24  # more than any context: what says that it has more is not
 _MAX_MANIFEST = 1 << 14  # bytes
 _MAX_NAME = 200  # characters of a name that is kept
 _TOKEN_BYTES = 8
-_MANIFEST, _TOKENS, _LOCK = "manifest.json", "tokens.bin", ".lock"
+_MANIFEST, _TOKENS, _LOCK, _LOCKS = "manifest.json", "tokens.bin", ".lock", "rank-*.lock"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _ID = "[0-9a-f]{12}"
 _LOCKED_S = 60.0  # that other jobs, which only rename and remove under it, hold the lock at most
@@ -92,6 +86,11 @@ class KeptPrompt:
         """Return the digest of all that its KV depends on."""
         return digest_of_text(self.manifest.identity, self.tokens())
 
+    def touch(self) -> None:
+        """Note that it was used just now."""
+        with suppress(OSError):
+            os.utime(self.folder / _MANIFEST)
+
 
 class PromptCache:
     """The prompts of one folder, which several processes may use at a time.
@@ -127,28 +126,20 @@ class PromptCache:
                 found.append(KeptPrompt(path, Manifest.read(path), used))
         return sorted(found, key=lambda each: (each.used, each.id))
 
-    def find(
-        self, identity: str, prompt: Sequence[int], unreadable: Collection[Manifest] = ()
-    ) -> tuple[KeptPrompt, int] | None:
+    def find(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
         """Return what begins like a prompt with the most tokens, and how many these are.
 
-        None where there is nothing but what is `unreadable`. Tokens are compared, one by one.
-        Raises TierForceError.
+        Of several the one used last is taken; None and 0 where there is none. Tokens are compared,
+        one by one. Raises TierForceError.
         """
-        best: tuple[KeptPrompt, int] | None = None
+        best, most = None, 0
         tokens = np.array(prompt, dtype=np.int64)
         for kept in self.prompts():
-            if kept.manifest.identity != identity or kept.manifest in unreadable:
-                continue
-            count = common_prefix(kept.tokens(), tokens)
-            if count and (best is None or count >= best[1]):
-                best = kept, count
-        return best
-
-    def touch(self, kept: KeptPrompt) -> None:
-        """Note that a prompt was used just now."""
-        with suppress(OSError):
-            os.utime(kept.folder / _MANIFEST)
+            if kept.manifest.identity == identity:
+                count = common_prefix(kept.tokens(), tokens)
+                if count >= max(1, most):
+                    best, most = kept, count
+        return best, most
 
     def drop(self, kept: KeptPrompt) -> None:
         """Remove a prompt, unless there is another one in its place by now. Raises OSError."""
@@ -169,7 +160,7 @@ class PromptCache:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def begin(self, nbytes: int) -> tuple[Path, Lock]:
+    def begin(self, nbytes: int) -> tuple[Path, ExitStack]:
         """Return a folder to write a prompt of so many bytes to, and the lock of rank 0 in it.
 
         As long as the lock is held, others leave it alone; `add` or `discard` is to follow. Raises
@@ -189,7 +180,7 @@ class PromptCache:
                 )
             path = self.folder / f"{_WRITING}{token_hex(6)}"
             path.mkdir(mode=0o700)
-            return path, Lock(path, 0)
+            return path, hold_lock(rank_lock(path, 0))
 
     def add(self, written: Path, manifest: Manifest, prompt: Sequence[int]) -> None:
         """Let what was written be a prompt, in place of those that it goes on from.
@@ -206,7 +197,7 @@ class PromptCache:
         write_synced(written / _MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
         with self._locked():
             self._remove(kept)  # which was damaged, or is as good
-            for path in written.glob(Lock.PATTERN):
+            for path in written.glob(_LOCKS):
                 path.unlink()
             sync_folder(written)
             written.rename(kept)
@@ -270,7 +261,7 @@ class PromptCache:
         for path in self.folder.iterdir():
             is_left = bool(re.fullmatch(re.escape(_DROPPED) + _ID, path.name))
             if re.fullmatch(re.escape(_WRITING) + _ID, path.name):
-                is_left = not any(map(is_locked, path.glob(Lock.PATTERN)))
+                is_left = not any(map(is_locked, path.glob(_LOCKS)))
             if is_left:
                 shutil.rmtree(path, ignore_errors=True)
         for path in self._folders():
@@ -281,6 +272,11 @@ class PromptCache:
                 self.warn(f"what was kept {name} is damaged: it is removed")
             except OSError as error:
                 self.warn(f"what was kept {name} is damaged, and stays: {error.strerror}")
+
+
+def rank_lock(folder: Path, rank: int) -> Path:
+    """Return the file that a rank has locked as long as it writes to a folder."""
+    return folder / f"rank-{rank}.lock"
 
 
 def is_new(tokens: int, known: int) -> bool:

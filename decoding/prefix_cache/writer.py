@@ -7,24 +7,22 @@ import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from itertools import groupby, islice
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from itertools import islice
 from pathlib import Path
 from threading import Event, Thread, get_native_id
-from typing import TypeVar
 
 from torch import Tensor
 
-from decoding.prefix_cache.files import Lock, write_synced
+from decoding.prefix_cache.files import write_synced
 from offload.errors import DamagedError, one_line
 from offload.layout import KVLayout
 from offload.regular_files import UnsuitableFileError, read_json
 from offload.tiered.kv_file import Excerpt, KVFile, Piece
 
-T = TypeVar("T")
 _THREADS = 4  # that read
-_AHEAD = 8  # pieces that are read before they are asked for
+_AHEAD = 8  # pieces of a layer that are read before they are asked for
 _NICENESS = 19  # of the thread that writes
 _NOT_DONE = "it was not finished"
 _CHECKSUM_BYTES = 16  # in JSON: ten digits and what parts them, or the brackets of a layer
@@ -44,11 +42,11 @@ class Saving:
         self,
         folder: Path,
         rank: int,
-        lock: Lock,
+        lock: ExitStack,
         layers: Sequence[tuple[KVFile, Excerpt]],
         finish: Callable[[Saving, str | None], None] | None = None,
     ):
-        """Begin to write; `lock` is this rank's in the folder, and is let go of at the end."""
+        """Begin to write; `lock` is this rank's in the folder, and is closed at the end."""
         self.tokens = layers[0][0].tokens
         self._folder, self._rank, self._lock = folder, rank, lock
         self._layers, self._finish = list(layers), finish
@@ -100,7 +98,7 @@ class Saving:
                 if self._finish is not None:
                     self._finish(self, trouble)
             finally:
-                self._lock.let_go()
+                self._lock.close()
 
     def _wanted(self, excerpt: Excerpt) -> Excerpt:
         """Return an excerpt that raises GivenUp once nobody waits for it."""
@@ -144,25 +142,18 @@ def saved(
 
     Raises DamagedError where they are not what was written, and OSError.
     """
-    readers: list[tuple[int, Callable[[], Piece]]] = []
     checksums = _read_checksums(folder, rank, files)
-    for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
-        readers += [(layer, reader) for reader in file.readers(tokens, sums)]
     with ThreadPoolExecutor(_THREADS) as pool:
-        layers = [layer for layer, _ in readers]
-        pieces = _ahead(pool, [reader for _, reader in readers])
-        pairs = zip(layers, pieces, strict=True)
-        for layer, own in groupby(pairs, key=lambda pair: pair[0]):
-            yield layer, (piece for _, piece in own)
+        for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
+            yield layer, _ahead(pool, file.readers(tokens, sums))
 
 
-def _ahead(pool: ThreadPoolExecutor, calls: Sequence[Callable[[], T]]) -> Iterator[T]:
+def _ahead(pool: ThreadPoolExecutor, calls: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
     """Yield what calls return, in order, of which a few are made ahead."""
-    rest = iter(calls)
-    waiting: deque[Future[T]] = deque(pool.submit(call) for call in islice(rest, _AHEAD))
+    waiting = deque(pool.submit(call) for call in islice(calls, _AHEAD))
     while waiting:
         done = waiting.popleft().result()
-        waiting.extend(pool.submit(call) for call in islice(rest, 1))
+        waiting.extend(pool.submit(call) for call in islice(calls, 1))
         yield done
 
 

@@ -187,6 +187,18 @@ def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) ->
         assert "No such file" in lines[1]
 
 
+def test_what_the_disk_cannot_read_is_kept_again(models: Pair, kept: str) -> None:
+    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+        wanted = list(engine.generate(PROMPT, NEW, GREEDY, name="a book"))
+        broken = OSError(errno.EIO, "Input/output error")
+        with patch.object(offload.tiered.kv_file._Reader, "__call__", side_effect=broken):
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+        assert "a book is damaged (Input/output error)" in lines[0]
+        assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+        assert engine.stats.loaded_tokens
+        assert len(lines) == 1
+
+
 def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
     other = Path(kept) / "holiday"
     other.mkdir(parents=True)
