@@ -105,7 +105,7 @@ def refuse_sharing(texts_at_once: int | None) -> None:
 
 
 def as_flags(message: str) -> str:
-    """Word a message of the layers below for the command line: `chunk_size` is --chunk-size.
+    """Word a message of the layers below for the command line: `draft_length` is --draft-length.
 
     They name settings, in backquotes, since they know no command line.
     """

@@ -93,7 +93,7 @@ def _values(kind: type, each: Field[Any]) -> str:
 def _own(command: Any) -> str:
     """Return a command's help, and the options that it does not share."""
     shared = {name for kind in _KINDS for name in options_of(kind)}
-    shares = "refresh" in {each.name for each in command.params}
+    shares = "temperature" in {each.name for each in command.params}
     rows = [
         (
             ", ".join(f"`{name}`" for name in (each.opts[0], *each.secondary_opts)),

@@ -15,9 +15,8 @@ MAIN = None
 SAMPLING = "Sampling"
 MEMORY = "Machine and memory"
 SPECULATION = "For experts: speculation"
-RETRIEVAL = "For experts: the retrieval cache"
 PYTHON = "From Python only"
-GROUPS = (MAIN, SAMPLING, MEMORY, SPECULATION, RETRIEVAL)
+GROUPS = (MAIN, SAMPLING, MEMORY, SPECULATION)
 
 
 @dataclass(frozen=True)

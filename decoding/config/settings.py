@@ -12,7 +12,6 @@ from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.config.option import (
     MEMORY,
     PYTHON,
-    RETRIEVAL,
     SAMPLING,
     SPECULATION,
     check_options,
@@ -95,27 +94,27 @@ class Settings:
     chunk_size: int = option(
         "Tokens that are selected together.",
         value=8,
-        group=RETRIEVAL,
+        group=PYTHON,
         unit="tokens",
         at_least=1,
     )
     policy: str = option(
         "What selects the chunks of the retrieval cache. static is the published way.",
         value="attention",
-        group=RETRIEVAL,
+        group=PYTHON,
         choices=POLICY_NAMES,
     )
     int8_retrieval: bool | None = option(
         "Keep what the retrieval cache selects in 8 bits an element. A budget then takes little "
         "more than half of the memory.",
         value=None,
-        group=RETRIEVAL,
+        group=PYTHON,
         default="where KV has 16 bits and may be on the host, on a GPU with 51 MiB of L2 cache",
     )
     refresh: int | None = option(
         "Tokens that one selection serves at least.",
         value=None,
-        group=RETRIEVAL,
+        group=PYTHON,
         unit="tokens",
         default="1 over a link, where each verification selects, else 16",
         at_least=1,
@@ -132,7 +131,7 @@ class Settings:
     inner_length: int | None = option(
         "Tokens put at once before each level that verifies below the target.",
         value=None,
-        group=SPECULATION,
+        group=PYTHON,
         unit="tokens",
         default="what has paid in past rounds",
         at_least=1,
@@ -151,7 +150,7 @@ class Settings:
     shard_draft: bool | None = option(
         "Split the draft model over the GPUs, too.",
         value=None,
-        group=SPECULATION,
+        group=PYTHON,
         default="from 3 GiB of weights on",
     )
     sinks: int = option(
@@ -274,8 +273,8 @@ class Settings:
                 )
         if self.budget is not None and self.chunk_size > self.budget:
             raise TierForceError(
-                f"`chunk_size` {self.chunk_size} is larger than `budget` {self.budget}: no chunk "
-                "would fit."
+                f"`budget` {self.budget} is less than a chunk of {self.chunk_size} tokens: give "
+                "more."
             )
         if self.sliced_layers and "sliced" not in LEVELS.get(self.mode, ()):
             raise TierForceError(

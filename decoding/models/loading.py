@@ -202,7 +202,7 @@ def _load_draft(folder: Path, target: Llama, shard: bool | None) -> Llama | None
     if shard and config.kv_heads < group.size:
         raise TierForceError(
             f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over "
-            f"{group.size} GPUs: use --no-shard-draft."
+            f"{group.size} GPUs: leave `shard_draft` out."
         )
     if group.rank and not shard:
         return None

@@ -68,7 +68,7 @@ def test_ten_options_come_first() -> None:
         ({"link": "pcie"}, "`link` pcie is not known: use auto"),
         ({"link": "emulated:1e-6"}, "`link` emulated:1e-6 is not known: use auto"),
         ({"rope": "linear:4"}, "`rope` linear:4 is not known: use yarn:FACTOR"),
-        ({"budget": 4}, "`chunk_size` 8 is larger than `budget` 4"),
+        ({"budget": 4}, "`budget` 4 is less than a chunk of 8 tokens"),
     ],
     ids=str,
 )
@@ -84,9 +84,9 @@ def test_so_is_a_sampling_that_makes_none(choice: Any) -> None:
 
 
 def test_messages_name_flags_on_the_command_line() -> None:
-    said = "`chunk_size` 8 is larger than `budget` 4: give `no_such`, `two words` or `A`."
+    said = "`draft_length` 8 is larger than `budget` 4: give `no_such`, `two words` or `A`."
     assert as_flags(said) == (
-        "--chunk-size 8 is larger than --budget 4: give --no-such, `two words` or `A`."
+        "--draft-length 8 is larger than --budget 4: give --no-such, `two words` or `A`."
     )
 
 

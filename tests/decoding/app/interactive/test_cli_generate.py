@@ -44,9 +44,8 @@ def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_seed_repeats_a_text_and_another_seed_does_not(tmp_path: Path) -> None:
-    lengths = ("--draft-length", "5", "--inner-length", "2")  # those that adapt go by the clock
     texts = [
-        forked(tmp_path, *JOB, *lengths, "--temperature", "1", "--seed", seed).out
+        forked(tmp_path, *JOB, "--identical", "--temperature", "1", "--seed", seed).out
         for seed in ("1", "1", "2")
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -127,16 +126,13 @@ COMMON = {
         "--top-p",
         "--seed",
         "--identical",
-        "--int8-retrieval",
     ),
     *(
         "--mode",
         "--context",
         "--rope",
         "--budget",
-        "--chunk-size",
         "--draft-length",
-        "--inner-length",
         "--packed",
         "--resident-layers",
         "--sliced-layers",
@@ -145,10 +141,7 @@ COMMON = {
         "--device-memory",
         "--hardware",
         "--link",
-        "--policy",
-        "--refresh",
         "--lookup",
-        "--shard-draft",
         "--graphs",
         "--keep",
         "--keep-limit",

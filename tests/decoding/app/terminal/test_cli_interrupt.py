@@ -80,8 +80,8 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
         "3",
         "--draft-length",
         "5",
-        "--inner-length",
-        "2",
+        "--mode",
+        "speculative",  # has no other length, which would go by the clock
     )
     output = tmp_path / "out.jsonl"
     job = Fork(tmp_path, *command, *SLOW_ALONE, "--output", str(output))
