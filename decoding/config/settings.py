@@ -6,7 +6,6 @@ Reading it needs no torch, so that the command line answers at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.config.option import (
@@ -18,14 +17,11 @@ from decoding.config.option import (
     option,
 )
 from offload.codec.format import SLICED_DTYPES
+from offload.dtypes import DTYPES
 from offload.errors import TierForceError
 from offload.memory.link_spec import emulated_rate
 from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel.config.rope import stretch_factor
-from parallel.formats import weight_headers
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_DRAFT_LENGTH = 512  # tokens: all caches have room for one draft of so many
 # the levels below the target that a mode has, outermost first; each proposes to the one before it
@@ -40,18 +36,6 @@ LEVELS: dict[str, tuple[str, ...]] = {
     "sliced-hierarchical": ("sliced", "retrieval", "draft"),
 }
 MODES = ("auto", *LEVELS)
-DTYPES = tuple(weight_headers.DTYPES.values())
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype of this name. Raises TierForceError for what no model is run in."""
-    if name not in DTYPES:
-        raise TierForceError(f"`dtype` {name} is not known: use {', '.join(DTYPES)}.")
-    import torch
-
-    kind = getattr(torch, name)
-    assert isinstance(kind, torch.dtype)
-    return kind
 
 
 @dataclass(frozen=True)

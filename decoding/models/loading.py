@@ -20,6 +20,7 @@ from decoding.prefix_cache.manager import Identity
 from decoding.prefix_cache.store import PromptCache
 from decoding.text.gguf_tokenizer import gguf_tokenizer
 from decoding.text.vocabulary import refuse_other_names
+from offload.dtypes import dtype_name
 from offload.errors import TierForceError, one_line
 from offload.memory.link_spec import refuse_on_gpu
 from offload.regular_files import read_json
@@ -206,5 +207,5 @@ def _load_draft(folder: Path, target: Llama, shard: bool | None) -> Llama | None
         )
     if group.rank and not shard:
         return None
-    dtype = str(target.embed.weight.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.embed.weight.dtype)
     return load_model(folder, group if shard else Group(device=group.device), dtype, config)

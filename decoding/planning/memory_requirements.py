@@ -32,7 +32,8 @@ from decoding.config.settings import LEVELS, Settings
 from decoding.planning.memory_plan import MemoryPlan, Needs
 from decoding.speculation.draft_length import CATCH_UP, NOISE_POSITIONS
 from offload.cache.streaming_shape import StreamingShape
-from offload.codec.format import dtype_name, slice_format
+from offload.codec.format import slice_format
+from offload.dtypes import dtype_name
 from offload.kernels.batch_invariant_shape import WIDTH, working_bytes
 from offload.layout import KVLayout, ceil_div
 from offload.retrieval.policy_specs import POLICY_TRAITS

@@ -12,6 +12,7 @@ from decoding.probe import rates
 from decoding.probe.advice import warning_of_sums, warnings
 from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
+from offload.dtypes import dtype_name
 from offload.errors import TierForceError, one_line
 from offload.memory.bandwidth import Copies
 from offload.memory.link_spec import make_link
@@ -127,9 +128,8 @@ def _source(group: Group, model: str | None, dtype: torch.dtype) -> str:
     device = "a CPU"
     if group.device.type == "cuda":
         device = torch.cuda.get_device_name(group.device)
-    kind = str(dtype).removeprefix("torch.")
     source = (
         f"measured {date.today().isoformat()} on {device}, with layers of "
-        f"{Path(model).name if model else 'usual dimensions'} in {kind}"
+        f"{Path(model).name if model else 'usual dimensions'} in {dtype_name(dtype)}"
     )
     return source + ", one rank" if group.size == 1 else source

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from offload.dtypes import dtype_name
+
 # Of a layer's elements, those that its list of outliers has room for. SmolLM2 needs half of it
 # (docs/memory.md).
 OUTLIER_SHARE = 1 / 512
@@ -42,12 +44,6 @@ _FORMATS = {
 }
 
 SLICED_DTYPES = tuple(_FORMATS)
-
-
-def dtype_name(dtype: Any) -> str:
-    """Return the name of one of torch's dtypes, or of a stand-in for it."""
-    name = getattr(dtype, "name", str(dtype))
-    return name.removeprefix("torch.")
 
 
 def slice_format(dtype: Any) -> SliceFormat | None:

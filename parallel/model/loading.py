@@ -11,6 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.nn import Parameter
 
+from offload.dtypes import DTYPES, dtype_of
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
@@ -23,9 +24,6 @@ from parallel.model.transformer import Llama
 from parallel.ranks.partition import refuse_ranks
 from parallel.ranks.process_group import Group
 
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, name) for name in weight_headers.DTYPES.values()
-}
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
@@ -77,15 +75,13 @@ def choose_dtype(
     A CPU is hopeless at float16: there `auto` takes such a checkpoint as float32, unrounded. Raises
     TierForceError for what is not known or not supported.
     """
-    if wanted != "auto" and wanted not in DTYPES:
-        raise TierForceError(f"`dtype` {wanted} is not known: use auto, {', '.join(DTYPES)}.")
     name = config.dtype if wanted == "auto" else wanted
-    if name is not None and name not in DTYPES:
+    if wanted == "auto" and name is not None and name not in DTYPES:
         raise TierForceError(
             f"the model's config says dtype {name:.40}, in which no model is run here: use `dtype` "
             f"{' or '.join(DTYPES)}."
         )
-    dtype = checkpoint.dtype if name is None else DTYPES[name]
+    dtype = checkpoint.dtype if name is None else dtype_of(name)
     if dtype == torch.float16 and device.type == "cpu":
         if wanted != "auto":
             raise TierForceError(

@@ -11,9 +11,9 @@ import decoding.planning.memory_requirements
 from decoding import Settings
 from decoding.config.settings import LEVELS
 from decoding.planning.cost import Acceptance
-from decoding.planning.dtypes import counted_dtype
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_requirements import TextNeeds, Way
+from offload.dtypes import counted_dtype
 from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel.config.model_config import ModelConfig
 

@@ -26,6 +26,7 @@ from decoding.engine.engine import Engine
 from decoding.engine.request import Request
 from decoding.engine.scheduler import Written
 from decoding.text.prompt import Template
+from offload.dtypes import dtype_name
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import Group
@@ -267,7 +268,7 @@ class Summaries:
             **written.stats.as_dict(),
             "dropped_tokens": written.request.dropped,
             **self.job.as_dict(),
-            "dtype": str(engine.runtime.dtype).removeprefix("torch."),
+            "dtype": dtype_name(engine.runtime.dtype),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "ranks": engine.group.size,
             "date": _now(),

@@ -24,9 +24,8 @@ from decoding.config.defaults import (
     MAX_TEXTS,
     NEW_TOKENS,
 )
-from decoding.config.settings import DTYPES, Settings
+from decoding.config.settings import Settings
 from decoding.planning.cost import Acceptance
-from decoding.planning.dtypes import counted_dtype
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.measured_cost import ObservedCosts
 from decoding.planning.memory_requirements import TextNeeds, draft_ranks
@@ -34,6 +33,7 @@ from decoding.planning.prior import Prior
 from decoding.planning.strategy_selector import WayChooser
 from decoding.planning.what_if import Outlook, look_ahead, otherwise, plain, together
 from decoding.text.vocabulary import names_in, refuse_other_names
+from offload.dtypes import DTYPES, counted_dtype
 from offload.errors import FitError, TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.formats.locate import find_local

@@ -9,8 +9,8 @@ from rich.console import Console
 from decoding.app.hardware.probe_view import table
 from decoding.app.terminal.files import check_writable, write_json
 from decoding.app.terminal.streams import say, silence_transformers, warn
-from decoding.config.settings import dtype_of
 from decoding.probe.probe import profile
+from offload.dtypes import dtype_of
 from parallel.ranks.process_group import Group
 
 

@@ -12,6 +12,7 @@ from decoding.config.settings import LEVELS
 from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
 from decoding.planning.memory_plan import MemoryPlan
+from offload.dtypes import dtype_name
 from offload.errors import FitError
 from offload.kernels.selection import Kernels
 
@@ -103,7 +104,7 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     else:
         threads = torch.get_num_threads()
         where = f"{group.size} x CPU with {threads} thread{'s' if threads > 1 else ''}"
-    dtype = str(models.dtype).removeprefix("torch.")
+    dtype = dtype_name(models.dtype)
     layers = models.target.config.layers
     far = layers - place.resident_layers if place is not None else 0
     modes = models.needs.modes if far else [models.mode]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.config.settings import DTYPES, dtype_of
-from decoding.planning.dtypes import counted_dtype
+from offload.dtypes import DTYPES, counted_dtype, dtype_of
 from support.commands import DRAFT, TARGET
 from support.gguf import convert
 

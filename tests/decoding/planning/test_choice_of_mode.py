@@ -12,12 +12,12 @@ from decoding import GREEDY
 from decoding.app.terminal.messages import opening
 from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.config.settings import Settings
-from decoding.planning.dtypes import counted_dtype
 from decoding.planning.fit import Memory, affordable, longest_prompt
 from decoding.planning.measured_cost import ObservedCosts
 from decoding.planning.memory_requirements import TextNeeds, Way
 from decoding.planning.strategy_selector import WayChooser
 from decoding.speculation.draft_length import RoundStats
+from offload.dtypes import counted_dtype
 from offload.errors import FitError
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair

@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.config.settings import Settings, dtype_of
+from decoding.config.settings import Settings
 from decoding.engine.session import Session
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_plan import MemoryPlan, device_tiers
 from decoding.planning.memory_requirements import TextNeeds
 from decoding.planning.what_if import Outlook, look_ahead
+from offload.dtypes import dtype_of
 from offload.retrieval.policy_specs import POLICY_TRAITS
 from offload.retrieval.shape import RetrievalShape
 from offload.tiered.shape import TieredShape

@@ -15,7 +15,6 @@ import torch
 import decoding.models.runtime
 import decoding.planning.memory_requirements
 from decoding import Engine
-from decoding.config.settings import dtype_of
 from decoding.models.runtime import Runtime
 from decoding.planning.cost import CostSource, PredictedCosts
 from decoding.planning.fit import fit, memory_of
@@ -25,6 +24,7 @@ from decoding.planning.memory_requirements import TextNeeds, Way
 from decoding.planning.strategy_selector import WayChooser
 from decoding.planning.what_if import look_ahead
 from decoding.speculation.draft_length import Adaptive, RoundStats
+from offload.dtypes import dtype_of
 from offload.errors import FitError
 from offload.memory.cpu_link import ViewLink
 from offload.memory.host_arena import HostArena

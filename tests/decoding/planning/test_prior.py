@@ -13,7 +13,6 @@ import pytest
 from decoding import GREEDY, Engine, Settings
 from decoding.config.defaults import DEFAULT_BUDGET
 from decoding.planning.cost import Acceptance, PredictedCosts
-from decoding.planning.dtypes import counted_dtype
 from decoding.planning.fit import Memory, affordable
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.measured_cost import ObservedCosts
@@ -22,6 +21,7 @@ from decoding.planning.memory_requirements import TextNeeds, Way
 from decoding.planning.prior import Prior, find_prior
 from decoding.planning.strategy_selector import WayChooser
 from decoding.speculation.draft_length import RoundStats
+from offload.dtypes import counted_dtype
 from offload.errors import TierForceError
 from support.engines import DEMO
 from support.planning import case_of

@@ -1,0 +1,53 @@
+"""Number formats of weights and KV: their names, their sizes, and torch's dtypes.
+
+torch is imported on use alone, so that names are checked and bytes counted without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from offload.errors import TierForceError
+
+if TYPE_CHECKING:
+    import torch
+
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = tuple(_ITEM_BYTES)  # in which models are run
+
+
+@dataclass(frozen=True)
+class CountedDtype:
+    """A stand-in for one of torch's dtypes, to count bytes with."""
+
+    name: str
+    itemsize: int  # bytes
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of this name. Raises TierForceError for what no model is run in."""
+    check_dtype(name)
+    import torch
+
+    return cast("torch.dtype", getattr(torch, name))
+
+
+def counted_dtype(name: str) -> torch.dtype:
+    """Return a stand-in for torch's dtype of this name; it may size caches, and not make them.
+
+    Raises TierForceError for what no model is run in.
+    """
+    check_dtype(name)
+    return cast("torch.dtype", CountedDtype(name, _ITEM_BYTES[name]))
+
+
+def check_dtype(name: str) -> None:
+    """Raise TierForceError for the name of a format that no model is run in."""
+    if name not in DTYPES:
+        raise TierForceError(f"`dtype` {name} is not known: use {', '.join(DTYPES)}.")
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of one of torch's dtypes, or of a stand-in for it."""
+    return getattr(dtype, "name", str(dtype)).removeprefix("torch.")
