@@ -41,7 +41,7 @@ class Engine:
         self.group: Group = runtime.target.group
         self.stats = Stats()
         self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
-        self._busy = False  # a text is being generated, and the arena is its own
+        self.is_busy = False  # a text is being generated, and the arena is its own
         self._conversation: Conversation | None = None  # whose caches stay from text to text
         config, wanted = runtime.target.config, runtime.settings.context
         config.refuse_context(wanted or 1)
@@ -75,15 +75,6 @@ class Engine:
         group = group or Group.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
 
-    @property
-    def _is_identical(self) -> bool:
-        return self.runtime.settings.identical
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a text is being generated."""
-        return self._busy
-
     def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
         """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
 
@@ -100,7 +91,7 @@ class Engine:
         alone would not fit.
         """
         pays = sharing_pays(self.runtime.needs, bool(self.runtime.settings.graphs))
-        shares = pays and not self._is_identical
+        shares = pays and not self.runtime.settings.identical
         return self.sessions.that_fit(prompt, new, most if shares else 1)
 
     def stream(
@@ -230,7 +221,7 @@ class Engine:
             self.follow()
             return
         self._refuse_another()
-        if self._is_identical and at_once > 1:
+        if self.runtime.settings.identical and at_once > 1:
             raise TierForceError(
                 f"`texts_at_once` {at_once}, but `identical` texts share no passes: leave it out, "
                 "or use 1."
@@ -290,7 +281,7 @@ class Engine:
     @contextmanager
     def _one_text(self) -> Iterator[None]:
         """Keep other texts out, and tell memory that runs out from other errors."""
-        self._busy = True
+        self.is_busy = True
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
@@ -299,11 +290,11 @@ class Engine:
                 raise
             raise FitError(f"out of memory: {one_line(error)}") from error
         finally:
-            self._busy = False
+            self.is_busy = False
 
     def _refuse_another(self) -> None:
         """Raise TierForceError while a text is being generated."""
-        if self._busy:
+        if self.is_busy:
             raise TierForceError(
                 "one text at a time: exhaust or close the generator of the text before."
             )

@@ -96,7 +96,7 @@ class _Kernels:
         rates |= self.launch_seconds(rates["memory_rate"], rates["kv_rate"])
         if self.device.type == "cpu":  # elsewhere further rows hide behind reading the weights
             rates |= self.further_rows()
-        return rates | self.sampling_seconds()
+        return rates | sampling_seconds(self.config.vocab, self.device)
 
     def memory_rate(self) -> float:
         """Measure the bytes of weights a second that a product with one row reads."""
@@ -263,23 +263,23 @@ class _Kernels:
 
         return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), typical(choose)
 
-    def sampling_seconds(self) -> dict[str, float]:
-        """Measure making the law of a row of logits, and drawing from laws."""
-        few = self._verdict_s(_RETRIEVAL_ROWS)
-        many = self._verdict_s(_VERIFIED_ROWS)
-        row = max(0.0, many - few) / (_VERIFIED_ROWS - _RETRIEVAL_ROWS)
-        return {"sample_s": row, "draw_s": max(0.0, few - _RETRIEVAL_ROWS * row)}
-
-    def _verdict_s(self, rows: int) -> float:
-        """Measure the laws of `rows` rows, and the verdict on a draft one token shorter."""
-        vocab, device = self.config.vocab, self.device
-        generator = torch.Generator(device)
-        logits = normal(rows, vocab, device=device)
-        draft = Draft(
-            torch.zeros(rows - 1, dtype=torch.int64, device=device),
-            torch.ones(rows - 1, vocab, device=device) / vocab,
-        )
-        return typical(lambda: torch.tensor(verify(draft, _SAMPLING.law(logits), generator)))
-
     def _random(self, shape: Sequence[int]) -> Tensor:
         return normal(*shape, device=self.device, dtype=self.dtype)
+
+
+def sampling_seconds(vocab: int, device: torch.device) -> dict[str, float]:
+    """Measure computing the distribution of a row of logits, and sampling from distributions."""
+    few, many = (_verdict_s(vocab, device, rows) for rows in (_RETRIEVAL_ROWS, _VERIFIED_ROWS))
+    row = max(0.0, many - few) / (_VERIFIED_ROWS - _RETRIEVAL_ROWS)
+    return {"sample_s": row, "draw_s": max(0.0, few - _RETRIEVAL_ROWS * row)}
+
+
+def _verdict_s(vocab: int, device: torch.device, rows: int) -> float:
+    """Measure the distributions of `rows` rows, and verifying a draft one token shorter."""
+    generator = torch.Generator(device)
+    logits = normal(rows, vocab, device=device)
+    draft = Draft(
+        torch.zeros(rows - 1, dtype=torch.int64, device=device),
+        torch.ones(rows - 1, vocab, device=device) / vocab,
+    )
+    return typical(lambda: torch.tensor(verify(draft, _SAMPLING.law(logits), generator)))

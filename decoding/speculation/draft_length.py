@@ -12,6 +12,16 @@ from decoding.config.settings import Settings
 NOISE_POSITIONS = 128  # whose noise is remembered, where it is bound to positions
 CATCH_UP = 32  # pending tokens that a model reads in one pass
 
+# of adaptive lengths
+_FORGET = 0.95  # what a round still counts after the next
+_PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
+_RATE = 0.93
+_KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
+# rows squared: how much variation it takes to believe in a slope other than the one supposed
+_STIFF = 4.0
+_FLAT_ROWS = 32.0  # supposed at first: a pass of so many rows more costs twice as much
+_FLATTEST = 1024.0
+
 
 def expected_tokens(acceptance: float, length: int) -> float:
     """Return the tokens that a verification of `length` drafted ones yields on average.
@@ -101,6 +111,50 @@ class Fixed(DraftLength):
         pass
 
 
+class PassSeconds:
+    """The seconds of a verifying pass as a line in its rows: least squares over fading rounds."""
+
+    def __init__(self) -> None:
+        self._flat_rows = _FLAT_ROWS
+        self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
+
+    def begin(self) -> None:
+        """Begin another text.
+
+        Behind another context a pass costs something else, but is about as flat in its rows.
+        """
+        if self._weight:
+            slope = self._slope()
+            base = (self._seconds - slope * self._rows) / self._weight
+            self._flat_rows = min(_FLATTEST, max(1.0, base / slope)) if slope else _FLATTEST
+            self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Take in a pass of so many rows."""
+        # a machine that was away for a moment says nothing of a pass; a new text does
+        if self._weight > 1:
+            seconds = min(seconds, 3 * self.line()(rows))
+        self._weight = _FORGET * self._weight + 1
+        self._rows = _FORGET * self._rows + rows
+        self._rows2 = _FORGET * self._rows2 + rows**2
+        self._seconds = _FORGET * self._seconds + seconds
+        self._cross = _FORGET * self._cross + rows * seconds
+
+    def line(self) -> Callable[[int], float]:
+        """Return a function from the rows of a pass to its seconds."""
+        mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
+        slope = self._slope()
+        return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
+
+    def _slope(self) -> float:
+        """Return the seconds a row: what is supposed, where past rounds say little."""
+        mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
+        spread = self._rows2 - self._weight * mean_rows**2
+        together = self._cross - self._weight * mean_rows * mean
+        supposed = mean / (mean_rows + self._flat_rows)
+        return max(0.0, (together + _STIFF * supposed) / (spread + _STIFF))
+
+
 class Adaptive(DraftLength):
     """The length n from 1 to `max_length` that makes most tokens a second.
 
@@ -112,90 +166,46 @@ class Adaptive(DraftLength):
     next.
     """
 
-    _FORGET = 0.95  # what a round still counts after the next
-    _PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
-    _RATE = 0.93
-    # rows squared: how much variation it takes to believe in a slope other than the one supposed
-    _STIFF = 4.0
-    _FLAT_ROWS = 32.0  # supposed at first: a pass of so many rows more costs twice as much
-    _FLATTEST = 1024.0
-    _KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
-
     def __init__(self, max_length: int):
         self.max_length = max_length
         self._next = 1
-        self._flat_rows = self._FLAT_ROWS
-        self._accepted, self._tested = self._PRIOR * self._RATE, self._PRIOR
+        self._accepted, self._tested = _PRIOR * _RATE, _PRIOR
         self._drafted = self._draft_s = 0.0
-        self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
+        self._verify_s = PassSeconds()
 
     def begin(self, start: int) -> None:
         if not self._drafted:
             self._next = min(start, self.max_length)
-        kept = min(1.0, self._KEPT / self._tested)
+        kept = min(1.0, _KEPT / self._tested)
         self._accepted, self._tested = kept * self._accepted, kept * self._tested
-        # behind another context a pass costs something else, but is about as flat in its rows
-        if self._weight:
-            slope = self._slope()
-            base = (self._seconds - slope * self._rows) / self._weight
-            self._flat_rows = (
-                min(self._FLATTEST, max(1.0, base / slope)) if slope else self._FLATTEST
-            )
-            self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
+        self._verify_s.begin()
 
     def next(self) -> int:
         return self._next
 
     def record(self, past: RoundStats) -> None:
-        keep = self._FORGET
-        verify_s = past.verify_s
-        # a machine that was away for a moment says nothing of a pass; a new text does
-        if self._weight > 1:
-            verify_s = min(verify_s, 3 * self._verify()(past.rows))
-        self._weight = keep * self._weight + 1
-        self._rows = keep * self._rows + past.rows
-        self._rows2 = keep * self._rows2 + past.rows**2
-        self._seconds = keep * self._seconds + verify_s
-        self._cross = keep * self._cross + past.rows * verify_s
-        if past.drafted:
-            draft_s = past.draft_s
-            # nor does a draft model that had to catch up say what a drafted token takes
-            if self._drafted:
-                draft_s = min(draft_s, 3 * past.drafted * self._draft_s / self._drafted)
-            self._accepted = keep * self._accepted + past.accepted
-            self._tested = keep * self._tested + past.accepted + (past.accepted < past.drafted)
-            self._drafted = keep * self._drafted + past.drafted
-            self._draft_s = keep * self._draft_s + draft_s
-            self._next = self._best()
+        self._verify_s.record(past.rows, past.verify_s)
+        if not past.drafted:
+            return
+        draft_s = past.draft_s
+        # a draft model that had to catch up says nothing of what a drafted token takes
+        if self._drafted:
+            draft_s = min(draft_s, 3 * past.drafted * self._draft_s / self._drafted)
+        self._accepted = _FORGET * self._accepted + past.accepted
+        self._tested = _FORGET * self._tested + past.accepted + (past.accepted < past.drafted)
+        self._drafted = _FORGET * self._drafted + past.drafted
+        self._draft_s = _FORGET * self._draft_s + draft_s
+        per_token, verify_s = self._draft_s / self._drafted, self._verify_s.line()
+        self._next, _ = best_length(
+            range(1, self.max_length + 1),
+            self.acceptance,
+            lambda n: verify_s(n + 1) + n * per_token,
+        )
 
     @property
     def acceptance(self) -> float:
         """Return the chance that a drafted token stands when all before it do."""
         return self._accepted / self._tested
-
-    def _slope(self) -> float:
-        """Return the seconds a row of a verifying pass.
-
-        Least squares over past rounds, drawn to what is supposed if they say little.
-        """
-        mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
-        spread = self._rows2 - self._weight * mean_rows**2
-        together = self._cross - self._weight * mean_rows * mean
-        supposed = mean / (mean_rows + self._flat_rows)
-        return max(0.0, (together + self._STIFF * supposed) / (spread + self._STIFF))
-
-    def _verify(self) -> Callable[[int], float]:
-        """Return a function from the rows of a verifying pass to its seconds."""
-        mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
-        slope = self._slope()
-        return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
-
-    def _best(self) -> int:
-        per_token, verify = self._draft_s / self._drafted, self._verify()
-        length, _ = best_length(
-            range(1, self.max_length + 1), self.acceptance, lambda n: verify(n + 1) + n * per_token
-        )
-        return length
 
 
 Lengths = tuple[DraftLength, ...]
