@@ -9,18 +9,15 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from decoding.config.defaults import MAX_TEXTS, NEW_TOKENS
 from decoding.config.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
-from decoding.config.sampling_params import SamplingOptions
 from decoding.config.settings import Settings
+from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
-
-if TYPE_CHECKING:
-    from decoding.speculation.sampling import Sampling
 
 DEVICES = ("auto", "cpu", "cuda")
 EXIT_CODES = (
@@ -89,13 +86,7 @@ class Common(JobOptions):
     """What every command that loads an engine is told."""
 
     settings: Settings
-    sampling: SamplingOptions
-
-    def sampler(self) -> "Sampling":
-        """Return what draws tokens by these options; it needs torch, which options do not."""
-        from decoding.speculation.sampling import Sampling
-
-        return Sampling(**vars(self.sampling))
+    sampling: Sampling
 
 
 def refuse_sharing(texts_at_once: int | None) -> None:
@@ -168,7 +159,7 @@ def _shared_parameters() -> list[inspect.Parameter]:
             annotation=Annotated[_hint(kind, each), described(kind, name, each.default)],
         )
         for group in GROUPS
-        for kind in (JobOptions, SamplingOptions, Settings)
+        for kind in (JobOptions, Sampling, Settings)
         for name, each in options_of(kind).items()
         if about(each).group == group
     ]
@@ -191,7 +182,7 @@ def _common(given: dict[str, Any]) -> Common:
     def own(kind: type) -> dict[str, Any]:
         return {each.name: given[each.name] for each in fields(kind) if each.name in given}
 
-    settings, sampling = Settings(**own(Settings)), SamplingOptions(**own(SamplingOptions))
+    settings, sampling = Settings(**own(Settings)), Sampling(**own(Sampling))
     return Common(**own(JobOptions), settings=settings, sampling=sampling)
 
 

@@ -16,10 +16,10 @@ import typer
 from decoding.app.commands import app
 from decoding.app.options import EXIT_CODES, JobOptions
 from decoding.config.option import GROUPS, PYTHON, about, kind_in_words, least_in_words, options_of
-from decoding.config.sampling_params import SamplingOptions
 from decoding.config.settings import Settings
+from decoding.speculation.sampling import Sampling
 
-_KINDS = (JobOptions, SamplingOptions, Settings)
+_KINDS = (JobOptions, Sampling, Settings)
 _INTRODUCTION = """# Options
 
 `summarize`, `generate`, `chat`, `ask`, `read` and `serve` share the options of the first tables;

@@ -1,20 +1,71 @@
-"""From logits to the law a token is drawn from, and drawing from it."""
+"""From logits to the law a token is drawn from, and drawing from it.
+
+torch is imported on use alone, so that the command line reads options without it.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Generator, Tensor
+from decoding.config.option import SAMPLING, check_options, option
+from offload.errors import TierForceError
 
-from decoding.config.sampling_params import SamplingOptions
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
 
+LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow
+LEAST_TOP_P = 1e-30  # less is nothing in float32
 _LIKELIEST = 1024  # tokens of a vocabulary that hold the mass of nearly every law
 
 
-class Sampling(SamplingOptions):
-    """The law that every level draws from: logits, warped by the options."""
+@dataclass(frozen=True)
+class Sampling:
+    """The law that every level draws from: logits, warped by these options."""
+
+    temperature: float = option(
+        "How bold the choice of each token is.",
+        value=0.6,
+        zero="greedy",
+        at_least=0,
+    )
+    top_k: int = option(
+        "Draw only from this many of the likeliest tokens.",
+        value=0,
+        group=SAMPLING,
+        unit="tokens",
+        zero="off",
+        at_least=0,
+    )
+    top_p: float = option(
+        "Keep only the likeliest tokens that together have this probability, which is at most 1.",
+        value=0.9,
+    )
+    seed: int = option(
+        "Where the noise starts. Only with --identical does the same seed promise the same text: "
+        "else it depends on draft lengths, too, which go by the clock.",
+        value=0,
+        group=SAMPLING,
+    )
+
+    def __post_init__(self) -> None:
+        """Raise TierForceError for values of which no law can be made."""
+        check_options(self)
+        if self.temperature == float("inf"):
+            raise TierForceError("`temperature` must be a finite number, found inf.")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise TierForceError(
+                f"`temperature` must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, found "
+                f"{self.temperature:g}."
+            )
+        if not LEAST_TOP_P <= self.top_p <= 1:
+            raise TierForceError(
+                f"`top_p` must be at least {LEAST_TOP_P:g} and at most 1, found {self.top_p}."
+            )
+        if not 0 <= self.seed < 2**63:
+            raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")
 
     def over(self, vocab: int) -> PaddedSampling:
         """Return the same sampling for a model that has more or fewer tokens than `vocab`."""
@@ -27,12 +78,13 @@ class Sampling(SamplingOptions):
         top-p: the smallest set of tokens whose mass reaches top_p (Holtzman et al. 2019).
         """
         if self.temperature == 0:
-            greedy = torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-            return greedy.masked_fill_(logits.isnan().any(1, keepdim=True), torch.nan)
+            greedy = logits.new_zeros(logits.shape)
+            greedy.scatter_(1, logits.argmax(1, keepdim=True), 1.0)
+            return greedy.masked_fill_(logits.isnan().any(1, keepdim=True), math.nan)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[1]:
             least = logits.topk(self.top_k, dim=1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            logits = logits.masked_fill(logits < least, -math.inf)
         probs = logits.softmax(1)
         return probs if self.top_p == 1 else nucleus(probs, self.top_p)
 
@@ -60,7 +112,7 @@ def _cut(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
     """Return laws (T, V) of the likeliest tokens alone, given these and where they stand."""
     # the token that crosses the threshold is in
     outside = ordered.cumsum(1) - ordered >= top_p
-    kept = torch.zeros_like(probs).scatter_(1, order, ordered.masked_fill(outside, 0))
+    kept = probs.new_zeros(probs.shape).scatter_(1, order, ordered.masked_fill(outside, 0))
     return kept / kept.sum(1, keepdim=True)
 
 
@@ -77,7 +129,9 @@ class PaddedSampling(Sampling):
     def law(self, logits: Tensor) -> Tensor:
         """Return the law (T, vocab) float32 that logits (T, rows of the draft) stand for."""
         law = super().law(logits[:, : self.vocab])
-        return F.pad(law, (0, self.vocab - law.shape[1]))
+        padded = law.new_zeros(len(law), self.vocab)
+        padded[:, : law.shape[1]] = law
+        return padded
 
 
 def draw(law: Tensor, generator: Generator) -> Tensor:
@@ -88,6 +142,8 @@ def draw(law: Tensor, generator: Generator) -> Tensor:
     """
     # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
     # vocabulary that are rarer than that
+    import torch
+
     noise = torch.empty_like(law, dtype=torch.float64).exponential_(generator=generator)
     return first_to_ring(law, noise)
 
@@ -97,4 +153,4 @@ def first_to_ring(law: Tensor, noise: Tensor) -> Tensor:
 
     The noise is standard exponential.
     """
-    return (law / noise.clamp(min=torch.finfo(torch.float64).tiny)).argmax(0, keepdim=True)
+    return (law / noise.clamp(min=sys.float_info.min)).argmax(0, keepdim=True)

@@ -27,7 +27,6 @@ import support.ranks
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.app.options import Common
 from decoding.app.terminal.messages import say_what_fits
-from decoding.config.sampling_params import SamplingOptions
 from decoding.engine.request import Request
 from decoding.speculation.decoders import Speculative
 from offload.errors import FitError, TierForceError
@@ -388,7 +387,7 @@ def test_what_lacks_its_kernels_is_warned_of(
         pytest.skip("only a stand-in lacks them")
     group = Group(device=torch.device("cuda", 0))
     engine = opened(group, mode, dtype="bfloat16", identical=identical)
-    common = Common(model="m", draft=None, settings=Settings(), sampling=SamplingOptions())
+    common = Common(model="m", draft=None, settings=Settings(), sampling=Sampling())
     say_what_fits(engine, None, common)
     engine.close()
     said = capsys.readouterr().err

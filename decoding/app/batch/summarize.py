@@ -106,7 +106,7 @@ def job_of(common: Common, folder: Path, instruction: str) -> Job:
         context=common.settings.context,
         dtype=common.settings.dtype,
         rope=common.settings.rope,
-        sampling=common.sampler(),
+        sampling=common.sampling,
         identical=common.settings.identical,
     )
 

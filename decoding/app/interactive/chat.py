@@ -185,7 +185,7 @@ def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
     with group.together():
         if group.rank == 0:
             name = document.name if document else ""
-            chat = Chat(engine, common.max_new_tokens, common.sampler(), text, name)
+            chat = Chat(engine, common.max_new_tokens, common.sampling, text, name)
     say_what_fits(engine, None, common)
     if chat is None:
         engine.follow()

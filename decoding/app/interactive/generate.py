@@ -53,7 +53,7 @@ def run(
         return
     with Display(1, sys.stderr) as display:
         interrupts.stop_first(display.stop)
-        sampling, new = common.sampler(), common.max_new_tokens
+        sampling, new = common.sampling, common.max_new_tokens
         name = file.name if file is not None else PROMPT
         stream(engine, partial(engine.stream, prompt, new, sampling, chat=chat, name=name), display)
         if stats is not None:

@@ -75,7 +75,7 @@ def run(
         common.model,
         engine.context,
         engine.runtime.target.config.vocab,
-        common.sampler(),
+        common.sampling,
         common.max_new_tokens,
     )
     metrics, prompts = Metrics(queue), Prompts(engine.tokenizer, engine.context)

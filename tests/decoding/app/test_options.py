@@ -14,7 +14,6 @@ from decoding.app.commands import generate, summarize
 from decoding.app.options import JobOptions, as_flags, described
 from decoding.app.options_page import page
 from decoding.config.option import MAIN, PYTHON, about, options_of
-from decoding.config.sampling_params import SamplingOptions
 from decoding.config.settings import Settings
 from decoding.engine.chat import Chat
 from offload.errors import TierForceError
@@ -27,7 +26,7 @@ def test_the_page_is_what_the_code_says() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
-@pytest.mark.parametrize("kind", [Settings, SamplingOptions])
+@pytest.mark.parametrize("kind", [Settings, Sampling])
 def test_every_field_says_what_it_means(kind: type) -> None:
     assert [each.name for each in fields(kind)] == list(options_of(kind))
     for name, each in options_of(kind).items():
@@ -38,7 +37,7 @@ def test_every_field_says_what_it_means(kind: type) -> None:
 
 def test_the_command_line_has_every_setting_that_is_not_for_python_alone() -> None:
     taken = set(inspect.signature(summarize).parameters)
-    for kind in (Settings, SamplingOptions):
+    for kind in (Settings, Sampling):
         for name, each in options_of(kind).items():
             assert (name in taken) == (about(each).group != PYTHON), name
 
@@ -80,7 +79,7 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(choice: Any, words: str)
 @pytest.mark.parametrize("choice", [{"temperature": "hot"}, {"temperature": float("nan")}])
 def test_so_is_a_sampling_that_makes_none(choice: Any) -> None:
     with pytest.raises(TierForceError, match="`temperature` must be"):
-        SamplingOptions(**choice)
+        Sampling(**choice)
 
 
 def test_messages_name_flags_on_the_command_line() -> None:

@@ -33,7 +33,7 @@ from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results, job_of
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
-from decoding.config.sampling_params import SamplingOptions
+from decoding.speculation.sampling import Sampling
 from support.commands import MODELS, STEADY, TARGET, Job, forked, refused, wait_for
 
 needs_ray = pytest.mark.skipif(
@@ -205,7 +205,7 @@ def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
         model=str(TARGET),
         device="cpu",
         settings=Settings(context=999_999),
-        sampling=SamplingOptions(),
+        sampling=Sampling(),
     )
     batch = {"place": np.array([4, 7]), "text": np.array(["one", "two"], dtype=object)}
     for weights, why in (
@@ -262,9 +262,7 @@ def test_a_guard_is_dismissed_whatever_ray_raises(
     monkeypatch.setitem(sys.modules, "ray.data", ray.data)  # type: ignore[attr-defined]
     monkeypatch.setattr("decoding.app.batch.cluster.ClusterGuard", Guard)
     monkeypatch.setattr("psutil.wait_procs", lambda *_, **__: ([], []))
-    common = Common(
-        model=str(TARGET), device="cpu", settings=Settings(), sampling=SamplingOptions()
-    )
+    common = Common(model=str(TARGET), device="cpu", settings=Settings(), sampling=Sampling())
     job = job_of(common, TARGET, "Summarise.")
     # it sets variables for Ray
     with patch.dict(os.environ), pytest.raises(KeyError, match="anything"):

@@ -10,13 +10,13 @@ import pytest
 
 from decoding.app.options import Common
 from decoding.app.terminal.messages import doubts
-from decoding.config.sampling_params import SamplingOptions
 from decoding.config.settings import Settings
+from decoding.speculation.sampling import Sampling
 from support.commands import DRAFT, MODELS, forked
 from support.engines import Pair
 from support.models import rope
 
-COMMON = Common(model="a", draft="b", settings=Settings(), sampling=SamplingOptions())
+COMMON = Common(model="a", draft="b", settings=Settings(), sampling=Sampling())
 
 
 class OtherTokenizer:
