@@ -44,6 +44,15 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def rank_file(folder: Path, rank: int, kind: str) -> Path:
+    """Return a file that says how far a rank is with its part of a prompt.
+
+    Kinds: `lock`, which it has locked as long as it writes; `json`, the checksums of what it has
+    written; `given-up`, where it will not write it.
+    """
+    return folder / f"rank-{rank}.{kind}"
+
+
 @contextmanager
 def locked(path: Path, limit_s: float = math.inf) -> Iterator[None]:
     """Hold a file's lock; the file is created if it is missing.

@@ -11,7 +11,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from decoding.prefix_cache.files import hold_lock, locked
+from decoding.prefix_cache.files import hold_lock, locked, rank_file
 from decoding.prefix_cache.store import (
     LEAST_TOKENS,
     MAX_TOKENS,
@@ -20,9 +20,8 @@ from decoding.prefix_cache.store import (
     PromptCache,
     digest_of_text,
     is_new,
-    rank_lock,
 )
-from decoding.prefix_cache.writer import Saving, files_of, is_written, saved, was_given_up
+from decoding.prefix_cache.writer import Saving, files_of, saved
 from offload.errors import DamagedError, TierForceError, one_line
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import LAST_ROWS, Prefill
@@ -40,16 +39,6 @@ class Identity:
     def of_text(self, config: ModelConfig, prompt: int, length: int) -> str:
         """Return that of a prompt in a text of `length` tokens, whose angles may depend on both."""
         return sha256(self.digest.encode() + config.angles(prompt, length)).hexdigest()
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """What rank 0 tells the others to load."""
-
-    folder: Path
-    tokens: int  # that are there
-    used: int  # of these
-    text: bytes  # digest of what its KV depends on
 
 
 class Keeper:
@@ -82,31 +71,32 @@ class Keeper:
         At least those are left that the prompt's followers see. Where a rank cannot read its part,
         none holds anything, and it is told; what is damaged is removed.
         """
-        stored, kept = None, None
+        found: tuple[KeptPrompt, int, bytes] | None = None
         if self.group.rank == 0:
-            kept, count = self._found(identity, prompt)
-            if kept is not None:
-                stored = _Stored(kept.folder, kept.manifest.tokens, count, kept.digest())
-        stored = self.group.broadcast(stored)
-        if stored is None:
+            best, count = self._found(identity, prompt)
+            if best is not None:
+                found = best, count, best.digest()
+        found = self.group.broadcast(found)
+        if found is None:
             return 0
+        kept, count, text = found
         trouble = None
         with self.group.together():
             try:
-                self._load(stored, cache)
+                self._load(kept, count, text, cache)
             except DamagedError as error:
                 trouble = str(error), True
             except OSError as error:
                 # what lacks a file is damaged, unless another process has removed all of it
-                is_missing = isinstance(error, FileNotFoundError) and stored.folder.exists()
+                is_missing = isinstance(error, FileNotFoundError) and kept.folder.exists()
                 is_damage = is_missing or error.errno == errno.EIO
                 trouble = error.strerror or one_line(error), is_damage
             if trouble is not None:
                 cache.link.drain()
         troubles = [each for each in self.group.gather(trouble) if each]
-        if kept is not None:
+        if self.group.rank == 0:
             self._used(kept, troubles)
-        cache.go_back(0 if troubles else stored.used)
+        cache.go_back(0 if troubles else count)
         return cache.length
 
     def save(
@@ -133,7 +123,7 @@ class Keeper:
         folder, text = begun
         if lock is None:
             with suppress(OSError):  # rank 0 will find no part of this one
-                lock = hold_lock(rank_lock(folder, group.rank))
+                lock = hold_lock(rank_file(folder, group.rank, "lock"))
         group.gather(None)  # rank 0 waits for the locks of all
         if lock is None:
             return None
@@ -169,12 +159,12 @@ class Keeper:
         count = min(count, len(prompt) - LAST_ROWS)
         return (kept, count) if count >= LEAST_TOKENS else (None, 0)
 
-    def _load(self, stored: _Stored, cache: TieredCache) -> None:
-        """Fill a cache on this rank. Raises DamagedError, OSError."""
+    def _load(self, kept: KeptPrompt, count: int, text: bytes, cache: TieredCache) -> None:
+        """Fill a cache on this rank with so many tokens. Raises DamagedError, OSError."""
         rank = self.group.rank
-        files = files_of(stored.folder, rank, cache.layout, stored.tokens, stored.text)
-        with Prefill(cache, stored.used) as way:
-            for layer, pieces in saved(stored.folder, rank, files, stored.used):
+        files = files_of(kept.folder, rank, cache.layout, kept.manifest.tokens, text)
+        with Prefill(cache, count) as way:
+            for layer, pieces in saved(kept.folder, rank, files, count):
                 way.fill(layer, pieces)
 
     def _used(self, kept: KeptPrompt, troubles: list[tuple[str, bool]]) -> None:
@@ -218,10 +208,11 @@ class Keeper:
         is_given_up = False
         try:
             for rank in ranks[1:]:
-                with locked(rank_lock(folder, rank)):
+                with locked(rank_file(folder, rank, "lock")):
                     pass  # it has written all that it will
-            is_given_up = saving.is_given_up or any(was_given_up(folder, rank) for rank in ranks)
-            missing = [rank for rank in ranks if not is_written(folder, rank)]
+            given_up = [rank_file(folder, rank, "given-up").exists() for rank in ranks]
+            is_given_up = saving.is_given_up or any(given_up)
+            missing = [rank for rank in ranks if not rank_file(folder, rank, "json").exists()]
             if missing:
                 trouble = trouble or f"rank {missing[0]} could not write its part"
             if trouble is None:

@@ -18,7 +18,14 @@ from secrets import token_hex
 import numpy as np
 import numpy.typing as npt
 
-from decoding.prefix_cache.files import hold_lock, is_locked, locked, sync_folder, write_synced
+from decoding.prefix_cache.files import (
+    hold_lock,
+    is_locked,
+    locked,
+    rank_file,
+    sync_folder,
+    write_synced,
+)
 from decoding.speculation.sequence import common_prefix
 from offload.errors import TierForceError
 from offload.regular_files import UnsuitableFileError, read_json, read_regular
@@ -180,7 +187,7 @@ class PromptCache:
                 )
             path = self.folder / f"{_WRITING}{token_hex(6)}"
             path.mkdir(mode=0o700)
-            return path, hold_lock(rank_lock(path, 0))
+            return path, hold_lock(rank_file(path, 0, "lock"))
 
     def add(self, written: Path, manifest: Manifest, prompt: Sequence[int]) -> None:
         """Let what was written be a prompt, in place of those that it goes on from.
@@ -272,11 +279,6 @@ class PromptCache:
                 self.warn(f"what was kept {name} is damaged: it is removed")
             except OSError as error:
                 self.warn(f"what was kept {name} is damaged, and stays: {error.strerror}")
-
-
-def rank_lock(folder: Path, rank: int) -> Path:
-    """Return the file that a rank has locked as long as it writes to a folder."""
-    return folder / f"rank-{rank}.lock"
 
 
 def is_new(tokens: int, known: int) -> bool:

@@ -15,7 +15,7 @@ from threading import Event, Thread, get_native_id
 
 from torch import Tensor
 
-from decoding.prefix_cache.files import write_synced
+from decoding.prefix_cache.files import rank_file, write_synced
 from offload.errors import DamagedError, one_line
 from offload.layout import KVLayout
 from offload.regular_files import UnsuitableFileError, read_json
@@ -84,12 +84,13 @@ class Saving:
             while self._layers:  # what is written is let go of
                 file, excerpt = self._layers.pop(0)
                 checksums.append(file.write(self._wanted(excerpt)))
-            write_synced(_checksums(self._folder, self._rank), json.dumps(checksums).encode())
+            path = rank_file(self._folder, self._rank, "json")
+            write_synced(path, json.dumps(checksums).encode())
             trouble = None
         except GivenUp as error:
             trouble = str(error)
             with suppress(OSError):  # before rank 0 asks
-                _given_up(self._folder, self._rank).touch()
+                rank_file(self._folder, self._rank, "given-up").touch()
         except Exception as error:  # whatever it is, the text goes on
             trouble = one_line(error)
         finally:
@@ -109,16 +110,6 @@ class Saving:
             return excerpt(head, start, end)
 
         return read
-
-
-def is_written(folder: Path, rank: int) -> bool:
-    """Return whether a rank has written its part."""
-    return _checksums(folder, rank).exists()
-
-
-def was_given_up(folder: Path, rank: int) -> bool:
-    """Return whether a rank has given up its part."""
-    return _given_up(folder, rank).exists()
 
 
 def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, text: bytes) -> list[KVFile]:
@@ -161,7 +152,7 @@ def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[li
     """Return a rank's checksums by layer. Raises DamagedError, OSError."""
     limit = _CHECKSUM_BYTES * sum(1 + file.pieces for file in files)
     try:
-        raw = read_json(_checksums(folder, rank), limit)
+        raw = read_json(rank_file(folder, rank, "json"), limit)
         checksums = [list(map(int, each)) for each in raw]
     except UnsuitableFileError as error:
         raise DamagedError(f"the checksums of rank {rank}: {error.strerror}") from error
@@ -170,11 +161,3 @@ def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[li
     if len(checksums) != len(files):
         raise DamagedError(f"the checksums of rank {rank} are of {len(checksums)} layers")
     return checksums
-
-
-def _given_up(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.given-up"
-
-
-def _checksums(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.json"
