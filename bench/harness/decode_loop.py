@@ -15,7 +15,7 @@ from decoding import Engine, Sampling, Settings
 from decoding.engine.session import Session
 from decoding.speculation.coroutines import drive
 from decoding.speculation.decoders import Decoder
-from decoding.speculation.draft_length import Lengths, RecordingLength, RoundStats, draft_lengths
+from decoding.speculation.draft_length import Lengths, RoundStats
 from decoding.speculation.randomness import chance_of
 from decoding.speculation.sequence import Text
 
@@ -62,20 +62,18 @@ class PrefilledText:
 
         `lengths` None: those of the settings.
         """
-        session, rounds = self.session, list[RoundStats]()
+        session = self.session
         for level, state in zip(session.levels, self._start, strict=True):
             level.cache.restore(state)
         before = session.target.traffic.link_in
-        outer, *inner = lengths or draft_lengths(session.runtime.settings)
-        recorded = (RecordingLength(outer, rounds), *inner)
-        decoder, seconds = decode_loop(session, self.first, sampling, recorded, limit)
+        decoder, seconds = decode_loop(session, self.first, sampling, lengths, limit)
         return Run(
             seconds,
             decoder.stats.produced,
             decoder.stats.tokens_per_pass,
             decoder.stats.acceptance_rate,
             session.target.traffic.link_in - before,
-            rounds,
+            decoder.rounds,
         )
 
 

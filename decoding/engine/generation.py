@@ -12,7 +12,7 @@ from decoding.engine.session import Session
 from decoding.engine.stats import Stats
 from decoding.speculation.coroutines import Passes
 from decoding.speculation.decoders import Decoder
-from decoding.speculation.draft_length import Lengths, RecordingLength, draft_lengths
+from decoding.speculation.draft_length import Lengths, draft_lengths
 from decoding.speculation.randomness import chance_of
 from decoding.speculation.rejection_sampler import read
 from decoding.speculation.sequence import Text
@@ -61,9 +61,9 @@ class Writing:
         if request.observe:
             request.observe(logits)
         text = Text([*session.prompt.tolist(), *new])
-        outer, *inner = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
-        recorded = (RecordingLength(outer, stats.rounds), *inner)
-        self.decoder = session.decoder(text, sampling, chance, recorded, clock)
+        own = lengths.setdefault(runtime.mode, draft_lengths(runtime.settings))
+        self.decoder = session.decoder(text, sampling, chance, own, clock)
+        stats.rounds = self.decoder.rounds
         self.decoder.observe = request.observe
         stats.watch(session, self.decoder)
         stats.first_token_s = time.perf_counter() - self._started

@@ -94,6 +94,7 @@ class Decoder(Proposer):
         self.sampling, self.chance = sampling, chance
         # told of the logits (n, V) of the n tokens that each of its passes makes
         self.observe: Callable[[Tensor], None] | None = None
+        self.rounds: list[RoundStats] = []  # of a level that verifies
 
     @abstractmethod
     def round(self, limit: int) -> Passes[list[int]]:
@@ -220,15 +221,10 @@ class Speculative(Decoder):
         accepted, following = self.chance.verify(draft, laws, len(self.text) + known)
         if self.observe:
             self.observe(logits[: accepted + 1])
-        self.length.record(
-            RoundStats(
-                len(draft.tokens),
-                accepted,
-                len(rows),
-                drafted - started,
-                self.clock() - drafted,
-            )
-        )
+        draft_s, verify_s = drafted - started, self.clock() - drafted
+        past = RoundStats(len(draft.tokens), accepted, len(rows), draft_s, verify_s)
+        self.rounds.append(past)
+        self.length.record(past)
         self.cache.advance(len(pending) + accepted)
         self.stats.passes += 1
         self.stats.proposed += len(draft.tokens)

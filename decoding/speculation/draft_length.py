@@ -76,23 +76,6 @@ class DraftLength(ABC):
         """Learn from a round that is over."""
 
 
-class RecordingLength(DraftLength):
-    """A length that keeps the rounds of another."""
-
-    def __init__(self, length: DraftLength, rounds: list[RoundStats]):
-        self.length, self.rounds = length, rounds
-
-    def begin(self, start: int) -> None:
-        self.length.begin(start)
-
-    def next(self) -> int:
-        return self.length.next()
-
-    def record(self, past: RoundStats) -> None:
-        self.rounds.append(past)
-        self.length.record(past)
-
-
 class Fixed(DraftLength):
     """A length that is always the same."""
 
