@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DTYPES = tuple(_ITEM_BYTES)  # in which models are run
+NO_FLOAT16 = "float16 is not supported on a CPU: use `dtype` float32, or bfloat16."
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ and its output law is what it would be with any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_high
 
 from decoding.config.defaults import (
     CODE_SHARE,
@@ -71,11 +72,11 @@ class ObservedCosts:
         past.tested = KEPT_OF_TEXT * past.tested + tested
         past.rejected = KEPT_OF_TEXT * past.rejected + rejected
         past.usual = KEPT_OF_TEXT * past.usual + tested * rejections(needs, plan)
-        past.drafted_s = _median(each.draft_s / each.drafted for each in drafted)
+        past.drafted_s = median_high(each.draft_s / each.drafted for each in drafted)
         past.read = _read_below(needs, plan, prompt)
         self._verifications.pop(needs.mode, None)
         self._verifications[needs.mode] = Verification(
-            _median(each.verify_s for each in drafted), self._over_link_s(needs, plan, prompt)
+            median_high(each.verify_s for each in drafted), self._over_link_s(needs, plan, prompt)
         )
         return True
 
@@ -149,8 +150,3 @@ def _read_below(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
         tokens = needs.near_tokens(plan, prompt, CODE_SHARE)
     weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
     return weights + needs.layout.bytes(round(tokens))
-
-
-def _median(values: Iterable[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]

@@ -12,7 +12,7 @@ from decoding.probe import rates
 from decoding.probe.advice import warning_of_sums, warnings
 from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
-from offload.dtypes import dtype_name
+from offload.dtypes import NO_FLOAT16, dtype_name
 from offload.errors import TierForceError, one_line
 from offload.memory.bandwidth import Copies
 from offload.memory.link_spec import make_link
@@ -37,9 +37,7 @@ def profile(
     cuda = group.device.type == "cuda"
     with group.together():
         if not cuda and dtype == torch.float16:
-            raise TierForceError(
-                "float16 is not supported on a CPU: use `dtype` float32, or bfloat16."
-            )
+            raise TierForceError(NO_FLOAT16)
         config = ModelConfig.find(model) if model is not None else usual_dimensions(group.device)
     numbers: dict[str, float] = {
         "gpus": group.size,

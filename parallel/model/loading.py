@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch.nn import Parameter
 
-from offload.dtypes import DTYPES, dtype_of
+from offload.dtypes import DTYPES, NO_FLOAT16, dtype_of
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import parameter_count
@@ -84,9 +84,7 @@ def choose_dtype(
     dtype = checkpoint.dtype if name is None else dtype_of(name)
     if dtype == torch.float16 and device.type == "cpu":
         if wanted != "auto":
-            raise TierForceError(
-                "float16 is not supported on a CPU: use `dtype` float32, or bfloat16."
-            )
+            raise TierForceError(NO_FLOAT16)
         return torch.float32
     return dtype
 
