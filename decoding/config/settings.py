@@ -76,9 +76,9 @@ class Settings:
         at_least=1,
     )
     chunk_size: int = option(
-        "Tokens that are selected together.",
+        "Tokens that the retrieval cache selects together.",
         value=8,
-        group=PYTHON,
+        group=SPECULATION,
         unit="tokens",
         at_least=1,
     )
