@@ -131,6 +131,7 @@ COMMON = {
         "--mode",
         "--context",
         "--rope",
+        "--chunk-size",
         "--budget",
         "--draft-length",
         "--packed",
