@@ -5,15 +5,21 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format clean
 
 demo: .venv/ready
 	$(BIN)/python -m demo.run
 
 # one thread a process: two workers, and what they start, share the cores. Bytecode is kept, where
 # the environment says otherwise too: many processes are started
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=10
+
 test: .venv/ready
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+	$(PYTEST) --dist loadfile -m "not slow"
+
+# what takes long: kills, soaks, long texts, kernels compiled and interpreted at length
+test-slow: .venv/ready
+	$(PYTEST) --dist loadfile -m slow
 
 lint: .venv/ready
 	$(BIN)/ruff check .
