@@ -1,10 +1,12 @@
 """Compile the fused kernels for GPUs that need not be there: run as a module, without a device.
 
-Triton's interpreter takes what its compiler refuses.
+Triton's interpreter takes what its compiler refuses. Whether `all` shapes are compiled, for all
+generations, or just the `first` for one, the argument says.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -76,9 +78,9 @@ def compiled(
     return made
 
 
-def codes(generation: int) -> None:
+def codes(generation: int, shapes: int | None) -> None:
     """Compile attention to codes: two programs fit a processor up to head dimension 128."""
-    for element, rows, columns in BLOCKS[generation]:
+    for element, rows, columns in BLOCKS[generation][:shapes]:
         sizes = SIZES | SLICED[element] | {"ROWS": rows, "DIM": columns}
         ahead = slice_kernels.stages(rows, columns)
         made = compiled(slice_kernels._attend, element, generation, sizes, num_stages=ahead)
@@ -86,9 +88,9 @@ def codes(generation: int) -> None:
             assert 2 * (made.metadata.shared + RESERVED) <= PROCESSOR, (rows, columns)
 
 
-def steady(generation: int) -> None:
+def steady(generation: int, shapes: int | None) -> None:
     """Compile the kernels for steady attention in shapes in which they are launched."""
-    for element, dim, groups in STEADY[generation]:
+    for element, dim, groups in STEADY[generation][:shapes]:
         columns = triton.next_power_of_2(dim)
         rows = steady_kernels.program_rows(groups, columns, ELEMENTS[element])
         sizes = {"GROUPS": groups, "WIDTH": WIDTH, "SPAN": KEYS, "ROWS": rows, "DIM": dim}
@@ -99,9 +101,11 @@ def steady(generation: int) -> None:
 
 
 if __name__ == "__main__":
-    for generation in GENERATIONS:
+    extents: dict[str, Any] = {"first": ([89], 1), "all": (GENERATIONS, None)}
+    generations, shapes = extents[sys.argv[1]]
+    for generation in generations:
         element = "fp16" if generation == 80 else "bf16"
         compiled(slice_kernels._join, element, generation, SIZES | SLICED[element])
-        codes(generation)
-        steady(generation)
+        codes(generation, shapes)
+        steady(generation, shapes)
     print("compiled")

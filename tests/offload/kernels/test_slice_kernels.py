@@ -26,10 +26,13 @@ from offload.tiered.cache import TieredCache
 from offload.traffic import Traffic
 from support.driving import LAYOUT, forward, prefill, text, tiered
 from support.interpreter import interpreted
+from support.slow import slow_except
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
-every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize(
+    "dtype", slow_except([torch.bfloat16, torch.float16]), ids=str
+)
 
 
 @pytest.fixture
@@ -92,7 +95,7 @@ def test_attention_to_codes_is_that_to_what_they_stand_for(
 
 
 @every_dtype
-@pytest.mark.parametrize("link", ["view", "emulated"], indirect=True)
+@pytest.mark.parametrize("link", slow_except(["view", "emulated"], 1), indirect=True)
 @pytest.mark.parametrize(("layers", "packed"), [(3, False), (1, True)])
 def test_layers_say_the_same_with_them(
     link: Link,
@@ -125,16 +128,17 @@ def test_layers_say_the_same_with_them(
         torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)
 
 
-def test_they_compile_for_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shapes", slow_except(["first", "all"]))
+def test_they_compile_for_gpus(shapes: str, tmp_path: Path) -> None:
     folders = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": folders}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "support.compiled"]
+    command = [sys.executable, "-m", "support.compiled", shapes]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "compiled\n", done.stderr
 
 
-@pytest.mark.parametrize("groups", [1, 3, 4, 7, 16])
+@pytest.mark.parametrize("groups", slow_except([1, 3, 4, 7, 16], 1))
 def test_a_trial_compiles_all_that_a_model_launches(
     groups: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,24 +160,24 @@ def test_a_trial_compiles_all_that_a_model_launches(
     assert max(blocks for *_, blocks in launched) == 2
 
 
+@pytest.mark.parametrize("dim", slow_except([64, 80, 128], 1))
 def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+    dim: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fused_kernels("cpu", torch.bfloat16, 64, 1) == (None, "there are none for cpu")
     _, why = fused_kernels("cuda", torch.float32, 64, 1)
     assert why == "elements of torch.float32 are not cut into slices"
     device = torch.device("cpu")
-    for dim in (64, 80, 128):
-        fused._try(kernels, device, torch.bfloat16, dim, 2)
-        fused._try(kernels, device, torch.float16, dim, 2)
+    fused._try(kernels, device, torch.bfloat16, dim, 2)
+    fused._try(kernels, device, torch.float16, dim, 2)
     monkeypatch.setattr(kernels, "join", lambda *_: None)
     with pytest.raises(RuntimeError, match="are joined wrongly"):
-        fused._try(kernels, device, torch.bfloat16, 64, 2)
+        fused._try(kernels, device, torch.bfloat16, dim, 2)
     monkeypatch.undo()
     attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *each: (attend(*each)[0] + 0.1, None))
     with pytest.raises(RuntimeError, match=r"codes of torch\.float16 is off by 0\.1"):
-        fused._try(kernels, device, torch.float16, 64, 2)
+        fused._try(kernels, device, torch.float16, dim, 2)
 
 
 @pytest.mark.parametrize(
