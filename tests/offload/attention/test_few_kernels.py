@@ -8,9 +8,12 @@ import sys
 
 import pytest
 
+from support.slow import slow_except
+
 CODE = """
 import ctypes
 from decoding.app.environment import set_defaults
+from support.slow import slow_except
 set_defaults()
 import torch
 
@@ -50,7 +53,7 @@ def test_a_kernel_of_long_ago_is_made_again() -> None:
     assert grown < 2_000_000
 
 
-@pytest.mark.parametrize("whose", [ONEDNN, TORCH])
+@pytest.mark.parametrize("whose", slow_except([ONEDNN, TORCH]))
 def test_what_the_user_says_of_it_holds(whose: str) -> None:
     made, grown = run({whose: "1024"})
     assert made == (300 if whose == ONEDNN else 301)

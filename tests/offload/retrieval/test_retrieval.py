@@ -33,6 +33,7 @@ from support.driving import (
 )
 from support.links import make_test_link
 from support.reference import RetrievalByHand, random_rotary
+from support.slow import slow_except
 
 ROTARY = random_rotary(LAYOUT, CAPACITY)
 DRAFT = 6
@@ -59,7 +60,7 @@ def started(
 
 
 @both_stores
-@pytest.mark.parametrize(("link", "resident"), PLACES, indirect=["link"])
+@pytest.mark.parametrize(("link", "resident"), slow_except(PLACES, 2), indirect=["link"])
 @sizes
 @every_policy
 def test_every_pass_is_what_brute_force_gives(

@@ -16,12 +16,14 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import NearCache
 from support.driving import LAYOUT, forward, prefill, text, tiered
 from support.links import make_test_link
+from support.slow import slow_except
 
 LAYOUT_16 = replace(LAYOUT, dtype=torch.bfloat16)
 SHAPE = RetrievalShape(
     budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200
 )
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+LINKS = ["view", "emulated", "delaying"]
+every_link = pytest.mark.parametrize("link", LINKS, indirect=True)
 
 
 def target_of(link: Link, sliced: int) -> TieredCache:
@@ -52,7 +54,7 @@ def near_of(target: TieredCache, quantised: bool = False) -> NearCache:
     return NearCache(target, retrieval)
 
 
-@every_link
+@pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("sliced", [3, 1, 0])
 def test_what_is_drafted_changes_nothing_of_the_target(

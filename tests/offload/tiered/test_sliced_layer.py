@@ -15,9 +15,12 @@ from offload.tiered.prefill import Prefill
 from offload.traffic import Traffic
 from support.driving import CAPACITY, LAYOUT, QKV, SHAPE, forward, prefill, text, tiered
 from support.reference import PlainCache
+from support.slow import slow_except
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
-every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize(
+    "dtype", slow_except([torch.bfloat16, torch.float16]), ids=str
+)
 COPYING = pytest.mark.parametrize("link", ["emulated", "delaying"], indirect=True)
 # sliced layers of the three far ones, whether the others are packed, and heads of a chunk
 PLACES = [(0, True, 1), (1, False, 2), (2, True, 3), (3, False, 1), (3, False, 2)]

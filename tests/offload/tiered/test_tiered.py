@@ -32,6 +32,7 @@ from support.driving import (
     tiered,
 )
 from support.links import DelayingLink, make_test_link
+from support.slow import slow_except
 
 LAYERS = LAYOUT.layers
 every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
@@ -63,7 +64,7 @@ def on_host(cache: TieredCache) -> Tensor:
 
 @every_link
 @every_split
-@pytest.mark.parametrize("slot_heads", [1, 2, 3])
+@pytest.mark.parametrize("slot_heads", slow_except([1, 2, 3], 1))
 def test_outputs_do_not_depend_on_the_tiers(link: Link, resident: int, slot_heads: int) -> None:
     cache, want = tiered(link, resident, slot_heads=slot_heads), plain()
     prompt = text(50)
