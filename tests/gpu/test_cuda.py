@@ -41,11 +41,12 @@ from support.batches import alone, tokens, written
 from support.engines import DEMO
 from support.ranks import run_ranks
 from support.recording import count_replays
+from support.slow import slow_except
 from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
 # far more than the retrieval budget, and enough for a few rounds
-PROMPT, NEW = prompt("argparse")[:300], 10
+PROMPT, NEW = prompt("argparse")[:300], 7
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
@@ -91,7 +92,7 @@ def wanted() -> list[int]:
 
 
 # with two layers the tests of recordings, of waits and of failures tell
-@pytest.mark.parametrize("resident", [0, 6])
+@pytest.mark.parametrize("resident", slow_except([0, 6]))
 @pytest.mark.parametrize("mode", ["plain", "hierarchical"])
 def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int]) -> None:
     assert text(Group(device=torch.device("cuda", 0)), mode, resident_layers=resident) == wanted
@@ -108,12 +109,12 @@ def test_identical_texts_are_those_of_plain_decoding() -> None:
     found = []
     for way in ways:
         engine = opened(group, identical=True, dtype="bfloat16", **way)
-        found.append(list(engine.generate(PROMPT, NEW, Sampling(0.8, top_p=1, seed=2))))
+        found.append(list(engine.generate(PROMPT[:200], NEW, Sampling(0.8, top_p=1, seed=2))))
         engine.close()
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize(("mode", "resident"), [("retrieval", 6), ("hierarchical", 2)])
+@pytest.mark.parametrize(("mode", "resident"), slow_except([("retrieval", 6), ("hierarchical", 2)]))
 def test_texts_at_once_write_what_each_writes_alone(
     mode: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def test_texts_at_once_write_what_each_writes_alone(
     group = Group(device=torch.device("cuda", 0))
     engine = opened(group, mode, resident_layers=resident, draft_length=5)
     assert engine.runtime.settings.graphs
-    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((290, 16), (130, 26))]
+    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((200, 8), (130, 16))]
     want = alone(engine, asked)
     replays = count_replays(monkeypatch)
     texts = written(engine, asked, 2)
@@ -135,7 +136,8 @@ def test_texts_at_once_write_what_each_writes_alone(
 
 
 @pytest.mark.parametrize(
-    ("mode", "int8"), [("retrieval", False), ("retrieval", True), ("hierarchical", True)]
+    ("mode", "int8"),
+    slow_except([("retrieval", False), ("retrieval", True), ("hierarchical", True)], 2),
 )
 def test_recorded_passes_write_the_same(
     mode: str, int8: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch
@@ -165,7 +167,8 @@ def test_recorded_passes_write_the_same(
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("hierarchical", "float32"), ("sliced-retrieval", "bfloat16")]
+    ("mode", "dtype"),
+    slow_except([("hierarchical", "float32"), ("sliced-retrieval", "bfloat16")], 1),
 )
 def test_a_conversation_goes_on_over_tiers_and_recordings(
     mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
@@ -195,9 +198,16 @@ def test_a_conversation_goes_on_over_tiers_and_recordings(
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("hierarchical", "float32"), ("sliced-retrieval", "bfloat16")]
+    ("mode", "dtype", "resident"),
+    slow_except(
+        [
+            *(("hierarchical", "float32", resident) for resident in (0, 2, 6)),
+            *(("sliced-retrieval", "bfloat16", resident) for resident in (0, 2, 6)),
+        ],
+        1,
+        3,
+    ),
 )
-@pytest.mark.parametrize("resident", [0, 2, 6])
 def test_what_is_kept_is_what_was_computed(
     mode: str,
     dtype: str,
@@ -330,7 +340,8 @@ def leaving(close: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "resident"), [*((mode, 2) for mode in MODES), ("hierarchical", 6)]
+    ("mode", "resident"),
+    slow_except([*((mode, 2) for mode in MODES), ("hierarchical", 6)], 0, 1, 3),
 )
 def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
     mode: str, resident: int, wanted: list[int], gpu: Machine | None
@@ -356,7 +367,7 @@ def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
     engine.close()
 
 
-@pytest.mark.parametrize("sliced", [None, 2])
+@pytest.mark.parametrize("sliced", slow_except([None, 2], 1))
 def test_slices_are_cut_and_joined_on_a_gpu(sliced: int | None) -> None:
     """What is drafted against codes stands nearly always; each byte comes once a verification."""
     group = Group(device=torch.device("cuda", 0))
@@ -427,7 +438,8 @@ def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any
     return once
 
 
-@pytest.mark.parametrize("layer", [4, 40])  # in prefill, and in a pass that streams
+# in prefill, and in a pass that streams
+@pytest.mark.parametrize("layer", slow_except([4, 30], 1))
 def test_a_text_given_up_leaves_no_copy_and_no_memory(
     layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None
 ) -> None:
@@ -449,7 +461,7 @@ def test_a_text_given_up_leaves_no_copy_and_no_memory(
     engine.close()
 
 
-@pytest.mark.parametrize("layer", [4, 40])
+@pytest.mark.parametrize("layer", slow_except([4, 30]))
 def test_a_gpu_that_is_full_fails_one_text(
     layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]
 ) -> None:
@@ -486,7 +498,7 @@ def on_shared_gpu(mode: str) -> list[int]:
     return text(group, mode, resident_layers=1)
 
 
-@pytest.mark.parametrize("mode", ["plain", "hierarchical"])
+@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
 def test_two_gpus(mode: str, wanted: list[int]) -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("one GPU here")
