@@ -31,7 +31,6 @@ from offload.tiered.kv_file import KVFile
 from offload.tiered.prefill import LAST_ROWS
 from parallel.config.model_config import ModelConfig
 from parallel.ranks.process_group import Group
-from support.batches import MODES
 from support.engines import IDENTITY, Folders, Pair
 from support.keeping import (
     NEW,
@@ -40,15 +39,16 @@ from support.keeping import (
     QUESTIONS,
     SAMPLED,
     SMALL,
+    WAYS,
     answers,
     prompts_in,
     told,
 )
 from support.models import random_tokens
+from support.slow import slow_except
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("link", "resident"), PLACES)
+@pytest.mark.parametrize(("mode", "link", "resident"), WAYS)
 def test_answers_are_those_behind_what_was_read(
     mode: str, link: str, resident: int, models: Pair, kept: str
 ) -> None:
@@ -134,7 +134,7 @@ def damaged(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "checksums of less", lambda: (folder / "rank-0.json").write_text("[[1, 2]]") and None
 
 
-@pytest.mark.parametrize("link", ["view", "emulated:50"])
+@pytest.mark.parametrize("link", slow_except(["view", "emulated:50"], 1))
 @pytest.mark.parametrize("which", range(6))
 def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept: str) -> None:
     choices = {**SMALL, "link": link, "resident_layers": 1, "keep": kept}

@@ -26,6 +26,7 @@ from support.engines import IDENTITY, Pair
 from support.irregular import IRREGULAR
 from support.keeping import NEW, PROMPT, SMALL, prompts_in, told
 from support.models import random_tokens
+from support.slow import slow_except
 
 OTHER = random_tokens(len(PROMPT), seed=2).tolist()
 
@@ -105,7 +106,7 @@ def test_what_is_said_of_an_entry_does_not_make_another_models_kv_this_ones(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", TOKENS, CHECKSUMS, "rank-0-layer-1.kv"])
-@pytest.mark.parametrize("kind", IRREGULAR)
+@pytest.mark.parametrize("kind", slow_except(IRREGULAR, 1))
 def test_what_is_no_file_is_damage(kind: str, name: str, models: Pair, kept: str) -> None:
     (wanted,) = written(kept, models, PROMPT)
     (prompt,) = prompts_in(kept)
@@ -146,7 +147,7 @@ def test_a_manifest_that_was_edited_is_damage(
 
 
 @pytest.mark.parametrize("name", ["manifest.json", TOKENS, CHECKSUMS, "rank-0-layer-1.kv"])
-@pytest.mark.parametrize("size", [0, 3, 1 << 40])
+@pytest.mark.parametrize("size", slow_except([0, 3, 1 << 40], 1))
 def test_files_of_any_size_are_damage(size: int, name: str, models: Pair, kept: str) -> None:
     (wanted,) = written(kept, models, PROMPT)
     (prompt,) = prompts_in(kept)
