@@ -64,6 +64,12 @@ def test_bytes_a_second_are_of_a_memorys_magnitude(rates: dict[str, float], name
     assert 1e7 < rates[name] < 1e13
 
 
+def test_a_retrieval_cache_in_8_bits_is_not_measured_in_32_bits(rates: dict[str, float]) -> None:
+    assert "score_rate" in rates
+    assert "int8_rate" not in rates
+
+
+@pytest.mark.slow
 def test_a_retrieval_cache_in_8_bits_is_measured_where_there_is_one() -> None:
     torch.set_num_threads(1)
     in_16 = _Kernels(TARGET, torch.device("cpu"), torch.bfloat16).retrieval_rates()

@@ -88,6 +88,7 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "cannot be written" in refused(done)
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_the_numbers() -> None:
     first, second = run_ranks(2, on_a_rank)
     for found in (first, second):
