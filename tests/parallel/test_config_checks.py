@@ -20,6 +20,7 @@ from parallel.errors import ConfigError
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group
 from support.models import DIMENSIONS
+from support.slow import slow_except
 
 NEEDED: dict[str, Any] = {
     **DIMENSIONS,
@@ -96,7 +97,9 @@ def is_internal(text: str) -> bool:
     return any(each in text for each in (*words, "index out of"))
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "smollm3", "qwen3_moe", "granite"])
+@pytest.mark.parametrize(
+    "family", slow_except(["llama", "phi3", "smollm3", "qwen3_moe", "granite"], 3)
+)
 def test_any_value_of_any_field(family: str, tmp_path: Path) -> None:
     for name in FIELDS:
         for value in ANYTHING:
@@ -104,7 +107,9 @@ def test_any_value_of_any_field(family: str, tmp_path: Path) -> None:
             assert said is None or not is_internal(said), (name, value, said)
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3", "longrope"])
+@pytest.mark.parametrize(
+    "kind", slow_except(["linear", "dynamic", "yarn", "llama3", "longrope"], 2, 4)
+)
 def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
     parameters: dict[str, Any] = {"rope_type": kind, "factor": 4.0}
     names = INSIDE_YARN if kind == "yarn" else INSIDE

@@ -38,6 +38,7 @@ from support.recording import (
     streaming,
     wrong,
 )
+from support.slow import slow_except
 from support.texts import prompt
 
 
@@ -71,7 +72,7 @@ def test_a_recording_is_compared_before_it_is_trusted(
     record: Any, why: str | None, draft: Llama
 ) -> None:
     runner = GraphRunner(True, Scripted(record), USES)
-    compared(runner, draft, 40)
+    compared(runner, draft, 24)
     counts = runner.counts
     assert (counts["replayed"], counts["refused"]) == ((2, 0) if why is None else (0, 2))
     assert counts["seconds"] > 0
@@ -181,10 +182,13 @@ def demo() -> Pair:
 
 @pytest.mark.parametrize(
     ("mode", "budget"),
-    [
-        ("speculative", 300),  # which has no budget to spend
-        *product(("retrieval", "hierarchical"), (300, 4096)),
-    ],
+    slow_except(
+        [
+            ("speculative", 300),  # which has no budget to spend
+            *product(("retrieval", "hierarchical"), (300, 4096)),
+        ],
+        3,
+    ),
 )
 def test_every_level_proposes_the_same(
     mode: str, budget: int, demo: Pair, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +222,7 @@ def test_every_level_proposes_the_same(
 
 
 # two ranks take turns: behind less, and for fewer tokens
-SHORT, FEW = 600, 24
+SHORT, FEW = 400, 16
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +272,7 @@ FAILURES = [(0, impossible), (1, impossible), (1, not_a_number)]
 def failing_on_one(group: Group, fails: int, record: Callable[[Made], Made]) -> dict[str, Any]:
     model = load_model(DEMO / "draft", group, "float32")
     runner = GraphRunner(True, Scripted(record if group.rank == fails else faithful), USES)
-    compared(runner, model, 30)
+    compared(runner, model, 20)
     return runner.counts
 
 
@@ -276,7 +280,7 @@ def broken_on_one(group: Group, breaks: int) -> tuple[int, dict[str, Any]]:
     recorder = Scripted(faithful)
     recorder.broken = "a capture before this one" if group.rank == breaks else None
     runner = GraphRunner(True, recorder, USES)
-    compared(runner, load_model(DEMO / "draft", group, "float32"), 20)
+    compared(runner, load_model(DEMO / "draft", group, "float32"), 14)
     return recorder.made, runner.counts
 
 

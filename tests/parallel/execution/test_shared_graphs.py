@@ -34,6 +34,7 @@ from support.recording import (
     impossible,
     streaming,
 )
+from support.slow import slow_except
 
 TEXTS = 3
 
@@ -172,7 +173,7 @@ def test_a_pass_of_many_tokens_in_all_goes_as_it_is(draft: Llama) -> None:
     assert recorder.made == 1
 
 
-SIZES = [(60, 24), (33, 40), (90, 32), (41, 24)]  # so one is left alone, and one comes later
+SIZES = [(60, 12), (33, 20), (90, 16), (41, 12)]  # so one is left alone, and one comes later
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,8 @@ def demo() -> Pair:
 
 
 @pytest.mark.parametrize(
-    ("mode", "resident"), [("retrieval", 1), ("speculative", None), ("hierarchical", 1)]
+    ("mode", "resident"),
+    slow_except([("retrieval", 1), ("speculative", None), ("hierarchical", 1)], 0, 2),
 )
 def test_texts_at_once_are_those_alone(
     mode: str, resident: int | None, demo: Pair, monkeypatch: pytest.MonkeyPatch

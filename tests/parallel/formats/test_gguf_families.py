@@ -27,6 +27,7 @@ from support.engines import DEMO
 from support.gguf import Kind, convert
 from support.gguf_bytes import ABSENT, rewrite_header
 from support.models import rope
+from support.slow import slow_except
 
 HUGE = 2**63
 ANYTHING = (0, 1, 3, HUGE, -1, True, 0.5, 1e300, math.nan, math.inf, "", "text", [], [1], ["a"])
@@ -90,10 +91,11 @@ def test_heads_that_do_not_divide(whole: Path, tmp_path: Path) -> None:
     assert "does not divide into attention.head_count = 7, and no attention.key_length" in text
 
 
-def test_no_metadata_raise_anything_else(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", slow_except([0, 1, 2]))
+def test_no_metadata_raise_anything_else(part: int, whole: Path, tmp_path: Path) -> None:
     """Each key with each of many values: a line, or a model."""
     path, lines = tmp_path / "model.gguf", set()
-    for key in read_header(whole).metadata:
+    for key in list(read_header(whole).metadata)[part::3]:
         for value in (*ANYTHING, ABSENT):
             rewrite_header(whole, path, {key: value})
             try:
@@ -101,7 +103,7 @@ def test_no_metadata_raise_anything_else(whole: Path, tmp_path: Path) -> None:
                 load_tokenizer(path)("Some text.")
             except TierForceError as error:
                 lines.add(str(error))
-    assert len(lines) > 100
+    assert len(lines) > 33
     assert all(line.isprintable() and len(line) < 500 for line in lines)
     internal = ("object is not", "Error", "not supported between", "unhashable", "zero")
     assert not [line for line in lines if any(words in line for words in internal)]

@@ -21,7 +21,7 @@ from parallel.ranks.process_group import Group
 from parallel.ranks.watchdog import Watchdog
 from support.ranks import free_port, run_ranks
 
-SILENT_S = 1.2
+SILENT_S = 0.8
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -82,7 +82,7 @@ def test_the_lowest_rank_that_runs_names_the_one_that_does_not(
             if rank != silent:
                 dog.start()
     wait_for(lambda: all(ranks.said for ranks, _, _ in cases))
-    time.sleep(3 * SILENT_S)  # it is said once
+    time.sleep(2 * SILENT_S)  # it is said once
     for ranks, silent, speaker in cases:
         [(who, line)] = ranks.said
         assert who == speaker
@@ -112,12 +112,12 @@ def test_rank_0_may_keep_the_others_waiting_and_any_may_leave(ranks: Ranks) -> N
         dog.start()
     for dog in ranks.dogs[1:]:
         dog.arrive()
-    time.sleep(3 * SILENT_S)
+    time.sleep(2 * SILENT_S)
     ranks.dogs[1].stop()
     ranks.dogs[2].leave()
     ranks.dogs[0].arrive()
     ranks.dogs[2].arrive()
-    time.sleep(3 * SILENT_S)
+    time.sleep(2 * SILENT_S)
     assert ranks.said == []
 
 
@@ -144,6 +144,7 @@ def stand_still() -> list[str]:
     return said.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_is_named_and_its_job_goes_on() -> None:
     first, second = run_ranks(2, stand_still)
     assert len(first) == 2, first
