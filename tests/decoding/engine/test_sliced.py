@@ -21,6 +21,7 @@ from offload.tiered.prefill import Prefill
 from parallel.ranks.process_group import Group
 from support.engines import DEMO
 from support.ranks import run_ranks
+from support.slow import slow_except
 from support.texts import prompt
 
 MODES = ["sliced", "sliced-retrieval", "sliced-speculative", "sliced-hierarchical"]
@@ -49,12 +50,12 @@ def opened(mode: str, group: Group | None = None, **choices: Any) -> Engine:
 
 
 def test_logits_are_bit_for_bit_those_without_slices() -> None:
-    """Over 2,000 tokens of passes of several widths, of which any number stands."""
+    """Over 500 tokens of passes of several widths, of which any number stands."""
     rng = random.Random(0)
     engine = opened("sliced", link="view")
-    runtime, tokens = engine.runtime, torch.tensor((3 * prompt("argparse"))[:2800])
-    session = Session(runtime, tokens[:600].tolist(), 2400)
-    shape = replace(runtime.needs.tiers(600, 2400), packed=False).placed(1)
+    runtime, tokens = engine.runtime, torch.tensor(prompt("argparse"))
+    session = Session(runtime, tokens[:300].tolist(), 700)
+    shape = replace(runtime.needs.tiers(300, 700), packed=False).placed(1)
     shapes = [shape, shape.placed(1, 0, 5), replace(shape, packed=True).placed(1, 0, 2)]
     caches = [
         TieredCache(
@@ -64,9 +65,9 @@ def test_logits_are_bit_for_bit_those_without_slices() -> None:
     ]
     with torch.inference_mode():
         for cache in caches:
-            with Prefill(cache, 600) as reading:
-                runtime.target.prefill(tokens[:600], reading, 256)
-        while caches[0].length + 65 < 2700:
+            with Prefill(cache, 300) as reading:
+                runtime.target.prefill(tokens[:300], reading, 256)
+        while caches[0].length + 65 < 900:
             rows, start = rng.choice((1, 7, 33, 65, 65)), caches[0].length
             part = tokens[start : start + rows]
             without, *found = (runtime.target(part, cache, rows) for cache in caches)
@@ -79,8 +80,8 @@ def test_logits_are_bit_for_bit_those_without_slices() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sliced", [None, 2])
+@pytest.mark.parametrize("mode", slow_except(MODES, 1, -1))
+@pytest.mark.parametrize("sliced", slow_except([None, 2]))
 def test_what_codes_say_stands_nearly_always(mode: str, sliced: int | None) -> None:
     engine = opened(mode, sliced_layers=sliced)
     assert len(list(engine.generate(TEXT, NEW, GREEDY))) == NEW
@@ -165,7 +166,7 @@ def test_layers_that_are_not_there_get_no_codes() -> None:
         Settings(mode="hierarchical", sliced_layers=3)
 
 
-@pytest.mark.parametrize("sliced", [5, 2])
+@pytest.mark.parametrize("sliced", slow_except([5, 2], 1))
 def test_a_text_is_gone_through_twice_alike(sliced: int) -> None:
     """Codes, outliers and the retrieval cache of layers without codes come back with the rest."""
     engine = opened("sliced", sliced_layers=sliced, draft_length=5)
