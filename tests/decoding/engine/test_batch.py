@@ -28,6 +28,7 @@ from support.batches import MODES, SMALL, alone, requests, tokens, written
 from support.engines import Folders, Pair
 from support.models import TINY
 from support.ranks import run_ranks
+from support.slow import slow_except
 
 PLACES: list[dict[str, Any]] = [
     {},
@@ -42,7 +43,7 @@ FULL = Sampling(1.0, top_p=1, seed=4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("sampling", "place"),
-    [(FULL, PLACES[0]), (GREEDY, PLACES[1]), (FULL, PLACES[1]), (FULL, PLACES[2])],
+    slow_except([(FULL, PLACES[0]), (GREEDY, PLACES[1]), (FULL, PLACES[1]), (FULL, PLACES[2])], 2),
     ids=["sampled", "greedy over a link", "sampled over a link", "sampled by views"],
 )
 def test_texts_at_once_are_those_alone(
@@ -91,7 +92,7 @@ class Counting:
         return rows
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 def test_one_text_makes_the_passes_it_makes_alone(
     mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +234,7 @@ def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(models
         assert tokens(written(engine, asked[:2], 2)) == alone(engine, asked[:2])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_the_caches_of_a_text_are_gone_before_another_is_opened(
     mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,14 +273,14 @@ def test_giving_up_ends_all_texts(models: Pair) -> None:
 
 def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    models, asked = Pair(deep, deep), requests(GREEDY, [(2000, 10)] * 4)
+    models, asked = Pair(deep, deep), requests(GREEDY, [(1200, 6)] * 4)
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         want = alone(engine, asked)
-        whole, weights = engine.check(2000, 10), engine.runtime.weight_bytes
+        whole, weights = engine.check(1200, 6), engine.runtime.weight_bytes
     assert whole.resident_layers == 8
     limit = weights + 3 * (whole.device_bytes - 1)
     with models.engine("plain", link="emulated:50", device_memory=limit) as engine:
-        assert engine.check(2000, 10) == whole
+        assert engine.check(1200, 6) == whole
         texts = written(engine, asked, 3)
         assert tokens(texts) == want
         for text in texts:
@@ -295,10 +296,10 @@ def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., 
 def test_a_text_on_the_device_goes_with_one_over_the_link(checkpoint: Callable[..., Path]) -> None:
     """And with one that is too short for a prefix on the host."""
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    models, asked = Pair(deep, deep), requests(GREEDY, [(40, 30), (1500, 20), (1450, 8)])
+    models, asked = Pair(deep, deep), requests(GREEDY, [(40, 20), (1000, 14), (950, 8)])
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         want = alone(engine, asked)
-        whole, weights = engine.check(1500, 20), engine.runtime.weight_bytes
+        whole, weights = engine.check(1000, 14), engine.runtime.weight_bytes
     limit = weights + 2 * (whole.device_bytes - 1)
     for place, expected in (({"device_memory": limit}, 8), ({"resident_layers": 2}, 2)):
         with models.engine("plain", link="emulated:50", **place) as engine:
@@ -311,10 +312,10 @@ def test_a_text_on_the_device_goes_with_one_over_the_link(checkpoint: Callable[.
 
 def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
-    models, asked = Pair(deep, deep), requests(GREEDY, [(100, 30), (3000, 10), (120, 20), (90, 9)])
+    models, asked = Pair(deep, deep), requests(GREEDY, [(100, 20), (2000, 8), (120, 14), (90, 9)])
     with models.engine("plain", device_memory=10**9) as engine:
         want = alone(engine, asked)
-        need, weights = engine.check(3000, 10).device_bytes, engine.runtime.weight_bytes
+        need, weights = engine.check(2000, 8).device_bytes, engine.runtime.weight_bytes
     choices = {"device_memory": weights + need + 1000, "resident_layers": 8}
     with models.engine("plain", **choices) as engine:
         texts = list(engine.write(asked, 3))
@@ -325,30 +326,28 @@ def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..
     assert tokens(sorted(texts, key=lambda text: order[id(text.request)])) == want
 
 
-def on_a_rank(folders: Folders) -> list[list[int]]:
+def on_a_rank(folders: Folders, mode: str) -> list[list[int]]:
     models, texts = Pair(*folders, Group.from_environment("cpu")), list[list[int]]()
-    for mode in ("plain", "hierarchical"):
-        with models.engine(mode, **SMALL, **PLACES[1]) as engine:
-            asked = requests(FULL, SIZES)
-            asked.insert(2, Request([], 5, FULL))
-            found = list(engine.write(asked, 3))
-            if models.group.rank == 0:
-                order = {id(request): at for at, request in enumerate(asked)}
-                found.sort(key=lambda text: order[id(text.request)])
-                assert isinstance(found.pop(2).error, DocumentError)
-                texts += tokens(found)
-                texts += alone(engine, asked[:1])
-                engine.close()
+    with models.engine(mode, **SMALL, **PLACES[1]) as engine:
+        asked = requests(FULL, SIZES)
+        asked.insert(2, Request([], 5, FULL))
+        found = list(engine.write(asked, 3))
+        if models.group.rank == 0:
+            order = {id(request): at for at, request in enumerate(asked)}
+            found.sort(key=lambda text: order[id(text.request)])
+            assert isinstance(found.pop(2).error, DocumentError)
+            texts += tokens(found)
+            texts += alone(engine, asked[:1])
+            engine.close()
     return texts
 
 
-def test_two_ranks_write_what_one_writes(folders: Folders, models: Pair) -> None:
-    want: list[list[int]] = []
-    for mode in ("plain", "hierarchical"):
-        with models.engine(mode, **SMALL) as engine:
-            want += alone(engine, requests(FULL, SIZES))
-            want.append(want[-len(SIZES)])
-    found, nothing = run_ranks(2, on_a_rank, folders)
+@pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"]))
+def test_two_ranks_write_what_one_writes(mode: str, folders: Folders, models: Pair) -> None:
+    with models.engine(mode, **SMALL) as engine:
+        want = alone(engine, requests(FULL, SIZES))
+    want.append(want[0])
+    found, nothing = run_ranks(2, on_a_rank, folders, mode)
     assert nothing == []
     assert found == want
 

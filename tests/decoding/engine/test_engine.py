@@ -19,6 +19,7 @@ from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, Pair
 from support.models import random_tokens
+from support.slow import slow_except
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 # so that even short texts outgrow every cache; with lengths of their own, for those that adapt go
@@ -53,9 +54,9 @@ def plain(pair: Pair) -> list[int]:
     return pair.text("plain", PROMPT, 100)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 @pytest.mark.parametrize(
-    "sampling", [FULL, Sampling(0.6, top_p=0.9, seed=6)], ids=["full", "nucleus"]
+    "sampling", slow_except([FULL, Sampling(0.6, top_p=0.9, seed=6)]), ids=["full", "nucleus"]
 )
 def test_memory_and_link_do_not_change_a_sampled_text(
     mode: str, sampling: Sampling, pair: Pair
@@ -101,7 +102,7 @@ def greedy_by_transformers(target: Path) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("prompt", PROMPT_LENGTHS)
+@pytest.mark.parametrize("prompt", slow_except(PROMPT_LENGTHS, 0, 1, 3, 10, 12, 14))
 def test_prompts_from_one_token_up(
     mode: str, prompt: int, pair: Pair, greedy_by_transformers: dict[int, list[int]]
 ) -> None:
@@ -111,7 +112,8 @@ def test_prompts_from_one_token_up(
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
 @pytest.mark.parametrize(
-    ("draft_length", "inner_length", "new"), [(20, 2, 60), (70, 1, 30), (3, 40, 60)]
+    ("draft_length", "inner_length", "new"),
+    slow_except([(20, 2, 60), (70, 1, 30), (3, 40, 60)], 2),
 )
 def test_a_window_shorter_than_a_draft(
     mode: str, draft_length: int, inner_length: int, new: int, pair: Pair, plain: list[int]
@@ -123,7 +125,7 @@ def test_a_window_shorter_than_a_draft(
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("new", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("new", slow_except([1, 2, 3, 7, 8], 0, 1, 3))
 def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain: list[int]) -> None:
     with pair.engine(mode, **SMALL) as engine:
         assert list(engine.generate(PROMPT, new, GREEDY)) == plain[:new]
@@ -131,7 +133,7 @@ def test_a_text_has_the_length_asked_for(mode: str, new: int, pair: Pair, plain:
         assert engine.stats.finish_reason == "length"
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
 def test_a_stop_token_ends_the_text_and_is_no_part_of_it(mode: str, pair: Pair) -> None:
     whole = pair.text(mode, PROMPT, 24, FULL, **SMALL)
     for place in (*range(8), 15, 23):  # anywhere in a round, and far behind the prompt
@@ -157,7 +159,7 @@ def test_a_stop_token_amid_a_round_ends_it_there(target: Path) -> None:
         assert engine.stats.levels[0].stats.produced == 10
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_a_text_given_up_leaves_no_trace(mode: str, pair: Pair) -> None:
     choices = {**SMALL, "resident_layers": 1, "link": "emulated:50"}
     want = pair.text(mode, PROMPT, 40, FULL, **choices)

@@ -21,10 +21,11 @@ from support.batches import MODES, SMALL
 from support.engines import Folders, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
+from support.slow import slow_except
 
-NEW = 12
+NEW = 8
 LAYERS = 6
-PROMPT, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 900))
+PROMPT, LONG = (random_tokens(count, seed=count).tolist() for count in (200, 400))
 CHUNKED: dict[str, Any] = {
     **SMALL,
     "prefill_chunk": 64,
@@ -65,8 +66,8 @@ def give_up(engine: Engine, layers: int, prompt: list[int]) -> None:
     assert not engine.is_busy
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("layers", [0, 1, LAYERS - 1])
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+@pytest.mark.parametrize("layers", slow_except([1, 0, LAYERS - 1]))
 def test_no_layer_is_read_for_nobody(mode: str, layers: int, models: Pair) -> None:
     """Neither of a prompt nor of a later turn, and the next text is what it is alone."""
     with models.engine(mode, **CHUNKED) as engine:
@@ -110,8 +111,8 @@ def on_a_rank(folders: Folders) -> tuple[list[int], list[list[int]]]:
     return expected, found
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, top_p=1, seed=4)])
+@pytest.mark.parametrize("mode", slow_except(MODES, 0, -1))
+@pytest.mark.parametrize("sampling", slow_except([GREEDY, Sampling(1.0, top_p=1, seed=4)], 1))
 def test_each_token_is_seen_with_its_logits(mode: str, sampling: Sampling, models: Pair) -> None:
     """One row for each, before it is yielded, and the row is the target's behind all before it."""
     rows: list[Tensor] = []
