@@ -20,6 +20,7 @@ from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
 from support.engines import Pair
 from support.models import random_tokens
+from support.slow import slow_except
 
 PROMPT = random_tokens(90).tolist()
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
@@ -83,7 +84,7 @@ def boundary(engine: Engine, length: int, new: int) -> int:
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("resident", range(4))
+@pytest.mark.parametrize("resident", slow_except(range(4), 0, 1))
 @pytest.mark.parametrize("new", [2, 8, SHORT_BLOCK - 19, SHORT_BLOCK - 18, 2 * SHORT_BLOCK + 7])
 def test_plain_decoding_streams_the_host_prefix_once_a_token(
     link: str, resident: int, new: int, pair: Pair, monkeypatch: pytest.MonkeyPatch

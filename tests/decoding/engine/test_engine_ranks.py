@@ -24,7 +24,7 @@ from support.engines import Folders, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
 
-NEW = 24
+NEW = 16
 DEEP = 8
 FULL = Sampling(1.0, top_p=1, seed=3)
 PROMPT, OTHER, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 90, 2_000))

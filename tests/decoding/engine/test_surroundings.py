@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from decoding.app.environment import set_defaults
 from support.commands import DRAFT, TARGET
+from support.slow import slow_except
 
 CODE = """
 import gc, locale, logging, os, random, resource, signal, sys, threading
@@ -56,10 +59,14 @@ from decoding import GREEDY, Engine, Settings
 check("import")
 engine = Engine.from_pretrained(sys.argv[1], sys.argv[2], Settings(budget=256, keep=sys.argv[4]))
 check("making")
-tokens = engine.generate("It was the best of times. " * 60, 8, GREEDY)
+prompt = "It was the best of times. " * 60
+tokens = engine.generate(prompt, 8, GREEDY)
 next(tokens)
 check("generating")
 list(tokens)
+list(engine.generate(prompt, 4, GREEDY))
+assert engine.stats.loaded_tokens > 0
+check("reading what was kept")
 list(engine.stream("It was", 4))
 engine.close()
 check("closing")
@@ -74,10 +81,13 @@ def run(code: str, *arguments: str, **variables: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_engine_leaves_all_as_it_was(tmp_path: Path) -> None:
-    models = str(TARGET), str(DRAFT)
-    run(CODE, *models, "program", str(tmp_path / "kept"))
-    run(CODE, *models, "user", str(tmp_path / "kept"), OMP_NUM_THREADS="1")
+@pytest.mark.parametrize(
+    ("wanted", "variables"), slow_except([("program", {}), ("user", {"OMP_NUM_THREADS": "1"})])
+)
+def test_an_engine_leaves_all_as_it_was(
+    wanted: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    run(CODE, str(TARGET), str(DRAFT), wanted, str(tmp_path / "kept"), **variables)
 
 
 def test_the_command_line_sets_its_defaults_before_torch_is_there() -> None:
