@@ -17,11 +17,12 @@ from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
 from support.engines import DEMO, EVERY_LEVEL, Pair
 from support.ranks import run_ranks
+from support.slow import slow_except
 from support.texts import prompt
 
 VOCAB, FEWER, MORE = 2048, 700, 2112
-NEW = 32
-READ = 600  # tokens of a prompt
+NEW = 20
+READ = 400  # tokens of a prompt
 
 
 def draft_of(rows: int, folder: Path) -> Path:
@@ -74,7 +75,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.mark.parametrize("mode", ["hierarchical", "speculative"])
+@pytest.mark.parametrize("mode", slow_except(["hierarchical", "speculative"]))
 @pytest.mark.parametrize(
     "kind", ["fewer rows", "more rows", "a token more", "rows and a token more"]
 )
@@ -109,6 +110,7 @@ def split(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
     return texts
 
 
+@pytest.mark.slow
 def test_a_split_draft_of_other_rows_writes_the_same(
     drafts: dict[str, Path], plain: list[int]
 ) -> None:

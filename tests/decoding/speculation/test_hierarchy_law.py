@@ -15,6 +15,7 @@ from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
 from decoding.speculation.rejection_sampler import Draft
 from support.laws import BROKEN, LIKELY, frequencies, p_value
+from support.slow import slow_except
 from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart, trace
 
 NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0, top_p=1), Sampling(1.0, 3, 1)
@@ -51,13 +52,16 @@ def text_counts(decoder: Decoder, tokens: int = TOKENS) -> Tensor:
 
 @pytest.mark.parametrize(
     ("outer", "inner", "below", "sampling"),
-    [
-        (1, 1, "sharp draft", NUCLEUS),  # a middle level that never drafts
-        (2, 2, "sharp middle", NUCLEUS),
-        (4, 1, "sharp middle", FULL),
-        (4, 3, "sharp draft", FULL),
-        (4, 3, "skewed", TOP_K),
-    ],
+    slow_except(
+        [
+            (1, 1, "sharp draft", NUCLEUS),  # a middle level that never drafts
+            (2, 2, "sharp middle", NUCLEUS),
+            (4, 1, "sharp middle", FULL),
+            (4, 3, "sharp draft", FULL),
+            (4, 3, "skewed", TOP_K),
+        ],
+        *(0, 3),
+    ),
 )
 def test_texts_of_three_levels_follow_the_target_law(
     outer: int, inner: int, below: str, sampling: Sampling
@@ -69,15 +73,19 @@ def test_texts_of_three_levels_follow_the_target_law(
 
 @pytest.mark.parametrize(
     ("level", "below", "sampling"),
-    [
-        # not a sharp draft: the flat middle level is seldom wrong enough for its redraws to show
-        (0, "sharp middle", NUCLEUS),
-        (0, "skewed", FULL),
-        # not a sharp middle: with one likely token, a plain redraw draws the same
-        (1, "sharp draft", NUCLEUS),
-        (1, "sharp draft", FULL),
-        (1, "skewed", FULL),
-    ],
+    slow_except(
+        [
+            # not a sharp draft: the flat middle level is seldom wrong enough for its redraws to
+            # show
+            (0, "sharp middle", NUCLEUS),
+            (0, "skewed", FULL),
+            # not a sharp middle: with one likely token, a plain redraw draws the same
+            (1, "sharp draft", NUCLEUS),
+            (1, "sharp draft", FULL),
+            (1, "skewed", FULL),
+        ],
+        *(1, 3),
+    ),
 )
 def test_a_plain_redraw_at_one_level_is_found_out(
     level: int, below: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +103,7 @@ def test_a_plain_redraw_at_one_level_is_found_out(
     assert p_value(text_counts(decoder), models[0].text_law(sampling, TOKENS)) < BROKEN
 
 
-@pytest.mark.parametrize("below", ["sharp draft", "sharp middle", "skewed"])
+@pytest.mark.parametrize("below", slow_except(["sharp draft", "sharp middle", "skewed"], 2))
 def test_a_long_text_follows_the_target_law_after_every_history(below: str) -> None:
     models = family(below)
     text = [*PROMPT, *go_on(nest(models, [4, 2], FULL, generator(5)), 2_500)]
@@ -107,7 +115,7 @@ def test_a_long_text_follows_the_target_law_after_every_history(below: str) -> N
     assert min(p_values) > LIKELY / len(p_values)
 
 
-@pytest.mark.parametrize("lengths", [[3, 2, 1], [4, 3, 2, 1]])
+@pytest.mark.parametrize("lengths", slow_except([[3, 2, 1], [4, 3, 2, 1]]))
 def test_any_depth_of_nesting_follows_the_target_law(lengths: list[int]) -> None:
     # each level leaves one token to the level above: with fewer the lowest would never be asked
     tokens = len(lengths) + 1
@@ -120,13 +128,16 @@ def test_any_depth_of_nesting_follows_the_target_law(lengths: list[int]) -> None
 
 @pytest.mark.parametrize(
     ("models", "lengths", "ngram", "sampling"),
-    [
-        (2, [Moody(4)], 0, FULL),
-        (3, [Moody(4), Moody(3)], 0, NUCLEUS),
-        (1, [3], 1, NUCLEUS),  # the target, and prompt lookup below it
-        (3, [4, 2], 1, NUCLEUS),  # prompt lookup in front of the draft model
-        (3, [Moody(4), Moody(3)], 2, FULL),
-    ],
+    slow_except(
+        [
+            (2, [Moody(4)], 0, FULL),
+            (3, [Moody(4), Moody(3)], 0, NUCLEUS),
+            (1, [3], 1, NUCLEUS),  # the target, and prompt lookup below it
+            (3, [4, 2], 1, NUCLEUS),  # prompt lookup in front of the draft model
+            (3, [Moody(4), Moody(3)], 2, FULL),
+        ],
+        *(0, 2, 4),
+    ),
 )
 def test_lengths_that_follow_the_past_and_prompt_lookup_keep_the_law(
     models: int, lengths: list[int | DraftLength], ngram: int, sampling: Sampling

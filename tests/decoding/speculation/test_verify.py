@@ -12,6 +12,7 @@ from offload.errors import DocumentError
 from support.laws import LIKELY, frequencies, p_value
 
 VOCAB = 5
+ROUNDS = 1_000
 P = torch.tensor(
     [
         [0.4, 0.3, 0.2, 0.1, 0.0],
@@ -53,7 +54,7 @@ def let_out(laws: Tensor, rounds: int, source: torch.Generator) -> list[list[int
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_token_let_out_follows_the_target_law(name: str, length: int) -> None:
-    texts = let_out(DRAFTS[name][:length], 2_000, generator(1))
+    texts = let_out(DRAFTS[name][:length], ROUNDS, generator(1))
     for position in range(length + 1):
         there = [text[position] for text in texts if len(text) > position]
         assert p_value(frequencies(there, VOCAB), P[position]) > LIKELY
@@ -65,7 +66,7 @@ def test_a_token_does_not_depend_on_the_one_before(name: str) -> None:
     # law
     pairs = [
         VOCAB * text[0] + text[1]
-        for text in let_out(DRAFTS[name], 4_000, generator(2))
+        for text in let_out(DRAFTS[name], 2 * ROUNDS, generator(2))
         if len(text) > 1
     ]
     first = torch.minimum(P[0], DRAFTS[name][0])  # a second token is there if the first one stood
@@ -75,10 +76,10 @@ def test_a_token_does_not_depend_on_the_one_before(name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTS)
 def test_acceptance_is_the_overlap_of_the_laws(name: str) -> None:
     overlap = float(torch.minimum(P[0], DRAFTS[name][0]).sum())
-    stood = sum(len(text) > 1 for text in let_out(DRAFTS[name][:1], 2_000, generator(3)))
+    stood = sum(len(text) > 1 for text in let_out(DRAFTS[name][:1], ROUNDS, generator(3)))
     assert (
         p_value(
-            torch.tensor([stood, 2_000 - stood]), torch.tensor([overlap, 1 - overlap]).clamp(0, 1)
+            torch.tensor([stood, ROUNDS - stood]), torch.tensor([overlap, 1 - overlap]).clamp(0, 1)
         )
         > LIKELY
     )
@@ -88,7 +89,7 @@ def test_the_example_the_published_middle_level_gets_wrong() -> None:
     # q = (1, 0), p = (1/2, 1/2): redrawing from p itself would give token 0 three times out of four
     source, q, p = generator(4), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]])
     tokens = torch.zeros(1, dtype=torch.int64)
-    found = [verify(Draft(tokens, q), p, source) for _ in range(2_000)]
+    found = [verify(Draft(tokens, q), p, source) for _ in range(ROUNDS)]
     # the residual has token 1 alone
     assert all(following == 1 for accepted, following in found if not accepted)
     first = [0 if accepted else following for accepted, following in found]
@@ -97,13 +98,13 @@ def test_the_example_the_published_middle_level_gets_wrong() -> None:
 
 def test_an_empty_draft_is_a_draw_from_the_target() -> None:
     source, nothing = generator(5), Draft(torch.empty(0, dtype=torch.int64), torch.empty(0, 0))
-    found = [verify(nothing, P[:1], source) for _ in range(2_000)]
+    found = [verify(nothing, P[:1], source) for _ in range(ROUNDS)]
     assert {accepted for accepted, _ in found} == {0}
     assert p_value(frequencies([following for _, following in found], VOCAB), P[0]) > LIKELY
 
 
 def test_the_target_own_law_is_never_rejected() -> None:
-    assert all(len(text) == 4 for text in let_out(P[:3], 1_000, generator(6)))
+    assert all(len(text) == 4 for text in let_out(P[:3], ROUNDS, generator(6)))
 
 
 def test_greedy_laws_accept_what_agrees_and_correct_what_does_not() -> None:
