@@ -229,7 +229,7 @@ def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair:
 
 def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) -> None:
     memory = models(pair, 50).settings.device_memory
-    prompts = [random_tokens(2500 + count).tolist() for count in range(2)]
+    prompts = [random_tokens(2100 + count).tolist() for count in range(2)]
     plain = [pair.text("plain", prompt, 40) for prompt in prompts]
     with pair.engine(
         "hierarchical", link="emulated:0.5", device_memory=memory, draft_length=8, prefill_chunk=256

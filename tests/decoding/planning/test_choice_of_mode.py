@@ -192,6 +192,7 @@ def auto_on_two_ranks(folder: Path) -> None:
     (folder / "done").touch()
 
 
+@pytest.mark.slow
 def test_two_ranks_go_over_together(tmp_path: Path) -> None:
     run_ranks(2, auto_on_two_ranks, tmp_path)
     assert (tmp_path / "done").exists()

@@ -164,14 +164,14 @@ def test_what_a_text_showed_counts_for_more_than_any_numbers() -> None:
 def test_an_engine_goes_by_the_file_that_it_is_given(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(asdict(MACHINE)))
-    text = (3 * prompt("argparse"))[:3000]
+    text = (3 * prompt("argparse"))[:1500]
     whys = []
     for hardware in (None, str(path)):
         settings = Settings(
             hardware=hardware, dtype="bfloat16", link="emulated:50", resident_layers=0
         )
         with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
-            list(engine.generate(text, 20, GREEDY))
+            list(engine.generate(text, 6, GREEDY))
             assert engine.stats.choice is not None
             whys.append(engine.stats.choice.why)
     assert "nothing is known of these models yet" in whys[0]

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, normalizers
 from decoding.text.prompt import chat_tokens
 from support.chat_templates import CHAT_MODELS, ChatModel
 
-CONVERSATIONS = 200
+CONVERSATIONS = 60
 WORDS = ["the", "sun", "low", "naïve", "東京", "😀", "\n", "\t", "e\u0301", "1,000", "{{ x }}"]
 ODD = ["/no_think", "/think", "<tool_response>a</tool_response>", "[INST]", "<|user|>", "<<SYS>>"]
 Messages = list[dict[str, str]]
