@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench.harness.text import documents, tokenizer_of
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.speculation.sequence import common_prefix
@@ -58,14 +60,23 @@ class Written:
     seconds: float
 
 
-def write(settings: dict[str, Any], job: Job) -> Written:
-    """Write all texts in one way, on each rank of the group that the environment describes."""
+def write(ways: Sequence[dict[str, Any]], job: Job) -> list[Written]:
+    """Write all texts in each way, on each rank of the group that the environment describes."""
+    group, written = Group.from_environment("cpu"), list[Written]()
+    for settings in ways:
+        gc.collect()
+        written.append(write_once(settings, job, group))
+    return written
+
+
+def write_once(settings: dict[str, Any], job: Job, group: Group) -> Written:
+    """Write all texts in one way."""
     engine = Engine.from_pretrained(
         job.target,
         job.draft if settings["mode"] == "hierarchical" else None,
         Settings(dtype="bfloat16", identical=True, **settings),
         "cpu",
-        Group.from_environment("cpu"),
+        group,
     )
     engine.stop_tokens = frozenset()
     texts, verifications, seconds = [], 0, 0.0
@@ -78,10 +89,9 @@ def write(settings: dict[str, Any], job: Job) -> Written:
     return Written(texts, verifications, seconds)
 
 
-def on_ranks(ranks: int, settings: dict[str, Any], job: Job) -> Written:
-    """Return what rank 0 of so many has written."""
-    gc.collect()
-    return write(settings, job) if ranks == 1 else run_ranks(ranks, write, settings, job)[0]
+def on_ranks(ranks: int, ways: Sequence[dict[str, Any]], job: Job) -> list[Written]:
+    """Return what rank 0 of so many has written in each way."""
+    return write(ways, job) if ranks == 1 else run_ranks(ranks, write, ways, job)[0]
 
 
 def row_of(
@@ -107,6 +117,7 @@ def row_of(
     return row
 
 
+@pytest.mark.slow
 def test_every_way_writes_what_plain_decoding_does(
     full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:
@@ -122,10 +133,10 @@ def test_every_way_writes_what_plain_decoding_does(
         prompts += [(prompt, GREEDY), (prompt, Sampling(0.7, top_p=0.9, seed=seed))]
     job, rows = Job(*models, new, prompts), list[dict[str, Any]]()
     for ranks in (1, 2):
-        plain = on_ranks(ranks, PLAIN, job)
+        plain, *others = on_ranks(ranks, [PLAIN, *ways.values()], job)
         rows.append(row_of(ranks, "plain", plain, None))
-        for way, settings in ways.items():
-            rows.append(row_of(ranks, way, on_ranks(ranks, settings, job), plain.texts))
+        for way, found in zip(ways, others, strict=True):
+            rows.append(row_of(ranks, way, found, plain.texts))
     record("identical", "Tokens beside plain decoding's", rows)
 
     compared = [row for row in rows if "equal" in row]

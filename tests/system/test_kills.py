@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from transformers import AutoTokenizer
 
 from support.commands import MODELS, STEADY, TARGET, Fork, forked, records, wait_for
@@ -134,6 +135,7 @@ def by_kind(kills: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_every_document_has_one_record_after_any_kill(
     tmp_path: Path, full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:

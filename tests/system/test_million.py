@@ -269,10 +269,11 @@ def test_a_wrong_row_and_a_wrong_position_are_seen(
     assert "keys of layer 1" in off([first, spoilt], logits)
 
 
+@pytest.mark.slow
 def test_a_long_text_is_what_the_equations_say(
     tmp_path: Path, full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:
-    job = Job(tmp_path, 6000, 24)
+    job = Job(tmp_path, 3000, 16)
     if full:
         job = Job(tmp_path, 1 << 20, 48, rate=1.0, budget=4096, text=text)
     write_model(tmp_path, job.tokens + 2 * job.new)

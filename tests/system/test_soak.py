@@ -17,6 +17,7 @@ from statistics import median_high
 from typing import Any
 
 import psutil
+import pytest
 from transformers import AutoTokenizer
 
 from support.commands import MODELS, TARGET, Fork, lines, records
@@ -88,6 +89,7 @@ def watch(job: Fork, output: Path, size: Size) -> dict[int, dict[str, float]]:
     return held
 
 
+@pytest.mark.slow
 def test_ranks_hold_no_more_late_in_a_job_than_early(
     tmp_path: Path, full: bool, text: Path | None, record: Callable[..., None]
 ) -> None:
