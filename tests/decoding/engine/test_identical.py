@@ -80,8 +80,9 @@ def test_every_way_writes_what_plain_decoding_writes(sampling: Sampling, models:
         assert same(text(models, PROMPT, sampling, **way), plain), name
 
 
-def test_a_long_text_in_which_the_boundary_moves(models: Pair) -> None:
-    prompt, law, new = PROMPT[:300], Sampling(1.0, top_p=1, seed=9), 160
+@pytest.mark.parametrize("new", slow_except([160, 700]))
+def test_a_long_text_in_which_the_boundary_moves(new: int, models: Pair) -> None:
+    prompt, law = PROMPT[:300], Sampling(1.0, top_p=1, seed=9)
     found = []
     for way in ({"mode": "plain"}, WAYS["retrieval"], WAYS["all"]):
         with models.engine(identical=True, **SMALL | way) as engine:

@@ -49,13 +49,14 @@ def opened(mode: str, group: Group | None = None, **choices: Any) -> Engine:
     return engine
 
 
-def test_logits_are_bit_for_bit_those_without_slices() -> None:
-    """Over 500 tokens of passes of several widths, of which any number stands."""
+@pytest.mark.parametrize("length", slow_except([900, 2700]))
+def test_logits_are_bit_for_bit_those_without_slices(length: int) -> None:
+    """Forwards of several widths up to this length; any number of their tokens is accepted."""
     rng = random.Random(0)
     engine = opened("sliced", link="view")
-    runtime, tokens = engine.runtime, torch.tensor(prompt("argparse"))
-    session = Session(runtime, tokens[:300].tolist(), 700)
-    shape = replace(runtime.needs.tiers(300, 700), packed=False).placed(1)
+    runtime, tokens = engine.runtime, torch.tensor((3 * prompt("argparse"))[:length])
+    session = Session(runtime, tokens[:300].tolist(), length - 300)
+    shape = replace(runtime.needs.tiers(300, length - 300), packed=False).placed(1)
     shapes = [shape, shape.placed(1, 0, 5), replace(shape, packed=True).placed(1, 0, 2)]
     caches = [
         TieredCache(
@@ -67,7 +68,7 @@ def test_logits_are_bit_for_bit_those_without_slices() -> None:
         for cache in caches:
             with Prefill(cache, 300) as reading:
                 runtime.target.prefill(tokens[:300], reading, 256)
-        while caches[0].length + 65 < 900:
+        while caches[0].length + 65 < length:
             rows, start = rng.choice((1, 7, 33, 65, 65)), caches[0].length
             part = tokens[start : start + rows]
             without, *found = (runtime.target(part, cache, rows) for cache in caches)

@@ -37,10 +37,11 @@ def test_a_text_is_that_of_plain_decoding(sampling: Sampling) -> None:
 
 @pytest.mark.parametrize("lengths", [[], [3], [3, 2]])
 @pytest.mark.parametrize("sampling", slow_except(SAMPLINGS[:2]))
-def test_texts_follow_the_law(lengths: list[int], sampling: Sampling) -> None:
+@pytest.mark.parametrize("count", slow_except([1000, 3000]))
+def test_texts_follow_the_law(count: int, lengths: list[int], sampling: Sampling) -> None:
     models = strangers(len(lengths) + 1)
     texts = []
-    for seed in range(1000):
+    for seed in range(count):
         decoder = nest(models, lengths, sampling, Coupled(seed, CPU))
         texts.append(number(go_on(decoder, 3)))
     counts = frequencies(texts, VOCAB**3)
