@@ -88,9 +88,12 @@ class Running(ABC):
                 process.kill()
         return finished
 
-    def wait_for(self, condition: Callable[[], Any]) -> None:
-        """Wait until the condition holds; fails when the command ends before, or takes too long."""
-        wait_for(lambda: condition() or self.has_ended())
+    def wait_for(self, condition: Callable[[], Any], every: float = 0.02) -> None:
+        """Wait until the condition holds; fails when the command ends before, or takes too long.
+
+        `every`: seconds from one look to the next, where looking takes time from the command.
+        """
+        wait_for(lambda: condition() or self.has_ended(), every)
         assert not self.has_ended(), self.wait(PATIENCE).err
 
 
@@ -276,11 +279,11 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole]
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
+def wait_for(condition: Callable[[], Any], every: float = 0.02) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def lines(path: Path) -> int:

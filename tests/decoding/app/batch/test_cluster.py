@@ -47,7 +47,7 @@ def documents(folder: Path, count: int) -> Path:
     """A folder of texts that differ, one of them no text at all."""
     folder.mkdir()
     for number in range(count):
-        (folder / f"{number}.txt").write_text(f"Chapter {number}. " + WORDS * (20 + number))
+        (folder / f"{number}.txt").write_text(f"Chapter {number}. " + WORDS * (8 + number % 5))
     (folder / "broken.txt").write_bytes(b"\xff\xfe")
     return folder
 
@@ -76,6 +76,7 @@ def actors(job: Job) -> list[psutil.Process]:
 
 
 @needs_ray
+@pytest.mark.slow
 def test_a_machine_that_is_lost_leaves_its_documents_to_others(tmp_path: Path) -> None:
     """Each machine is a group of two ranks, and is sent two documents at a time."""
     source, output = documents(tmp_path / "in", 6), tmp_path / "out.jsonl"
@@ -83,7 +84,8 @@ def test_a_machine_that_is_lost_leaves_its_documents_to_others(tmp_path: Path) -
     assert forked(tmp_path / "a", *asked(source, alone)).code == 1
     ways = ("--cluster", "local", "--machines", "2", "--gpus", "2", "--texts-at-once", "2")
     job = Job(*asked(source, output), *ways)
-    job.wait_for(lambda: len(actors(job)) == 2 and len(records(output)) >= 3)
+    job.wait_for(lambda: len(records(output)) >= 3, every=0.1)
+    job.wait_for(lambda: len(actors(job)) == 2, every=0.1)
     actors(job)[0].send_signal(signal.SIGKILL)
     finished = job.finish(240)
     assert finished.code == 1
@@ -124,28 +126,69 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@needs_ray
-@pytest.mark.parametrize("killed", ["raylet", "job"])
-def test_a_job_that_is_killed_says_so_and_leaves_nothing(killed: str, tmp_path: Path) -> None:
-    """And nothing of it could be reached from another machine."""
-    job = Job(
-        *asked(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
-        *("--max-new-tokens", "100000", "--cluster", "local"),
-    )
-    job.wait_for(lambda: actors(job))
+# gives a Ray that is lost a second, not ten, to end
+HASTY = (
+    "python",
+    "-c",
+    "from decoding.app.batch import cluster; from decoding.app.main import main; "
+    "cluster._PATIENCE = 1.0; main()",
+)
+
+
+def kill(name: str, job: Job) -> list[psutil.Process]:
+    """Kill a process of a job on a cluster of its own; return all that it had started.
+
+    Nothing of it could be reached from another machine.
+    """
     processes = psutil.Process(job.process.pid).children(recursive=True)
     addresses = listening(processes)
     by_name = {each.name(): each for each in processes} | {"job": job.process}
-    by_name[killed].send_signal(signal.SIGKILL)
+    by_name[name].send_signal(signal.SIGKILL)
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    return processes
+
+
+def ended_with_a_word(job: Job, code: int, processes: Sequence[psutil.Process]) -> None:
+    """Fails unless a job that was killed said so, and left nothing."""
     finished = job.finish()
-    assert finished.code == (1 if killed == "raylet" else -signal.SIGKILL)
+    assert finished.code == code
     last = finished.err.splitlines()[-1]
     # the first to notice says so: the guard, or the job itself while it still can
     node = "tierforce: the Ray node of --cluster local on this machine, or this"
     assert last.startswith((node, "tierforce: the machines of --cluster local are lost"))
     assert "run the same command again" in last
     wait_for(lambda: not any(map(is_alive, processes)))
-    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
+@needs_ray
+def test_a_job_that_is_killed_says_so_and_leaves_nothing_but_records(tmp_path: Path) -> None:
+    """Those that it wrote are what one machine alone writes."""
+    source, output = documents(tmp_path / "in", 60), tmp_path / "out.jsonl"
+    job = Job(*asked(source, output), "--cluster", "local")
+    job.wait_for(lambda: len(records(output)) >= 2, every=0.1)
+    ended_with_a_word(job, -signal.SIGKILL, kill("job", job))
+    written = {each["id"]: each.get("summary") for each in records(output)}
+    assert written.pop("broken.txt") is None
+    assert 1 <= len(written) < 60
+    few = documents(tmp_path / "few", 0)
+    for name in list(written)[:2]:
+        (few / name).write_text((source / name).read_text())
+    alone = tmp_path / "alone.jsonl"
+    assert forked(tmp_path / "a", *asked(few, alone)).code == 1
+    for each in records(alone):
+        assert each.get("summary") == written.get(each["id"])
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_job_whose_ray_is_killed_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    job = Job(
+        *asked(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
+        *("--max-new-tokens", "100000", "--cluster", "local"),
+        command=HASTY,
+    )
+    job.wait_for(lambda: actors(job), every=0.1)
+    ended_with_a_word(job, 1, kill("raylet", job))
 
 
 class Scripted:
