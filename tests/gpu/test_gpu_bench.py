@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from bench.gpu import day, worker
 from bench.gpu.choices import Choices, Context
 from bench.gpu.day import NAMES, main
 from bench.gpu.models import (
@@ -25,9 +27,11 @@ from bench.gpu.models import (
     usable_bytes,
     weight_bytes,
 )
+from bench.harness import process
 from decoding.config.settings import Settings
 from decoding.models.runtime import Runtime
 from decoding.planning.hardware_profile import HardwareProfile
+from offload.memory.cuda_link import CudaLink
 from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
 from standin import standin
@@ -37,39 +41,18 @@ ROOT = Path(__file__).parents[2]
 app = typer.Typer()
 app.command()(main)
 
-PROGRAM = """
-import os, sys, time
-import typer
-from bench.gpu import day, worker
 
-def dies(context):
+def dies(context: Context) -> None:
     context.add("before", 1.0)
     os._exit(3)
 
-def fails(context):
+
+def fails(_: Context) -> None:
     {}["missing"]
 
-worker.PARTS.update(
-    dies=(dies, 60),
-    fails=(fails, 60),
-    hangs=(lambda context: time.sleep(600), 1),
-    works=(lambda context: context.add("pid", os.getpid()), 60),
-)
-if __name__ == "__main__":
-    day.NAMES = [*day.NAMES, "dies", "fails", "hangs", "works"]
-    app = typer.Typer()
-    app.command()(day.main)
-    parts = "works,dies,fails,hangs,works,works"
-    app(["--parts", parts, "--device", "cpu", "--output", sys.argv[1]])
-"""
 
-FAULTY = """
-import torch
-import typer
-from bench.gpu import day, worker
-from offload.memory.cuda_link import CudaLink
-
-def frees(context):
+def frees(context: Context) -> None:
+    sys.stderr = sys.__stderr__  # a fork has that of `CliRunner`
     link = CudaLink(context.device)
     host = link.host_empty(64, torch.float32)
     device = torch.zeros(64, device=context.device)
@@ -77,13 +60,23 @@ def frees(context):
     del device
     link.close()
 
-worker.PARTS.update(frees=(frees, 60))
-if __name__ == "__main__":
-    day.NAMES = [*day.NAMES, "frees"]
-    app = typer.Typer()
-    app.command()(day.main)
-    app()
-"""
+
+PARTS = {
+    "dies": (dies, 60),
+    "fails": (fails, 60),
+    "hangs": (lambda _: time.sleep(600), 1),
+    "works": (lambda context: context.add("pid", os.getpid()), 60),
+    "frees": (frees, 60),
+}
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let parts, and `PARTS` too, run in forks of this process, which has loaded torch."""
+    monkeypatch.setattr(process, "_START", "fork")
+    monkeypatch.setattr(day, "NAMES", [*NAMES, *PARTS])
+    for name, part in PARTS.items():
+        monkeypatch.setitem(worker.PARTS, name, part)
 
 
 def ran(output: Path, *arguments: str) -> tuple[dict[tuple[str, str], Any], str, int]:
@@ -96,17 +89,7 @@ def ran(output: Path, *arguments: str) -> tuple[dict[tuple[str, str], Any], str,
     return found, done.output, done.exit_code
 
 
-def in_a_process(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that imports `bench`, which is not installed."""
-    return subprocess.run(
-        [sys.executable, str(program), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-
-
+@pytest.mark.slow
 def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     """On a stand-in where there is no GPU, in a process that knows nothing of these tests."""
     output = tmp_path / "gpu.json"
@@ -133,11 +116,25 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
         assert 0 < peak <= rows["plan", "planned, beside weights"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
+@pytest.mark.usefixtures("forks")
+def test_a_rehearsal_runs_on_a_stand_in(tmp_path: Path) -> None:
+    rows, output, code = ran(tmp_path / "gpu.json", "--rehearse", "--parts", "machine,resident")
+    assert code == 0, output
+    assert list(dict.fromkeys(part for part, _ in rows)) == ["machine", "resident"]
+    assert rows["machine", "short passes can be recorded as CUDA graphs"] == "yes"
+    assert rows["resident", "recordings: replayed"] > 0
+    assert rows["resident", "recordings: refused"] == 0
+    assert rows["resident", "resident layers"] == 3
+
+
+@pytest.mark.usefixtures("forks")
 def test_a_part_that_dies_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
-    program, output = tmp_path / "day.py", tmp_path / "gpu.json"
-    program.write_text(PROGRAM)
-    done = in_a_process(program, str(output))
-    assert done.returncode == 1
+    output = tmp_path / "gpu.json"
+    parts = "works,dies,fails,hangs,works,works"
+    options = ["--parts", parts, "--device", "cpu", "--output", str(output)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 1
     assert done.stderr.splitlines()[-1] == "parts that failed: dies, fails, hangs."
     rows = [
         (row["part"], row["what"], row["value"]) for row in json.loads(output.read_text())["rows"]
@@ -152,15 +149,17 @@ def test_a_part_that_dies_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
-def test_a_fault_that_a_stand_in_notes_is_not_lost(tmp_path: Path) -> None:
-    program, output = tmp_path / "day.py", tmp_path / "gpu.json"
-    program.write_text(FAULTY)
-    done = in_a_process(program, "--rehearse", "--parts", "frees", "--output", str(output))
-    assert done.returncode == 1
-    assert "parts that failed: frees." in done.stderr
-    assert "was freed before stream" in done.stderr
+@pytest.mark.usefixtures("forks")
+def test_a_fault_that_a_stand_in_notes_is_not_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _, said, code = ran(tmp_path / "gpu.json", "--rehearse", "--parts", "frees")
+    assert code == 1
+    assert "parts that failed: frees." in said
+    assert "was freed before stream" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("forks")
 def test_what_a_failing_part_says_names_the_place(tmp_path: Path) -> None:
     rows, output, code = ran(
         tmp_path / "gpu.json",
@@ -193,6 +192,7 @@ def test_names_that_are_none(arguments: tuple[str, ...], words: str, tmp_path: P
     assert output.count("\n") == 1
 
 
+@pytest.mark.usefixtures("forks")
 def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None:
     rows, output, code = ran(
         tmp_path / "gpu.json",
@@ -210,6 +210,7 @@ def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None
     assert rows["plan", "tokens per verification (drawn weights say nothing)"] >= 1
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_verification_copies_the_same_without_a_retrieval_cache(tmp_path: Path) -> None:
     """But for some of the last tokens. And the folder of the results is made."""
     copied = list[float]()
@@ -231,6 +232,7 @@ def test_a_prompt_leaves_room_within_the_context() -> None:
         longest_prompt(replace(config, dense_positions=1024))
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_named_model_reads_real_text_without_a_draft(tmp_path: Path) -> None:
     rows, output, code = ran(
         tmp_path / "gpu.json",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from support.commands import DRAFT, MODELS, TORCHRUN, Fork, Job, forked, records, refused, variant
+from support.commands import DRAFT, MODELS, TORCHRUN, Fork, forked, records, refused, variant
 
 GENERATE = ("generate", "--prompt", "It was", "--gpus", "2")
 
@@ -88,7 +88,9 @@ def test_an_error_under_torchrun(tmp_path: Path) -> None:
 
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    job = Job(*summarize(tmp_path, "--output", str(output), "--max-new-tokens", "100000"))
+    job = Fork(
+        tmp_path, *summarize(tmp_path, "--output", str(output), "--max-new-tokens", "100000")
+    )
     job.wait_for(lambda: job.rank(0) and job.rank(1) and output.exists())
     ranks = [rank for number in (0, 1) if (rank := job.rank(number)) is not None]
     job.send_signal(signal.SIGKILL)
@@ -98,7 +100,9 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_stopped_does_not_keep_a_job_from_its_end(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    job = Job(*summarize(tmp_path, "--output", str(output), "--max-new-tokens", "100000"))
+    job = Fork(
+        tmp_path, *summarize(tmp_path, "--output", str(output), "--max-new-tokens", "100000")
+    )
     job.wait_for(lambda: job.rank(1) and output.exists())
     rank = job.rank(1)
     assert rank is not None

@@ -188,15 +188,17 @@ def test_an_option_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
     assert "--flux" in result.err
 
 
-def test_a_text_may_come_from_standard_input() -> None:
-    command = [str(BIN / "tierforce"), "generate", *MODELS, *STEADY, "--max-new-tokens", "4"]
-
-    def written(*how: str, said: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run([*command, *how], input=said, capture_output=True, check=False)
-
-    piped = written("--prompt-file", "-", said="It was, Müller said".encode())
+def test_a_text_may_come_from_standard_input(tmp_path: Path) -> None:
+    command = ("generate", *MODELS, *STEADY, "--max-new-tokens", "4")
+    piped = subprocess.run(
+        [str(BIN / "tierforce"), *command, "--prompt-file", "-"],
+        input="It was, Müller said".encode(),
+        capture_output=True,
+        check=False,
+    )
     assert piped.returncode == 0, piped.stderr
-    assert piped.stdout == written("--prompt", "It was, Müller said").stdout
-    empty = written("--prompt-file", "-")
-    assert empty.returncode == 1
-    assert b"tierforce: standard input is empty." in empty.stderr
+    told = forked(tmp_path, *command, "--prompt", "It was, Müller said")
+    assert piped.stdout.decode() == told.out
+    empty = forked(tmp_path, *command, "--prompt-file", "-")  # a fork reads /dev/null
+    assert empty.code == 1
+    assert "tierforce: standard input is empty." in empty.err
