@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.gpu.tests import PATHS
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +21,7 @@ sys.exit(pytest.main(["-m", "cuda", "--collect-only", "-q", "-p", "no:cacheprovi
 """
 
 
+@pytest.mark.slow
 def test_they_are_collected_without_what_other_tests_need() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -30,6 +30,7 @@ PRELOAD = [
     "decoding.app.commands",
     "decoding.app.interactive.generate",
     "decoding.app.batch.summarize",
+    "decoding.app.server.run",
     "pydantic.type_adapter",
 ]
 

@@ -12,12 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from decoding.app.terminal.signals import TWICE_S
 from support.commands import TARGET, Finished, Fork, forked, refused
+
+SOON_S = 0.3  # in place of the second in which two interrupts are one
 
 
 def type_from(path: Path) -> None:
     sys.stdin = path.open()
+
+
+def type_hastily(path: Path) -> None:
+    from decoding.app.interactive import chat
+
+    chat.TWICE_S = SOON_S
+    type_from(path)
 
 
 def size(path: Path) -> int:
@@ -79,7 +87,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_program(
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    slow = ("--link", "emulated:0.01", "--resident-layers", "0", "--mode", "plain")
+    slow = ("--link", "emulated:0.05", "--resident-layers", "0", "--mode", "plain")
     command = ("chat", *model, *story, *slow, *ranks, "--max-new-tokens", "900")
     job = Fork(tmp_path, *command, before=partial(type_from, fifo))
     out, err = job.folder / "out", job.folder / "err"
@@ -106,8 +114,8 @@ def test_a_second_interrupt_ends_all(
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    slow = ("--link", "emulated:0.003", "--resident-layers", "0", "--mode", "plain")
-    job = Fork(tmp_path, "chat", *model, *story, *slow, before=partial(type_from, fifo))
+    slow = ("--link", "emulated:0.01", "--resident-layers", "0", "--mode", "plain")
+    job = Fork(tmp_path, "chat", *model, *story, *slow, before=partial(type_hastily, fifo))
     out = job.folder / "out"
     with fifo.open("w") as keyboard:
         keyboard.write("Who?\n")
@@ -115,7 +123,7 @@ def test_a_second_interrupt_ends_all(
         job.wait_for(lambda: size(out))
         for _ in range(2):  # sooner, it could be the same one sent twice
             job.send_signal(signal.SIGINT)
-            time.sleep(TWICE_S + 0.3)
+            time.sleep(SOON_S + 0.1)
         found = job.finish(10)
     assert found.code == 130
     assert "interrupted (SIGINT)" in found.err

@@ -10,13 +10,14 @@ import pytest
 
 from support.chatty import STORY
 from support.commands import Fork, forked, refused
+from support.slow import slow_except
 
 
 def listed(folder: Path) -> list[dict[str, object]]:
     return json.loads(forked(folder, "keep", "list", str(folder / "kept"), "--json").out)
 
 
-@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+@pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]))
 def test_a_document_is_read_once(
     ranks: tuple[str, ...], model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from decoding.prefix_cache.store import PromptCache
 from support.chatty import STORY
 from support.commands import PATIENCE, Finished, wait_for
 from support.serving import SLOW, Serving, serving
+from support.slow import slow_except
 
 QUESTION = [{"role": "user", "content": STORY * 2 + "\n\nWho?"}]
 LONG = {"model": "model", "prompt": STORY[:200], "max_tokens": 5000}
@@ -28,7 +29,7 @@ def ended(server: Serving, number: signal.Signals) -> Finished:
     return finished
 
 
-@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+@pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))]))
 def test_what_was_read_is_on_disk_when_it_ends(
     ranks: tuple[str, ...], model: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -71,7 +72,7 @@ def test_what_was_read_is_on_disk_when_it_ends(
         ended(server, signal.SIGINT)
 
 
-@pytest.mark.parametrize("ranks", [(), ("--gpus", "2")])
+@pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))], 1))
 def test_who_goes_away_while_a_prompt_is_read(
     ranks: tuple[str, ...], model: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -119,7 +120,7 @@ def never_ending() -> None:
     Answering.run = run_on  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], 1))
 def test_a_second_signal_ends_it_at_once(
     number: signal.Signals, model: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from support.commands import (
     lines,
     records,
 )
+from support.slow import slow_except
 
 SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
 OFFLOADED = ("--resident-layers", "0", "--max-new-tokens", "16", "--budget", "4096")
@@ -68,7 +70,8 @@ def kill_rank(number: int, job: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "texts"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)]
+    ("number", "texts"),
+    slow_except([(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], 0, 2),
 )
 def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
     number: signal.Signals, texts: int, tmp_path: Path
@@ -104,17 +107,29 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
     )
 
 
-def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> None:
-    command = (*write(tmp_path, documents=6), *STEADY, *at_once(1))
+INTERRUPTS = {
+    "rank 1": (137, "rank 1 was killed by SIGKILL", TIERFORCE, TWO, partial(kill_rank, 1)),
+    "rank 0": (137, "rank 0 was killed by SIGKILL", TIERFORCE, TWO, partial(kill_rank, 0)),
+    "SIGINT": (130, "interrupted", TIERFORCE, TWO, lambda job: job.send_signal(signal.SIGINT)),
+    "SIGTERM": (143, "interrupted", TIERFORCE, TWO, lambda job: job.send_signal(signal.SIGTERM)),
+    "torchrun": (1, "interrupted", TORCHRUN, (), lambda job: job.send_signal(signal.SIGTERM)),
+}
+
+
+@pytest.mark.parametrize(
+    "interrupts",
+    slow_except(
+        [pytest.param(["rank 1", "SIGINT"]), pytest.param(["rank 0", "SIGTERM", "torchrun"])]
+    ),
+)
+def test_two_ranks_end_whatever_happens_to_them_and_go_on(
+    interrupts: list[str], tmp_path: Path
+) -> None:
+    count = len(interrupts)
+    command = (*write(tmp_path, documents=count + 1), *STEADY, *at_once(1))
     output = tmp_path / "out.jsonl"
-    interrupts = [
-        (137, "rank 1 was killed by SIGKILL", TIERFORCE, TWO, lambda job: kill_rank(1, job)),
-        (137, "rank 0 was killed by SIGKILL", TIERFORCE, TWO, lambda job: kill_rank(0, job)),
-        (130, "interrupted", TIERFORCE, TWO, lambda job: job.send_signal(signal.SIGINT)),
-        (143, "interrupted", TIERFORCE, TWO, lambda job: job.send_signal(signal.SIGTERM)),
-        (1, "interrupted", TORCHRUN, (), lambda job: job.send_signal(signal.SIGTERM)),
-    ]
-    for finished_before, (code, words, start, how, interrupt) in enumerate(interrupts):
+    for finished_before, name in enumerate(interrupts):
+        code, words, start, how, interrupt = INTERRUPTS[name]
         job = Fork(tmp_path, *command, *SLOW, "--output", str(output), *how, command=start)
         finished = in_the_middle(job, output)
         interrupt(job)
@@ -127,7 +142,7 @@ def test_two_ranks_end_whatever_happens_to_them_and_go_on(tmp_path: Path) -> Non
         assert records(output) == finished
         assert len(finished) == finished_before + 1
     assert forked(tmp_path, *command, "--output", str(output)).code == 0
-    assert [record["ranks"] for record in records(output)] == [2] * 5 + [1]
+    assert [record["ranks"] for record in records(output)] == [2] * count + [1]
     assert {record["id"]: record["summary"] for record in records(output)} == uninterrupted(
         tmp_path, *command
     )
