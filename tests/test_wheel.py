@@ -69,6 +69,7 @@ def test_a_wheel_holds_our_packages_and_no_other(wheel: Path) -> None:
     assert {Path(name) for name in names if name.endswith(".py")} == sources
 
 
+@pytest.mark.slow
 def test_the_installed_command_works_from_anywhere(site: Path, tmp_path: Path) -> None:
     code = "import decoding, offload, parallel; print(decoding.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(site)}

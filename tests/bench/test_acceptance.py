@@ -117,6 +117,7 @@ def test_rows_are_of_each_variant_along_all_texts(models: Runtime) -> None:
     assert len(ours["overlap_by_age"]) == 16
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
     trace = PolicyTrace(models, prompt("typing"), 400, [STATIC], 8)
     text = trace.text(401, NUCLEUS)

@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from importlib.machinery import ModuleSpec
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 import pytest
 
 import bench.harness.process
+from bench.__main__ import main as run_bench
 from bench.harness.process import ending
 from bench.peers.base import Job, Result, Unavailable
 from bench.peers.compare import Runs, attempt, main, ratios, run
@@ -217,53 +217,42 @@ def test_ratios_are_of_the_rows_that_there_are() -> None:
     }
 
 
-# as `python -m bench`, but peers are forks, which need not import all of it again
-FORKING = """
-import sys
-import bench.harness.process
-from bench.__main__ import main
-bench.harness.process._START = "fork"
-main(sys.argv[1:])
-"""
+def _compare_in(folder: Path, options: list[str]) -> None:
+    """As `python -m bench compare` in a session of its own; peers are forks, which have imported
+    all of it.
+    """
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        with (folder / name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    bench.harness.process._START = "fork"
+    run_bench(["compare", *options])
 
 
 def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
     options = [
-        "--target",
-        str(DEMO / "target"),
-        "--context",
-        "600,900",
-        "--new-tokens",
-        "4",
-        "--peers",
-        "ours: plain",
-        "--output",
-        str(output),
+        *("--target", str(DEMO / "target")),
+        *("--context", "600,900"),
+        *("--new-tokens", "4"),
+        *("--peers", "ours: plain"),
+        *("--output", str(output)),
+        *("--link", "emulated:5"),
+        *("--budget", "128"),
+        *("--dtype", "float32"),
+        *("--threads", "1"),
     ]
-    command = [
-        sys.executable,
-        "-c",
-        FORKING,
-        "compare",
-        *options,
-        "--link",
-        "emulated:5",
-        "--budget",
-        "128",
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-    ]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as job:
-        while not output.exists() and job.poll() is None:
-            time.sleep(0.05)
-        os.killpg(job.pid, signal.SIGINT)
-        out, err = job.communicate(timeout=60)
-    assert job.returncode == 0, err
+    context = multiprocessing.get_context("forkserver")
+    job = context.Process(target=_compare_in, args=(tmp_path, options))
+    job.start()
+    assert job.pid
+    while not output.exists() and job.is_alive():
+        time.sleep(0.05)
+    os.killpg(job.pid, signal.SIGINT)
+    job.join(60)
+    out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
+    assert job.exitcode == 0, err
     assert "interrupted: what is finished is kept" in err
     assert "Traceback" not in err
     assert "ours: plain" in out  # as a table

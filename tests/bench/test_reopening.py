@@ -16,7 +16,7 @@ from support.engines import DEMO
 def test_a_row_for_each_way(tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "reopening.json"
     app.command()(main)
-    sizes = ["--context", "400", "--new-tokens", "6", "--repeats", "2", "--dtype", "float32"]
+    sizes = ["--context", "400", "--new-tokens", "6", "--repeats", "1", "--dtype", "float32"]
     models = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft")]
     ways = ["--ways", "plain@resident,hierarchical@emulated:50"]
     done = CliRunner().invoke(app, [*sizes, *models, *ways, "--output", str(output)])

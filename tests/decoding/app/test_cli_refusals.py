@@ -199,4 +199,8 @@ class _Hub:
 
         constants.ENDPOINT = f"http://127.0.0.1:{self.port}"
         constants.HF_HUB_CACHE = str(self.cache)
+        # a list that is kept: the hub would be asked for it first, for three seconds
+        kept = self.cache / "harnesses.json"
+        kept.write_text('{"standardEnvVars": [], "harnesses": {}}')
+        constants.AGENT_HARNESSES_PATH = str(kept)
         parallel.formats.hub._PATIENCE = 0.5

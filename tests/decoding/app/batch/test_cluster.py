@@ -34,7 +34,7 @@ from decoding.app.batch.summarize import Results, job_of
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
-from support.commands import MODELS, STEADY, TARGET, Job, forked, refused, wait_for
+from support.commands import MODELS, STEADY, TARGET, Fork, Job, Running, forked, refused, wait_for
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'tierforce[cluster]'"
@@ -135,20 +135,22 @@ HASTY = (
 )
 
 
-def kill(name: str, job: Job) -> list[psutil.Process]:
+def kill(name: str, job: Running) -> list[psutil.Process]:
     """Kill a process of a job on a cluster of its own; return all that it had started.
 
     Nothing of it could be reached from another machine.
     """
     processes = psutil.Process(job.process.pid).children(recursive=True)
     addresses = listening(processes)
-    by_name = {each.name(): each for each in processes} | {"job": job.process}
-    by_name[name].send_signal(signal.SIGKILL)
+    if name == "job":
+        job.send_signal(signal.SIGKILL)
+    else:
+        next(each for each in processes if each.name() == name).kill()
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
     return processes
 
 
-def ended_with_a_word(job: Job, code: int, processes: Sequence[psutil.Process]) -> None:
+def ended_with_a_word(job: Running, code: int, processes: Sequence[psutil.Process]) -> None:
     """Fails unless a job that was killed said so, and left nothing."""
     finished = job.finish()
     assert finished.code == code
@@ -164,7 +166,7 @@ def ended_with_a_word(job: Job, code: int, processes: Sequence[psutil.Process]) 
 def test_a_job_that_is_killed_says_so_and_leaves_nothing_but_records(tmp_path: Path) -> None:
     """Those that it wrote are what one machine alone writes."""
     source, output = documents(tmp_path / "in", 60), tmp_path / "out.jsonl"
-    job = Job(*asked(source, output), "--cluster", "local")
+    job = Fork(tmp_path, *asked(source, output), "--cluster", "local")
     job.wait_for(lambda: len(records(output)) >= 2, every=0.1)
     ended_with_a_word(job, -signal.SIGKILL, kill("job", job))
     written = {each["id"]: each.get("summary") for each in records(output)}

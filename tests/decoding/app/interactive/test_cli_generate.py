@@ -26,12 +26,19 @@ def test_the_text_is_the_same_however_many_ranks_write_it(tmp_path: Path) -> Non
     assert len(alone.out) > 80
     assert alone.err.count("\n") == 2  # what runs where, and what it took
     assert "40 written" in alone.err
-    two = tierforce(*JOB, "--gpus", "2")  # in interpreters of its own, and so are its ranks
+    two = forked(tmp_path, *JOB, "--gpus", "2")
     assert (two.code, two.out) == (0, alone.out)
     assert two.err.count("\n") == 2
     launched = Fork(tmp_path, *JOB, command=TORCHRUN).finish()
     assert (launched.code, launched.out) == (0, alone.out)
     assert "Traceback" not in launched.err
+
+
+@pytest.mark.slow
+def test_so_it_is_in_interpreters_of_their_own(tmp_path: Path) -> None:
+    alone, two = forked(tmp_path, *JOB), tierforce(*JOB, "--gpus", "2")
+    assert (two.code, two.out) == (0, alone.out)
+    assert two.err.count("\n") == 2
 
 
 def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
