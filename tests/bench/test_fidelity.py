@@ -30,6 +30,7 @@ def test_what_differs_is_told() -> None:
     assert found.top[1].tolist() == [True, False]
 
 
+@pytest.mark.slow
 def test_identical_texts_and_laws_do_not_differ(tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "fidelity.json"
     app.command()(main)

@@ -75,9 +75,9 @@ def test_what_is_on_chip_is_predicted_without_a_link() -> None:
     assert 1.5 < on_chip / predict(row, "hierarchical")[0] < 4
 
 
-def test_a_row_runs_at_reduced_size_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes with one row that runs here, in forks, and one that does not."""
     small = {
         "context": 600,
         "dtype": "float32",
@@ -99,6 +99,10 @@ def test_a_row_runs_at_reduced_size_and_says_so(
         return SimpleNamespace(returncode=forked(tmp_path, *command[3:]).code)
 
     monkeypatch.setattr(bench.paper.recipes, "subprocess", SimpleNamespace(run=fork))
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     target, draft = (str(DEMO / name) for name in ("target", "draft"))
     done = run("offload", "--output", str(output), "--target", target, "--draft", draft)
@@ -112,8 +116,14 @@ def test_a_row_runs_at_reduced_size_and_says_so(
     assert two["ms_per_token"] is None
     assert "mode hierarchical, context 600" in one["settings"]
     assert "tierforce summarize --model NousResearch/Yarn-Llama-2-7b-128k" in done.output
-    longer = ["--rows", "one", "--stretch", "2"]
-    done = run("offload", "--output", str(output), "--target", target, *longer)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_rows")
+def test_a_row_runs_behind_a_longer_text(tmp_path: Path) -> None:
+    output, longer = tmp_path / "found.json", ["--rows", "one", "--stretch", "2"]
+    target = ["--target", str(DEMO / "target")]
+    done = run("offload", "--output", str(output), *target, *longer)
     assert done.exit_code == 0, done.output
     (row,) = json.loads(output.read_text())["rows"]
     assert "mode retrieval, context 1200" in row["settings"]

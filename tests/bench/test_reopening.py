@@ -13,6 +13,7 @@ from bench.speed.reopening import main
 from support.engines import DEMO
 
 
+@pytest.mark.slow
 def test_a_row_for_each_way(tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "reopening.json"
     app.command()(main)

@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from bench.speed.texts import PADDED, main
 from support.engines import DEMO
+from support.slow import slow_except
 
 
-@pytest.mark.parametrize("mode", ["plain", "hierarchical"])
+@pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
 def test_a_row_for_each_way_and_count(mode: str, tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "texts.json"
     app.command()(main)

@@ -218,7 +218,7 @@ def test_a_verification_copies_the_same_without_a_retrieval_cache(tmp_path: Path
         rows, output, code = ran(
             tmp_path / "results" / mode / "gpu.json",
             *("--target", "tiny", "--parts", "streamed", "--mode", mode, "--context", "600"),
-            *("--device", "cpu", "--link", "emulated:1"),
+            *("--device", "cpu", "--link", "emulated:20"),
         )
         assert code == 0, output
         copied.append(rows["streamed", "bytes of a verification"])

@@ -34,7 +34,19 @@ from decoding.app.batch.summarize import Results, job_of
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.speculation.sampling import Sampling
-from support.commands import MODELS, STEADY, TARGET, Fork, Job, Running, forked, refused, wait_for
+from support.commands import (
+    DRAFT,
+    MODELS,
+    STEADY,
+    TARGET,
+    Fork,
+    Job,
+    Running,
+    forked,
+    refused,
+    wait_for,
+)
+from support.slow import slow_except
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'tierforce[cluster]'"
@@ -163,6 +175,7 @@ def ended_with_a_word(job: Running, code: int, processes: Sequence[psutil.Proces
 
 
 @needs_ray
+@pytest.mark.slow
 def test_a_job_that_is_killed_says_so_and_leaves_nothing_but_records(tmp_path: Path) -> None:
     """Those that it wrote are what one machine alone writes."""
     source, output = documents(tmp_path / "in", 60), tmp_path / "out.jsonl"
@@ -242,6 +255,36 @@ def test_what_is_lost_is_sent_again_three_times_and_what_found_no_room_until_it_
     assert results.failed == 2
 
 
+def test_a_machine_writes_what_the_command_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_join", lambda *_: None)
+    monkeypatch.setattr(machine, "_own_name", lambda: "first")
+    source, output = documents(tmp_path / "in", 3), tmp_path / "out.jsonl"
+    (source / "broken.txt").unlink()
+    assert forked(tmp_path / "a", *asked(source, output), "--instruction", "Sum up.").code == 0
+    common = Common(
+        model=str(TARGET),
+        draft=str(DRAFT),
+        device="cpu",
+        max_new_tokens=12,
+        settings=Settings(dtype="float32", mode="plain"),
+        sampling=Sampling(0.0),
+    )
+    texts = [(source / f"{number}.txt").read_text() for number in range(3)]
+    one = machine.Machine(common, job_of(common, TARGET, "Sum up."), 2)
+    answer = one({"place": np.array([4, 7, 5]), "text": np.array(texts, dtype=object)})
+    assert answer["place"] == [4, 7, 5]
+    assert answer["machine"] == ["first"] * 3
+    written = [json.loads(record) for record in answer["record"]]
+    assert [each["id"] for each in written] == ["4", "7", "5"]
+    assert {each["texts_at_once"] for each in written} >= {2}
+    wanted = {each["id"]: each for each in records(output)}
+    for number, each in enumerate(written):
+        for name in ("summary", "kind", "digest", "prompt_tokens"):
+            assert each.get(name) == wanted[f"{number}.txt"].get(name)
+
+
 def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_HELD", 0.0)
     monkeypatch.setattr(machine, "_join", lambda *_: None)
@@ -266,7 +309,7 @@ def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_ray
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "auto"])
+@pytest.mark.parametrize("address", slow_except(["127.0.0.1:1", "auto"]))
 def test_a_cluster_that_is_not_there(address: str, tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
     (source / "broken.txt").unlink()
