@@ -197,6 +197,7 @@ def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None
     rows, output, code = ran(
         tmp_path / "gpu.json",
         *("--target", "tiny", "--parts", "machine,link,plan", "--resident-layers", "1"),
+        *("--context", "400"),
         # small, for a CPU's device memory is taken from the host's
         *("--device", "cpu", "--device-memory", "1", "--link", "emulated:1"),
     )

@@ -138,15 +138,6 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-# gives a Ray that is lost a second, not ten, to end
-HASTY = (
-    "python",
-    "-c",
-    "from decoding.app.batch import cluster; from decoding.app.main import main; "
-    "cluster._PATIENCE = 1.0; main()",
-)
-
-
 def kill(name: str, job: Running) -> list[psutil.Process]:
     """Kill a process of a job on a cluster of its own; return all that it had started.
 
@@ -200,7 +191,6 @@ def test_a_job_whose_ray_is_killed_says_so_and_leaves_nothing(tmp_path: Path) ->
     job = Job(
         *asked(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
         *("--max-new-tokens", "100000", "--cluster", "local"),
-        command=HASTY,
     )
     job.wait_for(lambda: actors(job), every=0.1)
     ended_with_a_word(job, 1, kill("raylet", job))

@@ -162,6 +162,7 @@ def test_an_interrupt_while_the_program_loads_is_quiet() -> None:
     assert result.err in ("", "interrupted (SIGINT)\n")  # it may listen by then, or not yet
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_the_ranks_load_is_quiet() -> None:
     job = Job("generate", *MODELS, "--prompt", "It was", *TWO)
     job.wait_for(lambda: job.rank(0) and job.rank(1))
