@@ -13,7 +13,6 @@ from support.slow import slow_except
 CODE = """
 import ctypes
 from decoding.app.environment import set_defaults
-from support.slow import slow_except
 set_defaults()
 import torch
 
