@@ -58,6 +58,7 @@ def job(**changes: object) -> Job:
     return Job(**{**vars(found), **changes})
 
 
+@pytest.mark.slow
 def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
     """And those that cannot are rows that say why."""
     output = tmp_path / "compare.json"

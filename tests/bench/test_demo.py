@@ -13,6 +13,7 @@ import pytest
 
 import demo.run
 from support.commands import TARGET, forked
+from support.slow import slow_except
 
 Run = Callable[[list[str]], SimpleNamespace]  # in place of subprocess.run
 SAME = [5, 6, 7, 8]
@@ -105,7 +106,7 @@ def test_other_tokens_fail_the_demo_in_one_line(
     assert "same" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.parametrize("seed", slow_except(["0", "1"]))
 def test_a_real_pair_of_runs_over_a_link(
     seed: str,
     demo_with: Callable[..., None],

@@ -102,6 +102,7 @@ def two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_rows")
+@pytest.mark.slow
 def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     target, draft = (str(DEMO / name) for name in ("target", "draft"))

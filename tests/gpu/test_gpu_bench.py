@@ -193,6 +193,7 @@ def test_names_that_are_none(arguments: tuple[str, ...], words: str, tmp_path: P
 
 
 @pytest.mark.usefixtures("forks")
+@pytest.mark.slow
 def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None:
     rows, output, code = ran(
         tmp_path / "gpu.json",

@@ -101,7 +101,7 @@ def greedy_by_transformers(target: Path) -> dict[int, list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, 1, -1))
 @pytest.mark.parametrize("prompt", slow_except(PROMPT_LENGTHS, 0, 1, 3, 10, 12, 14))
 def test_prompts_from_one_token_up(
     mode: str, prompt: int, pair: Pair, greedy_by_transformers: dict[int, list[int]]

@@ -14,6 +14,7 @@ from offload.errors import DocumentError, FitError, TierForceError
 from parallel.model.loading import parameter_bytes
 from support.engines import DEMO, Folders, Pair
 from support.models import random_tokens
+from support.slow import slow_except
 
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 PROMPT = random_tokens(90).tolist()
@@ -58,7 +59,7 @@ def spoilt(folders: Folders, token: int, where: str) -> Pair:
     return models
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_except(MODES, -1))
 @pytest.mark.parametrize("place", [0, 50, 89], ids=["first", "amid", "last"])
 def test_a_prompt_that_gives_nan_fails_alone(
     mode: str, place: int, folders: Folders, models: Pair

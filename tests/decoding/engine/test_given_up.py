@@ -80,6 +80,7 @@ def test_no_layer_is_read_for_nobody(mode: str, layers: int, models: Pair) -> No
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
 
 
+@pytest.mark.slow
 def test_two_ranks_give_up_together(folders: Folders) -> None:
     expected, found = run_ranks(2, on_a_rank, folders)[0]
     assert all(each == expected for each in found)

@@ -125,8 +125,9 @@ def on_a_rank(folders: Folders, names: list[str]) -> list[Text]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "families", slow_except([["llama"], ["olmo2", "mixtral"]]), ids=["llama", "olmo2 and mixtral"]
+    "families", [["llama"], ["olmo2", "mixtral"]], ids=["llama", "olmo2 and mixtral"]
 )
 def test_three_ranks_sum_up_in_one_order(
     checkpoint: Callable[..., Path], families: list[str]

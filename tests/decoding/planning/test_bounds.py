@@ -19,6 +19,7 @@ from decoding.planning.what_if import look_ahead
 from offload.errors import FitError, TierForceError
 from parallel.config.model_config import ModelConfig
 from support.engines import DEMO
+from support.slow import slow_except
 
 NUMBERS: dict[str, Any] = {
     "gpus": 1,
@@ -48,7 +49,7 @@ def test_the_slowest_and_the_fastest_machine_have_finite_plans(field: str) -> No
 
 
 @pytest.mark.parametrize("size", [1, 10**5, 10**12])
-@pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3_moe"])
+@pytest.mark.parametrize("family", slow_except(["llama", "smollm3", "qwen3_moe"], 2))
 def test_a_model_of_any_size_is_planned_at_once(family: str, size: int, tmp_path: Path) -> None:
     """Or refused in one line: nothing overflows, and nothing goes through 10^12 layers."""
     fields = json.loads((DEMO / "target/config.json").read_text())

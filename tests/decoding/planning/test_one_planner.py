@@ -30,6 +30,7 @@ from offload.memory.cpu_link import ViewLink
 from offload.memory.host_arena import HostArena
 from parallel.ranks.process_group import Group
 from support.planning import Case, case_of, needs_of
+from support.slow import slow_except
 
 CPU = torch.device("cpu")
 Decision = tuple[Way, int, int, int, int, int, int]
@@ -132,7 +133,7 @@ def by_engine(case: Case, costs: CostSource) -> Decision | None:
         return decision(plan, costs, needs, case.prompt)
 
 
-@pytest.mark.parametrize("observed", [False, True], ids=["predicted", "observed"])
+@pytest.mark.parametrize("observed", slow_except([False, True], 1), ids=["predicted", "observed"])
 def test_both_decide_the_same(observed: bool) -> None:
     """On 80 machines, with models, texts and settings as they come."""
     decided: list[Decision] = []

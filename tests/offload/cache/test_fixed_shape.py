@@ -30,6 +30,7 @@ from support.driving import (
 )
 from support.links import CPU, make_test_link
 from support.reference import random_rotary
+from support.slow import slow_except
 
 DRAFT = 6
 SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
@@ -72,7 +73,7 @@ def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> N
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_except(POLICIES, -1))
 @pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize("start", [5, 40, 70])  # no prefix, within the budget, past it
 def test_on_a_retrieval_cache(start: int, chunk: int, policy: str, quantised: bool) -> None:

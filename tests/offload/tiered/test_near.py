@@ -55,7 +55,7 @@ def near_of(target: TieredCache, quantised: bool = False) -> NearCache:
 
 
 @pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", slow_except([False, True], 1))
 @pytest.mark.parametrize("sliced", [3, 1, 0])
 def test_what_is_drafted_changes_nothing_of_the_target(
     link: Link, sliced: int, quantised: bool

@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from parallel.config.model_config import FAMILIES, ConfigError, ModelConfig
 from support.models import long_rope
+from support.slow import slow_except
 
 NEEDED = {
     "hidden_size": 64,
@@ -126,7 +127,7 @@ def both(path: Path) -> list[ModelConfig | str]:
     return said
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(FAMILIES, 0, 4, -1))
 def test_both_ways_of_reading_agree(family: str, tmp_path: Path) -> None:
     draw, path, read = random.Random(family), tmp_path / "config.json", 0
     for _ in range(150):
