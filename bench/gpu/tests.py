@@ -15,7 +15,7 @@ from bench.harness.experiment import ROOT, Row
 
 PATHS = (  # that have such tests: other files import what a machine may lack
     "tests/gpu",
-    "tests/offload/memory/test_ring.py",
+    "tests/offload/memory/test_transfer_ring.py",
     "tests/offload/attention/test_attention.py",
     "tests/decoding/speculation/test_sampling.py",
 )

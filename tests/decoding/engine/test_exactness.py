@@ -122,7 +122,11 @@ def split_draft(
     return text, draft.group.size if draft else 0
 
 
-@pytest.mark.parametrize("case", slow_except(SPLIT, 0, -1), ids=lambda case: str(case[0]))
+@pytest.mark.parametrize(
+    "case",
+    slow_except([pytest.param(case) for case in SPLIT], 0, -1),
+    ids=lambda case: str(case[0]),
+)
 def test_a_large_draft_is_split_over_the_ranks(
     case: tuple[Case, tuple[int, int]], reports: list[list[Report]], pair: Pair
 ) -> None:
