@@ -102,6 +102,7 @@ def count(trace: PolicyTrace, variant: Variant, draft: int, sampling: Sampling) 
     return decoder.stats.produced, decoder.stats.passes
 
 
+@pytest.mark.slow
 def test_rows_are_of_each_variant_along_all_texts(models: Runtime) -> None:
     engine, tokens = SimpleNamespace(runtime=models), prompt("typing")
     study = Study(engine, tokens, 2, 64, NUCLEUS, "target")  # type: ignore[arg-type]
@@ -129,6 +130,7 @@ def test_what_is_expected_is_what_is_counted(models: Runtime) -> None:
     assert made / passes == pytest.approx(sum(expected) / len(expected), rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_rewound_text_is_the_same_text(models: Runtime) -> None:
     variants = [OURS, replace(WHOLE, budget=256)]
     trace = PolicyTrace(models, prompt("argparse"), 200, variants, 64)

@@ -109,6 +109,7 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
     assert found["settings"]["target"] == "demo/target"
 
 
+@pytest.mark.slow
 def test_all_load_the_same_gguf_file(tmp_path: Path) -> None:
     """And stretch its positions alike; what drafts by a draft model says that there is none."""
     file, output = convert(DEMO / "target", tmp_path / "t.gguf", Kind.Q4_1), tmp_path / "c.json"

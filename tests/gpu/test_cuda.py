@@ -170,6 +170,7 @@ def test_recorded_passes_write_the_same(
     ("mode", "dtype"),
     slow_except([("hierarchical", "float32"), ("sliced-retrieval", "bfloat16")], 1),
 )
+@pytest.mark.slow
 def test_a_conversation_goes_on_over_tiers_and_recordings(
     mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

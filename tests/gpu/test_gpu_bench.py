@@ -213,6 +213,7 @@ def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("forks")
+@pytest.mark.slow
 def test_a_verification_copies_the_same_without_a_retrieval_cache(tmp_path: Path) -> None:
     """But for some of the last tokens. And the folder of the results is made."""
     copied = list[float]()

@@ -158,6 +158,7 @@ def on_one_of_three(folders: list[Path]) -> list[list[Text]]:
     return found
 
 
+@pytest.mark.slow
 def test_several_threads_write_alike(checkpoint: Callable[..., Path]) -> None:
     """With weights so large that products are shared out."""
     large = {"hidden_size": 1024, "intermediate_size": 1024, "max_position_embeddings": 4096}

@@ -146,6 +146,7 @@ def on_two_ranks(mode: str, folder: Path) -> None:
     (folder / mode).touch()
 
 
+@pytest.mark.slow
 def test_two_ranks_draft_against_codes_of_their_heads(tmp_path: Path) -> None:
     run_ranks(2, on_two_ranks, "sliced-hierarchical", tmp_path)
     assert (tmp_path / "sliced-hierarchical").exists()
@@ -168,6 +169,7 @@ def test_layers_that_are_not_there_get_no_codes() -> None:
 
 
 @pytest.mark.parametrize("sliced", slow_except([5, 2], 1))
+@pytest.mark.slow
 def test_a_text_is_gone_through_twice_alike(sliced: int) -> None:
     """Codes, outliers and the retrieval cache of layers without codes come back with the rest."""
     engine = opened("sliced", sliced_layers=sliced, draft_length=5)

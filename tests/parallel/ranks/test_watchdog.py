@@ -107,6 +107,7 @@ def test_a_rank_that_runs_and_does_not_come_is_named(ranks: Ranks) -> None:
     assert ranks.said[1:] == [(0, "rank 2 goes on.")]
 
 
+@pytest.mark.slow
 def test_rank_0_may_keep_the_others_waiting_and_any_may_leave(ranks: Ranks) -> None:
     for dog in ranks.dogs:
         dog.start()

@@ -155,6 +155,7 @@ def kill(name: str, job: Running) -> list[psutil.Process]:
 
 def ended_with_a_word(job: Running, code: int, processes: Sequence[psutil.Process]) -> None:
     """Fails unless a job that was killed said so, and left nothing."""
+    wait_for(lambda: not any(map(is_alive, processes)))  # its guard too, which says so
     finished = job.finish()
     assert finished.code == code
     last = finished.err.splitlines()[-1]
@@ -162,7 +163,6 @@ def ended_with_a_word(job: Running, code: int, processes: Sequence[psutil.Proces
     node = "tierforce: the Ray node of --cluster local on this machine, or this"
     assert last.startswith((node, "tierforce: the machines of --cluster local are lost"))
     assert "run the same command again" in last
-    wait_for(lambda: not any(map(is_alive, processes)))
 
 
 @needs_ray
@@ -348,6 +348,7 @@ def test_a_guard_is_dismissed_whatever_ray_raises(
     assert Guard.dismissed == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_died_before_its_guard_was_up_leaves_nothing(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

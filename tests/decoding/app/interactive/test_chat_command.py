@@ -109,6 +109,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_program(
     assert max(map(len, found.out.splitlines())) < 3000
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_all(
     model: tuple[str, ...], story: tuple[str, str], tmp_path: Path
 ) -> None:

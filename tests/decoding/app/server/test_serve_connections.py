@@ -118,6 +118,7 @@ def test_slow_clients_hold_nobody_up(name: str, server: Serving) -> None:
 @pytest.mark.parametrize(
     "name", slow_except(["half a request line", "half a head", "half a body"], 2)
 )
+@pytest.mark.slow
 def test_what_comes_drop_by_drop_has_an_end(name: str, server: Serving) -> None:
     client = Client(server, SLOW[name])
     end = time.monotonic() + PATIENCE

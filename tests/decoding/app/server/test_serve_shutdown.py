@@ -73,6 +73,7 @@ def test_what_was_read_is_on_disk_when_it_ends(
 
 
 @pytest.mark.parametrize("ranks", slow_except([pytest.param(()), pytest.param(("--gpus", "2"))], 1))
+@pytest.mark.slow
 def test_who_goes_away_while_a_prompt_is_read(
     ranks: tuple[str, ...], model: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def never_ending() -> None:
 
 
 @pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], 1))
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(
     number: signal.Signals, model: tuple[str, ...], tmp_path: Path
 ) -> None:

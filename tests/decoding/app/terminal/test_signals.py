@@ -71,7 +71,7 @@ def kill_rank(number: int, job: Running) -> None:
 
 @pytest.mark.parametrize(
     ("number", "texts"),
-    slow_except([(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], 0, 2),
+    slow_except([(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)], 2),
 )
 def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
     number: signal.Signals, texts: int, tmp_path: Path
