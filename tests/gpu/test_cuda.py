@@ -38,7 +38,7 @@ from parallel.ranks.graph_capture import Recorder
 from parallel.ranks.process_group import Group
 from standin import Machine, gpu_or_standin, standin
 from support.batches import alone, tokens, written
-from support.engines import DEMO
+from support.engines import DEMO, MODES
 from support.ranks import run_ranks
 from support.recording import count_replays
 from support.slow import slow_except
@@ -47,7 +47,6 @@ from support.texts import prompt
 pytestmark = pytest.mark.cuda
 # far more than the retrieval budget, and enough for a few rounds
 PROMPT, NEW = prompt("argparse")[:300], 7
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 
 
 class SharedGpu(Group):

@@ -8,19 +8,10 @@ from typing import Any
 from decoding import Engine, Sampling
 from decoding.engine.request import Request
 from decoding.engine.scheduler import Written
+from support import engines
 from support.models import random_tokens
 
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-SMALL: dict[str, Any] = {
-    "budget": 32,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "draft_length": 5,
-    "inner_length": 2,
-    "refresh": 1,
-    "lookup": 0,
-}
+SMALL: dict[str, Any] = {**engines.SMALL, "refresh": 1, "lookup": 0}
 
 
 def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Request]:

@@ -27,6 +27,19 @@ EVERY_LEVEL: dict[str, Any] = {
     "link": "emulated:50",
     "resident_layers": 1,
 }
+MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+# so small that even short texts outgrow every cache; with lengths of their own, since those that
+# adapt go by the clock
+SMALL: dict[str, Any] = {
+    "budget": 32,
+    "chunk_size": 4,
+    "window": 12,
+    "sinks": 2,
+    "draft_length": 5,
+    "inner_length": 2,
+}
+# links, and how many layers are on the device
+PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
 IDENTITY = Identity("0123", "a pair")  # where prompts are kept: each test in a folder of its own
 
 Folders = tuple[Path, Path]  # of a target and its draft

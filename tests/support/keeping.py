@@ -10,6 +10,7 @@ from typing import Any
 from decoding import GREEDY, Engine, Sampling
 from decoding.prefix_cache.store import KeptPrompt, PromptCache
 from support import batches
+from support.engines import MODES, PLACES
 from support.models import random_tokens
 from support.slow import slow_except
 
@@ -18,11 +19,10 @@ SMALL: dict[str, Any] = {**batches.SMALL, "prefill_chunk": 200}
 PROMPT = random_tokens(700, seed=1).tolist()
 QUESTIONS = [random_tokens(count, seed=count).tolist() for count in (5, 20, 35)]
 SAMPLED = Sampling(1.0, top_p=1, seed=5)
-PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
 # each mode in each place; each is once in one that is not slow
 WAYS = slow_except(
-    [(mode, *place) for place in PLACES for mode in batches.MODES],
-    *(place * len(batches.MODES) + mode for place, mode in enumerate((0, 1, 3, 2))),
+    [(mode, *place) for place in PLACES for mode in MODES],
+    *(place * len(MODES) + mode for place, mode in enumerate((0, 1, 3, 2))),
 )
 
 

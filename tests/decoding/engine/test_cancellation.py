@@ -17,8 +17,8 @@ from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request
 from offload.errors import GivenUpError
 from parallel.ranks.process_group import Group
-from support.batches import MODES, SMALL
-from support.engines import Folders, Pair
+from support.batches import SMALL
+from support.engines import MODES, Folders, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
 from support.slow import slow_except

@@ -20,8 +20,7 @@ from offload.errors import DocumentError, FitError, TierForceError
 from offload.layout import ceil_div
 from parallel.ranks.process_group import Group
 from support import batches
-from support.batches import MODES
-from support.engines import Folders, Pair
+from support.engines import MODES, PLACES, Folders, Pair
 from support.models import long_rope, random_tokens, rope
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -33,7 +32,6 @@ PROMPT = random_tokens(300, seed=1).tolist()
 TURNS = [random_tokens(count, seed=count).tolist() for count in (1, 20, 200)]
 # where the text before is left, and what comes there in place of what followed
 RETURNS = [(330, 9), (310, 150), (299, 1), (70, 40), (0, 80)]
-LINKS = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
 Asked = list[tuple[list[int], list[int]]]  # prompts, and what was written behind them
 
 
@@ -77,7 +75,7 @@ def alone(engine: Engine, asked: Asked, sampling: Sampling = GREEDY) -> list[lis
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("link", "resident"), slow_except(LINKS, 2))
+@pytest.mark.parametrize(("link", "resident"), slow_except(PLACES, 2))
 def test_turns_are_those_of_one_long_prompt(
     mode: str,
     link: str,

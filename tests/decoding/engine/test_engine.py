@@ -17,22 +17,12 @@ from decoding.config.defaults import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive
 from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
-from support.engines import DEMO, Pair
+from support import engines
+from support.engines import DEMO, MODES, Pair
 from support.models import random_tokens
 from support.slow import slow_except
 
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-# so that even short texts outgrow every cache; with lengths of their own, for those that adapt go
-# by the clock
-SMALL = {
-    "budget": 32,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "draft_length": 5,
-    "inner_length": 2,
-    "refresh": 1,
-}
+SMALL = {**engines.SMALL, "refresh": 1}
 FULL = Sampling(1.0, top_p=1, seed=5)
 PROMPT = random_tokens(90).tolist()
 OTHER = random_tokens(140, seed=1).tolist()

@@ -18,20 +18,11 @@ from decoding.engine.session import Session
 from decoding.planning.memory_plan import MemoryPlan, Needs, plan_memory
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
-from support.engines import Pair
+from support.engines import MODES, SMALL, Pair
 from support.models import random_tokens
 from support.slow import slow_except
 
 PROMPT = random_tokens(90).tolist()
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-SMALL = {
-    "budget": 32,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "draft_length": 5,
-    "inner_length": 2,
-}
 BLOCK = 256
 SHORT_BLOCK = 32  # takes fewer passes to fill
 LINKS = ["view", "emulated:50"]

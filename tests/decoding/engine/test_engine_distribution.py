@@ -18,6 +18,7 @@ from decoding import Sampling
 from decoding.engine.request import Request
 from offload.retrieval.selection import POLICIES, Attention, ObservedRows
 from parallel.config.model_config import ModelConfig
+from support import engines
 from support.engines import Folders, Pair
 from support.laws import BROKEN, LIKELY, p_value
 from support.models import TINY, random_tokens, reference_logits
@@ -32,16 +33,7 @@ SAMPLINGS = {
     "nucleus": Sampling(0.6, top_p=0.9, seed=1),
     "top-k": Sampling(0.9, 12, 1, seed=1),
 }
-# lengths that adapt go by the clock, and give another text each time
-SMALL: dict[str, Any] = {
-    "budget": 16,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "resident_layers": 1,
-    "draft_length": 4,
-    "inner_length": 2,
-}
+SMALL = {**engines.SMALL, "budget": 16, "draft_length": 4, "resident_layers": 1}
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ import torch
 from decoding import GREEDY, Engine, Sampling, Settings
 from offload.errors import DocumentError, FitError, TierForceError
 from parallel.model.loading import parameter_bytes
-from support.engines import DEMO, Folders, Pair
+from support.engines import DEMO, MODES, Folders, Pair
 from support.models import random_tokens
 from support.slow import slow_except
 
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 PROMPT = random_tokens(90).tolist()
 VOCAB = 101
 

@@ -20,7 +20,8 @@ from offload.tiered.resident import ResidentLayer
 from parallel.model.layers import VocabParallelEmbedding
 from parallel.model.loading import parameter_bytes
 from parallel.ranks.process_group import Group
-from support.engines import Folders, Pair
+from support import engines
+from support.engines import MODES, Folders, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
 
@@ -28,17 +29,7 @@ NEW = 16
 DEEP = 8
 FULL = Sampling(1.0, top_p=1, seed=3)
 PROMPT, OTHER, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 90, 2_000))
-SMALL = {
-    "budget": 32,
-    "chunk_size": 4,
-    "window": 12,
-    "sinks": 2,
-    "resident_layers": 1,
-    "link": "emulated:50",
-    "draft_length": 9,
-    "inner_length": 2,
-}
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
+SMALL = {**engines.SMALL, "draft_length": 9, "resident_layers": 1, "link": "emulated:50"}
 Report = dict[str, Any]
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from decoding import GREEDY
 from parallel.ranks.process_group import Group
-from support.engines import Pair
+from support.engines import MODES, Pair
 from support.families import OTHERS
 from support.models import random_tokens
 from support.ranks import run_ranks
@@ -24,7 +24,6 @@ from support.slow import slow_except
 
 PROMPT, NEW = random_tokens(70).tolist(), 24
 RANKS_NEW = 12  # tokens on two ranks
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 Checkpoints = Callable[..., Path]
 
 

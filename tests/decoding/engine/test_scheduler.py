@@ -24,8 +24,8 @@ from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
 from parallel.model.transformer import Llama
 from parallel.ranks.process_group import Group
-from support.batches import MODES, SMALL, alone, requests, tokens, written
-from support.engines import Folders, Pair
+from support.batches import SMALL, alone, requests, tokens, written
+from support.engines import MODES, Folders, Pair
 from support.models import TINY
 from support.ranks import run_ranks
 from support.slow import slow_except

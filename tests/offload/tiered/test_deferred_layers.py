@@ -17,7 +17,7 @@ from offload.retrieval.shape import RetrievalShape
 from offload.tiered.prefill import Prefill
 from parallel.model.loading import parameter_bytes
 from support.driving import CAPACITY, LAYOUT, TAIL, forward, pair, plain, prefill, text, tiered
-from support.engines import Pair
+from support.engines import SMALL, Pair
 from support.links import make_test_link
 
 LAYERS = LAYOUT.layers
@@ -126,15 +126,7 @@ def test_the_engine_spends_on_layers_what_hidden_states_took(
     )
     assert models.draft is not None
     prompt, new, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0, top_p=1)
-    more = {
-        "budget": 64,
-        "chunk_size": 4,
-        "window": 12,
-        "sinks": 2,
-        "draft_length": 5,
-        "inner_length": 2,
-    }
-    more |= {"prefill_chunk": 64, "link": "emulated:50"}
+    more = {**SMALL, "budget": 64, "prefill_chunk": 64, "link": "emulated:50"}
     wanted = models.text(mode, prompt, new, sampling, resident_layers=2, **more)
     with models.engine(mode, **more) as engine:
         needs = engine.runtime.needs

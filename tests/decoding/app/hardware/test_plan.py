@@ -24,12 +24,11 @@ from offload.errors import FitError, TierForceError
 from parallel.formats.gguf_header import read_header
 from parallel.model.loading import parameter_bytes
 from support.commands import Finished, forked, refused
-from support.engines import DEMO, Pair
+from support.engines import DEMO, MODES, Pair
 from support.gguf import convert
 from support.gguf_bytes import rewrite_header
 from support.models import random_tokens
 
-MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 NUMBERS: dict[str, Any] = {
     "gpus": 1,
     "device_memory": 210e6,
