@@ -26,6 +26,7 @@ from bench.peers.compare import Runs, attempt, main, ratios, run
 from bench.peers.registry import PEERS
 from decoding import GREEDY
 from parallel.config.model_config import ModelConfig
+from support.commands import redirect
 from support.engines import DEMO
 from support.gguf import Kind, convert
 from support.models import random_tokens
@@ -224,9 +225,7 @@ def _compare_in(folder: Path, options: list[str]) -> None:
     all of it.
     """
     os.setsid()
-    for number, name in ((1, "out"), (2, "err")):
-        with (folder / name).open("wb") as file:
-            os.dup2(file.fileno(), number)
+    redirect(folder / "out", folder / "err")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     bench.harness.process._START = "fork"
     run_bench(["compare", *options])

@@ -206,9 +206,7 @@ class _Start:
         """Become the command, with these files for its output."""
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-        for number, path in ((1, out), (2, err)):
-            with path.open("wb") as file:
-                os.dup2(file.fileno(), number)
+        redirect(out, err)
         os.sched_getaffinity = lambda _: {0}  # on a busy machine two threads wait for each other
         SubprocessHandler._popen = lambda _, command, environment: self._fork(command, environment)
         if self.command[: len(TORCHRUN)] == TORCHRUN:
@@ -248,6 +246,13 @@ class _Start:
         path.with_suffix(".new").write_text(str(os.getpid()))
         path.with_suffix(".new").rename(path)
         self._run(command[command.index("decoding.cli") + 1 :])
+
+
+def redirect(out: Path, err: Path) -> None:
+    """Let files take what this process, and those that it starts, write."""
+    for number, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
 
 
 def tierforce(*arguments: str, env: dict[str, str] | None = None) -> Finished:

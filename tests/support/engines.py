@@ -4,10 +4,10 @@ tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from decoding.prefix_cache.manager import Identity
 from parallel.model.loading import load_model
 from parallel.ranks.process_group import Group
 
+T = TypeVar("T")
 DEMO = Path(__file__).parents[2] / "demo"
 # settings that put every level to work behind a prompt of a few hundred tokens, over a link
 EVERY_LEVEL: dict[str, Any] = {
@@ -85,3 +86,15 @@ class Pair:
         """What an engine of its own writes behind the prompt; [] on ranks other than 0."""
         with self.engine(mode, **choices) as engine:
             return list(engine.generate(prompt, new, sampling))
+
+
+def lead(engine: Engine, what: Callable[[Engine], T]) -> list[T]:
+    """Let rank 0 do something with an engine and close it, while the other ranks follow; what came
+    of it is in the list of rank 0.
+    """
+    if engine.group.rank:
+        engine.follow()
+        return []
+    found = what(engine)
+    engine.close()
+    return [found]

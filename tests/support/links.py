@@ -7,12 +7,18 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 import torch
 
 from offload.memory.cpu_link import EmulatedLink, Jobs, ViewLink
 from offload.memory.link import Link
+from support.slow import slow_except
 
 CPU = torch.device("cpu")
+LINKS = ["view", "emulated", "delaying"]
+# the fixture `link`: each of them, or in `make test` the one with the worst manners alone
+every_link = pytest.mark.parametrize("link", LINKS, indirect=True)
+worst_link = pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
 
 
 class DelayingLink(EmulatedLink):

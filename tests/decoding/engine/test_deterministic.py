@@ -16,7 +16,7 @@ from offload.errors import TierForceError
 from offload.kernels.batch_invariant_shape import KEYS
 from parallel.ranks.process_group import Group
 from support.commands import TARGET, forked
-from support.engines import Folders, Pair
+from support.engines import Folders, Pair, lead
 from support.families import OTHERS
 from support.models import random_tokens
 from support.ranks import run_ranks
@@ -117,11 +117,7 @@ def on_a_rank(folders: Folders, names: list[str]) -> list[Text]:
     found = []
     for way in ({"mode": "plain"}, *(WAYS[name] for name in names)):
         with models.engine(identical=True, **SMALL | way) as engine:
-            if group.rank:
-                engine.follow()
-            else:
-                found.append(written(engine, PROMPT, SAMPLINGS[1]))
-                engine.close()
+            found += lead(engine, lambda first: written(first, PROMPT, SAMPLINGS[1]))
     return found
 
 
@@ -149,11 +145,7 @@ def on_one_of_three(folders: list[Path]) -> list[list[Text]]:
         models, texts = Pair(folder, folder, group, dtype="bfloat16"), list[Text]()
         for name in ("viewed", "retrieval"):
             with models.engine(identical=True, **SMALL | WAYS[name]) as engine:
-                if group.rank:
-                    engine.follow()
-                else:
-                    texts.append(written(engine, PROMPT[:100], SAMPLINGS[1], 20))
-                    engine.close()
+                texts += lead(engine, lambda first: written(first, PROMPT[:100], SAMPLINGS[1], 20))
         found.append(texts)
     return found
 

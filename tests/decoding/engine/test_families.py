@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from decoding import GREEDY
 from parallel.ranks.process_group import Group
-from support.engines import MODES, Pair
+from support.engines import MODES, Pair, lead
 from support.families import OTHERS
 from support.models import random_tokens
 from support.ranks import run_ranks
@@ -65,11 +65,7 @@ def on_a_rank(folders: list[Path]) -> list[list[int]]:
     texts = []
     for folder in folders:
         with Pair(folder, folder, group).engine("hierarchical", budget=24, chunk_size=4) as engine:
-            if group.rank:
-                engine.follow()
-            else:
-                texts.append(list(engine.generate(PROMPT, RANKS_NEW, GREEDY)))
-                engine.close()
+            texts += lead(engine, lambda first: list(first.generate(PROMPT, RANKS_NEW, GREEDY)))
     return texts
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from decoding import GREEDY
 from parallel.ranks.process_group import Group
-from support.engines import DEMO, Pair
+from support.engines import DEMO, Pair, lead
 from support.ranks import run_ranks
 from support.slow import slow_except
 from support.texts import LENGTHS, prompt
@@ -110,11 +110,7 @@ def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[li
     texts = []
     for mode, choices in modes:
         with pair.engine(mode, **choices) as engine:
-            if group.rank:
-                engine.follow()
-            else:
-                texts.append(list(engine.generate(tokens, new, GREEDY)))
-                engine.close()
+            texts += lead(engine, lambda first: list(first.generate(tokens, new, GREEDY)))
     return texts
 
 

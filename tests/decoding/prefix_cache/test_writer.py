@@ -20,7 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from decoding import GREEDY
+from decoding import GREEDY, Engine
 from decoding.engine.request import Request
 from decoding.prefix_cache.store import KeptPrompt, PromptCache
 from decoding.prefix_cache.writer import files_of, saved
@@ -64,13 +64,18 @@ OTHER = [*PROMPT[:500], *TURNS[1]]
 def wanted_of_turns(models: Pair) -> list[list[int]]:
     """What plain decoding writes in each of TURNS, and behind OTHER."""
     with models.engine("plain") as engine:
-        prompt, wanted = PROMPT, list[list[int]]()
-        for turn in TURNS:
-            prompt = [*prompt, *turn]
-            wanted.append(list(engine.generate(prompt, NEW, GREEDY)))
-            prompt = [*prompt, *wanted[-1]]
-        wanted.append(list(engine.generate(OTHER, NEW, GREEDY)))
-    return wanted
+        return take_turns(engine)[0]
+
+
+def take_turns(engine: Engine) -> tuple[list[list[int]], list[int]]:
+    """Return what is written in each of TURNS and behind OTHER, and all of the text of TURNS."""
+    prompt, found = PROMPT, list[list[int]]()
+    for turn in TURNS:
+        prompt = [*prompt, *turn]
+        found.append(list(engine.generate(prompt, NEW, GREEDY)))
+        prompt = [*prompt, *found[-1]]
+    found.append(list(engine.generate(OTHER, NEW, GREEDY)))
+    return found, prompt
 
 
 @pytest.mark.parametrize(("mode", "link", "resident"), WAYS)
@@ -90,12 +95,7 @@ def test_turns_go_on_while_the_text_is_written(
         models.engine(mode, **choices, keep=kept) as engine,
         engine.conversation(room=100),
     ):
-        prompt, found = PROMPT, list[list[int]]()
-        for turn in TURNS:
-            prompt = [*prompt, *turn]
-            found.append(list(engine.generate(prompt, NEW, GREEDY)))
-            prompt = [*prompt, *found[-1]]
-        found.append(list(engine.generate(OTHER, NEW, GREEDY)))
+        found, prompt = take_turns(engine)
     assert found == wanted
     # the first turn's is part of the last one's
     texts = sorted((each.tokens().tolist() for each in prompts_in(kept)), key=len)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
 from parallel.ranks.process_group import Group
-from support.engines import DEMO, EVERY_LEVEL, Pair
+from support.engines import DEMO, EVERY_LEVEL, Pair, lead
 from support.ranks import run_ranks
 from support.slow import slow_except
 from support.texts import prompt
@@ -102,11 +102,7 @@ def split(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
         engine.stop_tokens = frozenset()
         assert engine.runtime.draft is not None
         assert engine.runtime.draft.group.size == 2
-        if group.rank:
-            engine.follow()
-        else:
-            texts.append(list(engine.generate(tokens, NEW, GREEDY)))
-            engine.close()
+        texts += lead(engine, lambda first: list(first.generate(tokens, NEW, GREEDY)))
     return texts
 
 

@@ -18,9 +18,7 @@ from offload.memory.host import host_available, process_peak
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.memory.link_spec import make_link, refuse_on_gpu
-from support.links import CPU, make_test_link
-
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
+from support.links import CPU, every_link, make_test_link
 
 
 @every_link

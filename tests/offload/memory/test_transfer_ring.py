@@ -16,10 +16,9 @@ from offload.memory.cuda_link import CudaLink
 from offload.memory.link import Link
 from offload.memory.transfer_ring import TransferRing
 from standin import Machine
-from support.links import CPU, make_test_link
+from support.links import CPU, every_link, make_test_link
 
 HEADS, CAPACITY, DIM = 4, 48, 8
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 
 
 def host_chunks(count: int, rng: random.Random, host: Tensor | None = None) -> list[Tensor]:

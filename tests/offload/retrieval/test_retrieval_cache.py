@@ -31,14 +31,13 @@ from support.driving import (
     speculate,
     text,
 )
-from support.links import make_test_link
+from support.links import every_link, make_test_link
 from support.reference import RetrievalByHand, random_rotary
 from support.slow import slow_except
 
 ROTARY = random_rotary(LAYOUT, CAPACITY)
 DRAFT = 6
 SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 sizes = pytest.mark.parametrize("chunk", [1, 4])
 both_stores = pytest.mark.parametrize("quantised", [False, True])

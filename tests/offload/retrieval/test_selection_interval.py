@@ -31,11 +31,10 @@ from support.driving import (
     text,
     tiered,
 )
-from support.links import make_test_link
+from support.links import every_link, make_test_link
 
 SHAPE = RetrievalShape(48, 4, 5, 12, CAPACITY, 7, CAPACITY)
 TINY = KVLayout(layers=2, heads=2, head_dim=4, dtype=torch.float32)
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 

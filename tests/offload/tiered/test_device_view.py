@@ -15,15 +15,13 @@ from offload.retrieval.shape import RetrievalShape
 from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import NearCache
 from support.driving import LAYOUT, forward, prefill, text, tiered
-from support.links import make_test_link
+from support.links import every_link, make_test_link, worst_link
 from support.slow import slow_except
 
 LAYOUT_16 = replace(LAYOUT, dtype=torch.bfloat16)
 SHAPE = RetrievalShape(
     budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200
 )
-LINKS = ["view", "emulated", "delaying"]
-every_link = pytest.mark.parametrize("link", LINKS, indirect=True)
 
 
 def target_of(link: Link, sliced: int) -> TieredCache:
@@ -54,7 +52,7 @@ def near_of(target: TieredCache, quantised: bool = False) -> NearCache:
     return NearCache(target, retrieval)
 
 
-@pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
+@worst_link
 @pytest.mark.parametrize("quantised", slow_except([False, True], 1))
 @pytest.mark.parametrize("sliced", [3, 1, 0])
 def test_what_is_drafted_changes_nothing_of_the_target(

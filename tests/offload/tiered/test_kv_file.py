@@ -17,11 +17,8 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
 from offload.tiered.prefill import Prefill
 from support.driving import LAYOUT, ROWS, first, forward, prefill, text, tiered
-from support.links import make_test_link
-from support.slow import slow_except
+from support.links import make_test_link, worst_link
 
-LINKS = ["view", "emulated", "delaying"]
-most_careless = pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
 ONE = KVLayout(layers=1, heads=3, head_dim=8, dtype=torch.bfloat16)
 TOKENS = 50
 # resident layers, late ones, sliced ones, whether the others are packed
@@ -147,7 +144,7 @@ def check(link: Link, placed: tuple[int, int, int, bool], layout: KVLayout, fold
         torch.testing.assert_close(found, forward(want, more), atol=3e-2, rtol=3e-2)
 
 
-@most_careless
+@worst_link
 @pytest.mark.parametrize("placed", PLACES)
 def test_layers_are_kept_from_anywhere_to_anywhere(
     link: Link, placed: tuple[int, int, int, bool], tmp_path: Path
@@ -155,7 +152,7 @@ def test_layers_are_kept_from_anywhere_to_anywhere(
     check(link, placed, LAYOUT, tmp_path)
 
 
-@most_careless
+@worst_link
 @pytest.mark.parametrize("placed", SLICED)
 def test_so_are_layers_in_slices(
     link: Link, placed: tuple[int, int, int, bool], tmp_path: Path

@@ -27,12 +27,9 @@ from support.driving import (
     text,
     tiered,
 )
-from support.links import make_test_link
+from support.links import every_link, make_test_link, worst_link
 from support.slow import slow_except
 
-LINKS = ["view", "emulated", "delaying"]
-every_link = pytest.mark.parametrize("link", LINKS, indirect=True)
-most_careless = pytest.mark.parametrize("link", slow_except(LINKS, 2), indirect=True)
 every_seed = pytest.mark.parametrize("seed", slow_except([0, 1]))
 BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
 # resident layers, late ones, sliced ones, whether the others are packed
@@ -92,7 +89,7 @@ def turns(cache: TieredCache, want: TieredCache, seed: int, close: bool) -> None
 
 
 @every_seed
-@most_careless
+@worst_link
 @pytest.mark.parametrize(("resident", "late", "sliced", "packed"), PLACES)
 def test_outputs_are_those_of_a_text_read_at_once(
     link: Link, resident: int, late: int, sliced: int, packed: bool, seed: int
@@ -103,7 +100,7 @@ def test_outputs_are_those_of_a_text_read_at_once(
 
 
 @every_seed
-@most_careless
+@worst_link
 @pytest.mark.parametrize(("resident", "late", "sliced", "packed"), slow_except(SLICED, 1, 4, 6))
 def test_so_are_those_of_layers_in_slices(
     link: Link, resident: int, late: int, sliced: int, packed: bool, seed: int
@@ -115,7 +112,7 @@ def test_so_are_those_of_layers_in_slices(
 
 
 @every_seed
-@most_careless
+@worst_link
 @pytest.mark.parametrize(("resident", "late", "sliced", "packed"), slow_except(SLICED, 1, 4, 6))
 def test_slices_are_joined_to_the_very_elements(
     link: Link, resident: int, late: int, sliced: int, packed: bool, seed: int

@@ -14,10 +14,10 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from offload.traffic import Traffic
 from support.driving import CAPACITY, LAYOUT, QKV, SHAPE, forward, prefill, text, tiered
+from support.links import every_link
 from support.reference import PlainCache
 from support.slow import slow_except
 
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_dtype = pytest.mark.parametrize(
     "dtype", slow_except([torch.bfloat16, torch.float16]), ids=str
 )

@@ -31,11 +31,10 @@ from support.driving import (
     text,
     tiered,
 )
-from support.links import DelayingLink, make_test_link
+from support.links import DelayingLink, every_link, make_test_link
 from support.slow import slow_except
 
 LAYERS = LAYOUT.layers
-every_link = pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 every_split = pytest.mark.parametrize("resident", range(LAYERS + 1))
 # rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The boundary
 # moves by 12 tokens.

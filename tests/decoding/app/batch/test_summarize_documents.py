@@ -83,7 +83,6 @@ def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised
         z=GOOD * 2,
     )
     result, found = summarize(tmp_path, source, models=poisoned(tmp_path / "model"))
-    wrong = {name: record["error"] for name, record in found.items() if "error" in record}
     reasons = {
         "binary.txt": "NUL",
         "empty.txt": "empty",
@@ -91,14 +90,20 @@ def test_every_bad_document_of_a_folder_is_told_and_the_good_ones_are_summarised
         "nothing.txt": "empty",
         "overflow.txt": "NaN",
     }
-    assert wrong.keys() == reasons.keys()
-    assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
+    failed_because(found, reasons)
     assert all(
         found[name]["new_tokens"] == 8 and found[name]["summary"] for name in ("a.txt", "z.txt")
     )
     assert result.code == 1
     assert "2 of 7 documents summarised" in result.err
     assert result.err.splitlines()[-1].startswith("tierforce: 5 of 7 documents failed")
+
+
+def failed_because(found: dict[str, dict[str, Any]], reasons: dict[str, str]) -> None:
+    """Fails unless the records with errors are those of `reasons`, and each says its reason."""
+    wrong = {name: record["error"] for name, record in found.items() if "error" in record}
+    assert wrong.keys() == reasons.keys()
+    assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
 
 
 def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
@@ -115,7 +120,6 @@ def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(lines))
     result, found = summarize(tmp_path, source)
-    wrong = {name: record["error"] for name, record in found.items() if "error" in record}
     reasons = {
         "line 2": "not JSON",
         "no text": '"text"',
@@ -124,9 +128,8 @@ def test_every_bad_line_of_a_jsonl_file_is_told(tmp_path: Path) -> None:
         "half \ud800": "surrogate at index 16",
         "line 7": "not JSON",
     }
-    assert wrong.keys() == reasons.keys()
-    assert all(reason in wrong[name] for name, reason in reasons.items()), wrong
-    assert found.keys() - wrong.keys() == {"1", "last"}
+    failed_because(found, reasons)
+    assert found.keys() - reasons.keys() == {"1", "last"}
     assert result.code == 1
     assert result.err.splitlines()[-1].startswith("tierforce: 6 of 8 documents failed")
 
