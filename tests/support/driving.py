@@ -67,6 +67,20 @@ def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
     )
 
 
+def forward_alike(
+    cache: Cache, want: PlainCache, rows: int, accepted: int, crop: int | None = None
+) -> None:
+    """Fails unless a forward of `rows` tokens gives the same on both caches, which then advance by
+    those that are accepted, and are cropped.
+    """
+    tokens = text(rows)
+    torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
+    for each in (cache, want):
+        each.advance(accepted)
+        if crop is not None:
+            each.crop(crop)
+
+
 def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
     """Layer-major, as a model does it. (L, T, Hq, D)"""
     outs = []

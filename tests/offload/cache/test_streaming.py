@@ -11,7 +11,7 @@ from torch import Tensor
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingShape
 from offload.layout import KVLayout
-from support.driving import GROUPS, LAYOUT, QKV, forward, plain, text
+from support.driving import GROUPS, LAYOUT, QKV, forward, forward_alike, plain, text
 from support.links import CPU
 from support.reference import random_rotary, reference_attention
 
@@ -58,14 +58,7 @@ def test_a_text_that_fits_is_kept_whole() -> None:
         (4, 4, 2),
         (SLOTS - 2, SLOTS - 2, None),
     ]:
-        tokens = text(rows)
-        torch.testing.assert_close(
-            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
-        )
-        for each in (cache, want):
-            each.advance(stand)
-            if crop is not None:
-                each.crop(crop)
+        forward_alike(cache, want, rows, stand, crop)
 
 
 def test_a_long_text_is_sinks_and_window_at_slots() -> None:

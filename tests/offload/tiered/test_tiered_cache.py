@@ -26,6 +26,7 @@ from support.driving import (
     RECENT,
     TAIL,
     forward,
+    forward_alike,
     plain,
     prefill,
     text,
@@ -72,14 +73,7 @@ def test_outputs_do_not_depend_on_the_tiers(link: Link, resident: int, slot_head
     )
     want.advance(50)
     for rows, stand, crop in PASSES * 2:
-        tokens = text(rows)
-        torch.testing.assert_close(
-            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
-        )
-        for each in (cache, want):
-            each.advance(stand)
-            if crop is not None:
-                each.crop(crop)
+        forward_alike(cache, want, rows, stand, crop)
         assert cache.length == want.length
 
 
@@ -87,12 +81,7 @@ def test_outputs_do_not_depend_on_the_tiers(link: Link, resident: int, slot_head
 def test_a_cache_need_not_be_prefilled(link: Link) -> None:
     cache, want = tiered(link, resident=1), plain()
     for rows in [24, 1, 20, 3, 17, 1]:
-        tokens = text(rows)
-        torch.testing.assert_close(
-            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
-        )
-        cache.advance(rows)
-        want.advance(rows)
+        forward_alike(cache, want, rows, rows)
 
 
 @every_link
