@@ -10,14 +10,6 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-_RECORDERS: WeakSet[Recorder] = WeakSet()  # of this process
-
-
-def reset_recordings() -> None:
-    """Reset all CUDA graphs of this process, as `Recorder.reset` does."""
-    for recorder in list(_RECORDERS):
-        recorder.reset()
-
 
 class Recorder:
     """The maker of CUDA graphs on one device; on a CPU there is nothing to record."""
@@ -30,7 +22,6 @@ class Recorder:
         # whose memory all share, for no two are replayed at once: it goes with the last of them
         self._graphs: WeakSet[Any] = WeakSet()
         self._pool: Any = None
-        _RECORDERS.add(self)
 
     def reset(self) -> None:
         """Free what all recordings hold; none can be replayed again.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel.ranks.graph_capture import reset_recordings
+from parallel.ranks.graph_capture import Recorder
 
 # what ranks, and commands forked in tests, would else import in seconds each
 PRELOAD = [
@@ -58,7 +59,9 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def leave_group() -> None:
     """Leave the group of this process if it is in one, also where what ran in it has failed."""
     if dist.is_initialized():
-        reset_recordings()
+        for each in gc.get_objects():  # a graph with a collective of NCCL's would keep it waiting
+            if type(each) is Recorder:
+                each.reset()
         dist.destroy_process_group()
 
 
