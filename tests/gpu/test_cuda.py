@@ -120,9 +120,9 @@ def test_texts_at_once_write_what_each_writes_alone(
     """Where their short passes are recorded, shared or not, and the last text is alone."""
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = Group(device=torch.device("cuda", 0))
-    engine = opened(group, mode, resident_layers=resident, draft_length=5)
+    engine = opened(group, mode, resident_layers=resident, draft_length=5, inner_length=2)
     assert engine.runtime.settings.graphs
-    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((200, 8), (130, 16))]
+    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((200, 16), (130, 26))]
     want = alone(engine, asked)
     replays = count_replays(monkeypatch)
     texts = written(engine, asked, 2)
@@ -562,5 +562,5 @@ def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
         GraphRunner.__init__ = noted  # type: ignore[method-assign]
         group = Group.from_environment("cuda")
         assert graphs_work(group)
-        tokens = text(group, mode, resident_layers=1)
+        tokens = text(group, mode, resident_layers=1, draft_length=5, inner_length=2)
         return tokens, made[-1].counts

@@ -222,7 +222,7 @@ def test_every_level_proposes_the_same(
 
 
 # two ranks take turns: behind less, and for fewer tokens
-SHORT, FEW = 400, 16
+SHORT, FEW = 600, 24
 
 
 @pytest.fixture(scope="module")
