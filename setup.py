@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="tierforce",
-    version="0.1.0",
+    version="0.2.0",
     description=(
         "Exact long-context decoding on consumer GPUs: the KV cache in host memory, hierarchical "
         "speculation"

@@ -7,14 +7,14 @@ from importlib import import_module
 
 import typer
 
-from decoding.app.environment import set_defaults
+from decoding.app.environment import set_environment_defaults
 
 COMMANDS = {  # name: module, and what it measures
     "gpu": ("bench.gpu.day", "what only a GPU can tell: its tests, kernels, link and passes"),
     "compare": ("bench.peers.compare", "TierForce beside transformers, DeepSpeed, llama.cpp"),
     "grid": ("bench.speed.grid", "decoding speed over any grid of settings, links included"),
-    "passes": ("bench.speed.passes", "what one pass of each level costs, by context"),
-    "texts": ("bench.speed.texts", "texts at once beside one by one"),
+    "forwards": ("bench.speed.forwards", "cost of one forward of each level, by context"),
+    "concurrency": ("bench.speed.concurrency", "concurrent requests compared with one at a time"),
     "conversation": ("bench.speed.conversation", "questions about a document, one by one"),
     "reopening": ("bench.speed.reopening", "a document that is kept on disk, opened again"),
     "prefill": ("bench.speed.prefill", "tokens a second and peak memory of prefill"),
@@ -32,7 +32,7 @@ COMMANDS = {  # name: module, and what it measures
 
 def main(arguments: list[str]) -> None:
     """Run the benchmark that the first argument names, with the others."""
-    set_defaults()  # as the command line does, before torch is imported
+    set_environment_defaults()  # as the command line does, before torch is imported
     if not arguments or arguments[0] in ("-h", "--help"):
         print("python -m bench NAME [options], where NAME is one of")
         for name, (_, summary) in COMMANDS.items():

@@ -30,9 +30,9 @@ CHAPTER, CHARACTERS = "compound", 20_000  # some 5,000 tokens: SmolLM2 was train
 LINK_GB_S = 0.1  # of each rank
 QUESTION = "Summarize the text above in a few sentences."
 OPTIONS = (
-    *("--chat", "--identical"),
+    *("--chat", "--deterministic"),
     *("--gpus", "2", "--device", "cpu"),
-    *("--resident-layers", "0", "--link", f"emulated:{LINK_GB_S}"),
+    *("--gpu-kv-layers", "0", "--link", f"emulated:{LINK_GB_S}"),
     *("--max-new-tokens", "48"),
 )
 MODES = ("retrieval", "plain")
@@ -137,12 +137,12 @@ def tiers(runs: Mapping[str, Stats]) -> Table:
     grid.add_row("", *(f"[bold]{mode}" for mode in runs))
     hosts, links, devices = [], [], []
     for stats in runs.values():
-        nbytes, passes = decoding_bytes(stats), stats["passes"]["target"]
+        nbytes, passes = decoding_bytes(stats), stats["forwards"]["target"]
         written = stats["traffic"]["target"]["link_out"]
         hosts.append(Panel(f"all layers' KV: {written / 1e6:,.1f} MB"))
         bar = ProgressBar(total=largest, completed=nbytes, width=30)
         links.append(Group(f"{nbytes / 1e6:,.0f} MB in {passes} verifications", bar))
-        budget = stats["budget"]
+        budget = stats["retrieval_budget"]
         kept = f"retrieval cache: {budget:,} tokens per head" if budget else "no retrieval cache"
         devices.append(Panel(f"recent tokens; {kept}"))
     grid.add_row("\nhost memory", *hosts)

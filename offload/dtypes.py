@@ -19,7 +19,7 @@ NO_FLOAT16 = "float16 is not supported on a CPU: use `dtype` float32, or bfloat1
 
 
 @dataclass(frozen=True)
-class CountedDtype:
+class DTypeSpec:
     """A stand-in for one of torch's dtypes, to count bytes with."""
 
     name: str
@@ -34,13 +34,13 @@ def dtype_of(name: str) -> torch.dtype:
     return cast("torch.dtype", getattr(torch, name))
 
 
-def counted_dtype(name: str) -> torch.dtype:
+def dtype_spec(name: str) -> torch.dtype:
     """Return a stand-in for torch's dtype of this name; it may size caches, and not make them.
 
     Raises TierForceError for what no model is run in.
     """
     check_dtype(name)
-    return cast("torch.dtype", CountedDtype(name, _ITEM_BYTES[name]))
+    return cast("torch.dtype", DTypeSpec(name, _ITEM_BYTES[name]))
 
 
 def check_dtype(name: str) -> None:

@@ -12,7 +12,7 @@ class TierForceError(Exception):
     """
 
 
-class FitError(TierForceError):
+class InsufficientMemoryError(TierForceError):
     """The job does not fit the memory there is; says what is needed and what is available.
 
     `host_bytes`: what is lacking of host memory, where the device would do.
@@ -23,15 +23,15 @@ class FitError(TierForceError):
         self.host_bytes = host_bytes
 
 
-class DocumentError(TierForceError):
+class InvalidRequestError(TierForceError):
     """One document cannot be processed; a batch records it and goes on."""
 
 
-class GivenUpError(TierForceError):
+class RequestCancelled(TierForceError):
     """Nobody wants a text any more whose prompt is being read."""
 
 
-class DamagedError(TierForceError):
+class CorruptCacheError(TierForceError):
     """What was written to disk is not there any more as it was written."""
 
 

@@ -27,14 +27,14 @@ class Rotary:
         length: int,
         dtype: torch.dtype,
         device: torch.device,
-        unrotated: Collection[int] = (),
+        nope_layers: Collection[int] = (),
     ):
         """Compute the tables.
 
         `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
-        `unrotated` layers have no position embedding.
+        `nope_layers` layers have no position embedding.
         """
-        self.unrotated = frozenset(unrotated)
+        self.unrotated = frozenset(nope_layers)
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
@@ -54,13 +54,13 @@ class Rotary:
             raise ValueError(
                 f"position {end - 1} is past the rotary table of {self.length} positions"
             )
-        return self.turn(x, (self.cos[start:end], self.sin[start:end]), layer)
+        return self.apply(x, (self.cos[start:end], self.sin[start:end]), layer)
 
     def at(self, positions: Tensor) -> Angles:
         """Return the angles for rows at positions (T,) of the table."""
         return self.cos[positions], self.sin[positions]
 
-    def turn(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
+    def apply(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
         return x if layer in self.unrotated else rotate(x, *angles)
 

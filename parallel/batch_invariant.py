@@ -1,6 +1,6 @@
 """Products and norms whose numbers for a row do not depend on the rows beside it.
 
-Inside `steadily` what works on rows does so in blocks of one shape. A row has its place in them by
+Inside `batch_invariant` what works on rows does so in blocks of one shape. A row has its place in them by
 its position in the text (`Llama.forward`), so the same kernel does the same sums for it in every
 pass.
 """
@@ -14,13 +14,13 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from offload.kernels.batch_invariant_shape import WIDTH
+from offload.kernels.batch_invariant_shape import ROW_BLOCK
 
 _rows: ContextVar[int | None] = ContextVar("rows", default=None)  # of a block, where there are any
 
 
 @contextmanager
-def steadily(rows: int = WIDTH) -> Iterator[None]:
+def batch_invariant(rows: int = ROW_BLOCK) -> Iterator[None]:
     """Compute in blocks of so many rows inside."""
     before = _rows.set(rows)
     try:
@@ -49,5 +49,5 @@ def row_by_row(compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return compute(*inputs) likewise, each row alone: how it is done depends on its values."""
     if _rows.get() is None:
         return compute(*inputs)
-    with steadily(1):
+    with batch_invariant(1):
         return in_blocks(compute, *inputs)

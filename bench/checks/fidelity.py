@@ -1,4 +1,4 @@
-"""How far texts and laws are from plain decoding's, by mode, link and dtype; and with --identical.
+"""How far texts and laws are from plain decoding's, by mode, link and dtype; and with --deterministic.
 
 A pass over several rows rounds otherwise than a pass over one, and so does attention in other
 pieces. Law and text are exact in the arithmetic of the pass that computes them: what that makes of
@@ -28,11 +28,11 @@ from bench.harness.text import prompts, text_tokens, tokenizer_of
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Sampling, Settings
 from decoding.engine.request import Request
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.speculation.sequence import common_prefix
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 PASS = 7  # tokens of a verification, where plain decoding's text is read
 LINK = "emulated:10"
@@ -42,7 +42,7 @@ WAYS = {
     "plain, over a link": ("plain", 0.0),
     "retrieval": ("retrieval", 1.0),
     "retrieval, over a link": ("retrieval", 0.3),
-    "sliced, over a link": ("sliced", 0.3),
+    "split, over a link": ("split", 0.3),
     "hierarchical, over a link": ("hierarchical", 0.3),
 }
 
@@ -82,15 +82,17 @@ class Divergence:
 def written(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Written:
     """Return a text behind a prompt, with the logits of each of its tokens."""
     rows: list[Tensor] = []
-    request = Request(prompt, new, law, observe=lambda logits: rows.extend(logits.float().clone()))
-    tokens = list(engine.respond(request))
+    request = Request(
+        prompt, new, law, on_logits=lambda logits: rows.extend(logits.float().clone())
+    )
+    tokens = list(engine.submit(request))
     return Written(tokens, torch.stack(rows[: len(tokens)]))
 
 
 @torch.inference_mode()
 def read(engine: Engine, prompt: list[int], text: list[int], rows: int) -> Tensor:
     """Return the logits (N, V) before each token of a text that is read `rows` at a time."""
-    session = Session(engine.runtime, prompt, len(text))
+    session = SequenceState(engine.runtime, prompt, len(text))
     logits = [session.prefill()]
     *before, _ = text
     for part in torch.tensor(before).split(rows):
@@ -107,28 +109,28 @@ def their_logits(model: Any, prompt: list[int], text: list[int]) -> Tensor:
     return model(tokens, logits_to_keep=len(text)).logits[0].float()
 
 
-def settings_of(way: str, layers: int, dtype: str, identical: bool) -> Settings:
+def settings_of(way: str, layers: int, dtype: str, deterministic: bool) -> Settings:
     """Return the settings of a way."""
     mode, share = WAYS[way]
     resident = round(share * layers)
-    sliced = (layers - resident) // 2 if "sliced" in mode else None
+    split = (layers - resident) // 2 if "split" in mode else None
     return Settings(
         mode=mode,
         dtype=dtype,
-        resident_layers=resident,
-        sliced_layers=sliced,
+        gpu_kv_layers=resident,
+        split_kv_layers=split,
         link=LINK if resident < layers else "auto",
-        identical=identical,
+        deterministic=deterministic,
     )
 
 
-def row_of(way: str, dtype: str, identical: bool, found: Divergence) -> Row:
+def row_of(way: str, dtype: str, deterministic: bool, found: Divergence) -> Row:
     """Return the row of a way, of all its texts."""
     kl, top = torch.cat(found.kl), torch.cat(found.top)
     return {
         "way": way,
         "dtype": dtype,
-        "identical": identical,
+        "deterministic": deterministic,
         # the share of tokens, place by place; None where it writes no text here
         "equal_tokens": statistics.mean(found.equal) if found.equal else None,
         # tokens before it, the median of all texts
@@ -145,7 +147,7 @@ def row_of(way: str, dtype: str, identical: bool, found: Divergence) -> Row:
 
 def ways_of(dtype: str, has_draft: bool) -> list[str]:
     """Return the ways that there are."""
-    levels = {"sliced": dtype != "float32", "hierarchical": has_draft}
+    levels = {"split": dtype != "float32", "hierarchical": has_draft}
     return [way for way, (mode, _) in WAYS.items() if levels.get(mode, True)]
 
 
@@ -165,15 +167,15 @@ def main(
 ) -> Measurement:
     """Compare texts and laws with those of plain decoding on resident layers."""
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
-    layers = ModelConfig.find(target).layers
+    layers = ModelConfig.from_name(target).layers
     asked = prompts(text_tokens(tokenizer_of(target), text), context, texts, new_tokens)
     for dtype in dtypes.split(","):
-        for identical in (False, True):
+        for deterministic in (False, True):
             plain: list[Written] = []
             for way in ways_of(dtype, draft is not None):
-                say(f"{way}, {dtype}{', identical' if identical else ''}")
+                say(f"{way}, {dtype}{', deterministic' if deterministic else ''}")
                 small = draft if "hierarchical" in way else None
-                found, settings = Divergence(), settings_of(way, layers, dtype, identical)
+                found, settings = Divergence(), settings_of(way, layers, dtype, deterministic)
                 with endless(target, small, settings, device="cpu") as engine:
                     for index, prompt in enumerate(asked):
                         one = written(engine, prompt, new_tokens, law)
@@ -182,9 +184,9 @@ def main(
                         _compare(engine, prompt, one, plain[index], found)
                 del engine
                 gc.collect()
-                rows.append(row_of(way, dtype, identical, found))
+                rows.append(row_of(way, dtype, deterministic, found))
                 yield {"rows": rows}
-            if not identical:
+            if not deterministic:
                 rows += _theirs(target, dtype, asked, plain, output.parent / "converted")
                 yield {"rows": rows}
 
@@ -215,7 +217,7 @@ def _theirs(
     for attention in ("eager", "sdpa"):
         say(f"transformers, {attention}, {dtype}")
         model = load_transformers(
-            resolve(target, Group()), dtype, scratch, attn_implementation=attention
+            resolve(target, TensorParallelGroup()), dtype, scratch, attn_implementation=attention
         )
         found = Divergence()
         for prompt, one in zip(asked, plain, strict=True):

@@ -26,16 +26,16 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 CHUNK = 512  # tokens of a pass
 
 
 def our_logits(engine: Engine, tokens: list[int]) -> Iterator[Tensor]:
     """Yield the logits (T, V) of one chunk after another."""
-    session = Session(engine.runtime, tokens, 1)
+    session = SequenceState(engine.runtime, tokens, 1)
     model, cache = engine.runtime.target, session.target
     for part in session.prompt.split(CHUNK):
         yield model(part, cache, len(part))
@@ -85,7 +85,7 @@ def main(
             mode="plain",
             dtype=dtype,
             rope=None if rope == "none" else rope,
-            draft_length=CHUNK,
+            num_draft_tokens=CHUNK,
             link="view",
         )
         engine = Engine.from_pretrained(target, settings=settings)
@@ -95,7 +95,7 @@ def main(
         yield {"rows": rows}
         if not peer:
             continue
-        model, scratch = resolve(target, Group()), output.parent / "converted"
+        model, scratch = resolve(target, TensorParallelGroup()), output.parent / "converted"
         hf = load_transformers(model, dtype, scratch, settings.rope)
         theirs = losses(their_logits(hf, tokens), tokens, f"rope {rope}, transformers")
         rows[-len(lengths) :] = [row_of(length, rope, ours, last, theirs) for length in lengths]

@@ -23,7 +23,7 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.config.defaults import USABLE_SHARE
-from decoding.planning.memory_plan import MemoryPlan, device_tiers
+from decoding.planning.memory_plan import MemoryPlan, device_breakdown
 from offload.errors import TierForceError
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import parameter_bytes
@@ -40,7 +40,7 @@ class Setting:
     budget: int = 1024
     dtype: str = "bfloat16"
     # of the resident layers, in the least memory that has room for them behind prefill
-    late_layers: int = 0
+    deferred_layers: int = 0
 
 
 SETTINGS = [
@@ -49,7 +49,7 @@ SETTINGS = [
     Setting(0.75, "auto", "emulated:8", 0.0, 512, "float32"),
     Setting(1.0, "retrieval", "emulated:8", 0.2, 4096),
     Setting(0.5, "speculative", "emulated:8", 0.8, dtype="float32"),
-    Setting(1.0, "auto", "emulated:8", 0.7, 2048, late_layers=1),
+    Setting(1.0, "auto", "emulated:8", 0.7, 2048, deferred_layers=1),
 ]
 ALL = len(SETTINGS)
 
@@ -95,21 +95,21 @@ def _allowed(place: MemoryPlan, share: float) -> int:
 
 def engine_for(setting: Setting, job: Job) -> Engine:
     """Load the models; where layers are to be late, with no more memory than that takes."""
-    layers = int(setting.resident * ModelConfig.find(job.target).layers)
+    layers = int(setting.resident * ModelConfig.from_name(job.target).layers)
     settings = Settings(
         mode=Settings(mode=setting.mode).resolved_mode(job.draft is not None),
         rope=job.rope,
         dtype=setting.dtype,
         link=setting.link,
-        resident_layers=layers,
-        budget=setting.budget,
+        gpu_kv_layers=layers,
+        retrieval_budget=setting.budget,
     )
     engine = Engine.from_pretrained(job.target, job.draft, settings, device="cpu")
-    if not setting.late_layers:
+    if not setting.deferred_layers:
         return engine
     runtime = engine.runtime
-    needs = runtime.needs.memory(int(setting.part * job.context), job.new)
-    phases = device_tiers(needs, layers, setting.late_layers)
+    needs = runtime.requirements.memory(int(setting.part * job.context), job.new)
+    phases = device_breakdown(needs, layers, setting.deferred_layers)
     models = [each for each in (runtime.target, runtime.draft) if each is not None]
     memory = parameter_bytes(*models) + max(sum(phase.values()) for phase in phases)
     runtime = runtime.with_settings(replace(settings, device_memory=memory))
@@ -139,7 +139,7 @@ def limited(setting: Setting, share: float, job: Job) -> Row:
         "planned_mb": planned_bytes(place) / 1e6,
         "device_mb": place.device_bytes / 1e6,
         "planned_layers": place.resident_layers,
-        "planned_late_layers": place.late_layers,
+        "planned_late_layers": place.deferred_layers,
         "limit_mb": _allowed(place, share) / 1e6,
         "tokens": tokens,
         "ended": ended,

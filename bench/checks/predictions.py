@@ -23,14 +23,14 @@ from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.planning.cost import Acceptance
 from decoding.planning.forecast import forecast
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.probe.kernels import pass_rates
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import draft_lengths, expected_tokens
-from offload.memory.bandwidth import Copies
+from offload.memory.bandwidth import BandwidthProbe
 
 SAMPLING = Sampling(0.6, top_p=0.9, seed=1)
 
@@ -52,10 +52,10 @@ class Setting:
             base,
             mode=self.mode,
             link=f"emulated:{self.rate}" if self.rate else "view",
-            resident_layers=int(self.resident * layers) if self.rate else None,
-            budget=self.budget,
-            draft_length=self.draft,
-            inner_length=self.inner,
+            gpu_kv_layers=int(self.resident * layers) if self.rate else None,
+            retrieval_budget=self.budget,
+            num_draft_tokens=self.draft,
+            num_inner_draft_tokens=self.inner,
         )
 
 
@@ -104,7 +104,7 @@ def acceptance_of(tokens: float, length: int) -> float:
     return low
 
 
-def compare(setting: Setting, session: Session, machine: HardwareProfile) -> Row:
+def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) -> Row:
     """Run a setting, and predict it with the acceptance that the run showed."""
     mode = session.runtime.mode
     started = time.perf_counter()
@@ -114,17 +114,17 @@ def compare(setting: Setting, session: Session, machine: HardwareProfile) -> Row
     decoder, seconds = decode_loop(session, first, SAMPLING, lengths)
     token_s = seconds / decoder.stats.produced
     outer, inner = acceptance_rates(setting, decoder)
-    needs, context = session.runtime.needs, len(session.prompt)
+    needs, context = session.runtime.requirements, len(session.prompt)
     acceptance = Acceptance(outer, inner, needs.budget)
     told = forecast(needs, session.plan, machine, context, session.new, acceptance)
     return {
         "context": context,
         "mode": mode,
         "link_gbps": setting.rate or None,
-        "resident_layers": session.plan.resident_layers,
-        "budget": setting.budget,
-        "draft_length": setting.draft,
-        "inner_length": setting.inner,
+        "gpu_kv_layers": session.plan.resident_layers,
+        "retrieval_budget": setting.budget,
+        "num_draft_tokens": setting.draft,
+        "num_inner_draft_tokens": setting.inner,
         "acceptance": outer if mode != "plain" else None,
         "first_s": first_s,
         "predicted_first_s": told.prefill_s,
@@ -140,7 +140,7 @@ def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
     """Return the rates that both kinds of drafts showed; 1 for a level that there is not."""
     levels = [level for level in decoder.levels() if isinstance(level, Speculative)]
     rates = [
-        acceptance_of(level.stats.tokens_per_pass or 1.0, length)
+        acceptance_of(level.stats.tokens_per_forward or 1.0, length)
         for level, length in zip(levels, (setting.draft, setting.inner), strict=False)
     ]
     outer, inner = [*rates, 1.0, 1.0][:2]
@@ -161,27 +161,29 @@ def main(
     dtype: opt.Dtype = "bfloat16",
     threads: opt.Threads = 0,
     settings: opt.First = ALL,
-    identical: Annotated[
+    deterministic: Annotated[
         bool, typer.Option(help="Predict and run texts that are those of plain decoding.")
     ] = False,
     output: opt.Output = Path("results/predictions.json"),
 ) -> Measurement:
     """Predict every setting's time to first token and ms/token, run it, and compare."""
-    usual = Settings(rope=rope, dtype=dtype, identical=identical)
+    usual = Settings(rope=rope, dtype=dtype, deterministic=deterministic)
     engine = Engine.from_pretrained(target, draft, usual)
     base, layers = engine.runtime.settings, engine.runtime.target.config.layers
     tokens = prompt_tokens(engine.tokenizer, context, text)
     machine, rows = here(engine), list[Row]()
-    Session(engine.runtime, tokens[: context // 4], 1).prefill()  # makes kernels, once a process
+    SequenceState(
+        engine.runtime, tokens[: context // 4], 1
+    ).prefill()  # makes kernels, once a process
     for setting in SETTINGS[:settings]:
         new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
         runtime = engine.runtime.with_settings(setting.settings(base, layers))
         if setting.rate:
-            with closing(Copies(runtime.link, 4 << 20)) as copies:
+            with closing(BandwidthProbe(runtime.link, 4 << 20)) as copies:
                 link_in, link_out = copies.rate(out=False), copies.rate(out=True)
             machine = replace(machine, link_in=link_in, link_out=link_out)
         prompt = tokens[: int(setting.part * context)]
-        rows.append(compare(setting, Session(runtime, prompt, new + 1), machine))
+        rows.append(compare(setting, SequenceState(runtime, prompt, new + 1), machine))
         runtime.link.close()
         told, took = rows[-1]["predicted_ms_per_token"], rows[-1]["ms_per_token"]
         say(f"{setting}: predicted {told:.1f} ms/token, took {took:.1f}")

@@ -72,8 +72,10 @@ class Study:
         static = _rejected(chains.get(replace(STATIC, budget=variant.budget), own))
         longest = torch.stack([chain.overlap for chain in own[max(own)]])
         return {
-            "budget": variant.budget,  # tokens in 16 bits that take as much memory
-            "tokens": variant.tokens(self.engine.runtime.needs.layout),  # that it holds, a head
+            "retrieval_budget": variant.budget,  # tokens in 16 bits that take as much memory
+            "tokens": variant.tokens(
+                self.engine.runtime.requirements.layout
+            ),  # that it holds, a head
             "policy": variant.name,
             "rejected": rejected,  # the share of proposals
             "against_static": {n: rejected[n] / max(static[n], 1e-9) for n in rejected},

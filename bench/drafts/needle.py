@@ -98,8 +98,8 @@ def judge(
     laws: dict[str, list[Tensor]] = {FULL: []}
     for rows in torch.tensor([*prompt[-1:], *answer[:-1]]).split(INTERVAL):
         for variant, cache in trace.caches.items():
-            laws.setdefault(variant.name, []).append(sampling.law(model(rows, cache, len(rows))))
-        laws[FULL].append(sampling.law(model(rows, target, len(rows))))
+            laws.setdefault(variant.name, []).append(sampling.probs(model(rows, cache, len(rows))))
+        laws[FULL].append(sampling.probs(model(rows, target, len(rows))))
         target.advance(len(rows))
     following = torch.tensor(answer)[:, None]
     truth = torch.cat(laws[FULL])
@@ -141,13 +141,15 @@ def _plain(tokenizer: Any, text: str) -> list[int]:
     return tokens
 
 
-@benchmark("A needle in {context:,} tokens, asked for at the end: budget {budget:,}, {dtype}")
+@benchmark(
+    "A needle in {context:,} tokens, asked for at the end: budget {retrieval_budget:,}, {dtype}"
+)
 def main(
     target: opt.Target = opt.SMOLLM2,
     rope: opt.Rope = None,
     text: opt.Text = None,
     context: opt.Context = opt.NATIVE,
-    budget: opt.Budget = 768,
+    retrieval_budget: opt.Budget = 768,
     depths: Annotated[str, typer.Option(help="Shares of the text before the needle.")] = ",".join(
         map(str, DEPTHS)
     ),
@@ -159,6 +161,6 @@ def main(
     settings = Settings(mode="retrieval", rope=rope, dtype=dtype)
     engine = Engine.from_pretrained(target, settings=settings)
     tokens = text_tokens(engine.tokenizer, text)
-    variants = [replace(each, budget=budget) for each in ALL]
+    variants = [replace(each, budget=retrieval_budget) for each in ALL]
     where = opt.decimals(depths)
     yield {"rows": needles(engine.runtime, engine.tokenizer, tokens, context, variants, where)}

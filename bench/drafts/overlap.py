@@ -24,14 +24,14 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.speculation.sampling import draw
 from offload.layout import KVLayout
 from offload.retrieval.cache import RetrievalCache
-from offload.retrieval.policy_specs import PolicyTraits
-from offload.retrieval.selection import POLICIES, ObservedRows, SelectionPolicy
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.policy_specs import PolicySpec
+from offload.retrieval.selection import POLICIES, QuerySample, SelectionPolicy
+from offload.retrieval.shape import RetrievalCacheSpec
 
 
 class Window(SelectionPolicy):
@@ -40,9 +40,9 @@ class Window(SelectionPolicy):
     Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
     """
 
-    traits = PolicyTraits()
+    traits = PolicySpec()
 
-    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
         heads, tokens, _ = rows.keys.shape
         chunks = tokens // chunk
         ages = torch.arange(chunks, dtype=torch.float32, device=rows.keys.device)
@@ -54,7 +54,7 @@ MEASURED = POLICIES | {"window": Window}
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to spend the device memory of `budget` tokens a head."""
+    """A way to spend the device memory of `retrieval_budget` tokens a head."""
 
     policy: str
     budget: int  # tokens in 16 bits that take as much memory
@@ -71,7 +71,7 @@ class Variant:
         if self.bits == 16:
             return self.budget
         layout = replace(layout, dtype=torch.bfloat16)
-        whole = RetrievalShape.of(self.budget, self.chunk, self.budget, 1, 0)
+        whole = RetrievalCacheSpec.of(self.budget, self.chunk, self.budget, 1, 0)
         memory, tokens = whole.device_bytes(layout), 2 * self.budget
         while replace(whole, budget=tokens, quantised=True).device_bytes(layout) > memory:
             tokens -= self.chunk
@@ -110,20 +110,20 @@ class PolicyTrace:
         rows: int,
     ):
         """Read the prompt; there is room for `new` tokens and passes of `rows` more."""
-        self.session = Session(runtime, list(prompt), new + rows + 1)
+        self.session = SequenceState(runtime, list(prompt), new + rows + 1)
         self.model, self.target = runtime.target, self.session.target
         self.session.retrieval = None
         del self.session.levels[1:]
-        self.target.followers.clear()  # the session's own
+        self.target.observers.clear()  # the session's own
         self.caches = {variant: self._cache(variant, new, rows) for variant in variants}
-        self.target.followers += self.caches.values()
+        self.target.observers += self.caches.values()
         self.first = self.session.prefill()  # (1, V)
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
     def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache:
         target, prompt = self.target, self.session.prompt
         capacity = len(prompt) + new + rows + 1
-        shape = RetrievalShape.of(
+        shape = RetrievalCacheSpec.of(
             variant.tokens(target.layout), variant.chunk, capacity, rows, new + rows
         )
         shape = replace(
@@ -144,13 +144,13 @@ class PolicyTrace:
     def text(self, new: int, sampling: Sampling) -> Tensor:
         """Draw the next `new` tokens (new,) from the target's law alone."""
         generator = Generator(self.first.device).manual_seed(sampling.seed)
-        followers, self.target.followers = self.target.followers, []
+        followers, self.target.observers = self.target.observers, []
         tokens, logits = [], self.first
         for _ in range(new):
-            tokens.append(draw(sampling.law(logits)[0], generator))
+            tokens.append(draw(sampling.probs(logits)[0], generator))
             logits = self.model(tokens[-1], self.target, 1)
             self.target.advance(1)
-        self.target.followers = followers
+        self.target.observers = followers
         self.rewind()
         return torch.cat(tokens)
 
@@ -161,11 +161,11 @@ class PolicyTrace:
             rows = text[start : start + interval]
             following = text[start + 1 : start + interval + 1, None]
             laws = {
-                variant: sampling.law(self.model(rows, cache, interval))
+                variant: sampling.probs(self.model(rows, cache, interval))
                 for variant, cache in self.caches.items()
             }
             # (n, V); what follows the text gets refreshed here
-            truth = sampling.law(self.model(rows, self.target, interval))
+            truth = sampling.probs(self.model(rows, self.target, interval))
             self.target.advance(interval)
             for variant, law in laws.items():
                 # a token of the text may be at the nucleus' edge, and out of it in a pass that

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 
 from bench.harness.experiment import Row
-from parallel.execution.cuda_graphs import graphs_work
-from parallel.ranks.process_group import Group
+from parallel.execution.cuda_graphs import cuda_graphs_supported
+from parallel.ranks.process_group import TensorParallelGroup
 
 
 def row(part: str, what: str, value: float | str | None, unit: str = "") -> Row:
@@ -29,8 +29,8 @@ class Choices:
     context: int | None = None
     device: str = "auto"
     device_memory: float = 24.0
-    budget: int = 4096
-    resident_layers: int | None = None
+    retrieval_budget: int = 4096
+    gpu_kv_layers: int | None = None
     link: str = "auto"
     mode: str = "hierarchical"
     int8: bool | None = None
@@ -53,9 +53,9 @@ class Context:
         self.report(row(self.part, what, value, unit))
 
     @cached_property
-    def group(self) -> Group:
+    def group(self) -> TensorParallelGroup:
         """Return the group of this process alone."""
-        return Group.from_environment(self.choices.device)
+        return TensorParallelGroup.from_environment(self.choices.device)
 
     @property
     def device(self) -> torch.device:
@@ -65,7 +65,11 @@ class Context:
     @cached_property
     def graphs(self) -> bool:
         """Return whether short passes are recorded as CUDA graphs."""
-        return graphs_work(self.group) if self.choices.graphs is None else self.choices.graphs
+        return (
+            cuda_graphs_supported(self.group)
+            if self.choices.graphs is None
+            else self.choices.graphs
+        )
 
     @property
     def is_small(self) -> bool:

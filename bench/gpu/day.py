@@ -67,8 +67,8 @@ def main(
         float,
         typer.Option(help="The part plan plans as a card of so many GiB does: 24 as an RTX 4090."),
     ] = 24.0,
-    budget: opt.Budget = 4096,
-    resident_layers: Annotated[
+    retrieval_budget: opt.Budget = 4096,
+    gpu_kv_layers: Annotated[
         int | None,
         typer.Option(help="Layers on the device: streamed has 0 by default, plan all that fit."),
     ] = None,

@@ -12,15 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from bench.gpu.choices import Context
-from decoding.probe.rates import normal, typical
+from decoding.probe.rates import median_seconds, random_tensor
 from decoding.probe.survey import Machine
 from offload.attention import partial_attention
-from offload.codec.format import slice_format
-from offload.kernels.batch_invariant_attention import steady_attention
-from offload.kernels.selection import fused_kernels, steady_kernels
-from offload.memory.bandwidth import Copies
+from offload.codec.format import split_format
+from offload.kernels.batch_invariant_attention import batch_invariant_attention
+from offload.kernels.selection import batch_invariant_kernels, split_kernels
+from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.link_spec import make_link
-from offload.traffic import Traffic
+from offload.traffic import ByteCounters
 
 _DIM = 128  # of a head
 _DTYPE = torch.bfloat16
@@ -28,7 +28,7 @@ _DTYPE = torch.bfloat16
 
 def machine(context: Context) -> None:
     """Report what the measurements depend on beside the GPU: driver, host memory and versions."""
-    here = Machine.here()
+    here = Machine.detect()
     context.add("device", str(context.device))
     if context.device.type == "cuda":
         context.add("name", torch.cuda.get_device_name(context.device))
@@ -64,7 +64,7 @@ def link(context: Context) -> None:
     seconds = 0.05 if context.is_small else 0.3
     with closing(make_link(context.choices.link, context.device)) as made:
         for size in (64 << 10, 512 << 10, 4 << 20, 33 << 20, 128 << 20):
-            with closing(Copies(made, size)) as copies:
+            with closing(BandwidthProbe(made, size)) as copies:
                 for out, direction in ((False, "host to device"), (True, "device to host")):
                     rate = copies.rate(out, seconds) / 1e9
                     context.add(f"{size >> 10:,} KiB, pinned {direction}", rate, "GB/s")
@@ -76,7 +76,7 @@ def flash(context: Context) -> None:
     shapes = ((1, 1, 1), (1, 1, 33), (1, 4, 33), (8, 4, 1), (32, 1, 1), (32, 1, 33))
     for heads, groups, rows in shapes:
         run, nbytes = _attention(context, heads, groups, rows, keys)
-        rate = nbytes / typical(run) / 1e9
+        rate = nbytes / median_seconds(run) / 1e9
         context.add(f"{heads} KV heads x {groups}, {rows} rows", rate, "GB/s")
 
 
@@ -88,7 +88,7 @@ def chunks(context: Context) -> None:
         for rows in (64,) if context.is_small else (1024, 1280, 1536, 2048, 2304, 3072, 4096):
             run, _ = _attention(context, heads, groups, rows, keys)
             flops = 4 * rows * heads * groups * _DIM * keys
-            context.add(f"{name}, {rows:,} rows", flops / typical(run, 3) / 1e12, "TFLOP/s")
+            context.add(f"{name}, {rows:,} rows", flops / median_seconds(run, 3) / 1e12, "TFLOP/s")
 
 
 def _attention(
@@ -96,8 +96,8 @@ def _attention(
 ) -> tuple[Callable[[], torch.Tensor], int]:
     """Return attention to drawn keys and values, and the bytes of these."""
     device = context.device
-    kv = normal(2, heads, keys, _DIM, device=device, dtype=_DTYPE).transpose(1, 2)
-    q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
+    kv = random_tensor(2, heads, keys, _DIM, device=device, dtype=_DTYPE).transpose(1, 2)
+    q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
     return lambda: partial_attention(q, kv[0], kv[1], causal=False)[0], kv.nbytes
 
 
@@ -111,9 +111,9 @@ def fused(context: Context) -> None:
 
 def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None:
     device = context.device
-    kernels, why = fused_kernels(device.type, _DTYPE, _DIM, groups)
+    kernels, why = split_kernels(device.type, _DTYPE, _DIM, groups)
     context.add("split float", why)
-    cut = slice_format(_DTYPE)
+    cut = split_format(_DTYPE)
     if kernels is None or cut is None:
         return
     codes = torch.randint(8, 120, (2, heads, tokens, _DIM), dtype=torch.uint8, device=device)
@@ -129,21 +129,21 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
         return kernels.attend(cut, q, codes, offsets)[0]
 
     moved = codes.nbytes + lows.nbytes + out.nbytes
-    context.add("reconstruction, bytes moved", moved / typical(reconstruct) / 1e9, "GB/s")
+    context.add("reconstruction, bytes moved", moved / median_seconds(reconstruct) / 1e9, "GB/s")
     for rows in (1, 3, 9, 17):
-        q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-        rate = codes.nbytes / typical(partial(attend, q)) / 1e9
+        q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
+        rate = codes.nbytes / median_seconds(partial(attend, q)) / 1e9
         context.add(f"attention to high bytes, {rows} rows x {groups}", rate, "GB/s")
 
 
 def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> None:
     device = context.device
-    kernels, why = steady_kernels(device.type, _DTYPE, _DIM, groups)
+    kernels, why = batch_invariant_kernels(device.type, _DTYPE, _DIM, groups)
     context.add("batch-invariant", why)
     tokens = min(tokens, 65_536 if kernels else 8_192)  # plain operations are many launches
-    kv = normal(2, heads, tokens, _DIM, device=device, dtype=_DTYPE)
+    kv = random_tensor(2, heads, tokens, _DIM, device=device, dtype=_DTYPE)
     for rows in (1, 9, 33):
-        q = normal(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-        seconds = typical(partial(steady_attention, q, [kv], Traffic()))
+        q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
+        seconds = median_seconds(partial(batch_invariant_attention, q, [kv], ByteCounters()))
         rate = kv.nbytes / seconds / 1e9
         context.add(f"batch-invariant attention, {rows} rows x {groups}", rate, "GB/s")

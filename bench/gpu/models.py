@@ -13,21 +13,21 @@ import torch
 from bench.gpu.choices import Choices, Context
 from bench.harness.dimensions import LLAMA_7B, LLAMA_8B, LLAMA_68M, TINY, config_of
 from bench.harness.text import prompt_tokens
-from bench.speed.passes import DRAFTED
+from bench.speed.forwards import DRAFTED
 from decoding import Engine, Settings
 from decoding.config.defaults import USABLE_SHARE
 from decoding.config.settings import LEVELS
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.planning.forward_cost import prefill_flops
 from decoding.probe.rates import matmul_rate
-from offload.errors import FitError
+from offload.errors import InsufficientMemoryError
 from offload.memory.host import host_available
 from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.model.loading import parameter_bytes, random_model
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 
 # target and draft of drawn weights
 PAIRS = {
@@ -57,7 +57,9 @@ def usable_bytes(card_gib: float) -> float:
 
 
 @cache
-def loaded(choices: Choices, group: Group) -> tuple[Llama, Llama | None, Any | None]:
+def loaded(
+    choices: Choices, group: TensorParallelGroup
+) -> tuple[Transformer, Transformer | None, Any | None]:
     """Return target, draft and tokenizer; models of drawn weights have no tokenizer.
 
     They are made once a process. Raises TierForceError.
@@ -85,7 +87,7 @@ def mode_of(context: Context, mode: str) -> str:
 
 
 @contextmanager
-def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iterator[Session]:
+def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iterator[SequenceState]:
     """Yield a session that has read a prompt, and free all that it holds.
 
     What it took is reported.
@@ -103,17 +105,17 @@ def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iter
     tokens = min(tokens, longest_prompt(target.config))
     tokens = context_that_fits(target.config, target.embed.weight.dtype, tokens)
     common: dict[str, Any] = {
-        "budget": min(choices.budget, tokens // 4),
+        "retrieval_budget": min(choices.retrieval_budget, tokens // 4),
         "link": choices.link,
         "rope": choices.rope,
         "graphs": context.graphs,
     }
     chosen = Settings(mode=mode, **common | settings)
     needs_draft = "draft" in LEVELS[mode]
-    runtime = Runtime.make(target, draft if needs_draft else None, mode, chosen)
+    runtime = Runtime.create(target, draft if needs_draft else None, mode, chosen)
     try:
         started = time.perf_counter()
-        session = Session(runtime, prompt_of(target.config, tokenizer, tokens), DRAFTED)
+        session = SequenceState(runtime, prompt_of(target.config, tokenizer, tokens), DRAFTED)
         context.add("memory planned, allocated and pinned", time.perf_counter() - started, "s")
         started = time.perf_counter()
         session.prefill()[0, 0].item()
@@ -125,10 +127,10 @@ def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iter
         session.close()
     finally:
         runtime.link.close()
-        runtime.arena.let_go()
+        runtime.arena.free()
 
 
-def report_prefill(context: Context, session: Session) -> None:
+def report_prefill(context: Context, session: SequenceState) -> None:
     """Report the share that a prefill reaches of the rate of one large matrix product."""
     target, tokens = session.runtime.target, len(session.prompt)
     arithmetic = matmul_rate(context.device, session.runtime.dtype)
@@ -152,7 +154,7 @@ def context_that_fits(config: ModelConfig, dtype: torch.dtype, wanted: int) -> i
     """Return up to `wanted` tokens, whose KV leaves a tenth of the host's free memory alone."""
     fits = int(0.9 * host_available()) // config.kv_layout(1, dtype).bytes(1) // 1024 * 1024
     if not fits:
-        raise FitError("there is not enough host memory for the KV of 1,024 tokens.")
+        raise InsufficientMemoryError("there is not enough host memory for the KV of 1,024 tokens.")
     return min(wanted, fits)
 
 

@@ -35,7 +35,7 @@ def _run(module: str, name: str, context: Context) -> None:
 
 
 _kernels = partial(partial, _run, "bench.gpu.kernels")
-_passes = partial(partial, _run, "bench.gpu.passes")
+_passes = partial(partial, _run, "bench.gpu.forwards")
 PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # and the seconds that each may take
     "machine": (_kernels("machine"), 60),
     "pin": (_kernels("pin"), 60),

@@ -12,12 +12,12 @@ from pathlib import Path
 from torch import Tensor
 
 from decoding import Engine, Sampling, Settings
-from decoding.engine.session import Session
-from decoding.speculation.coroutines import drive
+from decoding.engine.session import SequenceState
+from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Decoder
 from decoding.speculation.draft_length import Lengths, RoundStats
-from decoding.speculation.randomness import chance_of
-from decoding.speculation.sequence import Text
+from decoding.speculation.randomness import make_randomness
+from decoding.speculation.sequence import TokenSequence
 
 
 @contextmanager
@@ -50,7 +50,7 @@ class Run:
 class PrefilledText:
     """A text that is read once, and continued any number of times from the prompt's end."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: SequenceState):
         self.session = session
         self.first = int(session.prefill().argmax())
         self._start = [level.cache.snapshot() for level in session.levels]
@@ -70,7 +70,7 @@ class PrefilledText:
         return Run(
             seconds,
             decoder.stats.produced,
-            decoder.stats.tokens_per_pass,
+            decoder.stats.tokens_per_forward,
             decoder.stats.acceptance_rate,
             session.target.traffic.link_in - before,
             decoder.rounds,
@@ -78,7 +78,7 @@ class PrefilledText:
 
 
 def decode_loop(
-    session: Session,
+    session: SequenceState,
     first: int,
     sampling: Sampling,
     lengths: Lengths | None = None,
@@ -90,14 +90,14 @@ def decode_loop(
     `observe` is told of the logits of each round's tokens (`Request`). Returns what decoded, with
     its counts, and the seconds it took.
     """
-    is_coupled = session.runtime.settings.identical
-    chance = chance_of(sampling, session.prompt.device, is_coupled)
-    text = Text([*session.prompt.tolist(), first])
+    is_coupled = session.runtime.settings.deterministic
+    chance = make_randomness(sampling, session.prompt.device, is_coupled)
+    text = TokenSequence([*session.prompt.tolist(), first])
     decoder = session.decoder(text, sampling, chance, lengths)
-    decoder.observe = observe
+    decoder.on_logits = observe
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
-        drive(decoder.round(missing), lambda asked: session.make([asked])[0])
+        run(decoder.round(missing), lambda asked: session.run_forward([asked])[0])
         if time.perf_counter() - started > limit:
             break
     return decoder, time.perf_counter() - started

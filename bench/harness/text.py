@@ -11,7 +11,7 @@ from decoding.app.batch.documents import find_documents
 from decoding.models.loading import load_tokenizer
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 BUILT_IN = "pydoc_data.topics"  # the name of the text that is on every machine
 # name on the hub, configuration, split, and where a row has its text and its name
@@ -23,7 +23,7 @@ HUB: dict[str, tuple[str, str | None, str, tuple[str, ...], str]] = {
 
 def tokenizer_of(model: str) -> Any:
     """Return the tokenizer of the model that a name stands for. Raises TierForceError."""
-    return load_tokenizer(resolve(model, Group()))
+    return load_tokenizer(resolve(model, TensorParallelGroup()))
 
 
 def long_text(path: Path | None = None) -> str:

@@ -55,31 +55,36 @@ BOOK = {
     "max_new_tokens": 512,
     "temperature": 0.6,
     "top_p": 0.9,
-    "texts_at_once": 1,
+    "concurrency": 1,
 }
-TWO = BOOK | {"gpus": 2, "budget": 12_288, "draft_length": 16, "resident_layers": 9}
-ONE = BOOK | {"gpus": 1, "budget": 8_192, "draft_length": 12, "resident_layers": 0}
+TWO = BOOK | {"gpus": 2, "retrieval_budget": 12_288, "num_draft_tokens": 16, "gpu_kv_layers": 9}
+ONE = BOOK | {"gpus": 1, "retrieval_budget": 8_192, "num_draft_tokens": 12, "gpu_kv_layers": 0}
 ON_CHIP = BOOK | {
     "context": 125_440,
     "gpus": 1,
-    "budget": 4_096,
-    "draft_length": 6,
-    "resident_layers": 32,
+    "retrieval_budget": 4_096,
+    "num_draft_tokens": 6,
+    "gpu_kv_layers": 32,
     "device_memory": 84,
 }
-SIX = {"context": 19_456, "budget": 768, "temperature": 0.0, "texts_at_once": 6}
+SIX = {"context": 19_456, "retrieval_budget": 768, "temperature": 0.0, "concurrency": 6}
 # about the same shares of the text and of the layers
 SMALL = BOOK | {"context": 7_424, "max_new_tokens": 96, "device": "cpu"}
 SMALL_TWO = SMALL | {
     "gpus": 2,
-    "budget": 704,
-    "draft_length": 16,
-    "resident_layers": 8,
+    "retrieval_budget": 704,
+    "num_draft_tokens": 16,
+    "gpu_kv_layers": 8,
     "link": "emulated:0.25",
 }
-SMALL_ONE = SMALL_TWO | {"gpus": 1, "budget": 512, "draft_length": 12, "resident_layers": 0}
-SMALL_CHIP = SMALL | {"gpus": 1, "budget": 512, "draft_length": 6, "link": "view"}
-SMALL_LINK = SMALL_CHIP | {"draft_length": 16, "resident_layers": 0, "link": "emulated:0.5"}
+SMALL_ONE = SMALL_TWO | {
+    "gpus": 1,
+    "retrieval_budget": 512,
+    "num_draft_tokens": 12,
+    "gpu_kv_layers": 0,
+}
+SMALL_CHIP = SMALL | {"gpus": 1, "retrieval_budget": 512, "num_draft_tokens": 6, "link": "view"}
+SMALL_LINK = SMALL_CHIP | {"num_draft_tokens": 16, "gpu_kv_layers": 0, "link": "emulated:0.5"}
 
 
 def offloaded(
@@ -91,9 +96,9 @@ def offloaded(
         "2x4090": (TWO, 840, 12, None),
         "1x4090": (ONE, 1516, 2, "DeepSpeed-ZeRO-Inference"),
     }[hardware]
-    plain_full = {"resident_layers": plain_layers}
+    plain_full = {"gpu_kv_layers": plain_layers}
     if checkpoint == THIRTEEN:
-        full, plain, plain_full = full | {"resident_layers": 6}, 1794, {}
+        full, plain, plain_full = full | {"gpu_kv_layers": 6}, 1794, {}
     return Experiment(
         name, full, small, checkpoint, hardware, published, plain, gain, baseline, True, plain_full
     )
@@ -151,8 +156,8 @@ RECIPES: dict[str, Recipe] = {
             *(
                 over_link(
                     f"budget {full:,} ({small:,} here)",
-                    {"budget": full},
-                    {"budget": small},
+                    {"retrieval_budget": full},
+                    {"retrieval_budget": small},
                     plain=small == 128,
                 )
                 for full, small in BUDGETS

@@ -35,8 +35,8 @@ from bench.paper.published import DRAFT, RECIPES, THIRTEEN, Experiment, Options
 from decoding import Settings
 from decoding.planning.cost import Acceptance
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import TextNeeds
-from decoding.planning.what_if import look_ahead
+from decoding.planning.memory_requirements import Requirements
+from decoding.planning.what_if import plan_request
 from offload.errors import TierForceError
 
 FEW = 12  # tokens of plain decoding over an emulated link, which is slow
@@ -166,7 +166,7 @@ def options_here(experiment: Experiment, mode: str, stretch: int) -> Options | N
     if mode == "plain" and str(options.get("link")).startswith("emulated"):
         options = options | {"max_new_tokens": FEW}
     if stretch > 1:
-        longer = {name: stretch * options[name] for name in ("context", "budget")}
+        longer = {name: stretch * options[name] for name in ("context", "retrieval_budget")}
         options = options | longer | {"rope": f"yarn:{stretch}"}
     return options
 
@@ -178,11 +178,11 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     there.
     """
     options = experiment.options(mode)
-    machine = HardwareProfile.find(experiment.hardware)
+    machine = HardwareProfile.from_name(experiment.hardware)
     machine = replace(machine, host_memory=256e9, device_memory=128e9)
-    names = ("budget", "draft_length", "resident_layers", "chunk_size")
+    names = ("retrieval_budget", "num_draft_tokens", "gpu_kv_layers", "chunk_size")
     known = {name: options[name] for name in names if name in options}
-    needs = TextNeeds(
+    needs = Requirements(
         target=config_of(LLAMA_13B if experiment.checkpoint == THIRTEEN else LLAMA_7B),
         draft=config_of(LLAMA_68M),
         mode=mode,
@@ -193,8 +193,8 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
         copies=True,
     )
     new = options["max_new_tokens"]
-    texts = options["texts_at_once"]
-    ahead = look_ahead(needs, machine, options["context"] - new, new, at_once=texts)
+    texts = options["concurrency"]
+    ahead = plan_request(needs, machine, options["context"] - new, new, concurrency=texts)
     return 1e3 * ahead.forecast.token_s, Acceptance().of(ahead.needs, ahead.plan)
 
 

@@ -24,7 +24,7 @@ class Job:
     new: int
     sampling: Sampling
     dtype: str
-    budget: int | None
+    retrieval_budget: int | None
     link: str
     scratch: Path  # a folder for what a peer makes once and keeps
 

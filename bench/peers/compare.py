@@ -30,7 +30,7 @@ from decoding.models.loading import load_tokenizer
 from decoding.speculation.sequence import common_prefix
 from offload.errors import one_line
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 Outcome = Result | str  # or why there is none
 PLAIN, OFFLOADED = "ours: plain", " offloaded"
@@ -149,7 +149,7 @@ def main(
     link: Annotated[
         str, typer.Option(help="Of our offloaded modes: emulated:GB/s on a CPU, auto on a GPU.")
     ] = "emulated:0.5",
-    budget: Annotated[
+    retrieval_budget: Annotated[
         int | None, typer.Option(help="Retrieval budget; by default the engine's own.")
     ] = None,
     dtype: opt.Dtype = "bfloat16",
@@ -165,13 +165,13 @@ def main(
     if not names:
         known = ", ".join(PEERS)
         raise typer.BadParameter(f"no peer is named like that: {known}", param_hint="--peers")
-    model = resolve(target, Group())
-    small = None if draft is None else resolve(draft, Group())
+    model = resolve(target, TensorParallelGroup())
+    small = None if draft is None else resolve(draft, TensorParallelGroup())
     tokenizer = load_tokenizer(model)
     prompts = [prompt_tokens(tokenizer, tokens, text) for tokens in opt.integers(context)]
     law, scratch = Sampling(temperature, top_p=top_p), output.parent / "converted"
     jobs = [
-        Job(model, small, rope, prompt, new_tokens, law, dtype, budget, link, scratch)
+        Job(model, small, rope, prompt, new_tokens, law, dtype, retrieval_budget, link, scratch)
         for prompt in prompts
     ]
     for name in names:

@@ -52,7 +52,7 @@ def load_transformers(
     make as many tokens. `options` are of `from_pretrained`.
     """
     if rope:
-        config = ModelConfig.from_pretrained(model).stretched(rope)
+        config = ModelConfig.from_pretrained(model).with_rope_scaling(rope)
         options["rope_parameters"] = dict(config.rope)
         options["max_position_embeddings"] = config.max_positions
     loaded: Any = AutoModelForCausalLM.from_pretrained(

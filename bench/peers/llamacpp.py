@@ -77,7 +77,7 @@ def stretched(job: Job) -> dict[str, Any]:
     """Return how llama.cpp is asked for the job's YaRN."""
     if not job.rope:
         return {}
-    rope = ModelConfig.from_pretrained(job.target).stretched(job.rope).rope
+    rope = ModelConfig.from_pretrained(job.target).with_rope_scaling(job.rope).rope
     from llama_cpp import LLAMA_ROPE_SCALING_TYPE_YARN  # pyright: ignore
 
     return {

@@ -21,7 +21,11 @@ class Ours(Peer):
     def __init__(self, job: Job):
         super().__init__(job)
         link = "auto" if torch.cuda.is_available() else "view"
-        base: dict[str, Any] = {"dtype": job.dtype, "rope": job.rope, "budget": job.budget}
+        base: dict[str, Any] = {
+            "dtype": job.dtype,
+            "rope": job.rope,
+            "retrieval_budget": job.retrieval_budget,
+        }
         settings = Settings(**base | {"link": link} | self._chosen())
         try:
             settings.resolved_mode(job.draft is not None)
@@ -33,7 +37,7 @@ class Ours(Peer):
     def _chosen(self) -> dict[str, Any]:
         """Return the settings of this mode; what is offloaded goes over the job's link."""
         chosen = dict(self.choices)
-        if "resident_layers" in chosen:
+        if "gpu_kv_layers" in chosen:
             chosen["link"] = self.job.link
         return chosen
 

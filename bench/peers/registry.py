@@ -13,10 +13,10 @@ PEERS: dict[str, type[Peer]] = {
     "ours: speculative": ours(mode="speculative"),
     "ours: retrieval": ours(mode="retrieval"),
     "ours: hierarchical": ours(mode="hierarchical"),
-    "ours: hierarchical and lookup": ours(mode="hierarchical", lookup=3),
-    "ours: plain offloaded": ours(mode="plain", resident_layers=0),
-    "ours: retrieval offloaded": ours(mode="retrieval", resident_layers=0),
-    "ours: hierarchical offloaded": ours(mode="hierarchical", resident_layers=0),
+    "ours: hierarchical and lookup": ours(mode="hierarchical", prompt_lookup_ngram=3),
+    "ours: plain offloaded": ours(mode="plain", gpu_kv_layers=0),
+    "ours: retrieval offloaded": ours(mode="retrieval", gpu_kv_layers=0),
+    "ours: hierarchical offloaded": ours(mode="hierarchical", gpu_kv_layers=0),
     "transformers: dynamic cache": transformers(lambda peer: {}),
     "transformers: static cache": transformers(
         lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}

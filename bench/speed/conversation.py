@@ -22,10 +22,10 @@ from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.peers.base import Result, continued
 from bench.peers.hugging_face import generated, load_transformers
-from bench.speed.texts import settings_of
+from bench.speed.concurrency import settings_of
 from decoding import Sampling
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 WARM = 32  # tokens of a text that warms up what is measured
 KEPT = "transformers: a cache that is kept"
@@ -118,7 +118,9 @@ def main(
         rows.append(row(f"{mode}, {link}", found))
         yield {"rows": rows, "ratios": ratios(rows)}
     if kept:
-        model = load_transformers(resolve(target, Group()), dtype, output.parent / "converted")
+        model = load_transformers(
+            resolve(target, TensorParallelGroup()), dtype, output.parent / "converted"
+        )
         of_transformers(model, WARM, law)(document[:WARM])
         rows.append(row(KEPT, turns(document, asked, of_transformers(model, new_tokens, law))))
         yield {"rows": rows, "ratios": ratios(rows)}

@@ -6,7 +6,7 @@ as verifying and drafting cost less than that. Over a link a verification costs 
 draft, and long drafts pay; where compute is the cost, short ones do. A resident layer saves its
 share of a verification; a larger retrieval budget makes verifications rarer, and drafting dearer.
 
-    python -m bench grid --vary mode=plain,hierarchical --vary draft_length=auto,8,16
+    python -m bench grid --vary mode=plain,hierarchical --vary num_draft_tokens=auto,8,16
 
 Every setting continues the same prompts; which comes first changes from text to text. Settings that
 differ by draft lengths alone continue the same prefill. What is `auto` is chosen by the engine
@@ -38,7 +38,7 @@ from bench.harness.text import prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.config.option import options_of
 from decoding.config.settings import LEVELS
-from decoding.engine.session_manager import Sessions
+from decoding.engine.session_manager import SequenceManager
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_requirements import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive, Lengths, RoundStats, draft_lengths
@@ -46,10 +46,17 @@ from offload.errors import TierForceError
 
 AUTO = "auto"
 LOADED = ("dtype", "rope", "shard_draft", "context")  # an engine is loaded by these, once
-_RETRIEVAL = {"budget", "chunk_size", "policy", "refresh"}
+_RETRIEVAL = {"retrieval_budget", "chunk_size", "policy", "selection_interval"}
 UNUSED = {  # by mode, settings that make no difference to it
-    "plain": {*_RETRIEVAL, "draft_length", "inner_length", "lookup", "sinks", "window"},
-    "speculative": {*_RETRIEVAL, "inner_length"},
+    "plain": {
+        *_RETRIEVAL,
+        "num_draft_tokens",
+        "num_inner_draft_tokens",
+        "prompt_lookup_ngram",
+        "sinks",
+        "window",
+    },
+    "speculative": {*_RETRIEVAL, "num_inner_draft_tokens"},
     "retrieval": {"sinks", "window"},
 }
 Varied = dict[str, str]  # settings by name, as they were typed
@@ -71,7 +78,7 @@ class Point:
 class Group:
     """Points that continue the same prefill: they differ by draft lengths alone."""
 
-    sessions: Sessions
+    sessions: SequenceManager
     points: list[Point] = field(default_factory=list)
 
     @property
@@ -80,7 +87,7 @@ class Group:
         runtime = self.sessions.runtime
         lengths = chain(*(draft_lengths(point.settings) for point in self.points))
         adaptive = any(isinstance(length, Adaptive) for length in lengths)
-        return runtime.needs.has_choice or (adaptive and runtime.mode != "plain")
+        return runtime.requirements.has_choice or (adaptive and runtime.mode != "plain")
 
 
 def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
@@ -91,7 +98,7 @@ def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
     runs = [run for _, run in point.runs]
     chosen = {
         name: " ".join(dict.fromkeys(str(getattr(settings, name)) for settings, _ in point.runs))
-        for name in ("mode", "budget", "resident_layers", "sliced_layers")
+        for name in ("mode", "retrieval_budget", "gpu_kv_layers", "split_kv_layers")
     }
     seconds, tokens = sum(run.seconds for run in runs), sum(run.tokens for run in runs)
     rounds, times = (
@@ -104,7 +111,7 @@ def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
         for each in run.rounds
     )
     rates = [run.acceptance for run in runs if run.acceptance is not None]
-    has_budget = "budget" not in UNUSED.get(point.varied.get("mode", AUTO), ())
+    has_budget = "retrieval_budget" not in UNUSED.get(point.varied.get("mode", AUTO), ())
     return {
         "setting": point.varied,
         "ms_per_token": 1e3 * seconds / tokens,
@@ -117,21 +124,21 @@ def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
         "mean_draft": statistics.fmean(each.drafted for each in rounds) if rounds else None,
         "link_mb_per_token": sum(run.link_bytes for run in runs) / tokens / 1e6,
         "modes": chosen["mode"],
-        "budgets": chosen["budget"] if has_budget else "",
-        "resident_layers": chosen["resident_layers"],
-        "sliced_layers": chosen["sliced_layers"],
+        "budgets": chosen["retrieval_budget"] if has_budget else "",
+        "gpu_kv_layers": chosen["gpu_kv_layers"],
+        "split_kv_layers": chosen["split_kv_layers"],
     }
 
 
 def law_of(settings: Settings) -> Settings:
     """Return settings without those that how often proposals stand does not depend on."""
-    has_codes = "sliced" in LEVELS.get(settings.mode, ())  # in so many layers
+    has_codes = "split" in LEVELS.get(settings.mode, ())  # in so many layers
     return replace(
         settings,
-        draft_length=None,
-        inner_length=None,
+        num_draft_tokens=None,
+        num_inner_draft_tokens=None,
         link="auto",
-        resident_layers=settings.resident_layers if has_codes else None,
+        gpu_kv_layers=settings.gpu_kv_layers if has_codes else None,
         device_memory=None,
     )
 
@@ -220,7 +227,7 @@ def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[
     """Put every point into the group whose prefill it continues."""
     links: dict[str, Runtime] = {}
     groups: dict[Settings, Group] = {}
-    given = [int(point.get("draft_length", AUTO).replace(AUTO, "0")) for point in points]
+    given = [int(point.get("num_draft_tokens", AUTO).replace(AUTO, "0")) for point in points]
     for point in points:
         settings = settings_of(base, point)
         if settings.link not in links:
@@ -228,11 +235,13 @@ def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[
         mode = settings.resolved_mode(runtime.draft is not None)
         here = replace(links[settings.link], settings=settings, mode=mode)
         shared = settings
-        if not here.needs.has_choice:  # a chosen one depends on the lengths
+        if not here.requirements.has_choice:  # a chosen one depends on the lengths
             # room for the longest draft; every run has lengths of its own
-            shared = replace(settings, draft_length=max(MAX_DRAFT, *given), inner_length=None)
+            shared = replace(
+                settings, num_draft_tokens=max(MAX_DRAFT, *given), num_inner_draft_tokens=None
+            )
         if shared not in groups:
-            groups[shared] = Group(Sessions(replace(here, settings=shared)))
+            groups[shared] = Group(SequenceManager(replace(here, settings=shared)))
         groups[shared].points.append(Point(point, settings))
     return list(groups.values())
 
@@ -245,14 +254,16 @@ def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, lim
         opened.callback(sessions.close, session)
         text = PrefilledText(session)
         for point in turned(group.points, sampling.seed):
-            needs, plan = session.runtime.needs, session.plan
+            needs, plan = session.runtime.requirements, session.plan
             lengths = point.lengths.setdefault(needs.mode, draft_lengths(point.settings))
             run = text.run(sampling, lengths, limit)
             settings = replace(
                 needs.settings,
-                refresh=needs.selection_interval(plan),  # which decides how old proposals' KV is
-                resident_layers=plan.resident_layers,
-                sliced_layers=plan.sliced_layers,
+                selection_interval=needs.selection_interval(
+                    plan
+                ),  # which decides how old proposals' KV is
+                gpu_kv_layers=plan.resident_layers,
+                split_kv_layers=plan.split_layers,
             )
             point.runs.append((settings, run))
             sessions.record(session, run.rounds)
@@ -278,7 +289,9 @@ def main(
     context: opt.Context = opt.NATIVE,
     vary: Annotated[
         list[str] | None,
-        typer.Option(help="A setting and its values: budget=512,4096. One value fixes it."),
+        typer.Option(
+            help="A setting and its values: retrieval_budget=512,4096. One value fixes it."
+        ),
     ] = None,
     texts: Annotated[int, typer.Option(help="Prompts that are timed.")] = 3,
     learn: Annotated[int, typer.Option(help="Prompts before, for the engine to learn from.")] = 0,

@@ -32,15 +32,15 @@ from bench.peers.base import Job
 from bench.peers.gguf import hugging_face_folder
 from bench.peers.hugging_face import load_transformers
 from decoding import GREEDY, Engine, Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.models.loading import load_tokenizer
 from decoding.planning.forward_cost import attention_flops, matmul_flops, prefill_flops
 from decoding.probe.rates import matmul_rate
 from offload.errors import TierForceError
-from offload.memory.host import process_peak
+from offload.memory.host import process_peak_bytes
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 OURS, RANKS, PEER = "TierForce", "TierForce, 2 ranks", "transformers, sdpa"
 COMPARED = {OURS: PEER, RANKS: OURS}  # each with whom
@@ -59,18 +59,20 @@ Measure = Callable[[Job, int], Prefill]  # given the threads of all ranks togeth
 
 def ours(job: Job, threads: int) -> Prefill:
     """Read the prompt on this rank, of as many as there are, on its share of the cores."""
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     prepare(0)
     torch.set_num_threads(max(1, threads // group.size))
     settings = Settings(
-        mode="plain", rope=job.rope, dtype=job.dtype, link=job.link, resident_layers=0
+        mode="plain", rope=job.rope, dtype=job.dtype, link=job.link, gpu_kv_layers=0
     )
     with torch.inference_mode():
         engine = Engine.from_pretrained(job.target, settings=settings, device="cpu", group=group)
         runtime = engine.runtime
         layout = runtime.target.config.kv_layout(group.size, runtime.dtype, group.rank)
-        runtime.arena.take((layout.bytes(len(job.prompt) + 1) // layout.dtype.itemsize,)).zero_()
-        session = Session(runtime, job.prompt, 1)
+        runtime.arena.allocate(
+            (layout.bytes(len(job.prompt) + 1) // layout.dtype.itemsize,)
+        ).zero_()
+        session = SequenceState(runtime, job.prompt, 1)
         before = _memory_now()
         started = time.perf_counter()
         session.prefill()
@@ -93,7 +95,7 @@ def peer(job: Job, threads: int) -> Prefill:
         out = model(prompt, use_cache=True, logits_to_keep=1)
         seconds = time.perf_counter() - started
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    return Prefill(seconds, (process_peak() or 0) - before - kept)
+    return Prefill(seconds, (process_peak_bytes() or 0) - before - kept)
 
 
 METHODS: dict[str, tuple[str, int, Measure]] = {  # name, ranks, what measures
@@ -115,7 +117,7 @@ def on_ranks(size: int, measure: Measure, job: Job, threads: int) -> list[Prefil
 def _memory_now() -> int:
     """Return the bytes this process has in memory, and forget its peak."""
     gc.collect()
-    process_peak()
+    process_peak_bytes()
     return psutil.Process().memory_info().rss
 
 
@@ -158,9 +160,9 @@ def main(
     output: opt.Output = Path("results/prefill.json"),
 ) -> Measurement:
     """Time prefills on this machine's CPU, and take their peak memory."""
-    if process_peak() is None:
+    if process_peak_bytes() is None:
         raise TierForceError("this system does not tell peaks of memory (/proc/self/clear_refs).")
-    model, scratch = resolve(target, Group()), output.parent / "converted"
+    model, scratch = resolve(target, TensorParallelGroup()), output.parent / "converted"
     if "transformers" in methods:  # not in the process whose memory counts
         hugging_face_folder(model, dtype, scratch)
     rate = matmul_rate(torch.device("cpu"), getattr(torch, dtype))

@@ -30,15 +30,19 @@ from bench.harness.text import prompt_tokens, tokenizer_of
 from bench.peers.base import Job, Result, Unavailable, continued
 from bench.peers.hugging_face import generated, load_transformers
 from bench.peers.llamacpp import Dequantised
+from bench.speed.concurrency import settings_of
 from bench.speed.conversation import WARM
-from bench.speed.texts import settings_of
 from decoding import Sampling, Settings
 from decoding.prefix_cache.store import PromptCache
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 # what a sampled text depends on beside its seed: with these fixed, it is the same text
-STEADY: dict[str, Any] = {"draft_length": 16, "inner_length": 4, "budget": 2048}
+STEADY: dict[str, Any] = {
+    "num_draft_tokens": 16,
+    "num_inner_draft_tokens": 4,
+    "retrieval_budget": 2048,
+}
 
 
 @dataclass
@@ -74,8 +78,8 @@ class Runs:
 def of_engine(job: Job, settings: Settings, repeats: int) -> Runs:
     """Measure texts of ours that are kept and others, in turns, and then reopened."""
     runs, kept = Runs(), job.scratch / f"{settings.mode}-{settings.link}"
-    keeping, cache = replace(settings, keep=str(kept)), PromptCache(kept)
-    cache.make()
+    keeping, cache = replace(settings, prompt_cache=str(kept)), PromptCache(kept)
+    cache.create()
 
     @contextmanager
     def writer(settings: Settings) -> Iterator[Callable[[], Result]]:
@@ -177,8 +181,8 @@ def main(
     """Read a document, keep it, and open it again from disk: how long until the first token."""
     law, rows = Sampling(temperature, top_p=top_p), list[Row]()
     prompt = prompt_tokens(tokenizer_of(target), context, text)
-    model = resolve(target, Group())
-    small = None if draft is None else resolve(draft, Group())
+    model = resolve(target, TensorParallelGroup())
+    small = None if draft is None else resolve(draft, TensorParallelGroup())
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(model, small, None, prompt, new_tokens, law, dtype, None, "", Path(scratch))
         for way in ways.split(","):

@@ -5,7 +5,7 @@ compute over it (what the same pass takes when host memory is device memory). Wi
 the wall time is the larger of the two. What is lost is the first chunk, which nothing hides, and
 the compute on the last.
 
-Layers are streamed whole, or packed, or sliced: of these two less is moved, and joining them is
+Layers are streamed whole, or compressed, or split: of these two less is moved, and joining them is
 part of the compute.
 """
 
@@ -20,29 +20,29 @@ import typer
 from bench.harness import options as opt
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.text import prompt_tokens
-from bench.speed.passes import median_ms
+from bench.speed.forwards import median_ms
 from decoding import Engine, Settings
-from decoding.engine.session import Session
-from decoding.probe.slices import slice_rates
-from offload.codec.format import slice_format
-from parallel.model.transformer import Llama
+from decoding.engine.session import SequenceState
+from decoding.probe.split_rates import split_rates
+from offload.codec.format import split_format
+from parallel.model.transformer import Transformer
 
-LAYERS = ("streamed", "packed", "sliced")
+LAYERS = ("streamed", "compressed", "split")
 
 
 def saving(dtype: str) -> list[str]:
     """Return the kinds of layers that differ in what they move of this dtype."""
-    cut = slice_format(dtype)
+    cut = split_format(dtype)
     if cut is None:
         return ["streamed"]
-    return [kind for kind in LAYERS if kind != "packed" or cut.planes < 4]
+    return [kind for kind in LAYERS if kind != "compressed" or cut.planes < 4]
 
 
 def settings_of(layers: str, count: int, base: Settings) -> Settings:
     """Return the settings under which all layers, so many, are of this kind."""
-    if layers == "sliced":
-        return replace(base, mode="sliced", sliced_layers=count)
-    return replace(base, packed=layers == "packed")
+    if layers == "split":
+        return replace(base, mode="split", split_kv_layers=count)
+    return replace(base, compress_offload=layers == "compressed")
 
 
 @benchmark("Verifying {rows} tokens behind {context:,}, no layer resident, {threads} threads")
@@ -66,18 +66,18 @@ def main(
     kinds = saving(dtype) if layers is None else layers.split(",")
     if unknown := set(kinds) - set(LAYERS):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {LAYERS}", param_hint="--layers")
-    base = Settings(mode="plain", rope=rope, dtype=dtype, link="view", resident_layers=0)
+    base = Settings(mode="plain", rope=rope, dtype=dtype, link="view", gpu_kv_layers=0)
     engine = Engine.from_pretrained(target, settings=base)
     model, table = engine.runtime.target, list[Row]()
     prompt = prompt_tokens(engine.tokenizer, context, text)
-    rates_of_slices = slice_rates(model.config, model.group.device, engine.runtime.dtype)
+    rates_of_slices = split_rates(model.config, model.group.device, engine.runtime.dtype)
     for kind in kinds:
         settings = settings_of(kind, model.config.layers, base)
-        near = Session(engine.runtime.with_settings(settings), prompt, rows + 1)
+        near = SequenceState(engine.runtime.with_settings(settings), prompt, rows + 1)
         near.prefill()
         for rate in opt.decimals(rates):
             runtime = engine.runtime.with_settings(replace(settings, link=f"emulated:{rate}"))
-            far = Session(runtime, prompt, rows + 1)
+            far = SequenceState(runtime, prompt, rows + 1)
             far.prefill()
             table.append(verified(kind, rate, model, near, far, rows, repeats))
             yield {"rows": table, "slices": rates_of_slices}
@@ -87,7 +87,13 @@ def main(
 
 
 def verified(
-    layers: str, rate: float, model: Llama, near: Session, far: Session, rows: int, repeats: int
+    layers: str,
+    rate: float,
+    model: Transformer,
+    near: SequenceState,
+    far: SequenceState,
+    rows: int,
+    repeats: int,
 ) -> Row:
     """Time verifications of the same text in device memory and over the link."""
     tokens, before = near.prompt[:rows], far.target.traffic.link_in

@@ -1,8 +1,8 @@
-"""What the command line can do: `summarize`, `generate`, `chat`, `ask`, `read`, `serve`, `keep`,
-`plan` and `probe`.
+"""The commands: `summarize`, `generate`, `chat`, `ask`, `prefill`, `serve`, `prompt-cache`, `plan`
+and `probe`.
 
-Here is what typer needs to answer `--help` and a mistyped option at once. What takes seconds to
-import stands behind these functions, in modules of the commands' names.
+This module holds only what typer needs to answer `--help` and mistyped options at once. Slow
+imports happen inside the functions, from modules named after the commands.
 """
 
 import sys
@@ -17,19 +17,19 @@ from decoding.app.hardware.plan import plan
 from decoding.app.options import (
     EXIT_CODES,
     Common,
+    Concurrency,
     DocumentFile,
     JobOptions,
-    TextsAtOnce,
-    described,
-    refuse_sharing,
+    check_concurrency,
+    option_parameter,
     with_common,
 )
 from decoding.app.server.options import ServeOptions
-from decoding.app.terminal.signals import Interrupts, culprit
+from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import advice_after_loss, say, warn
 from decoding.text.prompt import INSTRUCTION
 from offload.errors import TierForceError
-from parallel.ranks.environment import ignored_variables, place_of, under_launcher
+from parallel.ranks.environment import ignored_variables, is_launched, rank_from_env
 
 app = typer.Typer(
     add_completion=False,
@@ -47,17 +47,17 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-keep_app = typer.Typer(
-    help="What --keep has kept: texts that need not be read again.", no_args_is_help=True
+prompt_cache_app = typer.Typer(
+    help="List or drop the prompts stored in a --prompt-cache folder.", no_args_is_help=True
 )
-app.add_typer(keep_app, name="keep")
-KeepFolder = Annotated[str, typer.Argument(help="The folder that --keep was given.")]
+app.add_typer(prompt_cache_app, name="prompt-cache")
+PromptCacheFolder = Annotated[str, typer.Argument(help="The folder given as --prompt-cache.")]
 
 
 def _command(
     example: str, group: typer.Typer = app, name: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that makes a function a command, with an example in its help."""
+    """Return a decorator that registers a function as a command, with an example in its help."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         paragraphs = (function.__doc__ or "").split("\n\n")
@@ -91,19 +91,18 @@ def summarize(
     output: Annotated[
         Path,
         typer.Option(
-            help="JSONL, one record as each document finishes. A file that exists is resumed."
+            help="JSONL file: one record per document, written as it finishes. An existing file is "
+            "resumed."
         ),
     ],
-    instruction: Annotated[
-        str, typer.Option(help="What is asked about each document.")
-    ] = INSTRUCTION,
-    texts_at_once: TextsAtOnce = None,
+    instruction: Annotated[str, typer.Option(help="Instruction for each document.")] = INSTRUCTION,
+    concurrency: Concurrency = None,
     cluster: Annotated[
         str | None,
         typer.Option(
             help="Ray cluster whose machines share the documents, each with --gpus GPUs: its "
-            "address, auto for the one that this machine is part of, or local. Needs "
-            "'tierforce\\[cluster]' on all of them.",
+            "address, auto for the cluster this machine belongs to, or local. Needs "
+            "'tierforce\\[cluster]' on all machines.",
             metavar="ADDRESS",
             rich_help_panel="Many machines",
         ),
@@ -111,39 +110,41 @@ def summarize(
     machines: Annotated[
         int | None,
         typer.Option(
-            help="Machines that take part. By default all, or all with GPUs.",
+            help="Number of machines to use. Default: all, or all with GPUs.",
             metavar="MACHINES",
             min=1,
             rich_help_panel="Many machines",
         ),
     ] = None,
 ) -> None:
-    """Summarise every document.
+    """Summarise documents.
 
-    Every token is drawn from exactly the law of the target model alone. Each document gets a record
-    that is on disk as soon as it is finished, and the same command goes on after an interruption.
+    Every token is sampled from exactly the target model's distribution. The record of a document is
+    on disk as soon as it is finished; after an interruption the same command resumes.
     """
-    words = "interrupted ({name}) before a document was begun: run the same command to go on"
-    if common.settings.identical:
-        refuse_sharing(texts_at_once)
+    words = "interrupted ({name}) before the first document: run the same command to resume"
+    if common.settings.deterministic:
+        check_concurrency(concurrency)
     if cluster is not None:
-        if common.settings.keep is not None:
-            raise TierForceError("--keep is for one machine: leave it out with --cluster.")
-        if under_launcher():
-            raise TierForceError("--cluster starts what it needs by itself: not under torchrun.")
+        if common.settings.prompt_cache is not None:
+            raise TierForceError(
+                "--prompt-cache works on one machine only: leave it out with --cluster."
+            )
+        if is_launched():
+            raise TierForceError("--cluster starts its own processes: do not use torchrun.")
         interrupts = _listen(words)
         from decoding.app.batch.cluster import Cluster
         from decoding.app.batch.cluster import run as run_on
 
-        at = Cluster(cluster, machines, texts_at_once or 1)
+        at = Cluster(cluster, machines, concurrency or 1)
         run_on(common, input, output, instruction, at, interrupts)
         return
     if machines is not None:
-        raise TierForceError("--machines is for --cluster: say which Ray cluster they are in.")
+        raise TierForceError("--machines needs --cluster: say which Ray cluster to use.")
     interrupts = _start(common, words)
     from decoding.app.batch.summarize import run
 
-    run(common, input, output, instruction, texts_at_once, interrupts)
+    run(common, input, output, instruction, concurrency, interrupts)
 
 
 @_command("generate --model TARGET --draft DRAFT --prompt-file book.txt")
@@ -153,30 +154,31 @@ def generate(
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            help="File with the text to continue; - is standard input. Of one too long for the "
-            "context the beginning is dropped."
+            help="File with the prompt; - is standard input. One that is too long for the context "
+            "is truncated at its beginning."
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="The text to continue itself.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Ask the text as a user's message, through the model's chat template."
+            "--chat", help="Send the prompt as a user message through the model's chat template."
         ),
     ] = False,
     stats: Annotated[
-        Path | None, typer.Option(help="JSON file for times, counts and the token ids written.")
+        Path | None,
+        typer.Option(help="JSON file to write times, counts and generated token ids to."),
     ] = None,
 ) -> None:
-    """Continue a text, or answer it.
+    """Continue a prompt, or answer it with --chat.
 
-    Every token is drawn from exactly the law of the target model alone. It is printed as it is
-    verified.
+    Every token is sampled from exactly the target model's distribution, and printed as soon as it
+    is verified.
     """
     if (prompt is None) == (prompt_file is None):
-        raise TierForceError("give the text to continue with either --prompt-file or --prompt.")
+        raise TierForceError("give the prompt with either --prompt-file or --prompt.")
     if prompt is not None and not prompt.strip():
-        raise TierForceError("--prompt is empty: there is nothing to continue.")
+        raise TierForceError("--prompt is empty.")
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.generate import run
 
@@ -186,10 +188,10 @@ def generate(
 @_command("chat --model TARGET --document book.txt")
 @with_common
 def chat(common: Common, document: DocumentFile = None) -> None:
-    """Talk with a model, maybe about a document.
+    """Chat with a model, optionally about a document.
 
-    The document is read once, and of what is said only what is new. /help lists what can be done
-    beside asking; Ctrl-C ends an answer.
+    The document is prefilled once, then only new messages are. /help lists the commands; Ctrl-C
+    ends an answer.
     """
     interrupts = _start(common, "interrupted ({name})")
     from decoding.app.interactive.chat import run
@@ -201,13 +203,13 @@ def chat(common: Common, document: DocumentFile = None) -> None:
 @with_common
 def ask(
     common: Common,
-    question: Annotated[str, typer.Argument(help="What is asked.")],
+    question: Annotated[str, typer.Argument(help="The question.")],
     document: DocumentFile = None,
 ) -> None:
-    """Answer one question, maybe about a document.
+    """Answer one question, optionally about a document.
 
-    Every token is drawn from exactly the law of the target model alone. It is printed as it is
-    verified.
+    Every token is sampled from exactly the target model's distribution, and printed as soon as it
+    is verified.
     """
     if not question.strip():
         raise TierForceError("the question is empty: ask something, in quotes.")
@@ -217,45 +219,48 @@ def ask(
     answer(common, document, question, interrupts)
 
 
-@_command("read --model TARGET --document book.txt --keep kept")
+@_command("prefill --model TARGET --document book.txt --prompt-cache kept")
 @with_common
-def read(
+def prefill(
     common: Common,
     document: Annotated[
         Path,
-        typer.Option(help="Text file to read. Of one too long for the context the end is dropped."),
+        typer.Option(
+            help="Text file to prefill. One that is too long for the context is truncated at its "
+            "end."
+        ),
     ],
 ) -> None:
-    """Read a document, and keep what was read on disk.
+    """Prefill a document and store its KV cache on disk.
 
-    Questions about it that chat and ask are given with the same --keep begin at once, as often as
-    you like.
+    chat, ask and serve with the same --prompt-cache then answer questions about it without
+    prefilling it again.
     """
-    if common.settings.keep is None:
-        raise TierForceError("what is read has to be kept somewhere: name a folder with --keep.")
+    if common.settings.prompt_cache is None:
+        raise TierForceError("prefill needs a folder to save to: name one with --prompt-cache.")
     _start(common, "interrupted ({name})")
-    from decoding.app.interactive.chat import read as read_it
+    from decoding.app.interactive.chat import prefill as run
 
-    read_it(common, document)
+    run(common, document)
 
 
-@_command("serve --model TARGET --keep kept")
+@_command("serve --model TARGET --prompt-cache kept")
 @with_common
 def serve(
     common: Common,
-    host: Annotated[str, described(ServeOptions, "host")] = "127.0.0.1",
-    port: Annotated[int, described(ServeOptions, "port")] = 8000,
+    host: Annotated[str, option_parameter(ServeOptions, "host")] = "127.0.0.1",
+    port: Annotated[int, option_parameter(ServeOptions, "port")] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="File with keys, one on each line, of which clients must send one."),
+        typer.Option(help="File with API keys, one per line; clients must send one of them."),
     ] = None,
-    queue: Annotated[int, described(ServeOptions, "queue")] = 64,
-    max_body: Annotated[int, described(ServeOptions, "max_body")] = 16,
+    queue: Annotated[int, option_parameter(ServeOptions, "queue")] = 64,
+    max_body: Annotated[int, option_parameter(ServeOptions, "max_body")] = 16,
 ) -> None:
-    r"""Answer requests over HTTP, as OpenAI's interface has them, and show a page for people.
+    r"""Serve an OpenAI-compatible API over HTTP, and a chat page.
 
-    One request is answered after another, and of what a conversation goes on with only what is new
-    is read. Temperature, top-p, top-k and the most tokens are those of requests that do not say.
+    Requests are answered one at a time; of a conversation only what is new is prefilled.
+    Temperature, top-p, top-k and --max-new-tokens are defaults for requests that do not set them.
     Needs 'tierforce\[server]'.
     """
     options = ServeOptions(host, port, queue, max_body)
@@ -271,26 +276,26 @@ def serve(
     run(common, options, api_key_file, interrupts)
 
 
-@_command("keep list kept", keep_app, "list")
-def keep_list(
-    folder: KeepFolder,
+@_command("prompt-cache list kept", prompt_cache_app, "list")
+def prompt_cache_list(
+    folder: PromptCacheFolder,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """List what is kept, the most recently used first."""
+    """List the stored prompts, most recently used first."""
     from decoding.app.interactive.prompt_cache import show
 
     show(folder, json)
 
 
-@_command("keep drop kept --all", keep_app, "drop")
-def keep_drop(
-    folder: KeepFolder,
+@_command("prompt-cache drop kept --all", prompt_cache_app, "drop")
+def prompt_cache_drop(
+    folder: PromptCacheFolder,
     ids: Annotated[
-        list[str] | None, typer.Argument(help="Which, by their ids.", metavar="[ID]...")
+        list[str] | None, typer.Argument(help="Ids of the prompts to drop.", metavar="[ID]...")
     ] = None,
-    all: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Drop all of them.")] = False,
 ) -> None:
-    """Remove what is kept."""
+    """Drop stored prompts."""
     from decoding.app.interactive.prompt_cache import drop
 
     drop(folder, ids or [], all)
@@ -303,11 +308,11 @@ _command("plan --model TARGET --draft DRAFT --hardware 2x4090")(plan)
 def probe(
     gpus: Annotated[
         int,
-        described(
+        option_parameter(
             JobOptions,
             "gpus",
             1,
-            help="Ranks to measure with, on the CPU where there is no GPU.",
+            help="Ranks to measure with; CPU ranks on a machine without GPUs.",
             default="",
         ),
     ] = 1,
@@ -319,15 +324,15 @@ def probe(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: Annotated[str, described(JobOptions, "device")] = "auto",
+    device: Annotated[str, option_parameter(JobOptions, "device")] = "auto",
     output: Annotated[
-        Path, typer.Option(help="Hardware file to write, for `tierforce plan --hardware`.")
+        Path, typer.Option(help="Hardware profile to write, for `--hardware`.")
     ] = Path("probe.json"),
 ) -> None:
     """Measure this machine.
 
-    Warns of what costs most, and writes a hardware file for `tierforce plan`. Takes a minute or
-    two.
+    Warns about the most expensive shortcomings, and writes a hardware profile for `--hardware`.
+    Takes a minute or two.
     """
     _spread(JobOptions(model or "", gpus=gpus, device=device).gpus or 1, model)
     from decoding.app.hardware.probe import run
@@ -336,41 +341,40 @@ def probe(
 
 
 def _start(common: Common, last_words: str) -> Interrupts:
-    """Become as many ranks as are asked for, and listen for signals from here on."""
+    """Start the requested ranks, and handle signals from here on."""
     _spread(common.gpus or 1, common.model)
     if (ignored := ignored_variables()) is not None:
         warn(
-            f"{ignored} in the environment names no group of ranks and is ignored: this process "
-            "works alone."
+            f"{ignored} in the environment does not describe a group of ranks and is ignored: this "
+            "process runs alone."
         )
     return _listen(last_words)
 
 
 def _listen(last_words: str) -> Interrupts:
-    """End on a signal, with these words."""
-    return Interrupts(lambda name: say(last_words.format(name=culprit(name))))
+    """Exit on a signal, with this message."""
+    return Interrupts(lambda name: say(last_words.format(name=signal_source(name))))
 
 
 def _spread(gpus: int, model: str | None) -> None:
-    """Run this very command as that many ranks, unless a launcher has, and end with their exit
-    code.
+    """Run this command on `gpus` ranks, unless a launcher has, and exit with their exit code.
 
-    Raises TierForceError, before any is started, for a model that cannot be split so, and where a
-    launcher has started another number.
+    Raises TierForceError before any rank starts if the model cannot be sharded over that many, and
+    if a launcher has started another number.
     """
-    if gpus > 1 and under_launcher():
-        if (size := place_of().size) != gpus:
+    if gpus > 1 and is_launched():
+        if (size := rank_from_env().size) != gpus:
             raise TierForceError(
-                f"--gpus {gpus}, but the environment says that a launcher has started {size} "
+                f"--gpus {gpus}, but according to the environment a launcher has started {size} "
                 f"rank{'s' if size > 1 else ''}: leave --gpus out, or unset TORCHELASTIC_RUN_ID, "
                 "RANK and WORLD_SIZE."
             )
     elif gpus > 1:
         if model is not None:
             from parallel.config.model_config import ModelConfig
-            from parallel.ranks.partition import refuse_ranks
+            from parallel.ranks.partition import check_ranks
 
-            refuse_ranks(ModelConfig.find(model).kv_heads, gpus)
+            check_ranks(ModelConfig.from_name(model).kv_heads, gpus)
         from parallel.ranks.launch import launch
 
         sys.exit(launch(gpus, "decoding.cli", sys.argv[1:], advice_after_loss(sys.argv[1:])))

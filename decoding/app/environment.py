@@ -23,7 +23,7 @@ _DEFAULTS = {
 }
 
 
-def set_defaults(variables: MutableMapping[str, str] = os.environ) -> None:
+def set_environment_defaults(variables: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set; to be called before torch is imported."""
     for name, value in _DEFAULTS.items():
         variables.setdefault(name, value)

@@ -11,27 +11,33 @@ import traceback
 from contextlib import suppress
 from typing import Any, cast
 
-from decoding.app.environment import set_defaults
-from decoding.app.terminal.streams import Output, Unread, advice_after_loss, printable, say
+from decoding.app.environment import set_environment_defaults
+from decoding.app.terminal.streams import (
+    CheckedStdout,
+    SafeStderr,
+    advice_after_loss,
+    printable,
+    say,
+)
 from offload.errors import TierForceError, exceeded_limit, is_out_of_memory, one_line
-from parallel.ranks.environment import RankLost, end_with_launcher, place_of
+from parallel.ranks.environment import RankLost, die_with_parent, rank_from_env
 
 
 def main() -> None:
     """Run the command line, and leave."""
     # until a command's `Interrupts` listens, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    set_defaults()  # before torch is imported
-    end_with_launcher()
+    set_environment_defaults()  # before torch is imported
+    die_with_parent()
     if sys.stderr is None:  # closed by whoever started this
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if os.environ.get("COLUMNS") == "0":  # a terminal without a width: rich prints nothing
         del os.environ["COLUMNS"]
-    sys.stderr = cast(Any, Unread(sys.stderr))
-    sys.stdout = cast(Any, Output(sys.stdout))
+    sys.stderr = cast(Any, SafeStderr(sys.stderr))
+    sys.stdout = cast(Any, CheckedStdout(sys.stdout))
     code = 1
     try:
-        rank = place_of().rank
+        rank = rank_from_env().rank
         if rank:
             # rank 0 says what all ranks have to say
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115

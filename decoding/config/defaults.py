@@ -30,7 +30,7 @@ DRAFT_SLACK = 64
 SPLIT_DRAFT_BYTES = 3 << 30
 
 # Texts at once where nothing is said, at most: what more of them would share is little.
-MAX_TEXTS = 8
+MAX_CONCURRENCY = 8
 # Bytes of a layer's weights on a rank, in the mean of the models whose short passes are recorded as
 # CUDA graphs, from which texts share passes, of which many are not. So many take 2 TB/s as long as
 # the launches of a layer, a dozen of 5 microseconds. Assumed; cautious for slower memory.
@@ -39,9 +39,9 @@ SHARED_LAYER_BYTES = 120e6
 # -- the retrieval cache ---------------------------------------------------------------------------
 
 # Tokens a head of the retrieval budget, where nothing is known of the models yet.
-DEFAULT_BUDGET = 4096
+DEFAULT_RETRIEVAL_BUDGET = 4096
 # The budgets of which one is chosen.
-BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
+RETRIEVAL_BUDGETS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 # Tokens that one selection serves at least. Over a link all keys come by anyway, so each
 # verification selects; on the device a selection costs compute.
 SELECTION_INTERVAL_OVER_LINK = 1
@@ -54,8 +54,8 @@ BOUNDARY_BLOCK = 256
 
 # Tokens that stay in 16 bits on the device behind those with codes, at least, and how many get
 # codes at a time.
-SLICED_RECENT = 64
-SLICED_BLOCK = 64
+SPLIT_RECENT = 64
+SPLIT_BLOCK = 64
 
 # -- texts ----------------------------------------------------------------------------------------
 
@@ -82,11 +82,11 @@ ALLOCATOR_FACTOR = 2
 MASKED_VALUES_PER_SCORE = 6
 # Bytes of an entry of a row of logits: itself, its place in their order (int64), and what laws are
 # made of and compared.
-LAW_BYTES_PER_LOGIT = 48
+PROBS_BYTES_PER_LOGIT = 48
 
 # -- acceptance ------------------------------------------------------------------------------------
 
-# The target's acceptance rate with DEFAULT_BUDGET that a prediction assumes: what the published
+# The target's acceptance rate with DEFAULT_RETRIEVAL_BUDGET that a prediction assumes: what the published
 # 108 ms a token of Llama-2-7B imply (TriForce, arXiv 2404.11912).
 ACCEPTANCE = 0.9
 # The acceptance rate of the retrieval level, and the drafts that it is of. Assumed.
@@ -96,28 +96,28 @@ INNER_DRAFT = 2
 # 0.3 to 0.9 (docs/log.md). To 4,096, half of that context, it was 1.0 to 1.4: this is cautious.
 REJECTION_EXPONENT = 0.7
 # Rejections of what is drafted against the codes of all layers, as a share of those with
-# DEFAULT_BUDGET: on SmolLM2, against a tenth of the KV, 0.15 behind 7,424 tokens and 0.18 behind
+# DEFAULT_RETRIEVAL_BUDGET: on SmolLM2, against a tenth of the KV, 0.15 behind 7,424 tokens and 0.18 behind
 # 15,872. Layers without codes add what retrieval rejects more, by their share of all layers to
 # this power: 0, 8, 15, 22 and 30 of 30 layers with codes gave 0.077, 0.056, 0.053, 0.041 and 0.013
 # (a prototype, docs/log.md).
-SLICED_REJECTION = 0.2
+SPLIT_REJECTION = 0.2
 UNCOVERED_EXPONENT = 0.6
 # What a code takes of an element's bytes, and of the time that it takes to attend to.
 CODE_SHARE = 0.5
 # Bytes of device memory that joining moves for a byte of elements: 12 of 16 bits in, 16 out.
-JOINED_TRAFFIC = 1.75
+RECONSTRUCTION_TRAFFIC = 1.75
 
 # -- choosing by past texts ------------------------------------------------------------------------
 
-# Before anything was seen: tokens rejected with DEFAULT_BUDGET, as if seen on so many tokens.
+# Before anything was seen: tokens rejected with DEFAULT_RETRIEVAL_BUDGET, as if seen on so many tokens.
 PRIOR_REJECTION = 0.07
 PRIOR_TOKENS = 24.0
 # Tokens seen in one way from which its own rejections count for more than those of others.
-OWN_TOKENS = 200.0
+OWN_HISTORY_TOKENS = 200.0
 # What a text still counts after the next one with the same.
-KEPT_OF_TEXT = 0.5
+HISTORY_DECAY = 0.5
 # A change must promise this share of the time a token takes now, or less.
-WORTHWHILE_SHARE = 0.95
+SWITCH_THRESHOLD = 0.95
 # Drafted tokens of a text that were tested, and rounds, without which it says nothing.
 MIN_TESTED = 32
 MIN_ROUNDS = 2

@@ -6,14 +6,14 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 from decoding.config.defaults import NEW_TOKENS
-from decoding.engine.conversation import ROOM
+from decoding.engine.conversation import DEFAULT_ROOM
 from decoding.engine.engine import Engine
 from decoding.engine.request import Progress
 from decoding.speculation.sampling import Sampling
-from decoding.text.detokenizer import pieces
-from decoding.text.encoding import cut_to
+from decoding.text.detokenizer import detokenize_stream
+from decoding.text.encoding import truncate_to
 from decoding.text.prompt import MARK, chat_tokens, tokens_around
-from offload.errors import DocumentError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 
 _WHAT = "a conversation"
 
@@ -49,24 +49,24 @@ class Chat:
         if not engine.tokenizer.chat_template:
             raise TierForceError("the tokenizer has no chat template: use an instruct model.")
         self.messages: list[dict[str, str]] = []
-        self.dropped_tokens = 0  # of the document
+        self.truncated_tokens = 0  # of the document
         self._before = ""  # the document, before the first message
         # a template that cannot take a later turn is told of before anything is read
         self._prefix([*_turn("a", "b"), *_turn(MARK)])
         if document is not None:
-            self._before = self._cut(document) + "\n\n"
+            self._before = self._truncate(document) + "\n\n"
         self.tokens = self._prefix(_turn(self._before + MARK))  # of the last prompt and its answer
 
-    def read(self, progress: Progress | None = None) -> None:
+    def prefill(self, progress: Progress | None = None) -> None:
         """Read the document before anything is asked; there has to be one."""
-        text = self._written(self.tokens, self.max_new_tokens, progress)
+        text = self._generate(self.tokens, self.max_new_tokens, progress)
         with closing(text):
             next(text, None)  # nothing is read before something is asked for
 
     def ask(self, question: str, progress: Progress | None = None) -> Generator[str, None, None]:
         """Yield the answer, in pieces of whole characters.
 
-        Where the generator is closed, the answer is what was written by then. Raises DocumentError
+        Where the generator is closed, the answer is what was written by then. Raises InvalidRequestError
         where the context has no room for it; an answer that ends by an error was not said.
         """
         context, messages = self.engine.context, [*self.messages, *_turn(question)]
@@ -74,19 +74,19 @@ class Chat:
         prompt = chat_tokens(self.engine.tokenizer, messages, context, _WHAT)
         room = context - len(prompt)
         if room < 1:
-            raise DocumentError(
+            raise InvalidRequestError(
                 f"the conversation has come to {len(prompt):,} tokens, with the question, and the "
                 f"context is {context:,}: begin a new one, or use a longer `context`."
             )
         answer: list[int] = []
-        tokens = self._written(prompt, min(self.max_new_tokens, room), progress)
+        tokens = self._generate(prompt, min(self.max_new_tokens, room), progress)
         try:
             with closing(tokens):
-                yield from pieces(self.engine.tokenizer, _noted(tokens, answer))
+                yield from detokenize_stream(self.engine.tokenizer, _noted(tokens, answer))
         except GeneratorExit:
-            self._said(question, prompt, answer)
+            self._add_turn(question, prompt, answer)
             raise
-        self._said(question, prompt, answer)
+        self._add_turn(question, prompt, answer)
 
     def restore(self, messages: Iterable[tuple[str, str]]) -> None:
         """Let this have been said, after the document: questions with their answers."""
@@ -98,12 +98,12 @@ class Chat:
         """Begin anew, with the same document."""
         self.messages = []
 
-    def _written(
+    def _generate(
         self, prompt: list[int], new: int, progress: Progress | None
     ) -> Generator[int, None, None]:
         return self.engine.generate(prompt, new, self.sampling, progress, self.name)
 
-    def _said(self, question: str, prompt: list[int], answer: list[int]) -> None:
+    def _add_turn(self, question: str, prompt: list[int], answer: list[int]) -> None:
         self.tokens = [*prompt, *answer]
         text = self.engine.tokenizer.decode(
             answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -114,17 +114,17 @@ class Chat:
         """Return the tokens of what the template writes before `MARK`."""
         return tokens_around(self.engine.tokenizer, messages, _WHAT)[0]
 
-    def _cut(self, document: str) -> str:
+    def _truncate(self, document: str) -> str:
         """Return as much of the document as leaves room to talk."""
         context = self.engine.context
-        talk = max(self.max_new_tokens, min(ROOM, context // 8))
+        talk = max(self.max_new_tokens, min(DEFAULT_ROOM, context // 8))
         room = context - self.max_new_tokens - talk
         if room < 1:
-            raise DocumentError(
+            raise InvalidRequestError(
                 f"no room left for the document: the context is {context:,} tokens, and answers "
                 f"may take {self.max_new_tokens:,} of them. Use fewer `max_new_tokens`."
             )
-        document, self.dropped_tokens = cut_to(self.engine.tokenizer, document, room)
+        document, self.truncated_tokens = truncate_to(self.engine.tokenizer, document, room)
         return document
 
 

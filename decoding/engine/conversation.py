@@ -8,20 +8,20 @@ from statistics import median
 
 from torch import Tensor
 
-from decoding.engine.generation import Writing
+from decoding.engine.generation import Generation
 from decoding.engine.request import Request
-from decoding.engine.session import Session
-from decoding.engine.session_manager import Sessions
+from decoding.engine.session import SequenceState
+from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
-from decoding.prefix_cache.store import LEAST_TOKENS
-from decoding.speculation.coroutines import drive
+from decoding.prefix_cache.store import MIN_TOKENS
+from decoding.speculation.coroutines import run
 from decoding.speculation.draft_length import Lengths
 from decoding.speculation.sequence import common_prefix
-from offload.errors import FitError
+from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div
-from parallel.execution.batched_forward import Pass
+from parallel.execution.batched_forward import ForwardRequest
 
-ROOM = 4096  # tokens of later turns that memory is planned for
+DEFAULT_ROOM = 4096  # tokens of later turns that memory is planned for
 
 
 class Conversation:
@@ -34,7 +34,7 @@ class Conversation:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SequenceManager,
         stop_tokens: frozenset[int],
         lengths: dict[str, Lengths],
         context: int,
@@ -51,20 +51,20 @@ class Conversation:
         """
         self.sessions, self.stop_tokens, self.lengths = sessions, stop_tokens, lengths
         self.context, self.room = context, room
-        self._session: Session | None = None
-        self._writing: Writing | None = None  # of the turn before
+        self._session: SequenceState | None = None
+        self._writing: Generation | None = None  # of the turn before
         self._token_s = 0.0  # that reading the whole text took, for each of its tokens
         self._pass_s = 0.0  # that a pass of the target took, when last one was made
 
-    def write(self, request: Request, stats: Stats) -> Generator[int, None, None]:
+    def generate(self, request: Request, stats: Stats) -> Generator[int, None, None]:
         """Yield what follows a prompt, as it is verified; count in `stats`.
 
-        A generator that is closed ends the turn: what stands by then stands. Raises DocumentError,
-        FitError where memory does not do, and GivenUpError; nothing is kept then.
+        A generator that is closed ends the turn: what stands by then stands. Raises InvalidRequestError,
+        InsufficientMemoryError where memory does not do, and RequestCancelled; nothing is kept then.
         """
         started = time.perf_counter()
         try:
-            stats.dropped_tokens = request.dropped  # which progress may tell
+            stats.truncated_tokens = request.truncated_tokens  # which progress may tell
             cached = self._session.target.length if self._session is not None else 0
             logits = self._read_on(request, stats)
             if logits is None:
@@ -72,12 +72,12 @@ class Conversation:
             stats.discarded_tokens = max(0, cached - stats.reused_tokens)
             session = self._session
             assert session is not None
-            writing = self._writing = Writing(request, session, stats, started)
-            written = writing.begin(self.lengths, logits)
-            yield from writing.write(written, self.stop_tokens)
+            writing = self._writing = Generation(request, session, stats, started)
+            written = writing.sample_first(self.lengths, logits)
+            yield from writing.generate(written, self.stop_tokens)
             while not writing.is_done:
-                written = drive(writing.round(), self._make)
-                yield from writing.write(written, self.stop_tokens)
+                written = run(writing.round(), self._make)
+                yield from writing.generate(written, self.stop_tokens)
             self.sessions.record(session, stats.rounds)
         except (Exception, KeyboardInterrupt):
             self.close()  # a pass that is left half made is not made again
@@ -94,20 +94,23 @@ class Conversation:
 
         Returns the logits (1, V) behind it; None where it has to be read anew.
         """
-        session, new, kept = self._session, request.new, self._kept(request)
+        session, new, kept = self._session, request.max_new_tokens, self._kept(request)
         if session is None or not kept:
             return None
         rest = len(request.prompt) - kept
-        if rest > LEAST_TOKENS and self.sessions.on_disk(request.prompt, new) > kept + LEAST_TOKENS:
+        if (
+            rest > MIN_TOKENS
+            and self.sessions.cached_prefix(request.prompt, new) > kept + MIN_TOKENS
+        ):
             return None
         self._writing = None  # whose decoders hold caches that may have to go
         rooms: list[int] = []
         if len(request.prompt) + new > session.capacity or new > session.new:
             rooms = [new + self._later(request), new]
-        session.is_given_up = request.is_given_up
+        session.is_cancelled = request.is_cancelled
         try:
             logits = self.sessions.extend(session, request.prompt, kept, rooms, request.progress)
-        except FitError:
+        except InsufficientMemoryError:
             if not rooms:
                 raise
             return None
@@ -118,30 +121,30 @@ class Conversation:
         """Read a prompt into caches of its own; return the logits (1, V) behind it."""
         self.close()
         session = self._session = self._open(request)
-        session.is_given_up = request.is_given_up
+        session.is_cancelled = request.is_cancelled
         started = time.perf_counter()
         logits = session.prefill(request.progress)
         logits[0, 0].item()  # until all compute is over
         self._token_s = (time.perf_counter() - started) / len(request.prompt)
         return logits
 
-    def _open(self, request: Request) -> Session:
+    def _open(self, request: Request) -> SequenceState:
         """Open a text with room for turns to come, if there is; else for this one."""
-        prompt, new = request.prompt, request.new
+        prompt, new = request.prompt, request.max_new_tokens
         if later := self._later(request):
             try:
                 return self.sessions.open(prompt, new + later, name=request.name)
-            except FitError:
+            except InsufficientMemoryError:
                 pass
         return self.sessions.open(prompt, new, name=request.name)
 
     def _later(self, request: Request) -> int:
         """Return for how many tokens of later turns there is to be room."""
-        tokens, end = len(request.prompt), len(request.prompt) + request.new
+        tokens, end = len(request.prompt), len(request.prompt) + request.max_new_tokens
         room = min(self.room, self.context - end)
-        if self.sessions.runtime.settings.identical:
+        if self.sessions.runtime.settings.deterministic:
             return 0  # they begin anew
-        angles = self.sessions.runtime.target.config.angles
+        angles = self.sessions.runtime.target.config.rope_key
         while room and angles(tokens, end) != angles(tokens, end + room):
             room //= 2  # LongRoPE goes by all that may follow
         return room
@@ -149,24 +152,24 @@ class Conversation:
     def _kept(self, request: Request) -> int:
         """Return how many tokens of a prompt are not read again; 0 where all of it is."""
         session, writing = self._session, self._writing
-        if session is None or writing is None or session.runtime.settings.identical:
+        if session is None or writing is None or session.runtime.settings.deterministic:
             return 0  # passes, and the reading of a shorter prompt, write other bits
         tokens = len(request.prompt)
-        if not session.has_angles_of(tokens, request.new):
+        if not session.same_rope_as(tokens, request.max_new_tokens):
             return 0
-        known = common_prefix(writing.settle(), request.prompt)
+        known = common_prefix(writing.rollback_drafts(), request.prompt)
         kept = min(known, session.target.length, tokens - 1)
         stats = writing.stats
         if waits := [each.verify_s for each in stats.rounds]:
             self._pass_s = median(waits)
-        elif passes := stats.levels[0].stats.passes:
+        elif passes := stats.levels[0].stats.forwards:
             self._pass_s = stats.decode_s / passes
-        stats.let_go()
+        stats.release()
         # each part that is read at once waits for all that the caches hold, as a pass does
-        parts = ceil_div(tokens - kept, session.turn_tokens)
+        parts = ceil_div(tokens - kept, session.extend_chunk)
         return 0 if parts > 1 and parts * self._pass_s > kept * self._token_s else kept
 
-    def _make(self, asked: Pass) -> Tensor:
+    def _make(self, asked: ForwardRequest) -> Tensor:
         """Make a pass of this text alone, on all ranks of its model."""
-        (logits,) = self.sessions.lockstep([asked])
+        (logits,) = self.sessions.executor([asked])
         return logits

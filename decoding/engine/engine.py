@@ -10,21 +10,21 @@ from typing import Any
 
 from decoding.config.defaults import NEW_TOKENS
 from decoding.config.settings import Settings
-from decoding.engine.conversation import ROOM, Conversation
-from decoding.engine.request import Progress, Request, refuse_no_text
-from decoding.engine.scheduler import Batch, Written
-from decoding.engine.session_manager import Sessions
+from decoding.engine.conversation import DEFAULT_ROOM, Conversation
+from decoding.engine.request import Progress, Request, check_request
+from decoding.engine.scheduler import Completion, Scheduler
+from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
 from decoding.models.loading import load
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import sharing_pays
+from decoding.planning.fit import concurrency_pays
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.speculation.draft_length import Lengths
 from decoding.speculation.sampling import Sampling
-from decoding.text.detokenizer import pieces
+from decoding.text.detokenizer import detokenize_stream
 from decoding.text.prompt import Template
-from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from parallel.ranks.process_group import Group
+from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
+from parallel.ranks.process_group import TensorParallelGroup
 
 KEEP_ALIVE_S = 300  # other ranks wait for two hours at most (`Group.from_environment`)
 
@@ -38,15 +38,15 @@ class Engine:
 
     def __init__(self, runtime: Runtime, tokenizer: Any, stop_tokens: frozenset[int]):
         self.runtime, self.tokenizer, self.stop_tokens = runtime, tokenizer, stop_tokens
-        self.group: Group = runtime.target.group
+        self.group: TensorParallelGroup = runtime.target.group
         self.stats = Stats()
         self.lengths: dict[str, Lengths] = {}  # by mode, from text to text
         self.is_busy = False  # a text is being generated, and the arena is its own
         self._conversation: Conversation | None = None  # whose caches stay from text to text
         config, wanted = runtime.target.config, runtime.settings.context
-        config.refuse_context(wanted or 1)
+        config.check_context(wanted or 1)
         self.context = wanted or config.context_limit
-        self.sessions = Sessions(runtime)
+        self.sessions = SequenceManager(runtime)
 
     @classmethod
     def from_pretrained(
@@ -55,7 +55,7 @@ class Engine:
         draft: str | Path | None = None,
         settings: Settings | None = None,
         device: str = "auto",
-        group: Group | None = None,
+        group: TensorParallelGroup | None = None,
     ) -> Engine:
         """Load a target, and a draft of the same tokenizer.
 
@@ -70,29 +70,29 @@ class Engine:
             An engine, the same on every rank.
 
         Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError,
-        FitError.
+        InsufficientMemoryError.
         """
-        group = group or Group.from_environment(device)
+        group = group or TensorParallelGroup.from_environment(device)
         return cls(*load(model, draft, settings or Settings(), group))
 
-    def check(self, prompt: int, new: int, at_once: int = 1) -> MemoryPlan:
+    def plan(self, prompt: int, new: int, concurrency: int = 1) -> MemoryPlan:
         """Plan a text of `prompt` + `new` tokens as it would be written now; this rank's plan.
 
-        It is one of `at_once`, which share the memory. All ranks call it. Raises FitError, on all
+        It is one of `concurrency`, which share the memory. All ranks call it. Raises InsufficientMemoryError, on all
         ranks, when the text would not fit.
         """
-        return self.sessions.check(prompt, new, at_once)
+        return self.sessions.plan(prompt, new, concurrency)
 
-    def texts_that_fit(self, prompt: int, new: int, most: int) -> int:
+    def max_concurrency(self, prompt: int, new: int, most: int) -> int:
         """Return how many such texts, at most `most`, go together at no cost to each.
 
         Each keeps as much of its KV on the device as it would alone. It is one where passes are not
-        shared, or that would not pay. All ranks call it. Raises FitError, on all ranks, when one
+        shared, or that would not pay. All ranks call it. Raises InsufficientMemoryError, on all ranks, when one
         alone would not fit.
         """
-        pays = sharing_pays(self.runtime.needs, bool(self.runtime.settings.graphs))
-        shares = pays and not self.runtime.settings.identical
-        return self.sessions.that_fit(prompt, new, most if shares else 1)
+        pays = concurrency_pays(self.runtime.requirements, bool(self.runtime.settings.graphs))
+        shares = pays and not self.runtime.settings.deterministic
+        return self.sessions.max_fitting(prompt, new, most if shares else 1)
 
     def stream(
         self,
@@ -105,7 +105,7 @@ class Engine:
     ) -> Iterator[str]:
         """Yield what follows a text of any length, in pieces of whole characters.
 
-        Of a text longer than the context the beginning is dropped; `stats.dropped_tokens` tells how
+        Of a text longer than the context the beginning is dropped; `stats.truncated_tokens` tells how
         much. Special tokens are left out. All else is as in `generate`.
 
         Args:
@@ -120,15 +120,15 @@ class Engine:
             Pieces of text, as their tokens are verified.
         """
         if self.group.rank:
-            self.sessions.follow()
+            self.sessions.run_worker()
             return
-        refuse_no_text(text, max_new_tokens, sampling, takes_tokens=False)
+        check_request(text, max_new_tokens, sampling, takes_tokens=False)
         room = self.context - max_new_tokens
         template = Template.chat(self.tokenizer) if chat else Template.plain(self.tokenizer)
-        prompt, dropped = template.fill(self.tokenizer, text, room, keep_end=True)
+        prompt, dropped = template.build(self.tokenizer, text, room, keep_end=True)
         request = Request(prompt, max_new_tokens, sampling or Sampling(), dropped, progress, name)
-        with closing(self.respond(request)) as tokens:
-            yield from pieces(self.tokenizer, tokens)
+        with closing(self.submit(request)) as tokens:
+            yield from detokenize_stream(self.tokenizer, tokens)
 
     def generate(
         self,
@@ -140,7 +140,7 @@ class Engine:
     ) -> Generator[int, None, None]:
         """Yield new tokens as they are verified, up to and without a stop token.
 
-        Raises DocumentError when this text cannot be processed; the engine is good for the next
+        Raises InvalidRequestError when this text cannot be processed; the engine is good for the next
         one. On ranks other than 0 it takes part in one text that rank 0 accepts, and yields
         nothing.
 
@@ -155,34 +155,34 @@ class Engine:
             Token ids, in rounds of one or more.
         """
         if self.group.rank:
-            self.sessions.follow()
+            self.sessions.run_worker()
             return
-        refuse_no_text(prompt, max_new_tokens, sampling)
+        check_request(prompt, max_new_tokens, sampling)
         if isinstance(prompt, str):
             prompt = Template.plain(self.tokenizer).fit(self.tokenizer, prompt, self.context)
         sampling = sampling or Sampling()
         request = Request(list(prompt), max_new_tokens, sampling, 0, progress, name)
-        yield from self.respond(request)
+        yield from self.submit(request)
 
-    def respond(self, request: Request) -> Generator[int, None, None]:
+    def submit(self, request: Request) -> Generator[int, None, None]:
         """Yield the new tokens of a request as they are verified; for rank 0.
 
-        All is as in `generate`, which makes one. Raises GivenUpError when the request says so while
+        All is as in `generate`, which makes one. Raises RequestCancelled when the request says so while
         its prompt is read.
         """
-        self._refuse_another()
+        self._check_not_busy()
         # before other ranks hear of it
-        request.refuse_senseless(self.context, self.runtime.target.config.vocab)
+        request.validate(self.context, self.runtime.target.config.vocab)
         with ExitStack() as stack:
             stack.enter_context(self._one_text())
             self.stats = Stats()  # the caches of the text before go before memory is planned
             conversation = self._conversation
             if conversation is None:
                 conversation = stack.enter_context(closing(self._new_conversation(0)))
-            yield from conversation.write(request, self.stats)
+            yield from conversation.generate(request, self.stats)
 
     @contextmanager
-    def conversation(self, room: int = ROOM) -> Iterator[None]:
+    def conversation(self, room: int = DEFAULT_ROOM) -> Iterator[None]:
         """Keep the caches of a text from one `generate` or `stream` to the next, inside.
 
         A prompt that begins like the text before, with what was written behind it, goes on in its
@@ -195,7 +195,7 @@ class Engine:
         """
         if self.group.rank:
             raise TierForceError("rank 0 leads conversations: call `follow` on the other ranks.")
-        self._refuse_another()
+        self._check_not_busy()
         if self._conversation is not None:
             raise TierForceError("one conversation at a time: leave the one before.")
         self._conversation = self._new_conversation(room)
@@ -205,44 +205,44 @@ class Engine:
             conversation, self._conversation = self._conversation, None
             conversation.close()
 
-    def write(self, requests: Iterable[Request], at_once: int) -> Iterator[Written]:
-        """Yield what comes of each text, as it is done; up to `at_once` are written together.
+    def generate_batch(self, requests: Iterable[Request], concurrency: int) -> Iterator[Completion]:
+        """Yield what comes of each text, as it is done; up to `concurrency` are written together.
 
         A request is taken when there is room for it. One that cannot be processed is yielded with
         its error, and the others go on. On ranks other than 0 it takes part until rank 0 closes the
         engine, and yields nothing. Raises TierForceError for several at once that are to be
-        `identical`.
+        `deterministic`.
 
         Args:
             requests: the texts, in their order.
-            at_once: texts that share memory and passes, at most.
+            concurrency: texts that share memory and passes, at most.
         """
         if self.group.rank:
-            self.follow()
+            self.run_worker()
             return
-        self._refuse_another()
-        if self.runtime.settings.identical and at_once > 1:
+        self._check_not_busy()
+        if self.runtime.settings.deterministic and concurrency > 1:
             raise TierForceError(
-                f"`texts_at_once` {at_once}, but `identical` texts share no passes: leave it out, "
+                f"`concurrency` {concurrency}, but `deterministic` texts share no passes: leave it out, "
                 "or use 1."
             )
         if self._conversation is not None:
             raise TierForceError("texts are not written together in a conversation: leave it.")
-        batch = Batch(self.sessions, self.context, self.stop_tokens, self.lengths, at_once)
-        with self._one_text(), closing(batch.write(requests)) as texts:
+        batch = Scheduler(self.sessions, self.context, self.stop_tokens, self.lengths, concurrency)
+        with self._one_text(), closing(batch.run(requests)) as texts:
             self.stats = Stats()  # the caches of the text before go before memory is planned
             for written in texts:
                 self.stats = written.stats
                 yield written
 
-    def follow(self) -> None:
+    def run_worker(self) -> None:
         """Take part in all texts until rank 0 closes the engine; on the other ranks."""
-        while self.sessions.follow():
+        while self.sessions.run_worker():
             pass
-        self.group.recorder.reset()  # as in `close`, which may not follow
+        self.group.graph_capturer.reset()  # as in `close`, which may not follow
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
+    def keep_workers_alive(self) -> Iterator[None]:
         """Let the other ranks wait as long as the block takes; nothing is generated in it."""
         if self.group.size == 1:
             yield
@@ -272,7 +272,7 @@ class Engine:
         if self.group.rank == 0:
             self.group.broadcast(None)
         if self.group.size > 1:
-            self.group.recorder.reset()
+            self.group.graph_capturer.reset()
         self.runtime.link.close()
 
     def _new_conversation(self, room: int) -> Conversation:
@@ -288,11 +288,11 @@ class Engine:
             if self.group.size > 1 or not is_out_of_memory(error):
                 # other ranks are in the middle of the same pass: there is no going on together
                 raise
-            raise FitError(f"out of memory: {one_line(error)}") from error
+            raise InsufficientMemoryError(f"out of memory: {one_line(error)}") from error
         finally:
             self.is_busy = False
 
-    def _refuse_another(self) -> None:
+    def _check_not_busy(self) -> None:
         """Raise TierForceError while a text is being generated."""
         if self.is_busy:
             raise TierForceError(

@@ -11,11 +11,11 @@ from offload.cache.streaming import StreamingCache
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
-from offload.tiered.device_view import NearCache
-from parallel.execution.lockstep import Level
+from offload.tiered.device_view import OnDeviceCache
+from parallel.execution.executor import Level
 
 
-class Hierarchy:
+class DecodingLevels:
     """What a text of a mode is decoded on, on this rank.
 
     `levels` are outermost first: the target, what the device has of its cache, the retrieval cache
@@ -23,7 +23,7 @@ class Hierarchy:
     """
 
     def __init__(self, runtime: Runtime, plan: MemoryPlan, prompt: int, new: int):
-        """Allocate. Raises FitError.
+        """Allocate. Raises InsufficientMemoryError.
 
         Args:
             runtime: what the text is decoded with.
@@ -38,7 +38,7 @@ class Hierarchy:
         self.retrieval = self._retrieval_cache()
         self.draft: StreamingCache | None = None
         make: dict[str, Callable[[], Level | None]] = {
-            "sliced": self._sliced_level,
+            "split": self._split_level,
             "retrieval": self._retrieval_level,
             "draft": self._draft_level,
         }
@@ -48,29 +48,29 @@ class Hierarchy:
 
     def _target_cache(self) -> TieredCache:
         runtime, prompt, new = self._runtime, self._prompt, self._new
-        tiers = runtime.needs.placed(self._plan, prompt, new)
+        tiers = runtime.requirements.planned_spec(self._plan, prompt, new)
         config, device = runtime.target.config, runtime.target.group.device
         rotary = config.rotary(prompt, prompt + new, runtime.dtype, device)
         return TieredCache(tiers, runtime.link, rotary, runtime.arena)
 
     def _retrieval_cache(self) -> RetrievalCache | None:
         """Return a cache that follows the target's in some layers; None where there are none."""
-        runtime, needs = self._runtime, self._runtime.needs
+        runtime, needs = self._runtime, self._runtime.requirements
         layers = needs.retrieval_layers(self.target.shape)
         if not layers:
             return None
-        shape = needs.shape(self._prompt, self._new)
+        shape = needs.retrieval_spec(self._prompt, self._new)
         policy = POLICIES[runtime.settings.policy]()
         interval = needs.selection_interval(self._plan)
         rotary, layout = self.target.rotary, self.target.layout
         device = runtime.target.group.device
         retrieval = RetrievalCache(layout, shape, policy, rotary, device, interval, layers)
-        self.target.followers.append(retrieval)
+        self.target.observers.append(retrieval)
         return retrieval
 
-    def _sliced_level(self) -> Level:
+    def _split_level(self) -> Level:
         """Return the target's weights on what the device has of the target's cache."""
-        return Level("sliced", self._runtime.target, NearCache(self.target, self.retrieval))
+        return Level("split", self._runtime.target, OnDeviceCache(self.target, self.retrieval))
 
     def _retrieval_level(self) -> Level:
         """Return the target's weights on the retrieval cache."""
@@ -82,9 +82,9 @@ class Hierarchy:
         model = self._runtime.draft
         if model is None:
             return None
-        shape = self._runtime.needs.draft_shape
+        shape = self._runtime.requirements.draft_spec
         dtype, device = model.embed.weight.dtype, model.group.device
         rotary = model.config.rotary(shape.slots, shape.slots, dtype, device)
         layout = model.config.kv_layout(model.group.size, dtype, model.group.rank)
         self.draft = StreamingCache(layout, shape, rotary, device)
-        return Level("draft", model, self.draft, announced=model.group.size > 1)
+        return Level("draft", model, self.draft, is_sharded=model.group.size > 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decoding.engine.stats import Stats
 from decoding.speculation.sampling import Sampling
-from offload.errors import DocumentError
+from offload.errors import InvalidRequestError
 
 Progress = Callable[[int, int], None]  # prefill: units done, units in all
 
@@ -20,38 +20,38 @@ class Request:
     """A text to be continued: token ids, and by how many at most."""
 
     prompt: Sequence[int]
-    new: int
+    max_new_tokens: int
     sampling: Sampling
-    dropped: int = 0  # tokens left out of the prompt, for the record
+    truncated_tokens: int = 0  # tokens left out of the prompt, for the record
     progress: Progress | None = None
     name: str = ""  # that people know it by, where it is kept on disk
-    watch: Callable[[Stats], None] | None = None  # told of the counts after every round
+    on_stats: Callable[[Stats], None] | None = None  # told of the counts after every round
     # told of the target's logits (n, V) of the n tokens that a round makes, before any is yielded
-    observe: Callable[[Tensor], None] | None = None
+    on_logits: Callable[[Tensor], None] | None = None
     # asked before each layer in which the prompt is read, where the text is alone
-    is_given_up: Callable[[], bool] = lambda: False
+    is_cancelled: Callable[[], bool] = lambda: False
 
-    def refuse_senseless(self, context: int, vocab: int) -> None:
-        """Raise DocumentError for a text that makes no sense to a model of this context."""
-        prompt, new = self.prompt, self.new
+    def validate(self, context: int, vocab: int) -> None:
+        """Raise InvalidRequestError for a text that makes no sense to a model of this context."""
+        prompt, new = self.prompt, self.max_new_tokens
         if not prompt:
-            raise DocumentError("the prompt is empty: there is nothing to read.")
+            raise InvalidRequestError("the prompt is empty: there is nothing to read.")
         if new < 1:
-            raise DocumentError(f"no room left to generate: {new} new tokens asked for.")
+            raise InvalidRequestError(f"no room left to generate: {new} new tokens asked for.")
         if len(prompt) + new > context:
-            raise DocumentError(
+            raise InvalidRequestError(
                 f"{len(prompt)} prompt tokens and {new} new ones are more than the context of "
                 f"{context}."
             )
         for token in (min(prompt), max(prompt)):
             if not 0 <= token < vocab:
-                raise DocumentError(
+                raise InvalidRequestError(
                     f"the prompt has token {token}, outside the model's vocabulary of {vocab}."
                 )
 
 
-def refuse_no_text(text: object, new: object, sampling: object, takes_tokens: bool = True) -> None:
-    """Raise DocumentError for arguments of a type that no text can be made of."""
+def check_request(text: object, new: object, sampling: object, takes_tokens: bool = True) -> None:
+    """Raise InvalidRequestError for arguments of a type that no text can be made of."""
     wrong: tuple[str, str, str] | None = None
     if not isinstance(text, str) and not (takes_tokens and _are_tokens(text)):
         # the type alone: what a text says must not get into a log
@@ -63,7 +63,7 @@ def refuse_no_text(text: object, new: object, sampling: object, takes_tokens: bo
         wrong = ("`sampling`", "a Sampling", repr(sampling))
     if wrong is not None:
         name, kind, found = wrong
-        raise DocumentError(f"{name} must be {kind}, found {found[:80]}.")
+        raise InvalidRequestError(f"{name} must be {kind}, found {found[:80]}.")
 
 
 def _are_tokens(given: object) -> bool:

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from decoding.engine.generation import Writing
+from decoding.engine.generation import Generation
 from decoding.engine.request import Request
-from decoding.engine.session_manager import Sessions
+from decoding.engine.session_manager import SequenceManager
 from decoding.engine.stats import Stats
-from decoding.speculation.coroutines import Clock, Passes
+from decoding.speculation.coroutines import Clock, Steps
 from decoding.speculation.draft_length import Lengths
-from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
-from parallel.execution.batched_forward import Pass
+from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
+from parallel.execution.batched_forward import ForwardRequest
 from parallel.ranks.environment import RankLost
 
 
 @dataclass
-class Written:
+class Completion:
     """What has come of a request so far, and at last."""
 
     request: Request
@@ -38,10 +38,10 @@ class Written:
 class _Running:
     """A text whose session is open: it waits for its prompt to be read, then pass after pass."""
 
-    passes: Passes[list[int]]  # of the round that is under way
-    asked: Pass
+    passes: Steps[list[int]]  # of the round that is under way
+    asked: ForwardRequest
 
-    def __init__(self, written: Written, writing: Writing):
+    def __init__(self, written: Completion, writing: Generation):
         self.written, self.writing = written, writing
 
     @property
@@ -51,28 +51,28 @@ class _Running:
         return [level.cache for level in levels].index(self.asked.cache)
 
 
-class Batch:
+class Scheduler:
     """Texts that are written together, on rank 0; the other ranks follow its passes."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SequenceManager,
         context: int,
         stop_tokens: frozenset[int],
         lengths: dict[str, Lengths],
-        at_once: int,
+        concurrency: int,
     ):
-        """Write texts of at most `context` tokens, `at_once` of which share the memory.
+        """Write texts of at most `context` tokens, `concurrency` of which share the memory.
 
         `lengths` are the draft lengths by mode: all texts share them and learn from all.
         """
         self.sessions, self.context, self.stop_tokens = sessions, context, stop_tokens
-        self.lengths, self.at_once = lengths, at_once
+        self.lengths, self.concurrency = lengths, concurrency
         self.clock = Clock()
         self._running: list[_Running] = []
         self._alone: list[Request] = []  # what memory did not do for beside others
 
-    def write(self, requests: Iterable[Request]) -> Generator[Written, None, None]:
+    def run(self, requests: Iterable[Request]) -> Generator[Completion, None, None]:
         """Yield each text as it is done, or has failed: one that fails leaves the others alone.
 
         A request is taken when there is room for it. One that does not fit its share of the memory
@@ -81,17 +81,17 @@ class Batch:
         waiting = iter(requests)
         try:
             while True:
-                while len(self._running) < self.at_once:
-                    with self.clock.stopped():
+                while len(self._running) < self.concurrency:
+                    with self.clock.paused():
                         request = next(waiting, None)
                     if request is None:
                         break
-                    yield from self._join(Written(request), self.at_once)
+                    yield from self._join(Completion(request), self.concurrency)
                 if not self._running:
                     break
                 yield from self._step()
             while self._alone:
-                yield from self._join(Written(self._alone.pop(0)), 1)
+                yield from self._join(Completion(self._alone.pop(0)), 1)
                 while self._running:
                     yield from self._step()
         finally:
@@ -101,28 +101,30 @@ class Batch:
                 for session in sessions:
                     closing.callback(self.sessions.close, session)
 
-    def _join(self, written: Written, at_once: int) -> Iterator[Written]:
+    def _join(self, written: Completion, concurrency: int) -> Iterator[Completion]:
         """Open a text and read its prompt; yield it where there is no more to come."""
-        with self.clock.stopped():
-            yield from self._joined(written, at_once)
+        with self.clock.paused():
+            yield from self._joined(written, concurrency)
 
-    def _joined(self, written: Written, at_once: int) -> Iterator[Written]:
+    def _joined(self, written: Completion, concurrency: int) -> Iterator[Completion]:
         request, started = written.request, time.perf_counter()
-        is_alone = at_once == 1
+        is_alone = concurrency == 1
         try:
-            request.refuse_senseless(self.context, self.sessions.runtime.target.config.vocab)
-            session = self.sessions.open(request.prompt, request.new, at_once, request.name)
+            request.validate(self.context, self.sessions.runtime.target.config.vocab)
+            session = self.sessions.open(
+                request.prompt, request.max_new_tokens, concurrency, request.name
+            )
         except Exception as error:
             yield from self._failed(written, error, is_alone)
             return
-        running = _Running(written, Writing(request, session, written.stats, started))
+        running = _Running(written, Generation(request, session, written.stats, started))
         self._running.append(running)
         for each in self._running:
-            count = max(each.written.stats.texts_at_once, len(self._running))
-            each.written.stats.texts_at_once = count
+            count = max(each.written.stats.concurrency, len(self._running))
+            each.written.stats.concurrency = count
         try:
             logits = session.prefill(request.progress)
-            new = running.writing.begin(self.lengths, logits, self.clock)
+            new = running.writing.sample_first(self.lengths, logits, self.clock)
             is_going_on = self._next_round(running, new)
         except Exception as error:
             self._end(running)
@@ -131,7 +133,7 @@ class Batch:
         if not is_going_on:
             yield self._end(running)
 
-    def _step(self) -> Iterator[Written]:
+    def _step(self) -> Iterator[Completion]:
         """Make the innermost passes that texts wait for, as one; yield the texts that are done.
 
         So texts that are ahead wait until all stand before a pass of the same level, and the outer
@@ -142,7 +144,7 @@ class Batch:
         model = waiting[0].asked.model
         together = [running for running in waiting if running.asked.model is model]
         try:
-            answers = self.sessions.lockstep([running.asked for running in together])
+            answers = self.sessions.executor([running.asked for running in together])
         except Exception as error:  # a pass that is left half made is not made again
             is_alone = self._is_alone()
             for running in together:
@@ -150,10 +152,10 @@ class Batch:
             for running in together:
                 yield from self._failed(running.written, error, is_alone)
             return
-        over: list[Written] = []
+        over: list[Completion] = []
         for running, logits in zip(together, answers, strict=True):
             try:
-                is_going_on = self._answer(running, logits)
+                is_going_on = self._feed(running, logits)
             except Exception as error:
                 is_alone = self._is_alone()
                 self._end(running)
@@ -163,7 +165,7 @@ class Batch:
                     over.append(self._end(running))
         yield from over
 
-    def _answer(self, running: _Running, logits: Tensor) -> bool:
+    def _feed(self, running: _Running, logits: Tensor) -> bool:
         """Give a text the logits it waits for; return whether it goes on."""
         try:
             running.asked = running.passes.send(logits)
@@ -174,46 +176,48 @@ class Batch:
     def _next_round(self, running: _Running, new: list[int]) -> bool:
         """Take a round's tokens and begin the next one; return whether there is one."""
         writing = running.writing
-        running.written.tokens += writing.write(new, self.stop_tokens)
+        running.written.tokens += writing.generate(new, self.stop_tokens)
         if writing.is_done:
             # rounds that others shared say nothing of what this text would cost alone over a link
-            if writing.stats.texts_at_once == 1 or not writing.session.uses_link:
+            if writing.stats.concurrency == 1 or not writing.session.uses_link:
                 self.sessions.record(writing.session, writing.stats.rounds)
             return False
         running.passes = writing.round()
         running.asked = next(running.passes)
         return True
 
-    def _end(self, running: _Running) -> Written:
+    def _end(self, running: _Running) -> Completion:
         """Close a text and let go of its caches; return what has come of it."""
         self._running.remove(running)
         self.sessions.close(running.writing.session)
-        running.written.stats.let_go()
+        running.written.stats.release()
         return running.written
 
     def _is_alone(self) -> bool:
         """Return whether one text has all the memory to itself."""
         return len(self._running) == 1
 
-    def _failed(self, written: Written, error: Exception, is_alone: bool) -> Iterator[Written]:
+    def _failed(
+        self, written: Completion, error: Exception, is_alone: bool
+    ) -> Iterator[Completion]:
         """Yield a text with what ended it, or put it aside to be written alone.
 
         Raises what ends all texts.
         """
-        own = self._own(error)
-        if isinstance(own, FitError) and not is_alone:
+        own = self._request_error(error)
+        if isinstance(own, InsufficientMemoryError) and not is_alone:
             self._alone.append(written.request)
             return
         written.error = own
         yield written
 
-    def _own(self, error: Exception) -> TierForceError:
+    def _request_error(self, error: Exception) -> TierForceError:
         """Return what ends one text alone. Raises what ends all of them."""
         if not isinstance(error, TierForceError):
             if self.sessions.group.size > 1 or not is_out_of_memory(error):
                 # other ranks are in the middle of the same pass: there is no going on together
                 raise error
-            error = FitError(f"out of memory: {one_line(error)}")
+            error = InsufficientMemoryError(f"out of memory: {one_line(error)}")
         if isinstance(error, RankLost):
             raise error
         return error

@@ -14,37 +14,37 @@ from decoding.config.defaults import (
     FIRST_DRAFT_OVER_LINK,
     FIRST_INNER_DRAFT,
 )
-from decoding.engine.draft_prefill import check_wanted, of_part, read_draft
-from decoding.engine.levels import Hierarchy
+from decoding.engine.draft_prefill import check_cancelled, partial_progress, prefill_draft
+from decoding.engine.levels import DecodingLevels
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import turn_tokens
+from decoding.planning.fit import extend_chunk
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.strategy_selector import WayChoice
-from decoding.prefix_cache.manager import Keeper
-from decoding.prefix_cache.store import is_new
-from decoding.prefix_cache.writer import Saving
+from decoding.planning.strategy_selector import StrategyChoice
+from decoding.prefix_cache.manager import PrefixCacheManager
+from decoding.prefix_cache.store import is_worth_saving
+from decoding.prefix_cache.writer import BackgroundWriter
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Lengths, draft_lengths
-from decoding.speculation.draft_vocabulary import DraftModel, readable
-from decoding.speculation.prompt_lookup import Lookup
-from decoding.speculation.randomness import Chance
+from decoding.speculation.draft_vocabulary import PaddedVocabDraft, clamp_to_vocab
+from decoding.speculation.prompt_lookup import PromptLookup
+from decoding.speculation.randomness import Randomness
 from decoding.speculation.sampling import Sampling
-from decoding.speculation.sequence import Text
-from offload.errors import FitError
+from decoding.speculation.sequence import TokenSequence
+from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div, shares
 from offload.tiered.cache import TieredCache
-from offload.tiered.kv_file import whole_heads
+from offload.tiered.kv_file import head_blocks
 from offload.tiered.prefill import Prefill
-from parallel.execution.batched_forward import Pass
+from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
-from parallel.execution.lockstep import Level, OpenText
+from parallel.execution.executor import Level, OpenSequence
 from parallel.model.transformer import Progress
 
 
-class Session:
+class SequenceState:
     """The caches of one text on this rank, and on rank 0 its decoders.
 
-    `levels` are those of the text's mode (`Hierarchy`). With a keeper the prompt's beginning may
+    `levels` are those of the text's mode (`DecodingLevels`). With a keeper the prompt's beginning may
     come from disk, and what was read goes there behind decoding.
     """
 
@@ -53,12 +53,12 @@ class Session:
         runtime: Runtime,
         prompt: list[int],
         new: int,
-        choice: WayChoice | None = None,
+        choice: StrategyChoice | None = None,
         plan: MemoryPlan | None = None,
-        keeper: Keeper | None = None,
+        keeper: PrefixCacheManager | None = None,
         name: str = "",
     ):
-        """Allocate everything the text needs. Raises FitError.
+        """Allocate everything the text needs. Raises InsufficientMemoryError.
 
         Args:
             runtime: what it is decoded with.
@@ -70,33 +70,33 @@ class Session:
             name: what people call the text there.
         """
         self.runtime, self.new, self.choice = runtime, new, choice
-        runtime.link.peak()
+        runtime.link.peak_bytes()
         self.peaks: dict[str, int | None] = {}  # memory in use at most, by phase (`Link.peak`)
         self.prompt = torch.tensor(prompt, device=runtime.target.group.device)
-        self.max_tokens = runtime.needs.max_pass_tokens
+        self.max_tokens = runtime.requirements.max_forward_tokens
         self._make_caches(plan or runtime.plan(len(prompt), new))
         self._keeper, self._name = keeper, name
-        self.saving: Saving | None = None  # of what was read
+        self.saving: BackgroundWriter | None = None  # of what was read
         self.loaded_tokens = 0  # of the prompt, from disk
-        self.is_given_up: Callable[[], bool] = lambda: False  # what is being read; rank 0 tells
+        self.is_cancelled: Callable[[], bool] = lambda: False  # what is being read; rank 0 tells
 
     def prefill(self, progress: Progress | None = None) -> Tensor:
         """Read the prompt on all ranks, behind what is on disk; return the logits (1, V).
 
-        Raises FitError, and GivenUpError where the text is given up meanwhile, on all ranks.
+        Raises InsufficientMemoryError, and RequestCancelled where the text is given up meanwhile, on all ranks.
         """
         if self._keeper is not None:
             prompt = self.prompt.tolist()
             self.loaded_tokens = self._keeper.load(self._identity, prompt, self.target)
         rest = self.prompt[self.loaded_tokens :]
         if progress is not None and self.loaded_tokens:
-            progress = of_part(progress, self.loaded_tokens, len(rest), len(self.prompt))
+            progress = partial_progress(progress, self.loaded_tokens, len(rest), len(self.prompt))
         logits = self._prefill(rest, progress)
-        with self.runtime.target.group.together():
-            self.target.bring_in()
-        self._read_draft()
+        with self.runtime.target.group.sync_errors():
+            self.target.onload_deferred()
+        self._prefill_draft()
         self._save(logits)
-        self.peaks["prefill"] = self.runtime.link.peak()
+        self.peaks["prefill"] = self.runtime.link.peak_bytes()
         return logits
 
     @torch.inference_mode()
@@ -110,32 +110,34 @@ class Session:
         """Read the text on, on all ranks, or another with the same beginning; return the logits.
 
         It is `tokens` now, of which the first `kept`, not all, are what it was; the logits (1, V)
-        are those behind it. What the target's cache lacks is read in parts of `turn_tokens`, each
+        are those behind it. What the target's cache lacks is read in parts of `extend_chunk`, each
         layer by layer, or in a pass like any other where it takes no more rows. With `rooms`
-        there are new caches first, for so many new tokens, the first that fit. Raises FitError, on
+        there are new caches first, for so many new tokens, the first that fit. Raises InsufficientMemoryError, on
         all ranks, where none do; the session is good for nothing then.
         """
-        self.peaks["decoding"] = self.runtime.link.peak()
+        self.peaks["decoding"] = self.runtime.link.peak_bytes()
         self.peaks = {}
         self.loaded_tokens = 0
-        self._leave_saving(kept, bool(rooms))
+        self._finish_saving(kept, bool(rooms))
         self.prompt = torch.tensor(tokens, device=self.prompt.device)
         for level in self.levels:
-            level.cache.traffic.begin_anew()
-        self.target.go_back(kept)
+            level.cache.traffic.reset()
+        self.target.truncate(kept)
         if rooms:
-            self._grow(rooms)
+            self._reallocate(rooms)
         target = self.target
         rest = self.prompt[target.length :]
-        pieces = shares(len(rest), ceil_div(len(rest), self.turn_tokens))
+        pieces = shares(len(rest), ceil_div(len(rest), self.extend_chunk))
         done = 0
         for part in rest.split(pieces):
-            tell = None if progress is None else of_part(progress, done, len(part), len(rest))
-            logits = self._read_part(part, tell)
+            tell = (
+                None if progress is None else partial_progress(progress, done, len(part), len(rest))
+            )
+            logits = self._prefill_chunk(part, tell)
             done += len(part)
-        self._read_draft(kept)
+        self._prefill_draft(kept)
         self._save(logits)
-        self.peaks["prefill"] = self.runtime.link.peak()
+        self.peaks["prefill"] = self.runtime.link.peak_bytes()
         return logits
 
     @property
@@ -143,31 +145,31 @@ class Session:
         """Return the tokens that its caches were made for."""
         return self.target.shape.capacity
 
-    def has_angles_of(self, prompt: int, new: int) -> bool:
+    def same_rope_as(self, prompt: int, new: int) -> bool:
         """Return whether a text of `prompt` + `new` tokens would have the angles of this one."""
-        angles = self.runtime.target.config.angles
+        angles = self.runtime.target.config.rope_key
         return angles(self._planned, self.capacity) == angles(prompt, prompt + new)
 
     @cached_property
     def runner(self) -> GraphRunner:
         """The runner of the text's passes, from when its prompt has been read."""
         runtime = self.runtime
-        return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.recorder)
+        return GraphRunner(bool(runtime.settings.graphs), runtime.target.group.graph_capturer)
 
-    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
+    def run_forward(self, passes: Sequence[ForwardRequest]) -> list[Tensor]:
         """Make passes as one on this rank, the first on a cache of this text."""
-        return self.runner.make(passes)
+        return self.runner.run(passes)
 
-    def forget(self, other: OpenText) -> None:
+    def evict_shared_graphs(self, other: OpenSequence) -> None:
         """Let go of recordings that work on another text's caches."""
         if "runner" in self.__dict__:
-            self.runner.forget(level.cache for level in other.levels)
+            self.runner.evict(level.cache for level in other.levels)
 
     def decoder(
         self,
-        text: Text,
+        text: TokenSequence,
         sampling: Sampling,
-        chance: Chance,
+        chance: Randomness,
         lengths: Lengths | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Decoder:
@@ -180,13 +182,15 @@ class Session:
         lengths = lengths or draft_lengths(runtime.settings)
         first = FIRST_DRAFT_OVER_LINK if self.uses_link else FIRST_DRAFT_ON_DEVICE
         for length in lengths:
-            length.begin(first if length is lengths[0] else FIRST_INNER_DRAFT)
+            length.reset(first if length is lengths[0] else FIRST_INNER_DRAFT)
         verifying = [level for level in self.levels if level.model is runtime.target]
         inner: Proposer | None = None
         for level in self.levels[len(verifying) :]:
             inner = self._draft_decoder(level, text, sampling, chance)
-        if ngram := runtime.needs.ngram:
-            inner = Lookup(text, ngram, runtime.target.config.vocab, self.prompt.device, inner)
+        if ngram := runtime.requirements.ngram:
+            inner = PromptLookup(
+                text, ngram, runtime.target.config.vocab, self.prompt.device, inner
+            )
         for level, length in reversed(list(zip(verifying, lengths, strict=False))):
             name, model, cache = level.name, level.model, level.cache
             if inner is None:
@@ -203,17 +207,17 @@ class Session:
         """End the text: nothing recorded stays, and no copy that works on its caches."""
         if self.saving is not None:
             self.saving.wait()
-        self._end_passes()
-        self.peaks["decoding"] = self.runtime.link.peak()
+        self._evict_graphs()
+        self.peaks["decoding"] = self.runtime.link.peak_bytes()
 
-    def _end_passes(self) -> None:
+    def _evict_graphs(self) -> None:
         """Let no recording stay, and no copy that works on the caches."""
         self.runtime.link.drain()
         for level in self.levels:
             if isinstance(level.cache, TieredCache):
                 # they hold the target's cache, which would hold them
-                level.cache.followers.clear()
-        self.runner.forget()
+                level.cache.observers.clear()
+        self.runner.evict()
 
     def _save(self, logits: Tensor) -> None:
         """Begin to write what was read, unless rank 0 is busy with that or logits are no numbers.
@@ -228,7 +232,7 @@ class Session:
         saving = self._keeper.save(self._identity, self._name, tokens, self.target, may_save)
         self.saving = saving or before
 
-    def _leave_saving(self, kept: int, grows: bool) -> None:
+    def _finish_saving(self, kept: int, grows: bool) -> None:
         """Let what is being written not be read where a turn behind `kept` tokens changes it.
 
         It is given up where the turn has nearly all of it, and will be kept in its place.
@@ -236,10 +240,10 @@ class Session:
         saving = self.saving
         if saving is None or not (grows or kept < saving.tokens):
             return
-        if is_new(saving.tokens, kept):
+        if is_worth_saving(saving.tokens, kept):
             saving.wait()
         else:
-            saving.give_up()
+            saving.cancel()
 
     @property
     def _identity(self) -> str:
@@ -249,57 +253,57 @@ class Session:
         return self._keeper.identity.of_text(config, self._planned, self.capacity)
 
     def _make_caches(self, plan: MemoryPlan) -> None:
-        """Allocate what the text needs where it goes by the plan. Raises FitError."""
-        runtime, needs, prompt = self.runtime, self.runtime.needs, len(self.prompt)
+        """Allocate what the text needs where it goes by the plan. Raises InsufficientMemoryError."""
+        runtime, needs, prompt = self.runtime, self.runtime.requirements, len(self.prompt)
         self.plan = plan
         self._planned = prompt
-        # that are read at once behind the text, at most; `Sessions` lets all ranks agree
-        self.turn_tokens = turn_tokens(needs, plan, prompt, self.new)
+        # that are read at once behind the text, at most; `SequenceManager` lets all ranks agree
+        self.extend_chunk = extend_chunk(needs, plan, prompt, self.new)
         self.uses_link = needs.uses_link(plan)
-        made = Hierarchy(runtime, plan, prompt, self.new)
+        made = DecodingLevels(runtime, plan, prompt, self.new)
         self.target, self.levels = made.target, made.levels
         self.retrieval, self.draft = made.retrieval, made.draft
 
-    def _grow(self, rooms: Sequence[int]) -> None:
+    def _reallocate(self, rooms: Sequence[int]) -> None:
         """Make caches for the text, and as many new tokens as fit, which hold what the target's do.
 
-        Raises FitError on all ranks, where none of the `rooms` fits.
+        Raises InsufficientMemoryError on all ranks, where none of the `rooms` fits.
         """
         group, before = self.runtime.target.group, self.target.traffic
-        with group.together():
-            held, tokens = self.target.taken_out(), self.target.length
-        self._end_passes()
+        with group.sync_errors():
+            held, tokens = self.target.copy_to_host(), self.target.length
+        self._evict_graphs()
         # what was there goes before what comes, and so does the memory of recordings
         self.__dict__.pop("runner", None)
         self.levels, self.retrieval, self.draft = [], None, None
         del self.target
         plan = self._planned_for(rooms)
-        with group.together():
+        with group.sync_errors():
             self._make_caches(plan)
             with Prefill(self.target, tokens) as way:
                 for layer in range(len(held)):
-                    way.fill(layer, whole_heads(held.pop(0)))
-            self.target.bring_in()
+                    way.load_blocks(layer, head_blocks(held.pop(0)))
+            self.target.onload_deferred()
         self.target.traffic.add(before)
-        self.turn_tokens = min(group.gather(self.turn_tokens))
+        self.extend_chunk = min(group.gather(self.extend_chunk))
 
     def _planned_for(self, rooms: Sequence[int]) -> MemoryPlan:
         """Return the plan for the first number of new tokens for which there is memory."""
         for room in rooms:
             self.new = room
             try:
-                with self.runtime.target.group.together():
+                with self.runtime.target.group.sync_errors():
                     return self.runtime.plan(len(self.prompt), room)
-            except FitError:
+            except InsufficientMemoryError:
                 if room == rooms[-1]:
                     raise
         raise ValueError("no room is asked for")
 
-    def _read_part(self, part: Tensor, progress: Progress | None) -> Tensor:
+    def _prefill_chunk(self, part: Tensor, progress: Progress | None) -> Tensor:
         """Read tokens (T,) behind what the target's cache holds; return the logits (1, V)."""
         model, target = self.runtime.target, self.target
-        target.go_back(target.length)  # the last part is what followers choose by
-        if len(part) <= self.max_tokens and target.is_in_blocks:
+        target.truncate(target.length)  # the last part is what followers choose by
+        if len(part) <= self.max_tokens and target.is_block_aligned:
             logits = model(part, target, 1)
             target.advance(len(part))
             if progress:
@@ -312,28 +316,30 @@ class Session:
         model = self.runtime.target
 
         def check() -> None:
-            check_wanted(model.group, self.is_given_up)
+            check_cancelled(model.group, self.is_cancelled)
 
         with Prefill(self.target, len(tokens)) as way:
-            return model.prefill(tokens, way, self.runtime.needs.prefill_chunk, progress, check)
+            return model.prefill(
+                tokens, way, self.runtime.requirements.prefill_chunk, progress, check
+            )
 
-    def _read_draft(self, kept: int = 0) -> None:
+    def _prefill_draft(self, kept: int = 0) -> None:
         """Let the draft's cache stand behind the prompt, of which it may hold `kept` tokens."""
         model, cache = self.runtime.draft, self.draft
         if model is not None and cache is not None:
             vocab = self.runtime.target.config.vocab
-            prompt = readable(self.prompt, model.config.vocab, vocab)
-            read_draft(model, cache, prompt, min(kept, cache.length))
+            prompt = clamp_to_vocab(self.prompt, model.config.vocab, vocab)
+            prefill_draft(model, cache, prompt, min(kept, cache.length))
 
     def _draft_decoder(
         self,
         level: Level,
-        text: Text,
+        text: TokenSequence,
         sampling: Sampling,
-        chance: Chance,
+        chance: Randomness,
     ) -> Decoder:
         """Return the draft model's own decoder, whose laws are over the target's vocabulary."""
         rows, vocab = level.model.config.vocab, self.runtime.target.config.vocab
-        law = sampling if rows == vocab else sampling.over(vocab)
+        law = sampling if rows == vocab else sampling.padded_to(vocab)
         own = (level.name, level.model, level.cache, text, law, chance)
-        return Autoregressive(*own) if rows == vocab else DraftModel(rows, vocab, *own)
+        return Autoregressive(*own) if rows == vocab else PaddedVocabDraft(rows, vocab, *own)

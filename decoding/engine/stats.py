@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.strategy_selector import WayChoice
+from decoding.planning.strategy_selector import StrategyChoice
 from decoding.speculation.decoders import Decoder, LevelStats, Proposer, Speculative
 from decoding.speculation.draft_length import RoundStats
 from offload.retrieval.cache import RetrievalCache
-from offload.traffic import Traffic
+from offload.traffic import ByteCounters
 
 
 @dataclass(frozen=True)
-class Counted:
+class LevelSnapshot:
     """What is kept of a level whose text is over: no caches."""
 
     name: str
@@ -29,12 +29,12 @@ class Stats:
     """The counts of one text, as they grow. Bytes are those of one rank's own link."""
 
     prompt_tokens: int = 0
-    dropped_tokens: int = 0  # of a longer text: from its beginning, to fit the context
+    truncated_tokens: int = 0  # of a longer text: from its beginning, to fit the context
     reused_tokens: int = 0  # of the prompt: what the caches held from the turn before
     # that the caches held from the turn before and that this prompt could not go on from
     discarded_tokens: int = 0
     loaded_tokens: int = 0  # of the prompt: what came from disk
-    texts_at_once: int = 1  # that this one shared memory and passes with, itself among them
+    concurrency: int = 1  # that this one shared memory and passes with, itself among them
     token_ids: list[int] = field(default_factory=list, repr=False)  # new tokens, in order
     # "stop" or "length"; None while generating, or when it was given up
     finish_reason: str | None = None
@@ -42,27 +42,27 @@ class Stats:
     decode_s: float = 0.0  # from the first token on
     plan: MemoryPlan | None = None
     mode: str = ""
-    choice: WayChoice | None = None  # of mode and retrieval budget
-    levels: Sequence[Proposer | Counted] = field(default_factory=list, repr=False)
-    traffic: dict[str, Traffic] = field(default_factory=dict)  # per level
+    strategy: StrategyChoice | None = None  # of mode and retrieval budget
+    levels: Sequence[Proposer | LevelSnapshot] = field(default_factory=list, repr=False)
+    traffic: dict[str, ByteCounters] = field(default_factory=dict)  # per level
     prefill_link_in: int = 0
     prefill_link_out: int = 0
     retrieval: RetrievalCache | None = field(default=None, repr=False)
-    last_refreshes: int | None = None  # what `refreshes` was when the text let go of its caches
+    last_selections: int | None = None  # what `selections` was when the text let go of its caches
     # rank 0's memory in use at most, bytes, by phase
-    peaks: dict[str, int | None] = field(default_factory=dict)
-    fixed_shapes: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
+    peak_bytes: dict[str, int | None] = field(default_factory=dict)
+    cuda_graphs: dict[str, Any] | None = None  # kinds of short passes, where these are replayed
     rounds: list[RoundStats] = field(default_factory=list, repr=False)  # of the target
 
-    def watch(self, session: Session, decoder: Decoder) -> None:
+    def attach(self, session: SequenceState, decoder: Decoder) -> None:
         """Count from here on what the levels of a text do; its prompt was read."""
         self.levels = levels = decoder.levels()
         self.traffic = {
             level.name: level.cache.traffic for level in levels if isinstance(level, Decoder)
         }
-        self.retrieval, self.peaks = session.retrieval, session.peaks
+        self.retrieval, self.peak_bytes = session.retrieval, session.peaks
         self.loaded_tokens = session.loaded_tokens
-        self.fixed_shapes = session.runner.report
+        self.cuda_graphs = session.runner.report
         self.prefill_link_in = session.target.traffic.link_in
         self.prefill_link_out = session.target.traffic.link_out
 
@@ -79,7 +79,7 @@ class Stats:
     @property
     def tokens_per_verification(self) -> float | None:
         """Return the tokens that one pass of the target makes, on average."""
-        return self.levels[0].stats.tokens_per_pass if self.levels else None
+        return self.levels[0].stats.tokens_per_forward if self.levels else None
 
     @property
     def acceptance(self) -> dict[str, float | None]:
@@ -87,14 +87,14 @@ class Stats:
         return {level.name: level.stats.acceptance_rate for level in self._verifying()}
 
     @property
-    def draft_lengths(self) -> dict[str, float | None]:
+    def num_draft_tokens(self) -> dict[str, float | None]:
         """Return the tokens put before each level that verifies, on average over its passes."""
-        return {level.name: level.stats.proposed_per_pass for level in self._verifying()}
+        return {level.name: level.stats.drafted_per_forward for level in self._verifying()}
 
     @property
-    def refreshes(self) -> int | None:
+    def selections(self) -> int | None:
         """Return how often the retrieval cache was chosen, the first time behind the prompt."""
-        return self.retrieval.selector.selections if self.retrieval else self.last_refreshes
+        return self.retrieval.selector.selections if self.retrieval else self.last_selections
 
     @property
     def link_bytes_per_token(self) -> float | None:
@@ -106,50 +106,52 @@ class Stats:
             return None
         return (self.traffic["target"].link_in - self.prefill_link_in) / (self.new_tokens - 1)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Keep the counts of a text that is over, and none of its caches: others need the room."""
-        self.levels = [Counted(level.name, level.stats, _verifies(level)) for level in self.levels]
+        self.levels = [
+            LevelSnapshot(level.name, level.stats, _verifies(level)) for level in self.levels
+        ]
         self.traffic = {name: replace(traffic) for name, traffic in self.traffic.items()}
-        self.fixed_shapes = self.fixed_shapes and dict(self.fixed_shapes)
-        self.last_refreshes = self.refreshes
+        self.cuda_graphs = self.cuda_graphs and dict(self.cuda_graphs)
+        self.last_selections = self.selections
         self.retrieval = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return what a record keeps of a text."""
-        choice = self.choice if self.refreshes is not None else None  # of a budget
+        choice = self.strategy if self.selections is not None else None  # of a budget
         return {
             "prompt_tokens": self.prompt_tokens,
             "reused_tokens": self.reused_tokens,
             "discarded_tokens": self.discarded_tokens,
             "loaded_tokens": self.loaded_tokens,
             "new_tokens": self.new_tokens,
-            "texts_at_once": self.texts_at_once,
+            "concurrency": self.concurrency,
             "finish_reason": self.finish_reason,
             "time_to_first_token_s": round(self.first_token_s, 4),
             "decode_s": round(self.decode_s, 4),
             "ms_per_token": self.ms_per_token,
             "tokens_per_verification": self.tokens_per_verification,
             "acceptance": self.acceptance,
-            "passes": {level.name: level.stats.passes for level in self.levels},
+            "forwards": {level.name: level.stats.forwards for level in self.levels},
             "link_bytes_per_token": self.link_bytes_per_token,
             "link_bytes_prefill": self.prefill_link_in + self.prefill_link_out,
             "traffic": {name: traffic.snapshot() for name, traffic in self.traffic.items()},
             "mode": self.mode,
-            "draft_lengths": self.draft_lengths,
-            "retrieval_refreshes": self.refreshes,
-            "resident_layers": self.plan.resident_layers if self.plan else None,
-            "late_layers": self.plan.late_layers if self.plan else None,
-            "sliced_layers": self.plan.sliced_layers if self.plan else None,
+            "num_draft_tokens": self.num_draft_tokens,
+            "retrieval_selections": self.selections,
+            "gpu_kv_layers": self.plan.resident_layers if self.plan else None,
+            "deferred_layers": self.plan.deferred_layers if self.plan else None,
+            "split_kv_layers": self.plan.split_layers if self.plan else None,
             # of a process, so of all texts together
-            "peak_memory_bytes": dict(self.peaks) if self.texts_at_once == 1 else None,
-            "fixed_shapes": self.fixed_shapes and dict(self.fixed_shapes),
-            "budget": choice.way.budget if choice else None,
-            "budget_because": choice.why if choice else None,
+            "peak_memory_bytes": dict(self.peak_bytes) if self.concurrency == 1 else None,
+            "cuda_graphs": self.cuda_graphs and dict(self.cuda_graphs),
+            "retrieval_budget": choice.strategy.budget if choice else None,
+            "strategy_reason": choice.why if choice else None,
         }
 
-    def _verifying(self) -> list[Proposer | Counted]:
+    def _verifying(self) -> list[Proposer | LevelSnapshot]:
         return [level for level in self.levels if _verifies(level)]
 
 
-def _verifies(level: Proposer | Counted) -> bool:
-    return level.verifies if isinstance(level, Counted) else isinstance(level, Speculative)
+def _verifies(level: Proposer | LevelSnapshot) -> bool:
+    return level.verifies if isinstance(level, LevelSnapshot) else isinstance(level, Speculative)

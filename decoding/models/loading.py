@@ -15,27 +15,27 @@ from decoding.config.settings import LEVELS, Settings
 from decoding.models.runtime import Runtime
 from decoding.planning.memory_requirements import draft_ranks
 from decoding.planning.prior import find_prior
-from decoding.prefix_cache.fingerprint import Weights, digest_of
-from decoding.prefix_cache.manager import Identity
+from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
+from decoding.prefix_cache.manager import ModelFingerprint
 from decoding.prefix_cache.store import PromptCache
 from decoding.text.gguf_tokenizer import gguf_tokenizer
-from decoding.text.vocabulary import refuse_other_names
+from decoding.text.vocabulary import check_same_vocabulary
 from offload.dtypes import dtype_name
 from offload.errors import TierForceError, one_line
-from offload.memory.link_spec import refuse_on_gpu
+from offload.memory.link_spec import check_device
 from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig, token_ids
 from parallel.errors import ConfigError
-from parallel.execution.cuda_graphs import graphs_work
+from parallel.execution.cuda_graphs import cuda_graphs_supported
 from parallel.formats.locate import find_local, is_gguf
 from parallel.model.loading import load_model, resolve
-from parallel.model.transformer import Llama
-from parallel.ranks.environment import place_of
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.environment import rank_from_env
+from parallel.ranks.process_group import TensorParallelGroup
 
 
 def load(
-    model: str | Path, draft: str | Path | None, settings: Settings, group: Group
+    model: str | Path, draft: str | Path | None, settings: Settings, group: TensorParallelGroup
 ) -> tuple[Runtime, Any, frozenset[int]]:
     """Load a target, its tokenizer, and a draft where the mode has one; all ranks call it.
 
@@ -48,30 +48,30 @@ def load(
     Returns:
         The models at work, the target's tokenizer, and the tokens that end a text.
 
-    Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, FitError.
+    Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, InsufficientMemoryError.
     """
     if settings.graphs is None:
-        graphs = not settings.identical and graphs_work(group)
+        graphs = not settings.deterministic and cuda_graphs_supported(group)
         settings = replace(settings, graphs=graphs)
-    with group.together():
+    with group.sync_errors():
         mode = settings.resolved_mode(draft is not None)
-        refuse_on_gpu(settings.link, group.device.type)  # before weights are read
+        check_device(settings.link, group.device.type)  # before weights are read
         find_prior(settings.hardware, "", group.size)  # likewise
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:
         draft_folder = resolve(str(draft), group)
     elif draft is not None:
-        with group.together():
+        with group.sync_errors():
             find_local(str(draft))  # a slip in its name is told, although nothing is read of it
-    with group.together():
-        config = ModelConfig.from_pretrained(folder).stretched(settings.rope)
-        settings.refuse_missing_layers(config.layers)
+    with group.sync_errors():
+        config = ModelConfig.from_pretrained(folder).with_rope_scaling(settings.rope)
+        settings.check_layers(config.layers)
         if settings.dtype != "auto":  # else it is known once weights are opened
-            settings.refuse_unsliced(mode, settings.dtype)
+            settings.check_split_dtype(mode, settings.dtype)
         tokenizer = load_tokenizer(folder)
         if draft_folder is not None:  # before weights are read, which may take minutes
-            refuse_other_tokens(draft_folder, tokenizer, config)
+            check_tokenizer(draft_folder, tokenizer, config)
         weights = _weights(folder, settings, group)
         target = load_model(folder, group, settings.dtype, config)
         target.config.inverse_frequencies(1)  # no text is to wait for what this imports
@@ -79,44 +79,48 @@ def load(
         if draft_folder is not None:
             small = _load_draft(draft_folder, target, settings.shard_draft)
         stop_tokens = load_stop_tokens(folder)
-        _refuse_unknown(stop_tokens, folder, target.config.vocab)
+        _check_stop_tokens(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
         identity = _identity(str(model), folder, target, weights)
-        runtime = Runtime.make(target, small, mode, settings, identity)
-        if settings.identical:
-            _ = runtime.steady_kernels  # tried while there is memory for it: a text keeps to them
+        runtime = Runtime.create(target, small, mode, settings, identity)
+        if settings.deterministic:
+            _ = (
+                runtime.batch_invariant_kernels
+            )  # tried while there is memory for it: a text keeps to them
         return runtime, tokenizer, stop_tokens
 
 
-def _weights(folder: Path, settings: Settings, group: Group) -> Weights | None:
+def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> WeightDigests | None:
     """Return the weights of a target whose texts are kept on disk; None where none are.
 
     On ranks other than 0 nobody asks for them. Raises TierForceError.
     """
-    if settings.keep is None:
+    if settings.prompt_cache is None:
         return None
-    place = place_of()
+    place = rank_from_env()
     if place.local_size < place.size:
         raise TierForceError(
-            f"`keep` is for ranks of one machine, and {place.size - place.local_size} of "
+            f"`prompt_cache` is for ranks of one machine, and {place.size - place.local_size} of "
             f"{place.size} are on others: leave it out."
         )
     if group.rank:
-        return Weights({}, {})
-    kept = PromptCache(Path(settings.keep))
-    kept.make()
+        return WeightDigests({}, {})
+    kept = PromptCache(Path(settings.prompt_cache))
+    kept.create()
     with _readable(folder):
-        return Weights.of(folder, kept.folder)
+        return WeightDigests.of(folder, kept.folder)
 
 
-def _identity(name: str, folder: Path, target: Llama, weights: Weights | None) -> Identity | None:
+def _identity(
+    name: str, folder: Path, target: Transformer, weights: WeightDigests | None
+) -> ModelFingerprint | None:
     """Return what the KV of texts depends on; None where none are kept. Raises TierForceError."""
     if weights is None:
         return None
     with _readable(folder):
-        weights.refuse_changed()
+        weights.check_unchanged()
     digest = digest_of(weights, target.config, target.embed.weight.dtype, target.group)
-    return Identity(digest, Path(name).name or folder.resolve().name)
+    return ModelFingerprint(digest, Path(name).name or folder.resolve().name)
 
 
 @contextmanager
@@ -171,7 +175,7 @@ def load_stop_tokens(folder: Path) -> frozenset[int]:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> None:
+def _check_stop_tokens(stop_tokens: frozenset[int], folder: Path, vocab: int) -> None:
     """Raise ConfigError where there are tokens that end a text, and the model has none of them."""
     if stop_tokens and min(stop_tokens) >= vocab:
         raise ConfigError(
@@ -180,7 +184,7 @@ def _refuse_unknown(stop_tokens: frozenset[int], folder: Path, vocab: int) -> No
         )
 
 
-def refuse_other_tokens(folder: Path, tokenizer: Any, config: ModelConfig) -> None:
+def check_tokenizer(folder: Path, tokenizer: Any, config: ModelConfig) -> None:
     """Refuse a draft whose tokenizer names a token otherwise than the target's.
 
     Args:
@@ -192,10 +196,10 @@ def refuse_other_tokens(folder: Path, tokenizer: Any, config: ModelConfig) -> No
     """
     small = ModelConfig.from_pretrained(folder)
     names = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-    refuse_other_names(folder, *names, min(small.vocab, config.vocab))
+    check_same_vocabulary(folder, *names, min(small.vocab, config.vocab))
 
 
-def _load_draft(folder: Path, target: Llama, shard: bool | None) -> Llama | None:
+def _load_draft(folder: Path, target: Transformer, shard: bool | None) -> Transformer | None:
     """Load the draft split over the ranks, or whole on rank 0 and None on the others."""
     config, group = ModelConfig.from_pretrained(folder), target.group
     if shard is None:
@@ -208,4 +212,6 @@ def _load_draft(folder: Path, target: Llama, shard: bool | None) -> Llama | None
     if group.rank and not shard:
         return None
     dtype = dtype_name(target.embed.weight.dtype)
-    return load_model(folder, group if shard else Group(device=group.device), dtype, config)
+    return load_model(
+        folder, group if shard else TensorParallelGroup(device=group.device), dtype, config
+    )

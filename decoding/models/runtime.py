@@ -11,19 +11,19 @@ from decoding.config.defaults import LINK_PROBE_BYTES, LINK_PROBE_SECONDS, USABL
 from decoding.config.settings import Settings
 from decoding.planning.fit import Memory, fit
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import TextNeeds, Way
-from decoding.planning.prior import Prior, find_prior
-from decoding.prefix_cache.manager import Identity, Keeper
+from decoding.planning.memory_requirements import Requirements, Strategy
+from decoding.planning.prior import HardwarePrior, find_prior
+from decoding.prefix_cache.manager import ModelFingerprint, PrefixCacheManager
 from offload.errors import TierForceError
-from offload.kernels.selection import Kernels, fused_kernels, steady_kernels
-from offload.memory.bandwidth import Copies
+from offload.kernels.selection import Kernels, batch_invariant_kernels, split_kernels
+from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.host import host_available
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.memory.link_spec import make_link
 from offload.retrieval.shape import MIN_L2_BYTES
 from parallel.model.loading import parameter_bytes
-from parallel.model.transformer import Llama
+from parallel.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Runtime:
     ranks.
     """
 
-    target: Llama
-    draft: Llama | None
+    target: Transformer
+    draft: Transformer | None
     mode: str
     settings: Settings
     link: Link
     arena: HostArena
-    identity: Identity | None = None  # of the target's KV, where prompts are kept on disk
+    identity: ModelFingerprint | None = None  # of the target's KV, where prompts are kept on disk
 
     @classmethod
-    def make(
+    def create(
         cls,
-        target: Llama,
-        draft: Llama | None,
+        target: Transformer,
+        draft: Transformer | None,
         mode: str,
         settings: Settings,
-        identity: Identity | None = None,
+        identity: ModelFingerprint | None = None,
     ) -> Runtime:
         """Put models to work in this mode, on a link and an arena of their own.
 
@@ -66,32 +66,34 @@ class Runtime:
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
         mode = settings.resolved_mode(self.draft is not None)
-        return Runtime.make(self.target, self.draft, mode, settings, self.identity)
+        return Runtime.create(self.target, self.draft, mode, settings, self.identity)
 
-    def with_way(self, way: Way) -> Runtime:
+    def with_strategy(self, way: Strategy) -> Runtime:
         """Return this runtime with another mode or budget, on the same link and arena."""
-        needs = self.needs
+        needs = self.requirements
         if not needs.has_choice:
             return self
-        chosen = needs.with_way(way)
+        chosen = needs.with_strategy(way)
         return replace(self, mode=chosen.mode, settings=chosen.settings)
 
-    def prior(self, link_rate: float | None) -> Prior | None:
+    def prior(self, link_rate: float | None) -> HardwarePrior | None:
         """Return what is known of this machine, whose link has this rate. Raises TierForceError."""
         prior = find_prior(self.settings.hardware, self.link.device_name, self.target.group.size)
         return None if prior is None else prior.with_link(link_rate)
 
-    def keeper(self) -> Keeper | None:
+    def prefix_cache(self) -> PrefixCacheManager | None:
         """Return what keeps prompts on disk, where the settings say so; all ranks call it.
 
         Raises TierForceError, on all ranks, for a folder that cannot be used.
         """
         settings = self.settings
-        if settings.keep is None:
+        if settings.prompt_cache is None:
             return None
         if self.identity is None:
-            raise TierForceError("`keep` is for models that were loaded with it.")
-        return Keeper(settings.keep, settings.keep_limit, self.identity, self.target.group)
+            raise TierForceError("`prompt_cache` is for models that were loaded with it.")
+        return PrefixCacheManager(
+            settings.prompt_cache, settings.prompt_cache_limit, self.identity, self.target.group
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,21 +101,21 @@ class Runtime:
         return self.target.embed.weight.dtype
 
     @property
-    def slice_kernels(self) -> Kernels:
+    def split_kernels(self) -> Kernels:
         """The kernels that layers in slices are joined with, or None, and why it is so."""
-        layout, device = self.needs.layout, self.target.group.device
-        return fused_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
+        layout, device = self.requirements.layout, self.target.group.device
+        return split_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
-    def steady_kernels(self) -> Kernels:
+    def batch_invariant_kernels(self) -> Kernels:
         """The kernels that identical texts attend with, or None, and why it is so."""
-        layout, device = self.needs.layout, self.target.group.device
-        return steady_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
+        layout, device = self.requirements.layout, self.target.group.device
+        return batch_invariant_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
-    def needs(self) -> TextNeeds:
+    def requirements(self) -> Requirements:
         """Return what texts need of this rank."""
-        return TextNeeds(
+        return Requirements(
             target=self.target.config,
             draft=self.draft.config if self.draft is not None else None,
             mode=self.mode,
@@ -151,19 +153,19 @@ class Runtime:
     def plan(self, prompt: int, new: int, memory: Memory | None = None) -> MemoryPlan:
         """Plan where the KV of a text of `prompt` + `new` tokens goes on this rank.
 
-        `memory` None: all there is. Raises FitError.
+        `memory` None: all there is. Raises InsufficientMemoryError.
         """
-        return fit(self.needs, memory or self.memory(), prompt, new)
+        return fit(self.requirements, memory or self.memory(), prompt, new)
 
     def link_rate(self) -> float | None:
         """Measure the link: bytes a second of the slowest rank while all copy at once.
 
-        None where nothing is copied. GPUs may share lanes. All ranks call it. Raises FitError.
+        None where nothing is copied. GPUs may share lanes. All ranks call it. Raises InsufficientMemoryError.
         """
         if not self.link.copies:
             return None
         group = self.target.group
-        with group.together():
-            copies = Copies(self.link, LINK_PROBE_BYTES)
+        with group.sync_errors():
+            copies = BandwidthProbe(self.link, LINK_PROBE_BYTES)
         with closing(copies):
             return min(group.gather(copies.rate(out=False, seconds=LINK_PROBE_SECONDS)))

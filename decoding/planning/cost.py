@@ -15,20 +15,20 @@ from typing import Protocol
 from decoding.config.defaults import (
     ACCEPTANCE,
     CODE_SHARE,
-    DEFAULT_BUDGET,
+    DEFAULT_RETRIEVAL_BUDGET,
     INNER_ACCEPTANCE,
     INNER_DRAFT,
-    JOINED_TRAFFIC,
+    RECONSTRUCTION_TRAFFIC,
     REJECTION_EXPONENT,
-    SLICED_REJECTION,
+    SPLIT_REJECTION,
     UNCOVERED_EXPONENT,
 )
-from decoding.planning.forward_cost import Passes, selection_s, target_passes
+from decoding.planning.forward_cost import ForwardCost, selection_s, target_cost
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import TextNeeds
+from decoding.planning.memory_requirements import Requirements
 from decoding.speculation.draft_length import RoundStats, best_length, expected_tokens
-from offload.retrieval.policy_specs import POLICY_TRAITS
+from offload.retrieval.policy_specs import POLICY_SPECS
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class RoundCost:
 class CostSource(Protocol):
     """Whoever can tell what a round of a text would cost."""
 
-    def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost | None:
+    def round_cost(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> RoundCost | None:
         """Return the cost with mode and budget of `needs`; None where nothing is known of it."""
 
     def record(
-        self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+        self, needs: Requirements, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
     ) -> bool:
         """Take in a text that is over; return whether it said anything."""
 
 
-def link_bytes(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> int:
+def link_bytes(needs: Requirements, plan: MemoryPlan, prompt: int) -> int:
     """Return the bytes of KV that a verification brings over one rank's link."""
-    return needs.placed(plan, prompt).streamed_bytes(prompt)
+    return needs.planned_spec(plan, prompt).streamed_bytes(prompt)
 
 
 @dataclass(frozen=True)
@@ -85,26 +85,26 @@ class Acceptance:
 
     target: float = ACCEPTANCE  # of what a retrieval cache or a lookup proposes
     inner: float = INNER_ACCEPTANCE  # of what a draft model proposes, to whichever level
-    budget: int = DEFAULT_BUDGET  # the retrieval budget that the target's rate is of
-    # whether a position's noise is every level's (`identical`), which these rates are not of
+    budget: int = DEFAULT_RETRIEVAL_BUDGET  # the retrieval budget that the target's rate is of
+    # whether a position's noise is every level's (`deterministic`), which these rates are not of
     is_coupled: bool = False
 
-    def of(self, needs: TextNeeds, plan: MemoryPlan) -> float:
+    def of(self, needs: Requirements, plan: MemoryPlan) -> float:
         """Return the target's rate with the budget of these needs, and the codes of this plan."""
         if not needs.may_retrieve:
-            return self.drafted if needs.has_draft else self._standing(1 - self.target)
-        return self._standing(self._rejected * rejections(needs, plan))
+            return self.drafted if needs.has_draft else self._accepted(1 - self.target)
+        return self._accepted(self._rejected * rejection_ratio(needs, plan))
 
-    def retrieved(self, needs: TextNeeds) -> float:
+    def retrieved(self, needs: Requirements) -> float:
         """Return the rate of tokens that come from a retrieval cache of these needs' budget."""
-        return self._standing(self._rejected * retrieval_rejections(needs.budget))
+        return self._accepted(self._rejected * retrieval_rejection_ratio(needs.budget))
 
     @property
     def drafted(self) -> float:
         """Return the rate of tokens that a draft model puts before the level above it."""
-        return self._standing(1 - self.inner)
+        return self._accepted(1 - self.inner)
 
-    def _standing(self, rejected: float) -> float:
+    def _accepted(self, rejected: float) -> float:
         """Return how often tokens stand that independent noise would reject so often.
 
         With noise that all levels share, a token that would be rejected with probability r is
@@ -116,26 +116,26 @@ class Acceptance:
 
     @property
     def _rejected(self) -> float:
-        """Return how often tokens are rejected with DEFAULT_BUDGET."""
-        return (1 - self.target) / retrieval_rejections(self.budget)
+        """Return how often tokens are rejected with DEFAULT_RETRIEVAL_BUDGET."""
+        return (1 - self.target) / retrieval_rejection_ratio(self.budget)
 
 
-def retrieval_rejections(budget: int) -> float:
-    """Return rejections with a retrieval budget, as a multiple of those with DEFAULT_BUDGET.
+def retrieval_rejection_ratio(budget: int) -> float:
+    """Return rejections with a retrieval budget, as a multiple of those with DEFAULT_RETRIEVAL_BUDGET.
 
     They fall with a power of the budget (docs/memory.md).
     """
-    return (budget / DEFAULT_BUDGET) ** -REJECTION_EXPONENT
+    return (budget / DEFAULT_RETRIEVAL_BUDGET) ** -REJECTION_EXPONENT
 
 
-def rejections(needs: TextNeeds, plan: MemoryPlan) -> float:
-    """Return rejections before the target, as a multiple of those with DEFAULT_BUDGET alone."""
-    retrieved = retrieval_rejections(needs.budget)
-    if not needs.has_slices:
+def rejection_ratio(needs: Requirements, plan: MemoryPlan) -> float:
+    """Return rejections before the target, as a multiple of those with DEFAULT_RETRIEVAL_BUDGET alone."""
+    retrieved = retrieval_rejection_ratio(needs.budget)
+    if not needs.has_split:
         return retrieved
     layers = needs.target.layers
-    coded = SLICED_REJECTION * plan.sliced_layers / layers
-    uncovered = (layers - plan.resident_layers - plan.sliced_layers) / layers
+    coded = SPLIT_REJECTION * plan.split_layers / layers
+    uncovered = (layers - plan.resident_layers - plan.split_layers) / layers
     return coded + max(0.0, retrieved - coded) * uncovered**UNCOVERED_EXPONENT
 
 
@@ -145,12 +145,12 @@ class PredictedCosts:
     def __init__(self, hardware: HardwareProfile, acceptance: Acceptance, texts: int = 1):
         self.hardware, self.acceptance, self.texts = hardware, acceptance, texts
 
-    def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost:
+    def round_cost(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> RoundCost:
         return RoundCost(
             link_s=self.texts * link_bytes(needs, plan, prompt) / self.hardware.link_in,
             compute_s=lambda drafted: (
                 self._verification_s(needs, drafted + 1, prompt)
-                + self.texts * self._joining_s(needs, plan, prompt)
+                + self.texts * self._reconstruction_s(needs, plan, prompt)
                 + self.texts * self._selecting_s(needs, plan, prompt, drafted)
             ),
             drafted_s=self._drafted_s(needs, plan, prompt),
@@ -159,42 +159,42 @@ class PredictedCosts:
         )
 
     def record(
-        self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+        self, needs: Requirements, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
     ) -> bool:
         return False  # a machine's numbers stay what they are
 
-    def retrieval_s(self, needs: TextNeeds, prompt: int) -> float:
+    def retrieval_s(self, needs: Requirements, prompt: int) -> float:
         """Return the seconds of a pass over the retrieval cache."""
         if not needs.has_retrieval:
             return 0.0
         drafted = self._inner_draft(needs) if self._drafts(needs) else 0
         read = self.hardware.int8_share if needs.int8_retrieval else 1.0
         budget = min(needs.budget, prompt)
-        return target_passes(self.hardware, needs).seconds(drafted + 1, budget, self.texts, read)
+        return target_cost(self.hardware, needs).seconds(drafted + 1, budget, self.texts, read)
 
-    def draft_s(self, needs: TextNeeds) -> float:
+    def draft_s(self, needs: Requirements) -> float:
         """Return the seconds of a pass of the draft model."""
         if needs.draft is None or not needs.has_draft:
             return 0.0
-        passes = Passes(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
+        passes = ForwardCost(self.hardware, needs.draft, needs.draft_ranks, needs.dtype)
         return passes.seconds(1, needs.window, self.texts)
 
-    def near_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rows: int) -> float:
+    def on_device_s(self, needs: Requirements, plan: MemoryPlan, prompt: int, rows: int) -> float:
         """Return the seconds of a pass over what the device has of the target's cache."""
         hardware = self.hardware
         kv_rate = hardware.kv_rate or hardware.memory_rate
-        code = kv_rate / (hardware.near_rate or kv_rate / CODE_SHARE)
-        attended = round(needs.near_tokens(plan, prompt, code))
-        return target_passes(hardware, needs).seconds(rows, attended, self.texts)
+        code = kv_rate / (hardware.high_bits_rate or kv_rate / CODE_SHARE)
+        attended = round(needs.effective_device_tokens(plan, prompt, code))
+        return target_cost(hardware, needs).seconds(rows, attended, self.texts)
 
-    def _verification_s(self, needs: TextNeeds, rows: int, prompt: int) -> float:
+    def _verification_s(self, needs: Requirements, rows: int, prompt: int) -> float:
         """Return the seconds of a pass over all of the target's cache."""
-        passes = target_passes(self.hardware, needs)
-        if needs.settings.identical:
-            return passes.steady_seconds(rows, prompt)
+        passes = target_cost(self.hardware, needs)
+        if needs.settings.deterministic:
+            return passes.batch_invariant_seconds(rows, prompt)
         return passes.seconds(rows, prompt, self.texts)
 
-    def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+    def _drafted_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a token put before the target."""
         retrieval, draft = self.retrieval_s(needs, prompt), self.draft_s(needs)
         token_s = draft
@@ -204,47 +204,49 @@ class PredictedCosts:
                 inner = self._inner_draft(needs)
                 tokens = expected_tokens(self.acceptance.drafted, inner)
                 token_s = (retrieval + inner * draft) / tokens
-        if not needs.has_slices:
+        if not needs.has_split:
             return token_s
         if not token_s:
-            return self.near_s(needs, plan, prompt, 1)
+            return self.on_device_s(needs, plan, prompt, 1)
         acceptance = self.acceptance
         stands = acceptance.retrieved(needs) if needs.has_retrieval else acceptance.drafted
         _, drafted_s = best_length(
             needs.inner_lengths,
             stands,
-            lambda n: self.near_s(needs, plan, prompt, n + 1) + n * token_s,
+            lambda n: self.on_device_s(needs, plan, prompt, n + 1) + n * token_s,
         )
         return drafted_s
 
-    def _joining_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+    def _reconstruction_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds that a verification takes to join slices."""
-        shape = needs.placed(plan, prompt)
-        rate = self.hardware.join_rate or self.hardware.memory_rate / JOINED_TRAFFIC
-        return needs.layout.bytes(prompt, shape.coded_layers) / rate
+        shape = needs.planned_spec(plan, prompt)
+        rate = self.hardware.reconstruct_rate or self.hardware.memory_rate / RECONSTRUCTION_TRAFFIC
+        return needs.layout.bytes(prompt, shape.split_or_compressed_layers) / rate
 
-    def _first_copy_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+    def _first_copy_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of the first slot's copy, where no layer computes before it.
 
         Where the link is the cost, it is part of that.
         """
         if plan.resident_layers or not needs.copies:
             return 0.0
-        slot = needs.placed(plan, prompt).slot_numel * needs.dtype.itemsize
+        slot = needs.planned_spec(plan, prompt).slot_numel * needs.dtype.itemsize
         return slot / self.hardware.link_in
 
-    def _selecting_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int, drafted: int) -> float:
+    def _selecting_s(
+        self, needs: Requirements, plan: MemoryPlan, prompt: int, drafted: int
+    ) -> float:
         """Return the seconds that selections take, a verification."""
-        layers = len(needs.retrieval_layers(needs.placed(plan, prompt)))
-        if not layers or not POLICY_TRAITS[needs.settings.policy].reselects:
+        layers = len(needs.retrieval_layers(needs.planned_spec(plan, prompt)))
+        if not layers or not POLICY_SPECS[needs.settings.policy].reselects:
             return 0.0
         kv = needs.layout.bytes(prompt, layers)
         tokens = expected_tokens(self.acceptance.of(needs, plan), drafted)
         often = min(1.0, tokens / needs.selection_interval(plan))
         return often * selection_s(self.hardware, kv)
 
-    def _drafts(self, needs: TextNeeds) -> bool:
+    def _drafts(self, needs: Requirements) -> bool:
         return needs.draft is not None and needs.has_draft
 
-    def _inner_draft(self, needs: TextNeeds) -> int:
-        return needs.settings.inner_length or INNER_DRAFT
+    def _inner_draft(self, needs: Requirements) -> int:
+        return needs.settings.num_inner_draft_tokens or INNER_DRAFT

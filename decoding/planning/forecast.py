@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from decoding.planning.cost import Acceptance, PredictedCosts, link_bytes
-from decoding.planning.forward_cost import target_passes
+from decoding.planning.forward_cost import target_cost
 from decoding.planning.hardware_profile import HardwareProfile
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import TextNeeds
+from decoding.planning.memory_requirements import Requirements
 
 
 @dataclass(frozen=True)
@@ -22,45 +22,45 @@ class Forecast:
     verification_bound: str  # link or compute
     link_s: float  # of a verification
     compute_s: float  # of a verification, beside the link
-    sliced_s: float  # a pass over what the device has of the target's cache
+    split_s: float  # a pass over what the device has of the target's cache
     retrieval_s: float  # a pass over the retrieval cache
     draft_s: float  # a pass of the draft model
     drafting_s: float  # all of a round's draft
-    draft_length: int
+    num_draft_tokens: int
     tokens_per_verification: float
     token_s: float
     decode_s: float  # all new tokens
     document_s: float  # prefill and all new tokens
-    texts_at_once: int = 1  # that share passes: times are a text's own, less others' prefill
+    concurrency: int = 1  # that share passes: times are a text's own, less others' prefill
 
     @property
     def documents_per_hour(self) -> float:
         """Return how many documents like this one are done in an hour."""
-        return 3600 / (self.prefill_s + self.decode_s / self.texts_at_once)
+        return 3600 / (self.prefill_s + self.decode_s / self.concurrency)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "documents_per_hour": self.documents_per_hour}
 
 
 def forecast(
-    needs: TextNeeds,
+    needs: Requirements,
     plan: MemoryPlan,
     hardware: HardwareProfile,
     prompt: int,
     new: int,
     acceptance: Acceptance,
-    at_once: int = 1,
+    concurrency: int = 1,
 ) -> Forecast:
-    """Predict the times of a document of `prompt` + `new` tokens, one of `at_once`."""
-    costs = PredictedCosts(hardware, acceptance, at_once)
+    """Predict the times of a document of `prompt` + `new` tokens, one of `concurrency`."""
+    costs = PredictedCosts(hardware, acceptance, concurrency)
     cost = costs.round_cost(needs, plan, prompt)
     length, token_s = 0, cost.verification_s(0)
     if needs.mode != "plain":
         length, token_s = cost.best_length(needs.draft_lengths)
-    late = needs.placed(plan, prompt).late_bytes(prompt)
-    written = link_bytes(needs, plan, prompt) + late
-    prefill_s, prefill_bound = target_passes(hardware, needs).prefill(prompt, written)
-    prefill_s += late / hardware.link_in  # back to the device, behind all else
+    deferred = needs.planned_spec(plan, prompt).deferred_bytes(prompt)
+    written = link_bytes(needs, plan, prompt) + deferred
+    prefill_s, prefill_bound = target_cost(hardware, needs).prefill(prompt, written)
+    prefill_s += deferred / hardware.link_in  # back to the device, behind all else
     return Forecast(
         prefill_s=prefill_s,
         prefill_bound=prefill_bound,
@@ -68,14 +68,14 @@ def forecast(
         verification_bound=cost.verification_bound(length),
         link_s=cost.link_s,
         compute_s=cost.compute_s(length),
-        sliced_s=costs.near_s(needs, plan, prompt, 1) if needs.has_slices else 0.0,
+        split_s=costs.on_device_s(needs, plan, prompt, 1) if needs.has_split else 0.0,
         retrieval_s=costs.retrieval_s(needs, prompt),
         draft_s=costs.draft_s(needs),
         drafting_s=length * cost.drafted_s,
-        draft_length=length,
+        num_draft_tokens=length,
         tokens_per_verification=cost.tokens(length),
         token_s=token_s,
         decode_s=new * token_s,
         document_s=prefill_s + new * token_s,
-        texts_at_once=at_once,
+        concurrency=concurrency,
     )

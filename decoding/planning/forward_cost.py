@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import TextNeeds, weight_bytes
-from offload.kernels.batch_invariant_shape import KEYS, WIDTH
+from decoding.planning.memory_requirements import Requirements, weight_bytes
+from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import idle_parameters
+from parallel.config.parameter_count import inactive_parameters
 from parallel.ranks.partition import vocab_rows
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int)
     that none of its tokens is given to.
     """
     rows = 0 if config.tied else vocab_rows(config.vocab, ranks)
-    idle = int(idle_parameters(config, ranks, tokens)) + rows * config.hidden
+    idle = int(inactive_parameters(config, ranks, tokens)) + rows * config.hidden
     return weight_bytes(config, ranks, dtype) - idle * dtype.itemsize
 
 
-class Passes:
+class ForwardCost:
     """The times of one model's passes on a machine, split over some ranks."""
 
     def __init__(
@@ -88,10 +88,10 @@ class Passes:
         weights = read_bytes(config, ranks, self.dtype, rows)
         kv = read * texts * config.kv_layout(ranks, self.dtype).bytes(attended)
         further = rows * (own_rows - 1) / own_rows
-        computed = self._computed_s(rows, attended, weights, kv, further, self.hardware.pass_s)
-        return computed + self._sums_s(rows) + self._drawn_s(rows)
+        computed = self._computed_s(rows, attended, weights, kv, further, self.hardware.forward_s)
+        return computed + self._sums_s(rows) + self._sampling_s(rows)
 
-    def steady_seconds(self, rows: int, attended: int) -> float:
+    def batch_invariant_seconds(self, rows: int, attended: int) -> float:
         """Return the seconds of such a pass of one text in blocks (`parallel.batch_invariant`).
 
         A block takes as long as all its rows, also those that only fill it up. So many rows lie in
@@ -102,17 +102,17 @@ class Passes:
         layout = config.kv_layout(ranks, self.dtype)
         others = read_bytes(config, ranks, self.dtype, 0)
         experts = read_bytes(config, ranks, self.dtype, 1) - others  # read for each row alone
-        weights = others + WIDTH * experts
-        pieces = ceil_div(attended, KEYS)
-        attended = pieces * KEYS
-        pieces_s = config.layers * layout.heads * pieces * hardware.piece_s
+        weights = others + ROW_BLOCK * experts
+        pieces = ceil_div(attended, KEY_BLOCK)
+        attended = pieces * KEY_BLOCK
+        pieces_s = config.layers * layout.heads * pieces * hardware.chunk_s
         kv = layout.bytes(attended)
-        block_s = self._computed_s(WIDTH, attended, weights, kv, WIDTH - 1, pieces_s)
-        blocks = 1 + (rows - 1) / WIDTH
+        block_s = self._computed_s(ROW_BLOCK, attended, weights, kv, ROW_BLOCK - 1, pieces_s)
+        blocks = 1 + (rows - 1) / ROW_BLOCK
         computed = blocks * block_s
         # two ranks sum all blocks up at once, for with two there is one order only
-        sums = self._sums_s(blocks * WIDTH) if ranks <= 2 else blocks * self._sums_s(WIDTH)
-        return computed + sums + hardware.pass_s + self._drawn_s(rows)
+        sums = self._sums_s(blocks * ROW_BLOCK) if ranks <= 2 else blocks * self._sums_s(ROW_BLOCK)
+        return computed + sums + hardware.forward_s + self._sampling_s(rows)
 
     def _computed_s(
         self,
@@ -148,7 +148,7 @@ class Passes:
         """Return the seconds of a pass's sums over ranks."""
         return 2 * self.config.layers * self._all_reduce_s(rows)
 
-    def _drawn_s(self, rows: int) -> float:
+    def _sampling_s(self, rows: int) -> float:
         """Return the seconds of drawing from what a pass says."""
         return rows * self.hardware.sample_s + self.hardware.draw_s
 
@@ -159,11 +159,11 @@ class Passes:
         path from some number of rows on.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
-        if not hardware.further_rows:
+        if not hardware.extra_query_tokens:
             return rows * matmul_flops(config) / ranks / hardware.matmul
         flops = matmul_flops(config) / ranks + head_flops(config, ranks)
         before, seconds = 1, 0.0
-        for measured, rate in hardware.further_rows:
+        for measured, rate in hardware.extra_query_tokens:
             there = (measured - 1) * flops / rate
             if rows <= measured:
                 return seconds + (there - seconds) * (rows - before) / (measured - before)
@@ -200,6 +200,6 @@ def selection_s(hardware: HardwareProfile, kv: float) -> float:
     return kv / (hardware.score_rate or 2 * hardware.memory_rate)
 
 
-def target_passes(hardware: HardwareProfile, needs: TextNeeds) -> Passes:
+def target_cost(hardware: HardwareProfile, needs: Requirements) -> ForwardCost:
     """Return the times of the target's passes."""
-    return Passes(hardware, needs.target, needs.ranks, needs.dtype)
+    return ForwardCost(hardware, needs.target, needs.ranks, needs.dtype)

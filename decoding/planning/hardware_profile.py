@@ -55,16 +55,16 @@ class HardwareProfile:
     score_rate: float | None = None
     # bytes a second of the elements that slices stand for: joined of them, and attended to by their
     # codes in a pass of one row; what memory_rate gives, and twice kv_rate, for a code is half
-    join_rate: float | None = None
-    near_rate: float | None = None
+    reconstruct_rate: float | None = None
+    high_bits_rate: float | None = None
     # bytes a second of the elements that 8 bits of a retrieval cache stand for, attended to
     # likewise; kv_rate, for half of the bytes come from memory and what is written out of them
     # stays in a processor's cache
     int8_rate: float | None = None
     # what attention of a block of rows to one of keys of a head takes beside reading and arithmetic
-    # where passes go by such blocks (`--identical`); nothing where fused kernels take all at once
-    piece_s: float = 0.0
-    pass_s: float = 0.0  # what a short pass takes beside its layers
+    # where passes go by such blocks (`--deterministic`); nothing where fused kernels take all at once
+    chunk_s: float = 0.0
+    forward_s: float = 0.0  # what a short pass takes beside its layers
     sample_s: float = 0.0  # the law of one row of logits
     draw_s: float = 0.0  # drawing a token from a law, and having it on the host
     # whether launches, memory and arithmetic hide behind each other, as on a GPU; else they add up
@@ -81,7 +81,7 @@ class HardwareProfile:
         return None if self.int8_share <= 1 else False
 
     @property
-    def further_rows(self) -> list[tuple[int, float]]:
+    def extra_query_tokens(self) -> list[tuple[int, float]]:
         """Return of how many rows short passes were measured, and these rates; maybe none."""
         rates = {3: self.matmul_3, 5: self.matmul_5, 33: self.matmul_33}
         return [(rows, rate) for rows, rate in rates.items() if rate is not None]
@@ -116,7 +116,7 @@ class HardwareProfile:
             )
 
     @classmethod
-    def find(cls, name: str) -> HardwareProfile:
+    def from_name(cls, name: str) -> HardwareProfile:
         """Return a shipped profile, or that of a JSON file of the same form.
 
         A file holds numbers, or objects with `value` and `source`. Raises TierForceError for what
@@ -166,6 +166,11 @@ class HardwareProfile:
                 else "is not a JSON object"
             )
             raise TierForceError(f"hardware {name} {lacks}: it needs {', '.join(wanted)}.")
+        if _OLD_FIELDS & content.keys():
+            raise TierForceError(
+                f"hardware {name} was written by tierforce 0.1, whose fields had other names: run "
+                "`tierforce probe` again."
+            )
         values = {
             field: content[field].get("value")
             if isinstance(content[field], dict)
@@ -174,6 +179,9 @@ class HardwareProfile:
             if field in content
         }
         return cls(name, **values)
+
+
+_OLD_FIELDS = {"join_rate", "near_rate", "pass_s", "piece_s"}  # that version 0.2 renamed
 
 
 def _shipped() -> dict[str, Any]:

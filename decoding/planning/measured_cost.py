@@ -14,26 +14,28 @@ from statistics import median_high
 from decoding.config.defaults import (
     CODE_SHARE,
     COMPUTE_BOUND_RATIO,
-    KEPT_OF_TEXT,
+    HISTORY_DECAY,
     MIN_ROUNDS,
     MIN_TESTED,
-    OWN_TOKENS,
+    OWN_HISTORY_TOKENS,
     PRIOR_REJECTION,
     PRIOR_TOKENS,
 )
-from decoding.planning.cost import RoundCost, link_bytes, rejections, retrieval_rejections
+from decoding.planning.cost import RoundCost, link_bytes, rejection_ratio, retrieval_rejection_ratio
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import TextNeeds, Way, weight_bytes
+from decoding.planning.memory_requirements import Requirements, Strategy, weight_bytes
 from decoding.speculation.draft_length import RoundStats, best_length
 
 
 @dataclass
-class WayHistory:
+class StrategyHistory:
     """What texts that were drafted for in one way showed."""
 
     tested: float = 0.0  # tokens
     rejected: float = 0.0
-    usual: float = 0.0  # tokens, as if tested with DEFAULT_BUDGET: so many as reject as often
+    usual: float = (
+        0.0  # tokens, as if tested with DEFAULT_RETRIEVAL_BUDGET: so many as reject as often
+    )
     drafted_s: float = 0.0  # of a drafted token
     read: float = 1.0  # bytes that a pass of the level below the target reads
 
@@ -46,17 +48,17 @@ class Verification:
     link_s: float  # the link's part of it
 
 
-class ObservedCosts:
+class MeasuredCosts:
     """The costs of rounds by what past texts showed, and by the rate of the link."""
 
     def __init__(self, link_rate: float | None):
         """Begin without texts. `link_rate`: bytes a second; None where nothing is copied."""
         self.link_rate = link_rate
-        self._history: dict[Way, WayHistory] = {}
+        self._history: dict[Strategy, StrategyHistory] = {}
         self._verifications: dict[str, Verification] = {}  # of each mode's last text, oldest first
 
     def record(
-        self, needs: TextNeeds, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
+        self, needs: Requirements, plan: MemoryPlan, prompt: int, rounds: Sequence[RoundStats]
     ) -> bool:
         """Take in a text that is over; return whether it said anything.
 
@@ -68,10 +70,10 @@ class ObservedCosts:
         tested = sum(each.accepted for each in drafted) + rejected
         if len(drafted) < MIN_ROUNDS or tested < MIN_TESTED or prompt <= needs.budget:
             return False
-        past = self._history.setdefault(needs.way, WayHistory())
-        past.tested = KEPT_OF_TEXT * past.tested + tested
-        past.rejected = KEPT_OF_TEXT * past.rejected + rejected
-        past.usual = KEPT_OF_TEXT * past.usual + tested * rejections(needs, plan)
+        past = self._history.setdefault(needs.strategy, StrategyHistory())
+        past.tested = HISTORY_DECAY * past.tested + tested
+        past.rejected = HISTORY_DECAY * past.rejected + rejected
+        past.usual = HISTORY_DECAY * past.usual + tested * rejection_ratio(needs, plan)
         past.drafted_s = median_high(each.draft_s / each.drafted for each in drafted)
         past.read = _read_below(needs, plan, prompt)
         self._verifications.pop(needs.mode, None)
@@ -80,7 +82,7 @@ class ObservedCosts:
         )
         return True
 
-    def round_cost(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> RoundCost | None:
+    def round_cost(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> RoundCost | None:
         if not self._history:
             return None
         # compute is hidden behind the link, as far as is known, unless it is plainly the cost
@@ -96,22 +98,22 @@ class ObservedCosts:
             other_s=max(0.0, seen.whole_s - max(seen.link_s, compute)),
         )
 
-    def rejection(self, needs: TextNeeds, plan: MemoryPlan) -> float:
+    def rejection(self, needs: Requirements, plan: MemoryPlan) -> float:
         """Return how often a drafted token is rejected when all before it stand.
 
         All texts have a say, those with this mode and budget more than others.
         """
-        expected = min(1.0, self._usual_rejection() * rejections(needs, plan))
-        own = self._history.get(needs.way, WayHistory())
-        return (own.rejected + OWN_TOKENS * expected) / (own.tested + OWN_TOKENS)
+        expected = min(1.0, self._usual_rejection() * rejection_ratio(needs, plan))
+        own = self._history.get(needs.strategy, StrategyHistory())
+        return (own.rejected + OWN_HISTORY_TOKENS * expected) / (own.tested + OWN_HISTORY_TOKENS)
 
     def _usual_rejection(self) -> float:
-        """Return how often tokens would be rejected with DEFAULT_BUDGET, by all texts."""
+        """Return how often tokens would be rejected with DEFAULT_RETRIEVAL_BUDGET, by all texts."""
         rejected = sum(past.rejected for past in self._history.values())
         tested = sum(past.usual for past in self._history.values())
         return (PRIOR_REJECTION * PRIOR_TOKENS + rejected) / (PRIOR_TOKENS + tested)
 
-    def _drafted_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+    def _drafted_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds of a drafted token.
 
         Those of a way not seen follow from the nearest that was, by what a pass of the level below
@@ -125,10 +127,10 @@ class ObservedCosts:
         )
         past = self._history[near]
         pass_s = past.drafted_s * _read_below(needs, plan, prompt) / past.read
-        if not needs.has_slices or alike:
+        if not needs.has_split or alike:
             return pass_s
         # what was drafted without codes is now put before them
-        usual = self._usual_rejection() * retrieval_rejections(near.budget)
+        usual = self._usual_rejection() * retrieval_rejection_ratio(near.budget)
         _, drafted_s = best_length(
             needs.inner_lengths,
             1 - min(1.0, usual),
@@ -136,17 +138,17 @@ class ObservedCosts:
         )
         return drafted_s
 
-    def _over_link_s(self, needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+    def _over_link_s(self, needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
         """Return the seconds that the prompt's KV takes over the link."""
         if self.link_rate is None:
             return 0.0
         return link_bytes(needs, plan, prompt) / self.link_rate
 
 
-def _read_below(needs: TextNeeds, plan: MemoryPlan, prompt: int) -> float:
+def _read_below(needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
     """Return the bytes that a pass of the level below the target reads: weights and KV."""
     tokens: float = needs.budget
-    if needs.has_slices:
-        tokens = needs.near_tokens(plan, prompt, CODE_SHARE)
+    if needs.has_split:
+        tokens = needs.effective_device_tokens(plan, prompt, CODE_SHARE)
     weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
     return weights + needs.layout.bytes(round(tokens))

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING
 from decoding.config.defaults import (
     ALLOCATOR_FACTOR,
     BOUNDARY_BLOCK,
-    BUDGETS,
-    DEFAULT_BUDGET,
+    DEFAULT_RETRIEVAL_BUDGET,
     DRAFT_SLACK,
-    LAW_BYTES_PER_LOGIT,
     LOOKUP_NGRAM,
     MASKED_VALUES_PER_SCORE,
     MAX_DRAFT,
@@ -22,27 +20,29 @@ from decoding.config.defaults import (
     MAX_PREFILL_CHUNK,
     PREFILL_ACTIVATION_BYTES,
     PREFILL_CHUNK_STEP,
+    PROBS_BYTES_PER_LOGIT,
+    RETRIEVAL_BUDGETS,
     SELECTION_INTERVAL_ON_DEVICE,
     SELECTION_INTERVAL_OVER_LINK,
-    SLICED_BLOCK,
-    SLICED_RECENT,
+    SPLIT_BLOCK,
     SPLIT_DRAFT_BYTES,
+    SPLIT_RECENT,
 )
 from decoding.config.settings import LEVELS, Settings
-from decoding.planning.memory_plan import MemoryPlan, Needs
-from decoding.speculation.draft_length import CATCH_UP, NOISE_POSITIONS
-from offload.cache.streaming_shape import StreamingShape
-from offload.codec.format import slice_format
+from decoding.planning.memory_plan import MemoryPlan, MemoryRequirements
+from decoding.speculation.draft_length import MAX_CATCH_UP, NOISE_POSITIONS
+from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.codec.format import split_format
 from offload.dtypes import dtype_name
-from offload.kernels.batch_invariant_shape import WIDTH, working_bytes
+from offload.kernels.batch_invariant_shape import ROW_BLOCK, working_bytes
 from offload.layout import KVLayout, ceil_div
-from offload.retrieval.policy_specs import POLICY_TRAITS
-from offload.retrieval.shape import RetrievalShape
-from offload.tiered.shape import STREAMED, TieredShape
+from offload.retrieval.policy_specs import POLICY_SPECS
+from offload.retrieval.shape import RetrievalCacheSpec
+from offload.tiered.shape import OFFLOADED, TieredCacheSpec
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import (
-    MAX_FIXED_TOKENS,
     MAX_GRAPH_TOKENS,
+    MAX_STATIC_TOKENS,
     parameter_count,
 )
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """A mode, and the retrieval budget in it."""
 
     mode: str  # one of LEVELS
@@ -59,7 +59,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class TextNeeds:
+class Requirements:
     """What texts need that these models decode with these settings."""
 
     target: ModelConfig
@@ -74,7 +74,7 @@ class TextNeeds:
 
     def __post_init__(self) -> None:
         """Raise TierForceError for slices of what is not cut into any."""
-        self.settings.refuse_unsliced(self.mode, dtype_name(self.dtype))
+        self.settings.check_split_dtype(self.mode, dtype_name(self.dtype))
 
     @property
     def layout(self) -> KVLayout:
@@ -92,21 +92,21 @@ class TextNeeds:
         return "retrieval" in LEVELS[self.mode]
 
     @property
-    def has_slices(self) -> bool:
+    def has_split(self) -> bool:
         """Return whether there is a level that drafts against codes."""
-        return "sliced" in LEVELS[self.mode]
+        return "split" in LEVELS[self.mode]
 
     @property
     def may_retrieve(self) -> bool:
         """Return whether layers may have a retrieval cache: all, or those without codes."""
-        return self.has_retrieval or self.has_slices
+        return self.has_retrieval or self.has_split
 
-    def retrieval_layers(self, shape: TieredShape) -> list[int]:
+    def retrieval_layers(self, shape: TieredCacheSpec) -> list[int]:
         """Return the layers that have a retrieval cache where these are placed so."""
-        kinds = enumerate(shape.kinds())
+        kinds = enumerate(shape.placement())
         if self.has_retrieval:
             return [layer for layer, _ in kinds]
-        return [layer for layer, kind in kinds if self.has_slices and kind == STREAMED]
+        return [layer for layer, kind in kinds if self.has_split and kind == OFFLOADED]
 
     @property
     def has_draft(self) -> bool:
@@ -118,33 +118,33 @@ class TextNeeds:
         """Return how many tokens prompt lookup matches; 0 where there is none."""
         if self.mode == "plain":
             return 0
-        if self.settings.lookup is not None:
-            return self.settings.lookup
+        if self.settings.prompt_lookup_ngram is not None:
+            return self.settings.prompt_lookup_ngram
         return 0 if self.has_draft else LOOKUP_NGRAM
 
     # -- mode and retrieval budget -----------------------------------------------------------------
 
     @property
-    def way(self) -> Way:
+    def strategy(self) -> Strategy:
         """Return how texts are drafted for."""
-        return Way(self.mode, self.budget)
+        return Strategy(self.mode, self.budget)
 
     @property
     def has_choice(self) -> bool:
         """Return whether mode or budget are chosen text by text."""
-        return self.chooses_budget or len(self.modes) > 1
+        return self.selects_budget or len(self.candidate_modes) > 1
 
     @property
-    def modes(self) -> list[str]:
+    def candidate_modes(self) -> list[str]:
         """Return the modes worth a thought: where none is set, this one with slices, too."""
-        sliced = f"sliced-{self.mode}"
-        cut = self.copies and slice_format(self.dtype) is not None
-        return [self.mode, sliced] if cut and self.settings.mode == "auto" else [self.mode]
+        split = f"split-{self.mode}"
+        cut = self.copies and split_format(self.dtype) is not None
+        return [self.mode, split] if cut and self.settings.mode == "auto" else [self.mode]
 
     @property
     def budget(self) -> int:
         """Return the retrieval budget, tokens a head."""
-        return self.settings.budget or DEFAULT_BUDGET
+        return self.settings.retrieval_budget or DEFAULT_RETRIEVAL_BUDGET
 
     @property
     def int8_retrieval(self) -> bool:
@@ -156,21 +156,21 @@ class TextNeeds:
         return self.copies and self.dtype.itemsize == 2 if chosen is None else chosen
 
     @property
-    def chooses_budget(self) -> bool:
+    def selects_budget(self) -> bool:
         """Return whether there is a budget, and none is set."""
-        return self.may_retrieve and self.settings.budget is None
+        return self.may_retrieve and self.settings.retrieval_budget is None
 
-    def budgets(self, context: int) -> list[int]:
+    def candidate_budgets(self, context: int) -> list[int]:
         """Return the budgets worth a thought for a text of `context` tokens.
 
         The first that holds the text whole is the last.
         """
-        end = 2 * max(BUDGETS[0], self.settings.chunk_size, context)
-        return [budget for budget in BUDGETS if self.settings.chunk_size <= budget < end]
+        end = 2 * max(RETRIEVAL_BUDGETS[0], self.settings.chunk_size, context)
+        return [budget for budget in RETRIEVAL_BUDGETS if self.settings.chunk_size <= budget < end]
 
-    def with_way(self, way: Way) -> TextNeeds:
+    def with_strategy(self, way: Strategy) -> Requirements:
         """Return these needs with this mode and budget, and nothing left to choose."""
-        settings = replace(self.settings, mode=way.mode, budget=way.budget)
+        settings = replace(self.settings, mode=way.mode, retrieval_budget=way.budget)
         return replace(self, mode=way.mode, settings=settings)
 
     # -- passes ------------------------------------------------------------------------------------
@@ -178,21 +178,21 @@ class TextNeeds:
     @property
     def draft_lengths(self) -> range:
         """Return the lengths of a draft that may be put before the target."""
-        length = self.settings.draft_length
+        length = self.settings.num_draft_tokens
         return range(1, MAX_DRAFT + 1) if length is None else range(length, length + 1)
 
     @property
     def inner_lengths(self) -> range:
         """Return the lengths of a draft that may be put before a level below the target."""
-        length = self.settings.inner_length
+        length = self.settings.num_inner_draft_tokens
         return range(1, MAX_INNER_DRAFT + 1) if length is None else range(length, length + 1)
 
     @property
-    def max_pass_tokens(self) -> int:
+    def max_forward_tokens(self) -> int:
         """Return the tokens of the largest pass: the same on all ranks, whatever their plans."""
-        outer = self.settings.draft_length or MAX_DRAFT
-        inner = self.settings.inner_length or MAX_INNER_DRAFT
-        return max(outer, inner, CATCH_UP) + 2
+        outer = self.settings.num_draft_tokens or MAX_DRAFT
+        inner = self.settings.num_inner_draft_tokens or MAX_INNER_DRAFT
+        return max(outer, inner, MAX_CATCH_UP) + 2
 
     @property
     def window(self) -> int:
@@ -200,10 +200,10 @@ class TextNeeds:
 
         They are no fewer than a verification may still take back.
         """
-        return max(self.settings.window, self.settings.draft_length or MAX_DRAFT)
+        return max(self.settings.window, self.settings.num_draft_tokens or MAX_DRAFT)
 
     @property
-    def activations(self) -> int:
+    def activation_elements(self) -> int:
         """Return the elements a token that a layer's prefill holds at most.
 
         They are those of a chunk that computes, and of two whose sums are under way.
@@ -217,7 +217,7 @@ class TextNeeds:
         return 8 * target.hidden + widest
 
     @property
-    def mixing_bytes(self) -> int:
+    def moe_scratch_bytes(self) -> int:
         """Return what mixing experts in fixed shapes holds in the largest pass.
 
         It is every expert's output for every token, or the weights that a few tokens gather.
@@ -226,7 +226,7 @@ class TextNeeds:
         if experts is None:
             return 0
         hidden, columns = self.target.hidden, ceil_div(experts.intermediate, self.ranks)
-        tokens = min(self.max_pass_tokens, MAX_FIXED_TOKENS)
+        tokens = min(self.max_forward_tokens, MAX_STATIC_TOKENS)
         outputs = experts.count * tokens * (3 * columns * self.dtype.itemsize + 8 * hidden)
         gathered = experts.count // 3 * 3 * columns * hidden * self.dtype.itemsize
         return max(outputs, gathered)
@@ -240,70 +240,72 @@ class TextNeeds:
         if self.settings.prefill_chunk:
             return self.settings.prefill_chunk
         step = PREFILL_CHUNK_STEP
-        fits = PREFILL_ACTIVATION_BYTES // (self.activations * self.dtype.itemsize)
+        fits = PREFILL_ACTIVATION_BYTES // (self.activation_elements * self.dtype.itemsize)
         return max(step, min(MAX_PREFILL_CHUNK, fits // step * step))
 
     # -- shapes of caches --------------------------------------------------------------------------
 
-    def shape(self, prompt: int, new: int) -> RetrievalShape:
+    def retrieval_spec(self, prompt: int, new: int) -> RetrievalCacheSpec:
         """Return how the retrieval cache of such a text is laid out."""
         settings, context = self.settings, prompt + new
         # tokens that may come behind one selection: without a further one, all new ones
         since = new
-        if POLICY_TRAITS[settings.policy].reselects:
-            interval = settings.refresh or SELECTION_INTERVAL_ON_DEVICE
-            since = min(new, interval + 2 * self.max_pass_tokens)
+        if POLICY_SPECS[settings.policy].reselects:
+            interval = settings.selection_interval or SELECTION_INTERVAL_ON_DEVICE
+            since = min(new, interval + 2 * self.max_forward_tokens)
         budget = max(settings.chunk_size, min(self.budget, context))
-        rows = self.max_pass_tokens
-        shape = RetrievalShape.of(budget, settings.chunk_size, context, rows, since)
+        rows = self.max_forward_tokens
+        shape = RetrievalCacheSpec.of(budget, settings.chunk_size, context, rows, since)
         shape = replace(shape, quantised=self.int8_retrieval)
-        if not self.has_slices:
+        if not self.has_split:
             return shape
-        block = ceil_div(SLICED_BLOCK, shape.chunk) * shape.chunk
-        return replace(shape, window=SLICED_RECENT, block=block)
+        block = ceil_div(SPLIT_BLOCK, shape.chunk) * shape.chunk
+        return replace(shape, window=SPLIT_RECENT, block=block)
 
     def recent(self, prompt: int, new: int) -> tuple[int, int]:
         """Return how many tokens stay behind the target's boundary, and by what blocks it moves."""
         if not self.may_retrieve:
             return 0, BOUNDARY_BLOCK
-        shape = self.shape(prompt, new)
+        shape = self.retrieval_spec(prompt, new)
         return shape.window, shape.block
 
-    def tiers(self, prompt: int, new: int) -> TieredShape:
+    def target_spec(self, prompt: int, new: int) -> TieredCacheSpec:
         """Return how the target's cache is laid out, before a plan says which layers are resident.
 
         Raises ConfigError where there are fewer heads than ranks.
         """
         recent, block = self.recent(prompt, new)
-        rows = self.max_pass_tokens
-        if self.has_slices:  # those that stand, and behind them what is drafted meanwhile
+        rows = self.max_forward_tokens
+        if self.has_split:  # those that stand, and behind them what is drafted meanwhile
             rows *= 2
-        shape = TieredShape.with_ring(self.layout, prompt + new, recent, block, rows, self.copies)
-        packed = self.settings.packed
+        shape = TieredCacheSpec.with_ring(
+            self.layout, prompt + new, recent, block, rows, self.copies
+        )
+        packed = self.settings.compress_offload
         if packed is None:
-            packed = self.has_slices and self.copies
-        packed = packed and shape.saves_if_packed
-        return replace(shape, packed=packed, steady=self.settings.identical)
+            packed = self.has_split and self.copies
+        packed = packed and shape.compression_saves
+        return replace(shape, compressed=packed, batch_invariant=self.settings.deterministic)
 
     @property
-    def draft_shape(self) -> StreamingShape:
+    def draft_spec(self) -> StreamingCacheSpec:
         """Return how the draft's cache is laid out."""
-        return StreamingShape(self.settings.sinks, self.window, DRAFT_SLACK)
+        return StreamingCacheSpec(self.settings.sinks, self.window, DRAFT_SLACK)
 
-    def placed(self, plan: MemoryPlan, prompt: int, new: int = 0) -> TieredShape:
+    def planned_spec(self, plan: MemoryPlan, prompt: int, new: int = 0) -> TieredCacheSpec:
         """Return how the target's cache is laid out by a plan."""
-        shape = self.tiers(prompt, new)
-        return shape.placed(plan.resident_layers, plan.late_layers, plan.sliced_layers)
+        shape = self.target_spec(prompt, new)
+        return shape.with_placement(plan.resident_layers, plan.deferred_layers, plan.split_layers)
 
-    def near_tokens(self, plan: MemoryPlan, tokens: int, code: float) -> float:
+    def effective_device_tokens(self, plan: MemoryPlan, tokens: int, code: float) -> float:
         """Return as how many tokens in 16 bits the device attends to what it has of so many.
 
         A code takes so much of an element's time.
         """
         layers = self.target.layers
-        sliced = plan.sliced_layers
-        streamed = layers - plan.resident_layers - sliced
-        whole = plan.resident_layers + sliced * code
+        split = plan.split_layers
+        streamed = layers - plan.resident_layers - split
+        whole = plan.resident_layers + split * code
         return (whole * tokens + streamed * min(self.budget, tokens)) / layers
 
     # -- what a plan decides -----------------------------------------------------------------------
@@ -316,7 +318,7 @@ class TextNeeds:
         """Return the tokens that a selection serves at least."""
         over_link = self.uses_link(plan)
         usual = SELECTION_INTERVAL_OVER_LINK if over_link else SELECTION_INTERVAL_ON_DEVICE
-        return self.settings.refresh or usual
+        return self.settings.selection_interval or usual
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -328,41 +330,44 @@ class TextNeeds:
             weights += weight_bytes(self.draft, self.draft_ranks, self.dtype)
         return weights
 
-    def memory(self, prompt: int, new: int) -> Needs:
+    def memory(self, prompt: int, new: int) -> MemoryRequirements:
         """Return the device memory beside the weights, by what it is for.
 
-        Raises FitError, and ConfigError where there are fewer heads than ranks.
+        Raises InsufficientMemoryError, and ConfigError where there are fewer heads than ranks.
         """
         target, item = self.target, self.dtype.itemsize
         layer, shared = self._retrieval_bytes(prompt, new)
-        return Needs(
-            target=self.tiers(prompt, new),
+        return MemoryRequirements(
+            target=self.target_spec(prompt, new),
             retrieval=self.target.layers * layer + shared if self.has_retrieval else 0,
             draft=self._draft_bytes(),
             tables=2 * (prompt + new) * target.rotary_dim * item,
             hidden=self.hidden_bytes(prompt),
-            passes=self._pass_bytes(prompt, new),
-            slices=self.has_slices,
+            forwards=self._forward_bytes(prompt, new),
+            splitting=self.has_split,
             streamed_retrieval=0 if self.has_retrieval else layer,
-            choosing=0 if self.has_retrieval else shared,
+            selection=0 if self.has_retrieval else shared,
         )
 
-    def _pass_bytes(self, prompt: int, new: int) -> int:
+    def _forward_bytes(self, prompt: int, new: int) -> int:
         """Return what a pass takes when decoding, beside caches."""
         item = self.dtype.itemsize
-        row = ALLOCATOR_FACTOR * self.activations * item + LAW_BYTES_PER_LOGIT * self.target.vocab
-        rows, steady = self.max_pass_tokens, 0
-        if self.settings.identical:
-            rows += 2 * WIDTH
+        row = (
+            ALLOCATOR_FACTOR * self.activation_elements * item
+            + PROBS_BYTES_PER_LOGIT * self.target.vocab
+        )
+        rows, steady = self.max_forward_tokens, 0
+        if self.settings.deterministic:
+            rows += 2 * ROW_BLOCK
             groups = self.target.heads // self.target.kv_heads
             steady = working_bytes(self.layout, prompt + new, rows, groups)
             steady += 8 * NOISE_POSITIONS * self.target.vocab  # float64
-        return rows * row + self._masked_bytes(prompt, new) + self.mixing_bytes + steady
+        return rows * row + self._masked_bytes(prompt, new) + self.moe_scratch_bytes + steady
 
     def hidden_bytes(self, tokens: int) -> int:
         """Return what reading so many tokens layer by layer holds of them."""
         chunk = min(tokens, self.prefill_chunk)
-        elements = tokens * self.target.hidden + ALLOCATOR_FACTOR * chunk * self.activations
+        elements = tokens * self.target.hidden + ALLOCATOR_FACTOR * chunk * self.activation_elements
         return elements * self.dtype.itemsize
 
     def _retrieval_bytes(self, prompt: int, new: int) -> tuple[int, int]:
@@ -370,8 +375,8 @@ class TextNeeds:
         if not self.may_retrieve:
             return 0, 0
         layout = replace(self.layout, layers=1)
-        shape, policy = self.shape(prompt, new), POLICY_TRAITS[self.settings.policy]
-        rows = policy.rows * self.target.heads // self.target.kv_heads
+        shape, policy = self.retrieval_spec(prompt, new), POLICY_SPECS[self.settings.policy]
+        rows = policy.query_rows * self.target.heads // self.target.kv_heads
         remembered = policy.state_bytes(layout, shape.context, shape.chunk)
         shared = shape.shared_bytes(layout) + shape.scratch_bytes(layout, rows)
         return shape.layer_bytes(layout) + remembered, shared
@@ -380,10 +385,10 @@ class TextNeeds:
         """Return what masked attention over the retrieval cache holds in a recorded pass."""
         if not self.has_retrieval:
             return 0
-        rows = min(self.max_pass_tokens, MAX_GRAPH_TOKENS)
+        rows = min(self.max_forward_tokens, MAX_GRAPH_TOKENS)
         heads = self.layout.heads * self.target.heads // self.target.kv_heads
         values = MASKED_VALUES_PER_SCORE * rows * heads
-        return 4 * values * self.shape(prompt, new).slots
+        return 4 * values * self.retrieval_spec(prompt, new).slots
 
     def _draft_bytes(self) -> int:
         """Return what the draft's cache takes."""
@@ -391,7 +396,7 @@ class TextNeeds:
             return 0
         rank = self.rank if self.draft_ranks > 1 else None
         layout = self.draft.kv_layout(self.draft_ranks, self.dtype, rank)
-        return self.draft_shape.device_bytes(layout)
+        return self.draft_spec.device_bytes(layout)
 
 
 def weight_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype) -> int:

@@ -18,7 +18,7 @@ from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig
 from parallel.formats.locate import is_gguf
 from parallel.formats.weight_headers import weight_files
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 VERSION = 2  # of what is written: another one is another identity
 _PIECE = 64 << 20  # bytes of a file that are digested at once
@@ -28,14 +28,14 @@ _MAX_DIGESTS = 1 << 20  # bytes of that file, which has some 150 a weight file; 
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightDigests:
     """The weight files of a model, as they were when they were digested."""
 
     digests: dict[str, str]  # by name, as the index of a folder has it
     marks: dict[Path, str]
 
     @classmethod
-    def of(cls, model: Path, folder: Path) -> Weights:
+    def of(cls, model: Path, folder: Path) -> WeightDigests:
         """Digest the files of a model, a folder or a GGUF file. Raises OSError, CheckpointError.
 
         What they digest to is noted in `folder`, by what the system says of them, so that they are
@@ -53,14 +53,16 @@ class Weights:
         digests = {os.path.relpath(path, root): known[mark] for path, mark in marks.items()}
         return cls(digests, marks)
 
-    def refuse_changed(self) -> None:
+    def check_unchanged(self) -> None:
         """Raise TierForceError where a file is another one by now. Raises OSError."""
         for path, mark in self.marks.items():
             if _mark(path) != mark:
                 raise TierForceError(f"{path} was changed while it was loaded: start again.")
 
 
-def digest_of(weights: Weights, config: ModelConfig, dtype: torch.dtype, group: Group) -> str:
+def digest_of(
+    weights: WeightDigests, config: ModelConfig, dtype: torch.dtype, group: TensorParallelGroup
+) -> str:
     """Return the digest of all that a text's KV depends on, beside its tokens and its angles."""
     says = {
         "version": VERSION,

@@ -13,24 +13,24 @@ from pathlib import Path
 
 from decoding.prefix_cache.files import hold_lock, locked, rank_file
 from decoding.prefix_cache.store import (
-    LEAST_TOKENS,
     MAX_TOKENS,
-    KeptPrompt,
+    MIN_TOKENS,
+    CachedPrompt,
     Manifest,
     PromptCache,
     digest_of_text,
-    is_new,
+    is_worth_saving,
 )
-from decoding.prefix_cache.writer import Saving, files_of, saved
-from offload.errors import DamagedError, TierForceError, one_line
+from decoding.prefix_cache.writer import BackgroundWriter, files_of, load_saved
+from offload.errors import CorruptCacheError, TierForceError, one_line
 from offload.tiered.cache import TieredCache
-from offload.tiered.prefill import LAST_ROWS, Prefill
+from offload.tiered.prefill import OBSERVED_ROWS, Prefill
 from parallel.config.model_config import ModelConfig
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 
 @dataclass(frozen=True)
-class Identity:
+class ModelFingerprint:
     """What the KV of a model's texts depends on, and what people call the model."""
 
     digest: str  # of weights, config, number format, ranks and device
@@ -38,24 +38,26 @@ class Identity:
 
     def of_text(self, config: ModelConfig, prompt: int, length: int) -> str:
         """Return that of a prompt in a text of `length` tokens, whose angles may depend on both."""
-        return sha256(self.digest.encode() + config.angles(prompt, length)).hexdigest()
+        return sha256(self.digest.encode() + config.rope_key(prompt, length)).hexdigest()
 
 
-class Keeper:
+class PrefixCacheManager:
     """Prompts on disk, as the texts of an engine use them."""
 
-    def __init__(self, folder: str, limit: int | None, identity: Identity, group: Group):
+    def __init__(
+        self, folder: str, limit: int | None, identity: ModelFingerprint, group: TensorParallelGroup
+    ):
         """Open the folder; all ranks call it. Raises TierForceError, on all of them."""
         self.identity, self.group = identity, group
         # on rank 0; from another thread, too
         self.warn: Callable[[str], None] = partial(warnings.warn, stacklevel=2)
         self._cache: PromptCache | None = None
         self._is_tidy = False
-        with group.together():
+        with group.sync_errors():
             if group.rank == 0:
                 self._cache = PromptCache(Path(folder).absolute(), limit)
                 self._cache.warn = lambda line: self.warn(line)  # whatever it is by then
-                self._cache.make()
+                self._cache.create()
 
     def find(self, identity: str, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt need not be read; on rank 0."""
@@ -63,7 +65,7 @@ class Keeper:
 
     def has(self, identity: str, prompt: Sequence[int]) -> bool:
         """Return whether a prompt is kept, or nearly all of it; on rank 0."""
-        return not is_new(len(prompt), self._known(identity, prompt)[1])
+        return not is_worth_saving(len(prompt), self._known(identity, prompt)[1])
 
     def load(self, identity: str, prompt: Sequence[int], cache: TieredCache) -> int:
         """Let an empty cache hold the first tokens of a prompt, and return how many; on all ranks.
@@ -71,7 +73,7 @@ class Keeper:
         At least those are left that the prompt's followers see. Where a rank cannot read its part,
         none holds anything, and it is told; what is damaged is removed.
         """
-        found: tuple[KeptPrompt, int, bytes] | None = None
+        found: tuple[CachedPrompt, int, bytes] | None = None
         if self.group.rank == 0:
             best, count = self._found(identity, prompt)
             if best is not None:
@@ -81,10 +83,10 @@ class Keeper:
             return 0
         kept, count, text = found
         trouble = None
-        with self.group.together():
+        with self.group.sync_errors():
             try:
                 self._load(kept, count, text, cache)
-            except DamagedError as error:
+            except CorruptCacheError as error:
                 trouble = str(error), True
             except OSError as error:
                 # what lacks a file is damaged, unless another process has removed all of it
@@ -96,7 +98,7 @@ class Keeper:
         troubles = [each for each in self.group.gather(trouble) if each]
         if self.group.rank == 0:
             self._used(kept, troubles)
-        cache.go_back(0 if troubles else count)
+        cache.truncate(0 if troubles else count)
         return cache.length
 
     def save(
@@ -106,7 +108,7 @@ class Keeper:
         prompt: Sequence[int],
         cache: TieredCache,
         may_save: bool = True,
-    ) -> Saving | None:
+    ) -> BackgroundWriter | None:
         """Begin to write a prompt that was read, where it is worth it; all ranks call it.
 
         Nothing is begun where rank 0 says that it `may_save` nothing.
@@ -134,40 +136,40 @@ class Keeper:
             finish = partial(self._finish, folder, manifest, list(prompt))
         try:
             files = files_of(folder, group.rank, layout, len(prompt), text)
-            layers = list(zip(files, cache.excerpts(), strict=True))
-            return Saving(folder, group.rank, lock, layers, finish)
+            layers = list(zip(files, cache.host_readers(), strict=True))
+            return BackgroundWriter(folder, group.rank, lock, layers, finish)
         except (RuntimeError, MemoryError, TierForceError) as error:  # no memory, no thread
             lock.close()
             if self._cache is not None:
                 self._cache.discard(folder)
-                self._not_kept(one_line(error))
+                self._warn_not_saved(one_line(error))
             return None
 
-    def _known(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
+    def _known(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return what is kept of a prompt, and how many tokens; nothing if it cannot be told."""
         assert self._cache is not None
         with suppress(TierForceError):  # writing will tell
             if not self._is_tidy:
-                self._cache.tidy()
+                self._cache.collect_garbage()
                 self._is_tidy = True
             return self._cache.find(identity, prompt)
         return None, 0
 
-    def _found(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
+    def _found(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return what is kept of a prompt, and how much of it is of use."""
         kept, count = self._known(identity, prompt)
-        count = min(count, len(prompt) - LAST_ROWS)
-        return (kept, count) if count >= LEAST_TOKENS else (None, 0)
+        count = min(count, len(prompt) - OBSERVED_ROWS)
+        return (kept, count) if count >= MIN_TOKENS else (None, 0)
 
-    def _load(self, kept: KeptPrompt, count: int, text: bytes, cache: TieredCache) -> None:
-        """Fill a cache on this rank with so many tokens. Raises DamagedError, OSError."""
+    def _load(self, kept: CachedPrompt, count: int, text: bytes, cache: TieredCache) -> None:
+        """Fill a cache on this rank with so many tokens. Raises CorruptCacheError, OSError."""
         rank = self.group.rank
         files = files_of(kept.folder, rank, cache.layout, kept.manifest.tokens, text)
         with Prefill(cache, count) as way:
-            for layer, pieces in saved(kept.folder, rank, files, count):
-                way.fill(layer, pieces)
+            for layer, pieces in load_saved(kept.folder, rank, files, count):
+                way.load_blocks(layer, pieces)
 
-    def _used(self, kept: KeptPrompt, troubles: list[tuple[str, bool]]) -> None:
+    def _used(self, kept: CachedPrompt, troubles: list[tuple[str, bool]]) -> None:
         """Note that a prompt was used, or tell why it was not, and remove it if it is damaged."""
         assert self._cache is not None
         if not troubles:
@@ -187,11 +189,11 @@ class Keeper:
     ) -> tuple[Path, ExitStack] | None:
         """Return a folder for a prompt; None where it is not worth it, or there is no room."""
         assert self._cache is not None
-        if LEAST_TOKENS <= len(prompt) <= MAX_TOKENS and not self.has(identity, prompt):
+        if MIN_TOKENS <= len(prompt) <= MAX_TOKENS and not self.has(identity, prompt):
             try:
                 return self._cache.begin(nbytes)
             except TierForceError as error:
-                self._not_kept(str(error))
+                self._warn_not_saved(str(error))
         return None
 
     def _finish(
@@ -199,19 +201,19 @@ class Keeper:
         folder: Path,
         manifest: Manifest,
         prompt: list[int],
-        saving: Saving,
+        saving: BackgroundWriter,
         trouble: str | None,
     ) -> None:
         """Let what all ranks have written be a prompt; on the thread that wrote rank 0's part."""
         assert self._cache is not None
         ranks = range(self.group.size)
-        is_given_up = False
+        is_cancelled = False
         try:
             for rank in ranks[1:]:
                 with locked(rank_file(folder, rank, "lock")):
                     pass  # it has written all that it will
             given_up = [rank_file(folder, rank, "given-up").exists() for rank in ranks]
-            is_given_up = saving.is_given_up or any(given_up)
+            is_cancelled = saving.is_cancelled or any(given_up)
             missing = [rank for rank in ranks if not rank_file(folder, rank, "json").exists()]
             if missing:
                 trouble = trouble or f"rank {missing[0]} could not write its part"
@@ -221,8 +223,8 @@ class Keeper:
             trouble = one_line(error)
         if trouble is not None:
             self._cache.discard(folder)
-            if not is_given_up:
-                self._not_kept(trouble)
+            if not is_cancelled:
+                self._warn_not_saved(trouble)
 
-    def _not_kept(self, why: str) -> None:
+    def _warn_not_saved(self, why: str) -> None:
         self.warn(f"the text that was read is not kept: {why}")

@@ -30,7 +30,7 @@ from decoding.speculation.sequence import common_prefix
 from offload.errors import TierForceError
 from offload.regular_files import UnsuitableFileError, read_json, read_regular
 
-LEAST_TOKENS = 256  # fewer are read again as soon
+MIN_TOKENS = 256  # fewer are read again as soon
 MAX_TOKENS = 1 << 24  # more than any context: what says that it has more is not believed
 _MAX_MANIFEST = 1 << 14  # bytes
 _MAX_NAME = 200  # characters of a name that is kept
@@ -38,7 +38,9 @@ _TOKEN_BYTES = 8
 _MANIFEST, _TOKENS, _LOCK, _LOCKS = "manifest.json", "tokens.bin", ".lock", "rank-*.lock"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _ID = "[0-9a-f]{12}"
-_LOCKED_S = 60.0  # that other jobs, which only rename and remove under it, hold the lock at most
+_LOCK_TIMEOUT_S = (
+    60.0  # that other jobs, which only rename and remove under it, hold the lock at most
+)
 _GROWTH = 16  # a prompt is new where more than a part of this is
 _NONE = (ValueError, TypeError, KeyError)  # what reading no manifest raises
 
@@ -71,7 +73,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class KeptPrompt:
+class CachedPrompt:
     """A prompt on disk."""
 
     folder: Path
@@ -116,24 +118,24 @@ class PromptCache:
         self.folder, self.limit = folder, limit
         self.warn: Callable[[str], None] = lambda line: None
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Make the folder, if it is not there. Raises TierForceError where it cannot be used."""
         with self._usable():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._locked():
                 pass
 
-    def prompts(self) -> list[KeptPrompt]:
+    def prompts(self) -> list[CachedPrompt]:
         """Return what is kept, the least recently used first. Raises TierForceError."""
         found = []
         for path in self._folders():
             # what is not ours is left alone; what has gone meanwhile, too
             with suppress(OSError, *_NONE):
                 used = (path / _MANIFEST).stat().st_mtime
-                found.append(KeptPrompt(path, Manifest.read(path), used))
+                found.append(CachedPrompt(path, Manifest.read(path), used))
         return sorted(found, key=lambda each: (each.used, each.id))
 
-    def find(self, identity: str, prompt: Sequence[int]) -> tuple[KeptPrompt | None, int]:
+    def find(self, identity: str, prompt: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return what begins like a prompt with the most tokens, and how many these are.
 
         Of several the one used last is taken; None and 0 where there is none. Tokens are compared,
@@ -148,7 +150,7 @@ class PromptCache:
                     best, most = kept, count
         return best, most
 
-    def drop(self, kept: KeptPrompt) -> None:
+    def drop(self, kept: CachedPrompt) -> None:
         """Remove a prompt, unless there is another one in its place by now. Raises OSError."""
         with self._locked():
             with suppress(*_NONE):
@@ -156,7 +158,7 @@ class PromptCache:
                     return
             self._remove(kept.folder)
 
-    def tidy(self) -> None:
+    def collect_garbage(self) -> None:
         """Remove what killed processes have left, what is damaged, and what exceeds the limit.
 
         Raises TierForceError.
@@ -175,15 +177,15 @@ class PromptCache:
         """
         if self.limit is not None and nbytes > self.limit:
             raise TierForceError(
-                f"it takes {nbytes / 1e9:.2f} GB, more than `keep_limit` {self.limit / 1e9:g} GB."
+                f"it takes {nbytes / 1e9:.2f} GB, more than `prompt_cache_limit` {self.limit / 1e9:g} GB."
             )
         with self._usable(), self._locked():
             self._clean()
             free = shutil.disk_usage(self.folder).free
             if nbytes > free:
                 raise TierForceError(
-                    f"it takes {nbytes / 1e9:.2f} GB, and the disk of `keep` {self.folder} has "
-                    f"{free / 1e9:.2f} GB free. `tierforce keep drop` makes room."
+                    f"it takes {nbytes / 1e9:.2f} GB, and the disk of `prompt_cache` {self.folder} has "
+                    f"{free / 1e9:.2f} GB free. `tierforce prompt-cache drop` makes room."
                 )
             path = self.folder / f"{_WRITING}{token_hex(6)}"
             path.mkdir(mode=0o700)
@@ -211,7 +213,7 @@ class PromptCache:
             with suppress(OSError, TierForceError):  # it is there, whatever comes
                 sync_folder(self.folder)
                 for other in self.prompts():
-                    if _goes_on(manifest, prompt, other):
+                    if _extends(manifest, prompt, other):
                         self._remove(other.folder)
                 self._make_room()
 
@@ -221,7 +223,7 @@ class PromptCache:
             self._remove(written)
 
     def _locked(self) -> AbstractContextManager[None]:
-        return locked(self.folder / _LOCK, _LOCKED_S)
+        return locked(self.folder / _LOCK, _LOCK_TIMEOUT_S)
 
     def _folders(self) -> list[Path]:
         """Return the folders that may be prompts. Raises TierForceError."""
@@ -240,7 +242,7 @@ class PromptCache:
         except OSError as error:
             why = "it is a file" if self.folder.is_file() else error.strerror
             raise TierForceError(
-                f"`keep` {self.folder} cannot be used: {why}. Name a folder that can be written to."
+                f"`prompt_cache` {self.folder} cannot be used: {why}. Name a folder that can be written to."
             ) from error
 
     def _make_room(self) -> None:
@@ -281,17 +283,17 @@ class PromptCache:
                 self.warn(f"what was kept {name} is damaged, and stays: {error.strerror}")
 
 
-def is_new(tokens: int, known: int) -> bool:
+def is_worth_saving(tokens: int, known: int) -> bool:
     """Tell whether much of a prompt is beyond the tokens of it that are kept."""
     return tokens - known > tokens // _GROWTH
 
 
-def _goes_on(manifest: Manifest, prompt: Sequence[int], other: KeptPrompt) -> bool:
+def _extends(manifest: Manifest, prompt: Sequence[int], other: CachedPrompt) -> bool:
     """Tell whether a longer prompt has nearly all of another one."""
     older = other.manifest
     if older.identity != manifest.identity or older.tokens >= manifest.tokens:
         return False
-    return not is_new(older.tokens, common_prefix(other.tokens(), prompt))
+    return not is_worth_saving(older.tokens, common_prefix(other.tokens(), prompt))
 
 
 def digest_of_text(identity: str, tokens: Sequence[int] | npt.NDArray[np.int64]) -> bytes:

@@ -16,10 +16,10 @@ from threading import Event, Thread, get_native_id
 from torch import Tensor
 
 from decoding.prefix_cache.files import rank_file, write_synced
-from offload.errors import DamagedError, one_line
+from offload.errors import CorruptCacheError, one_line
 from offload.layout import KVLayout
 from offload.regular_files import UnsuitableFileError, read_json
-from offload.tiered.kv_file import Excerpt, KVFile, Piece
+from offload.tiered.kv_file import HostReader, KVBlock, KVFile
 
 _THREADS = 4  # that read
 _AHEAD = 8  # pieces of a layer that are read before they are asked for
@@ -28,11 +28,11 @@ _NOT_DONE = "it was not finished"
 _CHECKSUM_BYTES = 16  # in JSON: ten digits and what parts them, or the brackets of a layer
 
 
-class GivenUp(Exception):
+class WriteCancelled(Exception):
     """Nobody waits for what is being written any more."""
 
 
-class Saving:
+class BackgroundWriter:
     """One rank's part of a prompt, which a thread writes while passes are made.
 
     `finish` is called on that thread behind it, with what went wrong, or None.
@@ -43,15 +43,15 @@ class Saving:
         folder: Path,
         rank: int,
         lock: ExitStack,
-        layers: Sequence[tuple[KVFile, Excerpt]],
-        finish: Callable[[Saving, str | None], None] | None = None,
+        layers: Sequence[tuple[KVFile, HostReader]],
+        finish: Callable[[BackgroundWriter, str | None], None] | None = None,
     ):
         """Begin to write; `lock` is this rank's in the folder, and is closed at the end."""
         self.tokens = layers[0][0].tokens
         self._folder, self._rank, self._lock = folder, rank, lock
         self._layers, self._finish = list(layers), finish
         self._is_given_up = Event()
-        self._thread = Thread(target=self._run, name="keep", daemon=True)
+        self._thread = Thread(target=self._run, name="prompt-cache-writer", daemon=True)
         self._thread.start()
 
     @property
@@ -59,7 +59,7 @@ class Saving:
         return self._thread.is_alive()
 
     @property
-    def is_given_up(self) -> bool:
+    def is_cancelled(self) -> bool:
         return self._is_given_up.is_set()
 
     def wait(self) -> None:
@@ -67,10 +67,10 @@ class Saving:
         try:
             self._thread.join()
         except BaseException:
-            self.give_up()  # before others get the memory that is being read
+            self.cancel()  # before others get the memory that is being read
             raise
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Leave it, and read none of its memory any more."""
         self._is_given_up.set()
         self._thread.join()
@@ -87,7 +87,7 @@ class Saving:
             path = rank_file(self._folder, self._rank, "json")
             write_synced(path, json.dumps(checksums).encode())
             trouble = None
-        except GivenUp as error:
+        except WriteCancelled as error:
             trouble = str(error)
             with suppress(OSError):  # before rank 0 asks
                 rank_file(self._folder, self._rank, "given-up").touch()
@@ -101,12 +101,12 @@ class Saving:
             finally:
                 self._lock.close()
 
-    def _wanted(self, excerpt: Excerpt) -> Excerpt:
+    def _wanted(self, excerpt: HostReader) -> HostReader:
         """Return an excerpt that raises GivenUp once nobody waits for it."""
 
         def read(head: int, start: int, end: int) -> Tensor:
-            if self.is_given_up:
-                raise GivenUp("it was given up")
+            if self.is_cancelled:
+                raise WriteCancelled("it was given up")
             return excerpt(head, start, end)
 
         return read
@@ -126,12 +126,12 @@ def files_of(folder: Path, rank: int, layout: KVLayout, tokens: int, text: bytes
     return [file_of(layer) for layer in range(layout.layers)]
 
 
-def saved(
+def load_saved(
     folder: Path, rank: int, files: Sequence[KVFile], tokens: int
-) -> Iterator[tuple[int, Iterator[Piece]]]:
+) -> Iterator[tuple[int, Iterator[KVBlock]]]:
     """Yield each layer with the pieces of its first tokens; some are read ahead.
 
-    Raises DamagedError where they are not what was written, and OSError.
+    Raises CorruptCacheError where they are not what was written, and OSError.
     """
     checksums = _read_checksums(folder, rank, files)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -139,7 +139,7 @@ def saved(
             yield layer, _ahead(pool, file.readers(tokens, sums))
 
 
-def _ahead(pool: ThreadPoolExecutor, calls: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
+def _ahead(pool: ThreadPoolExecutor, calls: Iterator[Callable[[], KVBlock]]) -> Iterator[KVBlock]:
     """Yield what calls return, in order, of which a few are made ahead."""
     waiting = deque(pool.submit(call) for call in islice(calls, _AHEAD))
     while waiting:
@@ -149,15 +149,15 @@ def _ahead(pool: ThreadPoolExecutor, calls: Iterator[Callable[[], Piece]]) -> It
 
 
 def _read_checksums(folder: Path, rank: int, files: Sequence[KVFile]) -> list[list[int]]:
-    """Return a rank's checksums by layer. Raises DamagedError, OSError."""
-    limit = _CHECKSUM_BYTES * sum(1 + file.pieces for file in files)
+    """Return a rank's checksums by layer. Raises CorruptCacheError, OSError."""
+    limit = _CHECKSUM_BYTES * sum(1 + file.blocks for file in files)
     try:
         raw = read_json(rank_file(folder, rank, "json"), limit)
         checksums = [list(map(int, each)) for each in raw]
     except UnsuitableFileError as error:
-        raise DamagedError(f"the checksums of rank {rank}: {error.strerror}") from error
+        raise CorruptCacheError(f"the checksums of rank {rank}: {error.strerror}") from error
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DamagedError(f"the checksums of rank {rank} are none") from error
+        raise CorruptCacheError(f"the checksums of rank {rank} are none") from error
     if len(checksums) != len(files):
-        raise DamagedError(f"the checksums of rank {rank} are of {len(checksums)} layers")
+        raise CorruptCacheError(f"the checksums of rank {rank} are of {len(checksums)} layers")
     return checksums

@@ -71,7 +71,7 @@ def _of_gpu(index: int, gpu: Gpu) -> Iterator[str]:
         )
     elif 0 < gpu.max_pcie_generation < 4:
         yield f"{who} has PCIe {gpu.max_pcie_generation} at most: half of PCIe 4 or less."
-    if not gpu.near:
+    if not gpu.nearby:
         yield (
             f"{who} hangs on NUMA node {gpu.numa_node}, where this process may not run: its host "
             "memory will lie across the link between the sockets. Start it there (numactl), or let "

@@ -15,29 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from decoding.config.defaults import DEFAULT_BUDGET
+from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
 from decoding.config.settings import Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
 from decoding.planning.forward_cost import attention_flops, head_flops, matmul_flops, prefill_flops
-from decoding.probe.rates import RUNS, normal, run_seconds, typical
-from decoding.probe.slices import slice_rates
-from decoding.speculation.rejection_sampler import Draft, verify
+from decoding.probe.rates import RUNS, median_seconds, random_tensor, time_once
+from decoding.probe.split_rates import split_rates
+from decoding.speculation.rejection_sampler import Draft, rejection_sample
 from decoding.speculation.sampling import Sampling
 from offload.attention import partial_attention
 from offload.cache.streaming import StreamingCache
-from offload.cache.streaming_shape import StreamingShape
-from offload.kernels.batch_invariant_attention import steady_attention
-from offload.kernels.batch_invariant_shape import KEYS, WIDTH
-from offload.kernels.selection import steady_kernels
+from offload.cache.streaming_shape import StreamingCacheSpec
+from offload.kernels.batch_invariant_attention import batch_invariant_attention
+from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
+from offload.kernels.selection import batch_invariant_kernels
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
-from offload.traffic import Traffic
+from offload.retrieval.shape import RetrievalCacheSpec
+from offload.traffic import ByteCounters
 from parallel.config.model_config import ModelConfig
-from parallel.execution.cuda_graphs import GraphRunner, graphs_work
+from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.loading import random_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 # tokens of a pass over the retrieval cache, of a verification, and of a chunk of prefill
 _RETRIEVAL_ROWS = 3
@@ -76,7 +76,7 @@ def pass_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
 
     They are of layers of this model, on one rank that has them whole.
     """
-    return _Kernels(config, device, dtype).rates() | slice_rates(config, device, dtype)
+    return _Kernels(config, device, dtype).rates() | split_rates(config, device, dtype)
 
 
 class _Kernels:
@@ -90,12 +90,12 @@ class _Kernels:
     def rates(self) -> dict[str, float]:
         """Measure all of them, by the fields of a hardware profile."""
         rates = {"memory_rate": self.memory_rate(), **self.attention_rates()}
-        rates["piece_s"] = self.piece_seconds(rates)
+        rates["chunk_s"] = self.chunk_seconds(rates)
         rates["matmul"] = self.matmul_rate(rates["prefill_attention"])
         rates |= self.retrieval_rates()
         rates |= self.launch_seconds(rates["memory_rate"], rates["kv_rate"])
         if self.device.type == "cpu":  # elsewhere further rows hide behind reading the weights
-            rates |= self.further_rows()
+            rates |= self.extra_query_tokens()
         return rates | sampling_seconds(self.config.vocab, self.device)
 
     def memory_rate(self) -> float:
@@ -103,7 +103,7 @@ class _Kernels:
         columns, rows = (4096, 1 << 15) if self.device.type == "cpu" else (8192, 1 << 16)
         weight = torch.ones(rows, columns, device=self.device, dtype=self.dtype)
         x = torch.ones(1, columns, device=self.device, dtype=self.dtype)
-        return weight.nbytes / typical(lambda: F.linear(x, weight))
+        return weight.nbytes / median_seconds(lambda: F.linear(x, weight))
 
     def launch_seconds(self, memory_rate: float, kv_rate: float) -> dict[str, float]:
         """Measure what a layer and a pass take on top of reading their weights and KV."""
@@ -113,10 +113,10 @@ class _Kernels:
         kv = self.layout.bytes(_SHORT_TEXT)
         return {
             "layer_s": max(0.0, layer_s - weights / memory_rate - kv / kv_rate),
-            "pass_s": max(0.0, head_s - head / memory_rate),
+            "forward_s": max(0.0, head_s - head / memory_rate),
         }
 
-    def further_rows(self) -> dict[str, float]:
+    def extra_query_tokens(self) -> dict[str, float]:
         """Measure the operations a second of the rows beyond the first, in passes of some rows."""
         one, _ = self._short_pass_s(1)
         rates = {}
@@ -137,20 +137,22 @@ class _Kernels:
         """Measure a pass of a model of so many layers."""
         config, device = replace(self.config, layers=layers), self.device
         rotary = config.rotary(1, behind + 2 * _VERIFIED_ROWS, self.dtype, device)
-        shape = StreamingShape(1, behind, _VERIFIED_ROWS)
+        shape = StreamingCacheSpec(1, behind, _VERIFIED_ROWS)
         cache = StreamingCache(config.kv_layout(1, self.dtype), shape, rotary, device)
-        group = Group(device=device)
+        group = TensorParallelGroup(device=device)
         model = random_model(config, group, self.dtype)
         for part in torch.zeros(behind, dtype=torch.int64, device=device).split(_VERIFIED_ROWS):
             model(part, cache, 1)
             cache.advance(len(part))
         tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        run = GraphRunner(graphs_work(group), group.recorder)
-        run.warm(model, tokens, cache, rows)
+        run = GraphRunner(cuda_graphs_supported(group), group.graph_capturer)
+        run.warm_up(model, tokens, cache, rows)
         # read before each pass, so that weights come from memory, as they do behind a text
         others = torch.ones(_KV_BYTES[device.type] // 4, device=device)
         repeats = max(RUNS, _SHORT_PASSES // rows)
-        return typical(lambda: run(model, tokens, cache, rows), repeats, lambda: others.sum())
+        return median_seconds(
+            lambda: run(model, tokens, cache, rows), repeats, lambda: others.sum()
+        )
 
     def attention_rates(self) -> dict[str, float]:
         """Measure attention: of one row, of further rows of a short pass, and of a prefill."""
@@ -179,25 +181,28 @@ class _Kernels:
     ) -> float:
         """Measure the attention of `rows` rows over kv (2, N, Hkv, D)."""
         q = self._random((rows, self.layer.heads, self.layer.head_dim))
-        return typical(lambda: partial_attention(q, kv[0], kv[1], causal)[0], of=of)
+        return median_seconds(lambda: partial_attention(q, kv[0], kv[1], causal)[0], of=of)
 
-    def piece_seconds(self, rates: Mapping[str, float]) -> float:
+    def chunk_seconds(self, rates: Mapping[str, float]) -> float:
         """Measure what a block of keys takes beside what these rates tell, where rows are steady.
 
         It is nothing where fused kernels take all of a layer's at once. On a GPU without them all
         of it is launches.
         """
-        layout, tokens = self.layout, _STEADY_BLOCKS * KEYS
+        layout, tokens = self.layout, _STEADY_BLOCKS * KEY_BLOCK
         groups = self.layer.heads // self.layer.kv_heads
-        if steady_kernels(self.device.type, self.dtype, layout.head_dim, groups)[0] is not None:
+        if (
+            batch_invariant_kernels(self.device.type, self.dtype, layout.head_dim, groups)[0]
+            is not None
+        ):
             return 0.0
         kv = self._random(layout.shape(1, tokens))[0]
-        q = self._random((WIDTH, self.layer.heads, self.layer.head_dim))
-        traffic = Traffic()
-        seconds = typical(lambda: steady_attention(q, [kv], traffic))
+        q = self._random((ROW_BLOCK, self.layer.heads, self.layer.head_dim))
+        traffic = ByteCounters()
+        seconds = median_seconds(lambda: batch_invariant_attention(q, [kv], traffic))
         if self.device.type == "cpu":
             seconds -= layout.bytes(tokens) / rates["kv_rate"]
-            scores = (WIDTH - 1) * attention_flops(self.layer) * tokens
+            scores = (ROW_BLOCK - 1) * attention_flops(self.layer) * tokens
             seconds -= scores / rates["attention"] if "attention" in rates else 0.0
         return max(0.0, seconds) / (_STEADY_BLOCKS * layout.heads)
 
@@ -208,19 +213,19 @@ class _Kernels:
         """
         config = replace(self.config, layers=2)
         link = "view" if self.device.type == "cpu" else "auto"
-        settings = Settings(mode="plain", resident_layers=2, link=link)
-        model = random_model(config, Group(device=self.device), self.dtype)
-        runtime = Runtime.make(model, None, "plain", settings)
-        tokens, chunk = 256, runtime.needs.prefill_chunk
+        settings = Settings(mode="plain", gpu_kv_layers=2, link=link)
+        model = random_model(config, TensorParallelGroup(device=self.device), self.dtype)
+        runtime = Runtime.create(model, None, "plain", settings)
+        tokens, chunk = 256, runtime.requirements.prefill_chunk
 
         def prefill() -> Tensor:
-            return Session(runtime, [0] * tokens, 1).prefill()
+            return SequenceState(runtime, [0] * tokens, 1).prefill()
 
         try:
             prefill()  # which makes kernels
-            while tokens < chunk and 2 * run_seconds(prefill) < _PREFILL_S:
+            while tokens < chunk and 2 * time_once(prefill) < _PREFILL_S:
                 tokens = min(2 * tokens, chunk)
-            seconds = typical(prefill, of=min)
+            seconds = median_seconds(prefill, of=min)
         finally:
             runtime.link.close()
         products, scores = prefill_flops(config, tokens)
@@ -231,15 +236,17 @@ class _Kernels:
 
         What takes as long for few tokens as for many is no part of the second.
         """
-        few, select_s = self._retrieval(DEFAULT_BUDGET)
+        few, select_s = self._retrieval(DEFAULT_RETRIEVAL_BUDGET)
         rates = {"score_rate": self.layout.bytes(_PREFIX) / select_s}
         if self.dtype.itemsize == 2:
             many, _ = self._retrieval(_LARGE_BUDGET)
             # read before each pass, so that the cache comes from memory
             others = torch.ones(_KV_BYTES[self.device.type] // 4, device=self.device)
-            few_s, many_s = (typical(each, before=lambda: others.sum()) for each in (few, many))
+            few_s, many_s = (
+                median_seconds(each, before=lambda: others.sum()) for each in (few, many)
+            )
             if many_s > few_s:
-                kv = self.layout.bytes(_LARGE_BUDGET - DEFAULT_BUDGET)
+                kv = self.layout.bytes(_LARGE_BUDGET - DEFAULT_RETRIEVAL_BUDGET)
                 rates["int8_rate"] = kv / (many_s - few_s)
         return rates
 
@@ -247,7 +254,7 @@ class _Kernels:
         """Return what attends to a retrieval cache, and the seconds of a selection for it."""
         layout, usual, rows = self.layout, Settings(), _VERIFIED_ROWS
         rotary = self.layer.rotary(1, _PREFIX + 2 * rows, self.dtype, self.device)
-        shape = RetrievalShape.of(budget, usual.chunk_size, _PREFIX + rows, rows, rows)
+        shape = RetrievalCacheSpec.of(budget, usual.chunk_size, _PREFIX + rows, rows, rows)
         shape = replace(shape, quantised=self.dtype.itemsize == 2)
         policy = POLICIES[usual.policy]()
         cache = RetrievalCache(layout, shape, policy, rotary, self.device, min_interval=0)
@@ -257,14 +264,14 @@ class _Kernels:
         keys, values = recent.transpose(1, 2)[:, :1]  # of one token (1, Hkv, D)
 
         def choose() -> Tensor:
-            cache.follow(_PREFIX, _PREFIX, _PREFIX + rows)
-            cache.observe(0, 0, q, prefix, recent)
+            cache.on_forward(_PREFIX, _PREFIX, _PREFIX + rows)
+            cache.on_attention(0, 0, q, prefix, recent)
             return cache.buffers(0)[0]
 
-        return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), typical(choose)
+        return lambda: cache.attend(0, q[:1], keys, values, _PREFIX), median_seconds(choose)
 
     def _random(self, shape: Sequence[int]) -> Tensor:
-        return normal(*shape, device=self.device, dtype=self.dtype)
+        return random_tensor(*shape, device=self.device, dtype=self.dtype)
 
 
 def sampling_seconds(vocab: int, device: torch.device) -> dict[str, float]:
@@ -277,9 +284,11 @@ def sampling_seconds(vocab: int, device: torch.device) -> dict[str, float]:
 def _verdict_s(vocab: int, device: torch.device, rows: int) -> float:
     """Measure the distributions of `rows` rows, and verifying a draft one token shorter."""
     generator = torch.Generator(device)
-    logits = normal(rows, vocab, device=device)
+    logits = random_tensor(rows, vocab, device=device)
     draft = Draft(
         torch.zeros(rows - 1, dtype=torch.int64, device=device),
         torch.ones(rows - 1, vocab, device=device) / vocab,
     )
-    return typical(lambda: torch.tensor(verify(draft, _SAMPLING.law(logits), generator)))
+    return median_seconds(
+        lambda: torch.tensor(rejection_sample(draft, _SAMPLING.probs(logits), generator))
+    )

@@ -14,18 +14,18 @@ from decoding.probe.kernels import pass_rates, usual_dimensions
 from decoding.probe.survey import Machine
 from offload.dtypes import NO_FLOAT16, dtype_name
 from offload.errors import TierForceError, one_line
-from offload.memory.bandwidth import Copies
+from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.link_spec import make_link
 from offload.memory.numa import gpu_address
 from parallel.config.model_config import ModelConfig
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 _SMALL_SUM_BYTES = 8192  # one token's hidden state in a 7B model
 _ONE_RANK = {"all_reduce_s": 0.0, "all_reduce_rate": 1e15}  # sums over one rank cost nothing
 
 
 def profile(
-    group: Group, model: str | None = None, dtype: torch.dtype = torch.bfloat16
+    group: TensorParallelGroup, model: str | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
     """Measure this machine: the content of a hardware file, and what the system tells.
 
@@ -35,13 +35,15 @@ def profile(
     (TierForceError).
     """
     cuda = group.device.type == "cuda"
-    with group.together():
+    with group.sync_errors():
         if not cuda and dtype == torch.float16:
             raise TierForceError(NO_FLOAT16)
-        config = ModelConfig.find(model) if model is not None else usual_dimensions(group.device)
+        config = (
+            ModelConfig.from_name(model) if model is not None else usual_dimensions(group.device)
+        )
     numbers: dict[str, float] = {
         "gpus": group.size,
-        "host_memory": group.broadcast(Machine.here().host_available),
+        "host_memory": group.broadcast(Machine.detect().host_available),
     }
     own, alone, busy = _of_this_rank(group, config, dtype)
     numbers |= _slowest(group.gather(own)) | _sums(group)
@@ -64,28 +66,28 @@ def profile(
 
 
 def _of_this_rank(
-    group: Group, config: ModelConfig, dtype: torch.dtype
+    group: TensorParallelGroup, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[dict[str, float], list[float], Machine]:
     """Measure this rank's own numbers, the rate of each rank's link alone, and the machine.
 
     The machine is looked at while its links are busy.
     """
-    with group.together():
+    with group.sync_errors():
         link = make_link("auto", group.device)
-        copies = Copies(link)
+        copies = BandwidthProbe(link)
     mine = 0.0
     for rank in range(group.size):
-        with group.together():
+        with group.sync_errors():
             mine = copies.rate(out=False) if rank == group.rank else mine
     alone = group.gather(mine)
     own: dict[str, float] = {}
     for name, out in (("link_in", False), ("link_out", True)):
-        with group.together():  # which also lets all ranks begin at once
+        with group.sync_errors():  # which also lets all ranks begin at once
             pass
-        with group.together():
+        with group.sync_errors():
             own[name] = copies.rate(out)
-    with group.together():
-        busy = copies.meanwhile(Machine.here)
+    with group.sync_errors():
+        busy = copies.call_while_copying(Machine.detect)
         copies.close()
         own["device_memory"] = link.device_available()
         if group.device.type != "cuda":
@@ -111,17 +113,17 @@ def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _sums(group: Group) -> dict[str, float]:
+def _sums(group: TensorParallelGroup) -> dict[str, float]:
     """Measure sums over ranks; all ranks call it."""
     if group.size == 1:
         return _ONE_RANK
     return {
-        "all_reduce_s": max(group.gather(rates.sum_seconds(group, _SMALL_SUM_BYTES))),
-        "all_reduce_rate": min(group.gather(rates.sum_rate(group))),
+        "all_reduce_s": max(group.gather(rates.all_reduce_seconds(group, _SMALL_SUM_BYTES))),
+        "all_reduce_rate": min(group.gather(rates.all_reduce_rate(group))),
     }
 
 
-def _source(group: Group, model: str | None, dtype: torch.dtype) -> str:
+def _source(group: TensorParallelGroup, model: str | None, dtype: torch.dtype) -> str:
     """Return what stands beside each number: when it was measured, and on what."""
     device = "a CPU"
     if group.device.type == "cuda":

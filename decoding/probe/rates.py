@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.model.matmul import linear
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 _LARGE_SUM_BYTES = 16 << 20
 _REPEATS = 5
@@ -23,15 +23,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> fl
     """Return the operations a second of one large matrix product: the most that could be had."""
     size, largest = 256, 2048 if device.type == "cpu" else 8192
     while True:
-        x, weight = (normal(size, size, device=device, dtype=dtype) for _ in range(2))
+        x, weight = (random_tensor(size, size, device=device, dtype=dtype) for _ in range(2))
         product = partial(linear, x, weight)
-        run_seconds(product)  # which makes kernels
-        if size == largest or 8 * run_seconds(product) > _LONG_ENOUGH:
+        time_once(product)  # which makes kernels
+        if size == largest or 8 * time_once(product) > _LONG_ENOUGH:
             return 2 * size**3 / _seconds(product)
         size *= 2
 
 
-def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_tensor(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return random numbers of this shape.
 
     They come of a generator of their own: behind a CUDA graph that could not be recorded, torch's
@@ -41,25 +41,25 @@ def normal(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32
     return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
 
 
-def sum_seconds(group: Group, nbytes: int) -> float:
+def all_reduce_seconds(group: TensorParallelGroup, nbytes: int) -> float:
     """Return the seconds of one all-reduce of so many bytes, on all ranks at once."""
     x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=group.device)
     return _seconds(lambda: group.all_reduce(x))
 
 
-def sum_rate(group: Group, nbytes: int = _LARGE_SUM_BYTES) -> float:
+def all_reduce_rate(group: TensorParallelGroup, nbytes: int = _LARGE_SUM_BYTES) -> float:
     """Return the bytes a second of a large all-reduce."""
-    return nbytes / sum_seconds(group, nbytes)
+    return nbytes / all_reduce_seconds(group, nbytes)
 
 
-def run_seconds(work: Callable[[], torch.Tensor]) -> float:
+def time_once(work: Callable[[], torch.Tensor]) -> float:
     """Return the seconds of one run, until its result is there."""
     started = time.perf_counter()
     work().flatten()[0].item()
     return time.perf_counter() - started
 
 
-def typical(
+def median_seconds(
     work: Callable[[], torch.Tensor],
     repeats: int = RUNS,
     before: Callable[[], torch.Tensor] | None = None,
@@ -75,7 +75,7 @@ def typical(
     for _ in range(repeats + 1):
         if before is not None:
             before().item()
-        times.append(run_seconds(work))
+        times.append(time_once(work))
     return of(times[1:])
 
 

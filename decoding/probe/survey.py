@@ -26,7 +26,7 @@ class Gpu:
     max_pcie_width: int
     numa_node: int | None
     address: str = ""  # on the PCI bus, as sysfs writes it
-    near: bool = True  # whether this process may run on CPUs of its NUMA node
+    nearby: bool = True  # whether this process may run on CPUs of its NUMA node
     # how the kernel maps its copies: identity, or translated; None where it does not say
     iommu: str | None = None
     peers: tuple[int, ...] = ()  # of NVML's GPUs, those whose memory it reads without the host
@@ -45,7 +45,7 @@ class Machine:
     wsl: bool
 
     @classmethod
-    def here(cls) -> Machine:
+    def detect(cls) -> Machine:
         """Look at the machine that this process runs on."""
         gpus, driver = _gpus()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -133,7 +133,7 @@ def _gpu(handle: Any) -> Gpu:
         max_pcie_width=_or_zero(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         numa_node=node,
         address=address,
-        near=not cpus or bool(cpus & os.sched_getaffinity(0)),
+        nearby=not cpus or bool(cpus & os.sched_getaffinity(0)),
         iommu=iommu_of(address),
     )
 

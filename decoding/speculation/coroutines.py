@@ -12,13 +12,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from parallel.execution.batched_forward import Pass
+from parallel.execution.batched_forward import ForwardRequest
 
 T = TypeVar("T")
-Passes = Generator[Pass, Tensor, T]  # yields each pass, is sent its logits (rows, V), returns a T
+Steps = Generator[
+    ForwardRequest, Tensor, T
+]  # yields each pass, is sent its logits (rows, V), returns a T
 
 
-def drive(passes: Passes[T], make: Callable[[Pass], Tensor]) -> T:
+def run(passes: Steps[T], make: Callable[[ForwardRequest], Tensor]) -> T:
     """Make the passes one after another, and return what comes of them all."""
     logits: Tensor | None = None
     while True:
@@ -41,7 +43,7 @@ class Clock:
         return now - self._away
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Count no seconds meanwhile."""
         self._stopped = time.perf_counter()
         try:

@@ -10,10 +10,10 @@ from decoding.config.defaults import MAX_DRAFT, MAX_INNER_DRAFT
 from decoding.config.settings import Settings
 
 NOISE_POSITIONS = 128  # whose noise is remembered, where it is bound to positions
-CATCH_UP = 32  # pending tokens that a model reads in one pass
+MAX_CATCH_UP = 32  # pending tokens that a model reads in one pass
 
 # of adaptive lengths
-_FORGET = 0.95  # what a round still counts after the next
+_DECAY = 0.95  # what a round still counts after the next
 _PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
 _RATE = 0.93
 _KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
@@ -64,7 +64,7 @@ class DraftLength(ABC):
     """
 
     @abstractmethod
-    def begin(self, start: int) -> None:
+    def reset(self, start: int) -> None:
         """Begin another text; `start` is a fair length where nothing is known yet."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Fixed(DraftLength):
             raise ValueError(f"a draft has at least 1 token, found length {length}")
         self.max_length = length
 
-    def begin(self, start: int) -> None:
+    def reset(self, start: int) -> None:
         pass
 
     def next(self) -> int:
@@ -94,14 +94,14 @@ class Fixed(DraftLength):
         pass
 
 
-class PassSeconds:
+class ForwardSeconds:
     """The seconds of a verifying pass as a line in its rows: least squares over fading rounds."""
 
     def __init__(self) -> None:
         self._flat_rows = _FLAT_ROWS
         self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Begin another text.
 
         Behind another context a pass costs something else, but is about as flat in its rows.
@@ -117,11 +117,11 @@ class PassSeconds:
         # a machine that was away for a moment says nothing of a pass; a new text does
         if self._weight > 1:
             seconds = min(seconds, 3 * self.line()(rows))
-        self._weight = _FORGET * self._weight + 1
-        self._rows = _FORGET * self._rows + rows
-        self._rows2 = _FORGET * self._rows2 + rows**2
-        self._seconds = _FORGET * self._seconds + seconds
-        self._cross = _FORGET * self._cross + rows * seconds
+        self._weight = _DECAY * self._weight + 1
+        self._rows = _DECAY * self._rows + rows
+        self._rows2 = _DECAY * self._rows2 + rows**2
+        self._seconds = _DECAY * self._seconds + seconds
+        self._cross = _DECAY * self._cross + rows * seconds
 
     def line(self) -> Callable[[int], float]:
         """Return a function from the rows of a pass to its seconds."""
@@ -154,14 +154,14 @@ class Adaptive(DraftLength):
         self._next = 1
         self._accepted, self._tested = _PRIOR * _RATE, _PRIOR
         self._drafted = self._draft_s = 0.0
-        self._verify_s = PassSeconds()
+        self._verify_s = ForwardSeconds()
 
-    def begin(self, start: int) -> None:
+    def reset(self, start: int) -> None:
         if not self._drafted:
             self._next = min(start, self.max_length)
         kept = min(1.0, _KEPT / self._tested)
         self._accepted, self._tested = kept * self._accepted, kept * self._tested
-        self._verify_s.begin()
+        self._verify_s.reset()
 
     def next(self) -> int:
         return self._next
@@ -174,10 +174,10 @@ class Adaptive(DraftLength):
         # a draft model that had to catch up says nothing of what a drafted token takes
         if self._drafted:
             draft_s = min(draft_s, 3 * past.drafted * self._draft_s / self._drafted)
-        self._accepted = _FORGET * self._accepted + past.accepted
-        self._tested = _FORGET * self._tested + past.accepted + (past.accepted < past.drafted)
-        self._drafted = _FORGET * self._drafted + past.drafted
-        self._draft_s = _FORGET * self._draft_s + draft_s
+        self._accepted = _DECAY * self._accepted + past.accepted
+        self._tested = _DECAY * self._tested + past.accepted + (past.accepted < past.drafted)
+        self._drafted = _DECAY * self._drafted + past.drafted
+        self._draft_s = _DECAY * self._draft_s + draft_s
         per_token, verify_s = self._draft_s / self._drafted, self._verify_s.line()
         self._next, _ = best_length(
             range(1, self.max_length + 1),
@@ -196,6 +196,6 @@ Lengths = tuple[DraftLength, ...]
 
 def draft_lengths(settings: Settings) -> Lengths:
     """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
-    inner = (settings.inner_length, MAX_INNER_DRAFT)
-    rows = ((settings.draft_length, MAX_DRAFT), inner, inner)
+    inner = (settings.num_inner_draft_tokens, MAX_INNER_DRAFT)
+    rows = ((settings.num_draft_tokens, MAX_DRAFT), inner, inner)
     return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)

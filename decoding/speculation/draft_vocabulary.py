@@ -13,15 +13,15 @@ from typing import Any
 from torch import Tensor
 
 from decoding.speculation.decoders import Autoregressive
-from parallel.execution.batched_forward import Pass
+from parallel.execution.batched_forward import ForwardRequest
 
 
-def readable(tokens: Tensor, rows: int, vocab: int) -> Tensor:
+def clamp_to_vocab(tokens: Tensor, rows: int, vocab: int) -> Tensor:
     """Return tokens (T,) of a target's `vocab` as a draft of so many `rows` can read them."""
     return tokens if rows >= vocab else tokens.masked_fill(tokens >= rows, 0)
 
 
-class DraftModel(Autoregressive):
+class PaddedVocabDraft(Autoregressive):
     """A draft model of so many `rows`, for a target of `vocab` tokens."""
 
     def __init__(self, rows: int, vocab: int, *arguments: Any):
@@ -29,5 +29,5 @@ class DraftModel(Autoregressive):
         super().__init__(*arguments)
         self.rows, self.vocab = rows, vocab
 
-    def _read(self, tokens: Tensor, rows: int) -> Pass:
-        return super()._read(readable(tokens, self.rows, self.vocab), rows)
+    def _forward(self, tokens: Tensor, rows: int) -> ForwardRequest:
+        return super()._forward(clamp_to_vocab(tokens, self.rows, self.vocab), rows)

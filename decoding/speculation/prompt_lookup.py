@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from decoding.speculation.coroutines import Passes
+from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Proposer
 from decoding.speculation.rejection_sampler import Draft
-from decoding.speculation.sequence import Text
-from parallel.ranks.process_group import on_device
+from decoding.speculation.sequence import TokenSequence
+from parallel.ranks.process_group import ints_to_device_async
 
 _MAX_AGREE = 32  # tokens before the n-gram that are compared
 
 
-class Lookup(Proposer):
+class PromptLookup(Proposer):
     """A level that proposes what followed the text's last tokens earlier in the text.
 
     Its law is one-hot, so verification is exact. Source: prompt lookup decoding (Saxena 2023,
@@ -26,28 +26,28 @@ class Lookup(Proposer):
 
     def __init__(
         self,
-        text: Text,
+        text: TokenSequence,
         ngram: int,
         vocab: int,
         device: torch.device,
         inner: Proposer | None = None,
     ):
-        super().__init__("lookup", text, len(text))
+        super().__init__("prompt_lookup", text, len(text))
         if ngram < 1:
             raise ValueError(f"a lookup needs an n-gram of at least 1 token, found {ngram}")
         self.ngram, self.vocab, self.device, self.inner = ngram, vocab, device, inner
 
-    def propose(self, n: int) -> Passes[Draft]:
+    def propose(self, n: int) -> Steps[Draft]:
         continuation = self._find(n)
         if not continuation and self.inner is not None:
-            self.inner.sync(self.ahead)
+            self.inner.sync(self.unverified)
             draft = yield from self.inner.propose(n)
-            self.ahead += self.inner.ahead[len(self.ahead) :]
+            self.unverified += self.inner.unverified[len(self.unverified) :]
             return draft
-        self.ahead += continuation
-        self.stats.passes += bool(continuation)
+        self.unverified += continuation
+        self.stats.forwards += bool(continuation)
         self.stats.produced += len(continuation)
-        tokens = on_device(continuation, self.device)
+        tokens = ints_to_device_async(continuation, self.device)
         law = torch.zeros(len(continuation), self.vocab, device=self.device)
         return Draft(tokens, law.scatter_(1, tokens[:, None], 1.0))
 
@@ -56,7 +56,7 @@ class Lookup(Proposer):
 
     def _find(self, n: int) -> list[int]:
         """Return up to n tokens, those behind the best earlier place of the last n-gram."""
-        size, text = self.ngram, self.text.followed_by(self.ahead)
+        size, text = self.ngram, self.text.with_draft(self.unverified)
         if len(text) <= size:
             return []
         # places that something follows

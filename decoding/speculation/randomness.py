@@ -9,41 +9,41 @@ import torch
 from torch import Tensor
 
 from decoding.speculation.draft_length import NOISE_POSITIONS
-from decoding.speculation.rejection_sampler import Draft, read, verify
-from decoding.speculation.sampling import Sampling, draw, first_to_ring
-from parallel.ranks.process_group import sent
+from decoding.speculation.rejection_sampler import Draft, rejection_sample, to_host
+from decoding.speculation.sampling import Sampling, draw, exponential_race
+from parallel.ranks.process_group import copy_to_device_async
 
 
-class Chance(ABC):
+class Randomness(ABC):
     """Draws tokens, and decides which proposals stand."""
 
     device: torch.device
 
-    def law(self, sampling: Sampling, logits: Tensor) -> Tensor:
+    def probs(self, sampling: Sampling, logits: Tensor) -> Tensor:
         """Return the laws (T, V) that logits (T, V) stand for."""
-        return sampling.law(logits)
+        return sampling.probs(logits)
 
     @abstractmethod
     def draw(self, law: Tensor, position: int) -> Tensor:
         """Draw the token (1,) at a position of the text from a law (V,), without waiting."""
 
     @abstractmethod
-    def verify(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
+    def rejection_sample(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
         """Return how many proposals stand, from `position` on, and the token behind them.
 
         laws (N + 1, V): row i is the target's law after i of the N proposals. What comes out has
-        that law, whatever was proposed. Raises DocumentError where one is not made of numbers.
+        that law, whatever was proposed. Raises InvalidRequestError where one is not made of numbers.
         """
 
 
-def chance_of(sampling: Sampling, device: torch.device, is_coupled: bool) -> Chance:
+def make_randomness(sampling: Sampling, device: torch.device, is_coupled: bool) -> Randomness:
     """Return where the noise of a text comes from, by its seed."""
     if is_coupled:
-        return Coupled(sampling.seed, device)
-    return Independent(torch.Generator(device).manual_seed(sampling.seed))
+        return GumbelCoupled(sampling.seed, device)
+    return IndependentNoise(torch.Generator(device).manual_seed(sampling.seed))
 
 
-class Independent(Chance):
+class IndependentNoise(Randomness):
     """Noise that is drawn where it is needed: as many proposals stand as can (Leviathan)."""
 
     def __init__(self, generator: torch.Generator):
@@ -53,11 +53,11 @@ class Independent(Chance):
     def draw(self, law: Tensor, position: int) -> Tensor:
         return draw(law, self._generator)
 
-    def verify(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
-        return verify(draft, laws, self._generator)
+    def rejection_sample(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
+        return rejection_sample(draft, laws, self._generator)
 
 
-class Coupled(Chance):
+class GumbelCoupled(Randomness):
     """Noise that is a function of seed and position: every level takes the first token to ring.
 
     A proposal stands where it is the target's own choice. So the text is that of plain decoding
@@ -71,14 +71,14 @@ class Coupled(Chance):
         self.device = device
         self._noise: dict[int, Tensor] = {}  # (V,) by position, the latest last
 
-    def law(self, sampling: Sampling, logits: Tensor) -> Tensor:
+    def probs(self, sampling: Sampling, logits: Tensor) -> Tensor:
         # row by row: sums of one row and of several may be split differently
-        return torch.cat([sampling.law(row[None]) for row in logits])
+        return torch.cat([sampling.probs(row[None]) for row in logits])
 
     def draw(self, law: Tensor, position: int) -> Tensor:
-        return first_to_ring(law, self._at(position, law))
+        return exponential_race(law, self._at(position, law))
 
-    def verify(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
+    def rejection_sample(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
         own = torch.cat([self.draw(law, position + row) for row, law in enumerate(laws)])  # (N + 1)
         count = len(draft.tokens)
         stands = (own[:count] == draft.tokens).int()
@@ -86,7 +86,7 @@ class Coupled(Chance):
         following = own.index_select(0, accepted)
         # the laws that were looked at; those behind may follow what does not stand
         seen = laws[: count + 1].sum(1).cumsum(0).index_select(0, accepted)
-        stood, token = read(torch.cat((accepted, following)), seen)
+        stood, token = to_host(torch.cat((accepted, following)), seen)
         return stood, token
 
     def _at(self, position: int, law: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Coupled(Chance):
         if noise is None:
             stream = np.random.Generator(np.random.Philox(key=[self._seed, position]))
             drawn = torch.from_numpy(stream.standard_exponential(len(law)))
-            noise = sent(drawn, self.device)
+            noise = copy_to_device_async(drawn, self.device)
             if len(self._noise) >= NOISE_POSITIONS:
                 self._noise.pop(next(iter(self._noise)))
             self._noise[position] = noise

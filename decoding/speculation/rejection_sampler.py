@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding.speculation.sampling import draw
-from offload.errors import DocumentError
+from offload.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Draft:
     probs: Tensor  # (N, V) float32; row i is the exact law tokens[i] was drawn from
 
 
-def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[int, int]:
+def rejection_sample(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[int, int]:
     """Accept a prefix of the draft and draw one more token, leaving the target's law unchanged.
 
     Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1. target_probs is (N + 1, V): row i is the
     target's law after i accepted tokens. Returns how many tokens stand, and the token that follows
-    them, after one wait for the device. Raises DocumentError when a law it needs is NaN.
+    them, after one wait for the device. Raises InvalidRequestError when a law it needs is NaN.
     """
     n = len(draft.tokens)
     if n == 0:
         law = target_probs[0]
-        (token,) = read(draw(law, generator), law)
+        (token,) = to_host(draw(law, generator), law)
         return 0, token
     tokens = draft.tokens[:, None]
     p = target_probs[:n].gather(1, tokens)  # (N, 1)
@@ -40,16 +40,16 @@ def verify(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[in
     proposed = draft.probs.index_select(0, accepted.clamp(max=n - 1))[0]
     # nothing is taken off where all of the draft stands
     proposed = torch.where(accepted < n, proposed, 0.0)
-    following = draw(residual(law, proposed), generator)
-    stood, token = read(torch.cat((accepted, following)), law, proposed)
+    following = draw(residual_probs(law, proposed), generator)
+    stood, token = to_host(torch.cat((accepted, following)), law, proposed)
     return stood, token
 
 
-def read(numbers: Tensor, *laws: Tensor) -> list[int]:
+def to_host(numbers: Tensor, *laws: Tensor) -> list[int]:
     """Return whole numbers (N,) from the device, after one wait.
 
     The first of the laws is the model's own, the other one that of the level which drafted.
-    Raises DocumentError where one is not made of numbers, as the same wait tells.
+    Raises InvalidRequestError where one is not made of numbers, as the same wait tells.
     """
     # a sum with a NaN in it is one
     good = torch.stack([law.sum() for law in laws]).isfinite()
@@ -57,14 +57,14 @@ def read(numbers: Tensor, *laws: Tensor) -> list[int]:
     own, *others = values[len(numbers) :]
     if not all((own, *others)):
         whose = "a draft was drawn from" if own else "the model computed"
-        raise DocumentError(
+        raise InvalidRequestError(
             f"the logits that {whose} are not numbers (NaN): weights, or this text in their dtype, "
             "overflow."
         )
     return values[: len(numbers)]
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
+def residual_probs(p: Tensor, q: Tensor) -> Tensor:
     """Return norm(max(0, p - q)) (V,), up to its scale: what a rejected token is redrawn from."""
     rest = (p - q).clamp(min=0)
     return torch.where(rest.any(), rest, p)  # p == q up to rounding

@@ -1,6 +1,6 @@
-"""From logits to the law a token is drawn from, and drawing from it.
+"""Sampling options, and the distribution that tokens are sampled from.
 
-torch is imported on use alone, so that the command line reads options without it.
+torch is imported on first use, so that the command line can read the options without it.
 """
 
 from __future__ import annotations
@@ -16,62 +16,62 @@ from offload.errors import TierForceError
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-LEAST_TEMPERATURE = 1e-30  # logits divided by less overflow
-LEAST_TOP_P = 1e-30  # less is nothing in float32
-_LIKELIEST = 1024  # tokens of a vocabulary that hold the mass of nearly every law
+MIN_TEMPERATURE = 1e-30  # below it, logits / temperature overflow
+MIN_TOP_P = 1e-30  # smaller values are 0 in float32
+_TOP = 1024  # tokens that hold nearly all probability mass of most distributions
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The law that every level draws from: logits, warped by these options."""
+    """Options that turn logits into the distribution every level samples from."""
 
     temperature: float = option(
-        "How bold the choice of each token is.",
+        "Sampling temperature.",
         value=0.6,
         zero="greedy",
-        at_least=0,
+        minimum=0,
     )
     top_k: int = option(
-        "Draw only from this many of the likeliest tokens.",
+        "Sample only from this many of the most likely tokens.",
         value=0,
         group=SAMPLING,
         unit="tokens",
         zero="off",
-        at_least=0,
+        minimum=0,
     )
     top_p: float = option(
-        "Keep only the likeliest tokens that together have this probability, which is at most 1.",
+        "Sample only from the most likely tokens that together have this probability, at most 1.",
         value=0.9,
     )
     seed: int = option(
-        "Where the noise starts. Only with --identical does the same seed promise the same text: "
-        "else it depends on draft lengths, too, which go by the clock.",
+        "Seed of the random numbers. The same seed guarantees the same output only with "
+        "--deterministic: otherwise it also depends on draft lengths, which adapt to measured times.",
         value=0,
         group=SAMPLING,
     )
 
     def __post_init__(self) -> None:
-        """Raise TierForceError for values of which no law can be made."""
+        """Raise TierForceError for invalid values."""
         check_options(self)
         if self.temperature == float("inf"):
             raise TierForceError("`temperature` must be a finite number, found inf.")
-        if 0 < self.temperature < LEAST_TEMPERATURE:
+        if 0 < self.temperature < MIN_TEMPERATURE:
             raise TierForceError(
-                f"`temperature` must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, found "
+                f"`temperature` must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, found "
                 f"{self.temperature:g}."
             )
-        if not LEAST_TOP_P <= self.top_p <= 1:
+        if not MIN_TOP_P <= self.top_p <= 1:
             raise TierForceError(
-                f"`top_p` must be at least {LEAST_TOP_P:g} and at most 1, found {self.top_p}."
+                f"`top_p` must be at least {MIN_TOP_P:g} and at most 1, found {self.top_p}."
             )
         if not 0 <= self.seed < 2**63:
             raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")
 
-    def over(self, vocab: int) -> PaddedSampling:
+    def padded_to(self, vocab: int) -> PaddedSampling:
         """Return the same sampling for a model that has more or fewer tokens than `vocab`."""
         return PaddedSampling(**asdict(self), vocab=vocab)
 
-    def law(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
         """Return the law (T, V) float32 that logits (T, V) stand for.
 
         A row with a NaN stays NaN, for `verify` to find. Temperature comes first, then top-k, then
@@ -98,17 +98,17 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     Where waiting for the device costs nothing, the likeliest tokens are looked at first: to sort a
     whole vocabulary takes a CPU longer than all else that drawing needs.
     """
-    if not probs.is_cpu or probs.shape[1] <= _LIKELIEST:
-        return _cut(probs, *probs.sort(dim=1, descending=True), top_p)
-    ordered, order = probs.topk(_LIKELIEST, dim=1)
-    law = _cut(probs, ordered, order, top_p)
+    if not probs.is_cpu or probs.shape[1] <= _TOP:
+        return _keep_nucleus(probs, *probs.sort(dim=1, descending=True), top_p)
+    ordered, order = probs.topk(_TOP, dim=1)
+    law = _keep_nucleus(probs, ordered, order, top_p)
     # row by row, so that a law does not depend on those beside it; a NaN is no mass
     if len(flat := (~(ordered.cumsum(1)[:, -1] >= top_p)).nonzero().flatten()):
-        law[flat] = _cut(probs[flat], *probs[flat].sort(dim=1, descending=True), top_p)
+        law[flat] = _keep_nucleus(probs[flat], *probs[flat].sort(dim=1, descending=True), top_p)
     return law
 
 
-def _cut(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
+def _keep_nucleus(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
     """Return laws (T, V) of the likeliest tokens alone, given these and where they stand."""
     # the token that crosses the threshold is in
     outside = ordered.cumsum(1) - ordered >= top_p
@@ -126,9 +126,9 @@ class PaddedSampling(Sampling):
 
     vocab: int = 0
 
-    def law(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
         """Return the law (T, vocab) float32 that logits (T, rows of the draft) stand for."""
-        law = super().law(logits[:, : self.vocab])
+        law = super().probs(logits[:, : self.vocab])
         padded = law.new_zeros(len(law), self.vocab)
         padded[:, : law.shape[1]] = law
         return padded
@@ -145,10 +145,10 @@ def draw(law: Tensor, generator: Generator) -> Tensor:
     import torch
 
     noise = torch.empty_like(law, dtype=torch.float64).exponential_(generator=generator)
-    return first_to_ring(law, noise)
+    return exponential_race(law, noise)
 
 
-def first_to_ring(law: Tensor, noise: Tensor) -> Tensor:
+def exponential_race(law: Tensor, noise: Tensor) -> Tensor:
     """Return the token (1,) whose bell rings first, at rates law (V,), with noise (V,) float64.
 
     The noise is standard exponential.

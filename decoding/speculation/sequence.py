@@ -10,7 +10,7 @@ import numpy.typing as npt
 _ROOM = 1024  # tokens the buffer grows by, at least
 
 
-class Text:
+class TokenSequence:
     """The tokens of one text that stand: they are only ever added to.
 
     Levels read it, each up to its own position. What they propose is not part of it before it
@@ -29,11 +29,11 @@ class Text:
         self._write(tokens)
         self._length += len(tokens)
 
-    def since(self, start: int) -> list[int]:
+    def tokens_from(self, start: int) -> list[int]:
         """Return the tokens from index `start` on."""
         return self._buffer[start : self._length].tolist()
 
-    def followed_by(self, ahead: Sequence[int]) -> np.ndarray:
+    def with_draft(self, ahead: Sequence[int]) -> np.ndarray:
         """Return a view of all tokens with those `ahead` behind them, (N,) int64.
 
         It is good until the next call of this or of `append`: the room behind the end is shared.

@@ -20,7 +20,7 @@ _tried: set[str] = set()  # templates that have been rendered
 _limiting = Lock()  # the limit is the whole process's
 
 
-def rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
     """Return messages as a chat template writes them. Raises whatever its code raises.
 
     transformers runs them in a sandbox, which keeps them from the machine, but neither from looping

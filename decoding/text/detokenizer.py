@@ -8,7 +8,7 @@ from typing import Any
 _PENDING = "\ufffd"  # what a character decodes to while some of its bytes are missing
 
 
-def pieces(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+def detokenize_stream(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of tokens as they come, without special tokens, whole characters at a time.
 
     How a token decodes may depend on those before it, so a few of them are decoded again with it;

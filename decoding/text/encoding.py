@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from offload.errors import DocumentError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 
 _SURE_CHARS = 8  # a token, more than any language takes on average: longer texts are counted first
 _PART_CHARS = 2  # a token of the limit, so that little more than the limit is tokenised
@@ -15,7 +15,7 @@ _MIN_CHARS = 1 << 16
 _PRIVATE_USE = range(0xE000, 0x110000)
 
 
-class ContextLengthError(DocumentError):
+class ContextLengthError(InvalidRequestError):
     """A prompt is far longer than the context; `tokens` of it were counted."""
 
     def __init__(self, tokens: int, context: int):
@@ -37,9 +37,9 @@ class Encoded:
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of a text in which nothing is taken for a special token.
 
-    Raises DocumentError for a text that cannot be written as UTF-8.
+    Raises InvalidRequestError for a text that cannot be written as UTF-8.
     """
-    refuse_half_characters(text)
+    check_whole_characters(text)
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
@@ -58,12 +58,12 @@ def prefix_tokens(tokenizer: Any) -> list[int]:
     return [token for token in ids if token not in ends]
 
 
-def refuse_half_characters(text: str) -> None:
-    """Raise DocumentError for a text that cannot be written as UTF-8."""
+def check_whole_characters(text: str) -> None:
+    """Raise InvalidRequestError for a text that cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DocumentError(
+        raise InvalidRequestError(
             f"the text has half a character, or bytes that are not UTF-8: a lone surrogate at "
             f"index {error.start}."
         ) from error
@@ -100,16 +100,16 @@ def check_length(text: str, limit: int, count: Callable[[str], int]) -> None:
             raise ContextLengthError(tokens, limit)
 
 
-def cut_to(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tuple[str, int]:
+def truncate_to(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tuple[str, int]:
     """Return a text without what exceeds `room` of its tokens, and how many tokens that has.
 
     The end is cut off, or with `keep_end` the beginning: whole characters, in memory that grows
     with `room` alone. A longer text is returned whole where it may just fit.
 
-    Raises DocumentError for a text that cannot be written as UTF-8, and TierForceError for a
+    Raises InvalidRequestError for a text that cannot be written as UTF-8, and TierForceError for a
     tokenizer that cannot tell where a text is to be cut.
     """
-    text, dropped = clipped(tokenizer, text, room, keep_end)
+    text, dropped = clip(tokenizer, text, room, keep_end)
     if not tokenizer.is_fast and len(plain_tokens(tokenizer, text)) <= room:
         return text, dropped
     found = _with_spans(tokenizer, text, split_special_tokens=True)
@@ -120,12 +120,12 @@ def cut_to(tokenizer: Any, text: str, room: int, keep_end: bool = False) -> tupl
     return text[first:] if keep_end else text[:last], dropped + excess
 
 
-def clipped(tokenizer: Any, text: str, room: int, keep_end: bool) -> tuple[str, int]:
+def clip(tokenizer: Any, text: str, room: int, keep_end: bool) -> tuple[str, int]:
     """Return as much of a text as may fit, and how many tokens the rest has.
 
-    Raises DocumentError for a text that cannot be written as UTF-8.
+    Raises InvalidRequestError for a text that cannot be written as UTF-8.
     """
-    refuse_half_characters(text)
+    check_whole_characters(text)
     kept, count, dropped = list[str](), 0, 0
     for part in _parts(text[::-1] if keep_end else text, room):
         part = part[::-1] if keep_end else part
@@ -163,7 +163,7 @@ class SpecialTokenGuard:
             free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
             self._mark = next((each for each in free if each in normalize(each)), "")
             if not self._mark:
-                raise DocumentError("the messages use all of Unicode's private characters.")
+                raise InvalidRequestError("the messages use all of Unicode's private characters.")
 
     def render(self, contents: Sequence[str], write: Callable[[Sequence[str]], str]) -> str:
         """Return what a template writes, to be handed to `encode`.

@@ -43,17 +43,17 @@ def check_vocabulary(said: Mapping[str, Any]) -> None:
     """
     for name, kind in _FIELDS.items():
         if name in said and not _is(said[name], kind):
-            raise _mistake(_PREFIX + name, said[name], _ONE[kind])
+            raise _field_error(_PREFIX + name, said[name], _ONE[kind])
     for name, kind in _LISTS.items():
         value = said.get(name, [])
         if not isinstance(value, list):
-            raise _mistake(_PREFIX + name, value, _MANY[kind])
+            raise _field_error(_PREFIX + name, value, _MANY[kind])
         wrong = next((each for each in value if not _is(each, kind)), None)
         if wrong is not None:
-            raise _mistake(f"{shown(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
+            raise _field_error(f"{shown(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
     template = said.get("chat_template")
     if not isinstance(template, str | None):
-        raise _mistake("tokenizer.chat_template", template, _ONE[str])
+        raise _field_error("tokenizer.chat_template", template, _ONE[str])
     _check_sizes(said.get("tokens", []), said.get("merges", []))
 
 
@@ -85,6 +85,6 @@ def _check_sizes(tokens: Sequence[str], merges: Sequence[str]) -> None:
         )
 
 
-def _mistake(what: str, value: Any, wanted: str) -> TierForceError:
+def _field_error(what: str, value: Any, wanted: str) -> TierForceError:
     given = what if value is None else f"{what} = {shown(value)}"
     return TierForceError(f"its metadata has {given}; it must be {wanted}.")

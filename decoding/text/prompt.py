@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decoding.text.chat_template import rendered
+from decoding.text.chat_template import render_chat
 from decoding.text.encoding import (
     SpecialTokenGuard,
     check_length,
-    clipped,
-    cut_to,
+    check_whole_characters,
+    clip,
     plain_tokens,
     prefix_tokens,
-    refuse_half_characters,
+    truncate_to,
 )
-from offload.errors import DocumentError, TierForceError, one_line
+from offload.errors import InvalidRequestError, TierForceError, one_line
 
 INSTRUCTION = "Summarize the text above."
 _DOCUMENT = "a document"
@@ -42,7 +42,7 @@ def chat_tokens(
         limit: tokens beyond which the prompt is refused, in memory that grows with them alone.
         what: the template is told to take, for error messages.
 
-    Raises TierForceError where the template cannot take them, DocumentError for a text that cannot
+    Raises TierForceError where the template cannot take them, InvalidRequestError for a text that cannot
     be written as UTF-8, and ContextLengthError for one far longer than `limit`.
     """
     text, guard = _rendered(tokenizer, messages, what)
@@ -77,12 +77,12 @@ def _rendered(
     """Return messages as the chat template writes them, and what tokenises that."""
     contents = [each["content"] for each in messages]
     for content in contents:
-        refuse_half_characters(content)
+        check_whole_characters(content)
     guard = SpecialTokenGuard(tokenizer, contents)
 
     def write(contents: Sequence[str]) -> str:
         pairs = zip(messages, contents, strict=True)
-        return rendered(tokenizer, [{**each, "content": content} for each, content in pairs])
+        return render_chat(tokenizer, [{**each, "content": content} for each, content in pairs])
 
     try:
         return guard.render(contents, write), guard
@@ -133,13 +133,13 @@ class Template(ABC):
         """
 
     @abstractmethod
-    def fill(
+    def build(
         self, tokenizer: Any, text: str, room: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
         """Return at most `room` prompt tokens, and how many of the text's were dropped.
 
         The text's end is dropped, or with `keep_end` its beginning. What looks like a special token
-        in it is plain text. Raises DocumentError when the template leaves no room for any of it.
+        in it is plain text. Raises InvalidRequestError when the template leaves no room for any of it.
         """
 
 
@@ -153,10 +153,10 @@ class PlainTemplate(Template):
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         return self.before, self.after
 
-    def fill(
+    def build(
         self, tokenizer: Any, text: str, room: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        text, dropped = clipped(tokenizer, text, room, keep_end)
+        text, dropped = clip(tokenizer, text, room, keep_end)
         tokens = plain_tokens(tokenizer, text)
         space = room - len(self.before) - len(self.after)
         if space < 1:
@@ -168,9 +168,9 @@ class PlainTemplate(Template):
     def fit(self, tokenizer: Any, text: str, limit: int) -> list[int]:
         """Return the prompt with all of the text.
 
-        Raises DocumentError where it has far more than `limit` tokens.
+        Raises InvalidRequestError where it has far more than `limit` tokens.
         """
-        refuse_half_characters(text)
+        check_whole_characters(text)
         check_length(text, limit, lambda part: len(plain_tokens(tokenizer, part)))
         return [*self.before, *plain_tokens(tokenizer, text), *self.after]
 
@@ -184,16 +184,16 @@ class _ChatTemplate(Template):
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         return tokens_around(tokenizer, [_user(self.content)], _DOCUMENT)
 
-    def fill(
+    def build(
         self, tokenizer: Any, text: str, room: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        text, dropped = clipped(tokenizer, text, room, keep_end)
+        text, dropped = clip(tokenizer, text, room, keep_end)
         prompt, left = self._prompt(tokenizer, text), 0
         while (excess := len(prompt) - room) > 0:
             left = (left or len(plain_tokens(tokenizer, text))) - excess
             if left < 1:
                 raise _no_room(room, len(prompt) - left - excess)
-            text, cut = cut_to(tokenizer, text, left, keep_end)
+            text, cut = truncate_to(tokenizer, text, left, keep_end)
             dropped += cut
             prompt = self._prompt(tokenizer, text)  # whose tokens at the cut may be others
         return prompt, dropped
@@ -206,8 +206,8 @@ def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def _no_room(room: int, template: int) -> DocumentError:
-    return DocumentError(
+def _no_room(room: int, template: int) -> InvalidRequestError:
+    return InvalidRequestError(
         f"no room left: the context has {max(0, room)} tokens for the prompt, and the template "
         f"alone takes {template}. Use a longer `context` or fewer `max_new_tokens`."
     )

@@ -14,7 +14,7 @@ from parallel.formats.locate import is_gguf
 Names = Mapping[str, int]  # ids of tokens, by how they are written
 
 
-def refuse_other_names(folder: Path, target: Names, draft: Names, vocab: int) -> None:
+def check_same_vocabulary(folder: Path, target: Names, draft: Names, vocab: int) -> None:
     """Refuse a draft that names a token otherwise than the target does.
 
     Models are published with vocabularies padded to different sizes, and tokenizers add tokens

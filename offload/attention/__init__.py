@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offload.attention.cpu import CPU
 from offload.attention.cuda import cuda_backend
-from offload.attention.folding import Backend, Partial, attend_with_mask
+from offload.attention.folding import Backend, Partial, attend_masked
 
 
 def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -42,7 +42,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
     mask (T, N) float32 is added to the scores.
     """
     masked = backend(q.device.type, q.dtype).masked
-    return attend_with_mask(masked, q, k, v, mask.repeat_interleave(q.shape[1] // k.shape[1], 0))
+    return attend_masked(masked, q, k, v, mask.repeat_interleave(q.shape[1] // k.shape[1], 0))
 
 
 @cache

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Backend, Partial, attend_causally, attend_folded, merge
-from offload.attention.shape_buckets import ROWS, filled_up, is_compiled
+from offload.attention.folding import Backend, Partial, attend_causal, attend_gqa, merge
+from offload.attention.shape_buckets import ROWS, compiles_per_shape, pad_rows
 from offload.layout import ceil_div
 
 # torch's operator works through so many rows and keys at a time
@@ -22,15 +22,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
     Takes what `offload.attention.partial_attention` takes.
     """
-    if not is_compiled(q, ROWS):
+    if not compiles_per_shape(q, ROWS):
         return _attend(q, k, v, causal)
-    filled = filled_up(q)
+    filled = pad_rows(q)
     parts = []
     prefix = len(k) - len(q) if causal else len(k)
     if prefix:
         parts.append(_attend(filled, k[:prefix], v[:prefix], False))
     if causal:  # what is filled up stands behind all rows, which do not see it
-        parts.append(_attend(filled, filled_up(k[prefix:]), filled_up(v[prefix:]), True))
+        parts.append(_attend(filled, pad_rows(k[prefix:]), pad_rows(v[prefix:]), True))
     out, lse = merge(parts)
     return out[: len(q)], lse[: len(q)]
 
@@ -48,8 +48,8 @@ CPU = Backend(attend, op)  # not for float16, which torch's operator hardly supp
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     scores = len(q) * len(k)  # of a head
     if causal and scores <= _SMALL_MASK:
-        return attend_causally(op, q, k, v)
-    return attend_folded(op, q, k, v, causal)
+        return attend_causal(op, q, k, v)
+    return attend_gqa(op, q, k, v, causal)
 
 
 def _attend_split(q: Tensor, k: Tensor, v: Tensor) -> Partial:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offload.attention.folding import Backend, Partial, attend_folded
+from offload.attention.folding import Backend, Partial, attend_gqa
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:
@@ -25,7 +25,7 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     It takes heads of a multiple of 8 elements; others go to the memory-efficient kernel.
     """
     op = _efficient_op if q.shape[-1] % 8 else _flash_op
-    return attend_folded(op, q, k, v, causal)
+    return attend_gqa(op, q, k, v, causal)
 
 
 def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
@@ -34,7 +34,7 @@ def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with torch's memory-efficient kernel: the flash kernels take no float32."""
-    return attend_folded(_efficient_op, q, k, v, causal)
+    return attend_gqa(_efficient_op, q, k, v, causal)
 
 
 def _efficient_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:

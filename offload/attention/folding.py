@@ -46,16 +46,16 @@ def merge(parts: list[Partial]) -> Partial:
     return merged.to(outs.dtype), total
 
 
-def attend_causally(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
+def attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
     """Attend in one call, with bottom-right causality in its mask."""
     rows, keys = len(q), len(k)
     mask = torch.full((rows, keys), -torch.inf, device=q.device)
     mask.triu_(keys - rows + 1)
     mask = mask.repeat_interleave(q.shape[1] // k.shape[1], 0)
-    return attend_with_mask(op, q, k, v, mask)
+    return attend_masked(op, q, k, v, mask)
 
 
-def attend_with_mask(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
+def attend_masked(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
     """Attend in one call with mask (T * G, N), G query heads to a KV head."""
     keys, values = _as_batch(k), _as_batch(v)
 
@@ -65,7 +65,7 @@ def attend_with_mask(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     return _fold(q, q.shape[1] // k.shape[1], attend)
 
 
-def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
+def attend_gqa(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Serve grouped heads and bottom-right causality with an operator that has neither.
 
     Query heads of one KV head become rows of it. A causal segment splits into a prefix every row
@@ -81,8 +81,8 @@ def attend_folded(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -
         return _fold(q, groups, attend)
     prefix = len(k) - len(q)
     if prefix > 0:
-        seen = attend_folded(op, q, k[:prefix], v[:prefix], False)
-        own = attend_folded(op, q, k[prefix:], v[prefix:], True)
+        seen = attend_gqa(op, q, k[:prefix], v[:prefix], False)
+        own = attend_gqa(op, q, k[prefix:], v[prefix:], True)
         return merge([seen, own])
     k = k.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
     v = v.repeat_interleave(groups, 1)

@@ -9,31 +9,33 @@ from torch import Tensor
 
 from offload.attention import partial_attention
 from offload.attention.folding import Partial
-from offload.traffic import Traffic
+from offload.traffic import ByteCounters
 
 
-def span(kv: Tensor, start: int, end: int) -> Tensor:
+def token_slice(kv: Tensor, start: int, end: int) -> Tensor:
     """Return the tokens from `start` to `end` of keys or values (..., tokens, D)."""
     return kv[..., start:end, :]
 
 
-def put(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
+def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
     end = at + len(k)
     # torch would drop a single row without a word: one row broadcasts to none
     if end > kv.shape[2]:
         raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
-    slots = span(kv, at, end)
+    slots = token_slice(kv, at, end)
     slots[0] = k.transpose(0, 1)
     slots[1] = v.transpose(0, 1)
 
 
-def attend_to(kv: Tensor, q: Tensor, tokens: int, traffic: Traffic, causal: bool = True) -> Partial:
+def attend_prefix(
+    kv: Tensor, q: Tensor, tokens: int, traffic: ByteCounters, causal: bool = True
+) -> Partial:
     """Return the attention of q (T, Hq, D) to the first `tokens` of a buffer; count its bytes.
 
     If causal, the last T tokens are the rows' own.
     """
-    k, v = span(kv, 0, tokens).transpose(1, 2)  # (N, Hkv, D)
+    k, v = token_slice(kv, 0, tokens).transpose(1, 2)  # (N, Hkv, D)
     traffic.attended += 2 * k.nbytes
     return partial_attention(q, k, v, causal)
 

@@ -17,19 +17,19 @@ ROWS = 64  # more are taken in multiples of it
 _FEW_ROWS = 16  # up to ROWS, in multiples of this
 
 
-def is_compiled(x: Tensor, beyond: int) -> bool:
+def compiles_per_shape(x: Tensor, beyond: int) -> bool:
     """Return whether x (T, ...) has more rows than `beyond`, and a kernel would be made for it."""
     return x.is_cpu and x.element_size() == 2 and len(x) > beyond
 
 
-def filled_up(x: Tensor) -> Tensor:
+def pad_rows(x: Tensor) -> Tensor:
     """Return x (T, ...) with rows of zeros behind it, so that there are few numbers of rows."""
     rest = -len(x) % (ROWS if len(x) > ROWS else _FEW_ROWS)
     return F.pad(x, [0, 0] * (x.dim() - 1) + [0, rest]) if rest else x
 
 
 @cache
-def multiplies_bfloat16() -> bool:
+def has_native_bf16() -> bool:
     """Return whether this processor has instructions for products in bfloat16.
 
     One without takes ten to fifty times as long for them as for products in float32.

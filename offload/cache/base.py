@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offload.layout import KVLayout
-from offload.traffic import Traffic
+from offload.traffic import ByteCounters
 
 
 class Cache(ABC):
@@ -22,14 +22,14 @@ class Cache(ABC):
     # what changes while tokens come, but for buffers that are only added to
     _state: ClassVar[tuple[str, ...]] = ("length",)
     # whether what a token attends with must not depend on those beside it (`offload.kernels`)
-    is_steady = False
+    is_batch_invariant = False
 
     def __init__(self, layout: KVLayout):
         self.layout = layout
         self.length = 0
-        self.traffic = Traffic()
+        self.traffic = ByteCounters()
 
-    def begin(self, rows: int) -> None:
+    def begin_forward(self, rows: int) -> None:
         """Start a pass over all layers, with `rows` new tokens behind the first `length`."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Cache(ABC):
         """Let only the first `length` tokens count from now on, if there are more."""
         self.length = min(self.length, length)
 
-    def settle(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """Stand at `length` tokens, whichever way that is."""
         if length >= self.length:
             self.advance(length - self.length)
@@ -81,17 +81,19 @@ class Cache(ABC):
         """Bytes of device memory this cache has allocated."""
 
 
-class Follower(Protocol):
+class AttentionObserver(Protocol):
     """A cache that lives off another's KV: the retrieval cache off the target's."""
 
-    def follow(self, boundary: int, length: int, end: int) -> None:
+    def on_forward(self, boundary: int, length: int, end: int) -> None:
         """Start to follow a pass of the target.
 
         There are `boundary` tokens of prefix, `length` tokens that stand, and new ones up to `end`.
         Prefill counts as one pass, of which the last rows are shown.
         """
 
-    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+    def on_attention(
+        self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
+    ) -> None:
         """Look at what the target attends with, and to what, in one layer.
 
         q (T, h * G, D) are the queries of KV heads `head` to `head` + h. prefix (2, h, N, D) are
@@ -99,5 +101,5 @@ class Follower(Protocol):
         the rows' own. All of it is rotated, and on the device for this call.
         """
 
-    def advanced(self, length: int) -> None:
+    def on_advance(self, length: int) -> None:
         """Take note that the target stands at `length` tokens; at 0, another text begins."""

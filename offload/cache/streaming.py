@@ -11,14 +11,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.attention.head_major import attend_to, put, span
-from offload.cache.static_shape import SlotCache
-from offload.cache.streaming_shape import StreamingShape
+from offload.attention.head_major import attend_prefix, token_slice, write_tokens
+from offload.cache.static_shape import StaticCache
+from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
 from offload.rotary import Rotary
 
 
-class StreamingCache(SlotCache):
+class StreamingCache(StaticCache):
     """The first tokens of a text, and recent ones in a window that slides.
 
     Sliding moves the last `window` tokens down and rotates them anew, once every `slack` tokens. In
@@ -30,7 +30,7 @@ class StreamingCache(SlotCache):
     _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_kv", "_raw")
 
     def __init__(
-        self, layout: KVLayout, shape: StreamingShape, rotary: Rotary, device: torch.device
+        self, layout: KVLayout, shape: StreamingCacheSpec, rotary: Rotary, device: torch.device
     ):
         super().__init__(layout)
         self.shape = shape
@@ -45,7 +45,7 @@ class StreamingCache(SlotCache):
     def device_bytes(self) -> int:
         return self._kv.nbytes + self._raw.nbytes
 
-    def begin(self, rows: int) -> None:
+    def begin_forward(self, rows: int) -> None:
         end = self.length + rows
         if end - self._dropped <= self.slots:
             return
@@ -53,7 +53,7 @@ class StreamingCache(SlotCache):
         if end - self._dropped > self.slots:
             raise ValueError(f"{rows} tokens do not fit the {self.shape.slack} slots of slack")
 
-    def place(self, start: int) -> tuple[int, int]:
+    def slot_and_position(self, start: int) -> tuple[int, int]:
         slot = start - self._dropped
         return slot, slot
 
@@ -66,17 +66,17 @@ class StreamingCache(SlotCache):
         return self._kv[layer], self._raw[layer]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        slot, _ = self.place(start)
+        slot, _ = self.slot_and_position(start)
         end = slot + len(k)
         kv = self._kv[layer]
-        raw = span(self._raw[layer], slot, end)
+        raw = token_slice(self._raw[layer], slot, end)
         raw.copy_(k.transpose(0, 1))
-        put(kv, self.rotary(k, slot, layer), v, slot)
+        write_tokens(kv, self.rotary(k, slot, layer), v, slot)
         q = self.rotary(q, slot, layer)
-        out, _ = attend_to(kv, q, end, self.traffic)
+        out, _ = attend_prefix(kv, q, end, self.traffic)
         return out
 
-    def skip(self, tokens: int) -> None:
+    def skip_tokens(self, tokens: int) -> None:
         """Count `tokens` tokens that are never read: those between the sinks and the window."""
         sinks = self.shape.sinks
         if self.length != sinks:
@@ -86,7 +86,7 @@ class StreamingCache(SlotCache):
         self.length += tokens
         self._dropped += tokens
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Hold nothing."""
         self.length = self._dropped = 0
 
@@ -111,10 +111,10 @@ class StreamingCache(SlotCache):
             return
         values = self._kv[:, 1]
         for buffer in (self._raw, values):  # (L, Hkv, slots, D)
-            kept = span(buffer, start + drop, end + drop).clone()
-            span(buffer, start, end).copy_(kept)
+            kept = token_slice(buffer, start + drop, end + drop).clone()
+            token_slice(buffer, start, end).copy_(kept)
         for layer, (kv, raw) in enumerate(zip(self._kv, self._raw, strict=True)):
-            keys = span(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
+            keys = token_slice(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
             rotated = self.rotary(keys, start, layer)
-            span(kv[0], start, end).copy_(rotated.transpose(0, 1))
+            token_slice(kv[0], start, end).copy_(rotated.transpose(0, 1))
         self._dropped += drop

@@ -9,7 +9,7 @@ from offload.layout import KVLayout
 
 
 @dataclass(frozen=True)
-class StreamingShape:
+class StreamingCacheSpec:
     """How many tokens of a text the draft's cache keeps, and as what."""
 
     sinks: int  # first tokens, kept for good

@@ -16,15 +16,15 @@ SPLIT_BYTES = 32  # that splitting holds at a time, an element
 
 
 @dataclass(frozen=True)
-class SliceFormat:
+class SplitFormat:
     """How an element is cut: its code has the upper 8 bits of it, or rather of what is near.
 
     In a buffer of slices a plane (Hkv, tokens, D) has a byte for each element of keys or values.
     """
 
     low_bits: int  # that a code lacks
-    least: int  # code of a magnitude; those below are zero or subnormal
-    largest: int  # code of a magnitude; those above are infinite or no number
+    min_code: int  # code of a magnitude; those below are zero or subnormal
+    max_code: int  # code of a magnitude; those above are infinite or no number
     code_planes: int = 2  # keys and values
 
     @property
@@ -39,13 +39,13 @@ class SliceFormat:
 
 
 _FORMATS = {
-    "bfloat16": SliceFormat(low_bits=4, least=0x08, largest=0x7E),  # codes are e4m3fn
-    "float16": SliceFormat(low_bits=8, least=0x00, largest=0x7B),  # codes are e5m2
+    "bfloat16": SplitFormat(low_bits=4, min_code=0x08, max_code=0x7E),  # codes are e4m3fn
+    "float16": SplitFormat(low_bits=8, min_code=0x00, max_code=0x7B),  # codes are e5m2
 }
 
-SLICED_DTYPES = tuple(_FORMATS)
+SPLIT_DTYPES = tuple(_FORMATS)
 
 
-def slice_format(dtype: Any) -> SliceFormat | None:
+def split_format(dtype: Any) -> SplitFormat | None:
     """Return how elements of a dtype are cut; None where they are not."""
     return _FORMATS.get(dtype_name(dtype))

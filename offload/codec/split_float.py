@@ -22,7 +22,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from offload.codec.format import SliceFormat
+from offload.codec.format import SplitFormat
 
 _MAGNITUDE = 0x7FFF
 _BLOCK = 1 << 18  # elements that a CPU's thread joins at a time: what is between stays in its cache
@@ -33,18 +33,18 @@ Offsets = list[list[int]]  # of keys and of values, by head
 
 
 @dataclass(frozen=True)
-class SliceCodec:
+class SplitFloatCodec:
     """Splits keys and values into codes and low bits, and joins them again.
 
     Codes (2, H, T, D) uint8 hold an element each. Low bits of bfloat16 (1, H, T, D) uint8 hold four
     bits of a key and, above them, four of the value; those of float16 (2, H, T, D) eight of each.
     """
 
-    format: SliceFormat
+    format: SplitFormat
 
     def offsets(self, kv: Tensor) -> Offsets:
         """Return the offsets that suit the heads of kv (2, H, T, D)."""
-        if not self.format.least:
+        if not self.format.min_code:
             zeros = [0] * kv.shape[1]
             return [zeros, zeros]
         magnitudes = kv.view(torch.int16) & _MAGNITUDE
@@ -66,8 +66,8 @@ class SliceCodec:
         y += self._half
         y -= offset[..., None, None]
         codes = y >> cut.low_bits
-        outliers = (codes < cut.least) | (codes > cut.largest)
-        codes.clamp_(0, cut.largest)
+        outliers = (codes < cut.min_code) | (codes > cut.max_code)
+        codes.clamp_(0, cut.max_code)
         codes |= (pattern >> 8) & 0x80  # the sign
         y &= (1 << cut.low_bits) - 1
         if cut.low_planes == 1:
@@ -75,7 +75,9 @@ class SliceCodec:
             y = (keys | values << 4)[None]
         return codes.to(torch.uint8), y.to(torch.uint8), outliers
 
-    def join(self, codes: Tensor, lows: Tensor | None, offsets: Offsets, out: Tensor) -> None:
+    def reconstruct(
+        self, codes: Tensor, lows: Tensor | None, offsets: Offsets, out: Tensor
+    ) -> None:
         """Write to out (2, H, T, D) the elements of these slices; of outliers anything.
 
         Without low bits, write the codes' own values. `offsets` are those of these heads.

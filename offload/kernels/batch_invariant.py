@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offload.kernels.batch_invariant_shape import KEYS, WIDTH
+from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.kernels.split_float import WIDENS
 from offload.layout import ceil_div
 
 _TILE = 64  # keys that a program looks at at a time
-_MOST_ROWS = 64  # of a program: more would not fit a processor's registers
-_MOST_ROWS_OF_LARGE_HEADS = 16  # in 32 bits: with more, shared memory of 100 KB does not do
+_MAX_ROWS = 64  # of a program: more would not fit a processor's registers
+_MAX_ROWS_OF_LARGE_HEADS = 16  # in 32 bits: with more, shared memory of 100 KB does not do
 
 
 def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -40,15 +40,15 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
     start = end - rows
     heads = prefix.shape[1]
     groups = query_heads // heads
-    spans = ceil_div(end, KEYS)
+    spans = ceil_div(end, KEY_BLOCK)
     outs = torch.empty(spans, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(spans, rows, query_heads, dtype=torch.float32, device=q.device)
     out = torch.empty(rows, query_heads, dim, dtype=q.dtype, device=q.device)
     columns = max(16, triton.next_power_of_2(dim))
     tile = program_rows(groups, columns, q.dtype)
-    tiles = ceil_div(WIDTH * groups, tile)
-    last_block = ceil_div(end, WIDTH)
-    blocks = last_block - start // WIDTH
+    tiles = ceil_div(ROW_BLOCK * groups, tile)
+    last_block = ceil_div(end, ROW_BLOCK)
+    blocks = last_block - start // ROW_BLOCK
     strides = []  # in tokens
     for part in (prefix, recent):
         strides.append(part.stride(0) // dim)
@@ -67,8 +67,8 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
         dim**-0.5,
         *strides,
         GROUPS=groups,
-        WIDTH=WIDTH,
-        SPAN=KEYS,
+        WIDTH=ROW_BLOCK,
+        SPAN=KEY_BLOCK,
         ROWS=tile,
         TILES=tiles,
         TILE=_TILE,
@@ -89,16 +89,16 @@ def program_rows(groups: int, columns: int, dtype: torch.dtype) -> int:
         columns: dimensions of a head, as many as a tile has.
         dtype: of the elements.
     """
-    rows = triton.next_power_of_2(WIDTH * groups)
+    rows = triton.next_power_of_2(ROW_BLOCK * groups)
     rows = max(16, rows)
-    most = _MOST_ROWS
+    most = _MAX_ROWS
     if columns > 128 and dtype.itemsize == 4:
-        most = _MOST_ROWS_OF_LARGE_HEADS
+        most = _MAX_ROWS_OF_LARGE_HEADS
     return min(most, rows)
 
 
 @triton.jit
-def _load(early, late, cell, token, at, boundary, mask, TILE: tl.constexpr):
+def _load(early, deferred, cell, token, at, boundary, mask, TILE: tl.constexpr):
     """Return what stands in a tile's cells, of tokens before the boundary or behind it."""
     begins_early = at < boundary
     ends_late = at + TILE > boundary
@@ -106,10 +106,10 @@ def _load(early, late, cell, token, at, boundary, mask, TILE: tl.constexpr):
         is_early = token < boundary
         is_late = token >= boundary
         loaded = tl.load(early + cell, mask=mask & is_early, other=0.0)
-        rest = tl.load(late + cell, mask=mask & is_late, other=0.0)
+        rest = tl.load(deferred + cell, mask=mask & is_late, other=0.0)
         loaded = tl.where(is_early, loaded, rest)
     else:  # a tile in one piece, as nearly all are: its memory is read in whole lines
-        place = tl.where(begins_early, early, late)
+        place = tl.where(begins_early, early, deferred)
         loaded = tl.load(place + cell, mask=mask, other=0.0)
     return loaded
 
@@ -187,13 +187,13 @@ def _attend(
     stop = tl.minimum(begin + SPAN, stop)
     # where token 0 of this head is, or would be
     early = head * prefix_head
-    late = head * recent_head - boundary
+    deferred = head * recent_head - boundary
     early_keys = prefix + early * DIM
-    late_keys = recent + late * DIM
+    late_keys = recent + deferred * DIM
     early += prefix_part
-    late += recent_part
+    deferred += recent_part
     early_values = prefix + early * DIM
-    late_values = recent + late * DIM
+    late_values = recent + deferred * DIM
     for at in range(begin, stop, TILE):
         token = at + tl.arange(0, TILE)
         inside = token < end

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from offload.layout import KVLayout, ceil_div
 
-WIDTH = 8  # rows of a block
-KEYS = 2048  # keys of a block; WIDTH divides it
+ROW_BLOCK = 8  # rows of a block
+KEY_BLOCK = 2048  # keys of a block; WIDTH divides it
 
 
 def working_bytes(layout: KVLayout, tokens: int, rows: int, groups: int) -> int:
@@ -14,8 +14,8 @@ def working_bytes(layout: KVLayout, tokens: int, rows: int, groups: int) -> int:
     That is what lies across an end of a block of keys, the last block, and, in float32, what every
     row finds in each. `groups`: query heads to a KV head.
     """
-    blocks = ceil_div(tokens, KEYS)
+    blocks = ceil_div(tokens, KEY_BLOCK)
     query_heads = layout.heads * groups
     values = layout.head_dim + 1
     partial = 4 * blocks * rows * query_heads * values
-    return 2 * layout.bytes(KEYS, 1) + partial
+    return 2 * layout.bytes(KEY_BLOCK, 1) + partial

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.codec.format import slice_format
-from offload.codec.split_float import SliceCodec
+from offload.codec.format import split_format
+from offload.codec.split_float import SplitFloatCodec
 from offload.errors import is_out_of_memory, one_line
-from offload.kernels.batch_invariant_shape import KEYS
+from offload.kernels.batch_invariant_shape import KEY_BLOCK
 
 _HEADS, _TOKENS = 2, 300  # of a trial
 _BLOCKS = 16, 32, 64  # rows of a KV head that a program takes: a kernel is compiled for each
-_STEADY_TOKENS, _STEADY_ROWS = KEYS + 44, 11  # with several blocks of both
+_BATCH_INVARIANT_TOKENS, _BATCH_INVARIANT_ROWS = KEY_BLOCK + 44, 11  # with several blocks of both
 _CLOSE = 2e-2  # of attention in bfloat16, of which weights are rounded too
 _CLOSE_IN_32_BITS = 1e-4
 
@@ -28,7 +28,7 @@ Kernels = tuple[ModuleType | None, str]  # that are used, and why, or why none a
 
 
 @cache
-def fused_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+def split_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
     """Return `offload.kernels.split_float` for a type of device, or None, and why it is so.
 
     Args:
@@ -37,13 +37,13 @@ def fused_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Ker
         dim: of a head.
         groups: query heads to a KV head.
     """
-    if slice_format(dtype) is None:
-        return None, f"elements of {dtype} are not cut into slices"
-    return _tried("offload.kernels.split_float", _try, device, dtype, dim, groups)
+    if split_format(dtype) is None:
+        return None, f"elements of {dtype} cannot be split"
+    return _run_self_test("offload.kernels.split_float", _test_split, device, dtype, dim, groups)
 
 
 @cache
-def steady_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
+def batch_invariant_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Kernels:
     """Return `offload.kernels.batch_invariant` for a type of device, or None, and why it is so.
 
     Args:
@@ -52,10 +52,12 @@ def steady_kernels(device: str, dtype: torch.dtype, dim: int, groups: int) -> Ke
         dim: of a head.
         groups: query heads to a KV head.
     """
-    return _tried("offload.kernels.batch_invariant", _try_steadily, device, dtype, dim, groups)
+    return _run_self_test(
+        "offload.kernels.batch_invariant", _test_batch_invariant, device, dtype, dim, groups
+    )
 
 
-def _tried(name: str, trial: Callable[..., None], device: str, *shape: Any) -> Kernels:
+def _run_self_test(name: str, trial: Callable[..., None], device: str, *shape: Any) -> Kernels:
     """Return the kernels of a module where they pass a trial, with what follows the device.
 
     Raises what says that memory ran out (`is_out_of_memory`), which says nothing of them.
@@ -81,30 +83,30 @@ def _reason(error: Exception) -> str:
     return reason
 
 
-def _try(
+def _test_split(
     kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
 ) -> None:
     """Raise RuntimeError where kernels say something else than plain operations."""
-    cut = slice_format(dtype)
+    cut = split_format(dtype)
     assert cut is not None
-    codec = SliceCodec(cut)
+    codec = SplitFloatCodec(cut)
     passes = _rows(groups)
     kv, queries = _inputs(device, dtype, _TOKENS, dim, passes[-1], groups)
     offsets = codec.offsets(kv)
     table = torch.tensor(offsets, dtype=torch.int32, device=device)
     codes, lows, _ = codec.split(kv, offsets)
     joined, wanted, near = torch.empty_like(kv), torch.empty_like(kv), torch.empty_like(kv)
-    codec.join(codes, lows, offsets, wanted)
-    kernels.join(cut, codes, lows, table, joined)
+    codec.reconstruct(codes, lows, offsets, wanted)
+    kernels.reconstruct(cut, codes, lows, table, joined)
     if not torch.equal(joined.view(torch.int16), wanted.view(torch.int16)):
         raise RuntimeError(f"elements of {dtype} are joined wrongly")
-    codec.join(codes, None, offsets, near)
+    codec.reconstruct(codes, None, offsets, near)
     keys, values = near.transpose(1, 2)
     for rows in passes:
         q = queries[:rows]
         right, _ = partial_attention(q, keys, values, causal=False)
         found, _ = kernels.attend(cut, q, codes, table)
-        _refuse_unlike(f"attention to codes of {dtype}", found, right)
+        _check_close(f"attention to codes of {dtype}", found, right)
 
 
 def _rows(groups: int) -> list[int]:
@@ -116,16 +118,16 @@ def _rows(groups: int) -> list[int]:
     return sorted(rows | {1, _BLOCKS[-1] // groups + 1})
 
 
-def _try_steadily(
+def _test_batch_invariant(
     kernels: ModuleType, device: torch.device, dtype: torch.dtype, dim: int, groups: int
 ) -> None:
     """Raise RuntimeError where kernels for steady attention are wrong, or a row's numbers vary."""
-    kv, q = _inputs(device, dtype, _STEADY_TOKENS, dim, _STEADY_ROWS, groups)
+    kv, q = _inputs(device, dtype, _BATCH_INVARIANT_TOKENS, dim, _BATCH_INVARIANT_ROWS, groups)
     keys, values = kv.transpose(1, 2)
     right, _ = partial_attention(q, keys, values, causal=True)
     whole = kernels.attend(q, [kv])
-    _refuse_unlike(f"steady attention in {dtype}", whole, right)
-    first = _STEADY_TOKENS - _STEADY_ROWS + 1  # tokens that the first row sees
+    _check_close(f"steady attention in {dtype}", whole, right)
+    first = _BATCH_INVARIANT_TOKENS - _BATCH_INVARIANT_ROWS + 1  # tokens that the first row sees
     prefix = kv[:, :, :17].contiguous()
     alone = kernels.attend(q[:1], [prefix, kv[:, :, 17:first]])
     if not torch.equal(alone[0], whole[0]):
@@ -142,7 +144,7 @@ def _inputs(
     return kv.to(device, dtype), q.to(device, dtype)
 
 
-def _refuse_unlike(name: str, attended: Tensor, right: Tensor) -> None:
+def _check_close(name: str, attended: Tensor, right: Tensor) -> None:
     """Raise RuntimeError where numbers are not close to the right ones."""
     error = (attended.float() - right.float()).abs().max().item()
     if not error < (_CLOSE_IN_32_BITS if right.dtype == torch.float32 else _CLOSE):

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.attention.folding import Partial, merge
-from offload.codec.format import SliceFormat
+from offload.codec.format import SplitFormat
 from offload.layout import ceil_div
 
-_JOINED = 1024  # elements of a head that a program joins
+_RECONSTRUCTED = 1024  # elements of a head that a program joins
 _KEYS = 64  # that a program looks at at a time
 _PROGRAMS = 256  # over which keys are split: two for each processor of a 4090
 _MIN_KEYS = 256  # of a program
@@ -30,8 +30,10 @@ _STAGED_DIM, _STAGED = 128, 32 * 128  # largest head, and largest block, with ti
 WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def join(cut: SliceFormat, codes: Tensor, lows: Tensor, offsets: Tensor, out: Tensor) -> None:
-    """Write to out (2, H, T, D) the elements of slices, as `SliceCodec.join` does.
+def reconstruct(
+    cut: SplitFormat, codes: Tensor, lows: Tensor, offsets: Tensor, out: Tensor
+) -> None:
+    """Write to out (2, H, T, D) the elements of slices, as `SplitFloatCodec.join` does.
 
     Args:
         cut: how elements are cut.
@@ -42,7 +44,7 @@ def join(cut: SliceFormat, codes: Tensor, lows: Tensor, offsets: Tensor, out: Te
     """
     _, heads, tokens, dim = out.shape
     count = tokens * dim
-    _join[ceil_div(count, _JOINED), heads](
+    _reconstruct[ceil_div(count, _RECONSTRUCTED), heads](
         codes,
         lows,
         offsets,
@@ -57,11 +59,11 @@ def join(cut: SliceFormat, codes: Tensor, lows: Tensor, offsets: Tensor, out: Te
         out.stride(1),
         LOW_BITS=cut.low_bits,
         SHARED=cut.low_planes == 1,
-        BLOCK=_JOINED,
+        BLOCK=_RECONSTRUCTED,
     )
 
 
-def attend(cut: SliceFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Partial:
+def attend(cut: SplitFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Partial:
     """Return the attention of q to what codes stand for; every row sees all of them.
 
     Args:
@@ -138,7 +140,7 @@ def _patterns(code, low, constant, LOW_BITS: tl.constexpr):
 
 # A kernel of its own for each kind of number would be compiled in the middle of a text.
 @triton.jit(do_not_specialize=["offset_part"])
-def _join(
+def _reconstruct(
     codes,
     lows,
     offsets,

@@ -15,11 +15,11 @@ _COPY = 128 << 20  # bytes
 _BUSY = 48  # copies that keep a link busy while something is asked
 
 
-class Copies:
+class BandwidthProbe:
     """Large copies between the link's host memory and the device, one after another."""
 
     def __init__(self, link: Link, size: int = _COPY):
-        """Allocate `size` bytes on both sides. Raises FitError."""
+        """Allocate `size` bytes on both sides. Raises InsufficientMemoryError."""
         self.link = link
         self.size = size
         # pages that were never written would all be one page, in the processor's cache
@@ -34,17 +34,17 @@ class Copies:
         """
         self._copy(out)
         self.link.drain()
-        started, copied, at_once = time.perf_counter(), 0, 1
+        started, copied, concurrency = time.perf_counter(), 0, 1
         while (elapsed := time.perf_counter() - started) < seconds or not copied:
-            for _ in range(at_once):
+            for _ in range(concurrency):
                 self._copy(out)
             self.link.drain()
-            copied += at_once
+            copied += concurrency
             if elapsed < seconds / 8:  # so that the last ones do not take long
-                at_once *= 2
+                concurrency *= 2
         return copied * self.size / elapsed
 
-    def meanwhile(self, ask: Callable[[], T]) -> T:
+    def call_while_copying(self, ask: Callable[[], T]) -> T:
         """Return what `ask` says while copies towards the device are under way.
 
         Links that are idle report a lower speed.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from offload.memory.host import allocate, host_available
-from offload.memory.link import Copy, Link, by_head
+from offload.memory.link import Copy, Link, copies_by_head
 
 
-class ViewLink(Link):
+class ZeroCopyLink(Link):
     """No link at all, on a CPU: the ring hands out views of the host store, nothing is copied."""
 
     copies = False
@@ -39,7 +39,7 @@ class ViewLink(Link):
 Jobs = queue.Queue[tuple[Sequence[Copy], float, threading.Event] | None]
 
 
-class Lane:
+class CopyThread:
     """Copies that one thread makes, in order."""
 
     def __init__(self, run: Callable[[Jobs], None]):
@@ -85,8 +85,8 @@ class EmulatedLink(Link):
         """Start the thread; `rate` is in bytes a second."""
         super().__init__(device)
         self.rate = rate
-        self._copies = Lane(self._run)
-        self._sent = Lane(self._run)
+        self._copies = CopyThread(self._run)
+        self._sent = CopyThread(self._run)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(numel, dtype)
@@ -94,12 +94,12 @@ class EmulatedLink(Link):
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
         return self._copies.add(pairs)
 
-    def send(self, pairs: Sequence[Copy]) -> threading.Event:
+    def copy_out(self, pairs: Sequence[Copy]) -> threading.Event:
         return self._sent.add(pairs)
 
-    def fetch(self, kv: Tensor) -> Tensor:
+    def read_to_host(self, kv: Tensor) -> Tensor:
         copy = torch.empty(kv.shape, dtype=kv.dtype)
-        self._sent.add(by_head(copy, kv)).wait()
+        self._sent.add(copies_by_head(copy, kv)).wait()
         return copy
 
     def wait(self, ticket: threading.Event) -> None:

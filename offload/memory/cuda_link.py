@@ -8,9 +8,9 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from offload.errors import FitError
-from offload.memory.host import allocate, keep_from_forks, touch
-from offload.memory.link import Copy, Link, by_head
+from offload.errors import InsufficientMemoryError
+from offload.memory.host import allocate, exclude_from_forks, prefault
+from offload.memory.link import Copy, Link, copies_by_head
 from offload.memory.numa import gpu_node, on_node
 
 
@@ -33,19 +33,19 @@ class CudaLink(Link):
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = allocate(numel, dtype)
         with on_node(gpu_node(self.device)):
-            touch(buffer)
+            prefault(buffer)
             # pin_memory would round the allocation up to a power of two
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             with suppress(RuntimeError):
                 # or the next kernel anywhere would report this failure as its own
                 torch.ones(1, device=self.device).add_(1)
-            raise FitError(
+            raise InsufficientMemoryError(
                 f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory "
                 f"(cudaHostRegister: error {code}). Raise the limit on locked memory (ulimit -l "
                 "unlimited), or use a shorter `context`."
             )
-        keep_from_forks(buffer, True)
+        exclude_from_forks(buffer, True)
         self._registered[buffer.data_ptr()] = buffer
         return buffer
 
@@ -53,22 +53,22 @@ class CudaLink(Link):
         self.drain()
         if self._registered.pop(buffer.data_ptr(), None) is not None:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
-            keep_from_forks(buffer, False)
+            exclude_from_forks(buffer, False)
 
     def copy(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
         return self._start(self._stream, pairs)
 
-    def send(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
+    def copy_out(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
         return self._start(self._out, pairs)
 
     def finish_compute(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
-    def fetch(self, kv: Tensor) -> Tensor:
+    def read_to_host(self, kv: Tensor) -> Tensor:
         copy = torch.empty(kv.shape, dtype=kv.dtype)
         torch.cuda.set_device(self.device)  # of a thread that may have none yet
         with torch.cuda.stream(self._fetched):
-            for destination, source in by_head(copy, kv):
+            for destination, source in copies_by_head(copy, kv):
                 destination.copy_(source)
         return copy
 
@@ -95,7 +95,7 @@ class CudaLink(Link):
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + cached
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from offload.errors import FitError
+from offload.errors import InsufficientMemoryError
 from offload.layout import ceil_div
 
 # of Linux: MADV_DONTFORK, MADV_DOFORK, MADV_HUGEPAGE and MADV_POPULATE_WRITE
@@ -83,7 +83,7 @@ def _own_cgroup(own: Path, kind: str) -> str:
     return "/"
 
 
-def process_peak() -> int | None:
+def process_peak_bytes() -> int | None:
     """Return the most bytes that this process has held since the last call.
 
     None where the system does not say. It makes the kernel forget the peak, also for others who
@@ -97,7 +97,7 @@ def process_peak() -> int | None:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), None)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return to the system what this process has freed and still holds.
 
     Caches of texts come and go in all sizes. Where several are there at once, what glibc keeps of
@@ -108,12 +108,12 @@ def give_back() -> None:
 
 
 def allocate(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor of host memory. Raises FitError where there is not as much."""
+    """Return a flat tensor of host memory. Raises InsufficientMemoryError where there is not as much."""
     import torch  # here alone: plans ask how much memory there is, and do without torch
 
     needed, available = numel * dtype.itemsize, host_available()
     if needed > available:
-        raise FitError(
+        raise InsufficientMemoryError(
             f"the KV cache needs {needed / 1e9:.2f} GB of host memory on this rank and "
             f"{available / 1e9:.2f} GB are available. Use a shorter `context`, or a machine with "
             "more memory."
@@ -124,7 +124,7 @@ def allocate(numel: int, dtype: torch.dtype) -> Tensor:
     return buffer
 
 
-def touch(buffer: Tensor) -> None:
+def prefault(buffer: Tensor) -> None:
     """Have the system give all pages of a new buffer at once, by several threads.
 
     Whoever is the first to touch a page waits until it is cleared, and pinning touches all of them
@@ -142,7 +142,7 @@ def touch(buffer: Tensor) -> None:
         list(pool.map(populate, range(0, nbytes, share)))
 
 
-def keep_from_forks(buffer: Tensor, keep: bool) -> None:
+def exclude_from_forks(buffer: Tensor, keep: bool) -> None:
     """Keep the pages of a buffer from processes that fork off this one, or let them have them.
 
     A fork copies pinned pages at once, which takes their time and as much memory again. To be

@@ -24,13 +24,13 @@ class HostArena:
     def reserve(self, numel: int) -> None:
         """Make room for `numel` elements; where the arena grows, its contents are lost.
 
-        Raises FitError when the host cannot give them.
+        Raises InsufficientMemoryError when the host cannot give them.
         """
         if numel > self._buffer.numel():
-            self.let_go()  # the old arena goes before the new one comes
+            self.free()  # the old arena goes before the new one comes
             self._buffer = self.link.host_empty(numel, self.dtype)
 
-    def take(self, shape: tuple[int, ...]) -> Tensor:
+    def allocate(self, shape: tuple[int, ...]) -> Tensor:
         """Return a view of this shape at the start of the arena.
 
         Whoever took one before has lost it, and its copies are over.
@@ -41,7 +41,7 @@ class HostArena:
         self.reserve(numel)
         return self._buffer[:numel].view(shape)
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free the arena's memory; its contents are lost."""
         self.link.release(self._buffer)
         self._buffer = torch.empty(0, dtype=self.dtype)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.memory.host import process_peak
+from offload.memory.host import process_peak_bytes
 
 Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
 
 
-def by_head(destination: Tensor, source: Tensor) -> list[Copy]:
+def copies_by_head(destination: Tensor, source: Tensor) -> list[Copy]:
     """Return the copies, each of one contiguous block, that take source (parts, H, T, D) there."""
     parts, count = source.shape[:2]
     heads = product(range(parts), range(count))
@@ -46,14 +46,14 @@ class Link(ABC):
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat host buffer of exactly this size.
 
-        Raises FitError when the host cannot give it.
+        Raises InsufficientMemoryError when the host cannot give it.
         """
 
     @abstractmethod
     def copy(self, pairs: Sequence[Copy]) -> Any:
         """Start copying, in either direction, after all compute issued so far; return a ticket."""
 
-    def send(self, pairs: Sequence[Copy]) -> Any:
+    def copy_out(self, pairs: Sequence[Copy]) -> Any:
         """Start copying to the host as `copy` does, but beside it: the link works both ways.
 
         Such copies keep order among themselves alone. Nothing may read what they write, nor write
@@ -64,7 +64,7 @@ class Link(ABC):
     def finish_compute(self) -> None:
         """Block until all compute issued so far is over."""
 
-    def fetch(self, kv: Tensor) -> Tensor:
+    def read_to_host(self, kv: Tensor) -> Tensor:
         """Return kv (parts, H, T, D), whose compute is over, in host memory: a copy, or kv itself.
 
         Other threads than the one that computes may call it.
@@ -79,12 +79,12 @@ class Link(ABC):
     def device_available(self) -> int:
         """Return the bytes of device memory that could be allocated now."""
 
-    def peak(self) -> int | None:
+    def peak_bytes(self) -> int | None:
         """Return the most bytes in use since the last call; None where the system does not say.
 
         Of device memory it is what torch allocated; where that is host memory, all of this process.
         """
-        return process_peak()
+        return process_peak_bytes()
 
     def release(self, buffer: Tensor) -> None:
         """Let go of a buffer from host_empty before it is freed: its copies are over then."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from offload.memory.link import Link
 
-LEAST_RATE = 1e-3  # GB/s of an emulated link: at less a text takes days
+MIN_RATE = 1e-3  # GB/s of an emulated link: at less a text takes days
 
 
 def emulated_rate(name: str) -> float | None:
@@ -27,15 +27,15 @@ def emulated_rate(name: str) -> float | None:
             rate = float(given)
         except ValueError:
             rate = 0.0
-        if rate >= LEAST_RATE:
+        if rate >= MIN_RATE:
             return rate
     raise TierForceError(
         f"`link` {name} is not known: use auto, or on a CPU view or emulated:RATE (GB/s, at least "
-        f"{LEAST_RATE:g}, as in emulated:0.5)."
+        f"{MIN_RATE:g}, as in emulated:0.5)."
     )
 
 
-def refuse_on_gpu(name: str, device: str) -> None:
+def check_device(name: str, device: str) -> None:
     """Raise TierForceError for a link that is for a CPU, where the device is another."""
     if device != "cpu" and name != "auto":
         raise TierForceError(f"`link` {name} is for a CPU: leave it out on {device}.")
@@ -45,13 +45,13 @@ def make_link(spec: str, device: torch.device) -> Link:
     """Return the link that `spec` names.
 
     It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
-    Raises TierForceError for any other, and as `refuse_on_gpu` does.
+    Raises TierForceError for any other, and as `check_device` does.
     """
-    from offload.memory.cpu_link import EmulatedLink, ViewLink
+    from offload.memory.cpu_link import EmulatedLink, ZeroCopyLink
     from offload.memory.cuda_link import CudaLink
 
     rate = emulated_rate(spec)
     if device.type == "cpu":
-        return ViewLink(device) if rate is None else EmulatedLink(device, rate * 1e9)
-    refuse_on_gpu(spec, device.type)
+        return ZeroCopyLink(device) if rate is None else EmulatedLink(device, rate * 1e9)
+    check_device(spec, device.type)
     return CudaLink(device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.memory.link import Link, by_head
+from offload.memory.link import Link, copies_by_head
 
 
 class TransferRing:
@@ -42,7 +42,7 @@ class TransferRing:
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def lend(self, shape: Sequence[int]) -> Tensor:
+    def borrow(self, shape: Sequence[int]) -> Tensor:
         """Return the ring's memory in this shape, for use until the next `start`."""
         self.link.drain()  # a pass given up may still fill the slots
         return self._memory[: prod(shape)].view(*shape)
@@ -58,7 +58,7 @@ class TransferRing:
         for slot in self._slots:
             self._fill(slot)
 
-    def next(self) -> Tensor:
+    def next_chunk(self) -> Tensor:
         """Return the next chunk, on the device. Raises IndexError behind the last.
 
         It is good until the next call, which refills its slot.
@@ -79,5 +79,5 @@ class TransferRing:
         numel = source.nbytes // slot.itemsize
         with torch.inference_mode(False):  # a link writes to it from outside
             chunk = slot[:numel].view(source.dtype).view(source.shape)
-        ticket = self.link.copy(by_head(chunk, source))
+        ticket = self.link.copy(copies_by_head(chunk, source))
         self._filled.append((slot, chunk, ticket))

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.attention.head_major import attend_by_heads, put, span
-from offload.cache.static_shape import SlotCache
+from offload.attention.head_major import attend_by_heads, token_slice, write_tokens
+from offload.cache.static_shape import StaticCache
 from offload.layout import KVLayout
 from offload.retrieval.selection import SelectionPolicy, Selector
-from offload.retrieval.shape import OBSERVED_KEYS, RetrievalShape
+from offload.retrieval.shape import OBSERVED_KEYS, RetrievalCacheSpec
 from offload.retrieval.store import make_store
 from offload.rotary import Rotary
 
 
-class RetrievalCache(SlotCache):
+class RetrievalCache(StaticCache):
     """A follower of a TieredCache, with slots for tokens of its own in each layer.
 
     They hold selected tokens, then the window and whatever is drafted: a pass attends to one
@@ -36,7 +36,7 @@ class RetrievalCache(SlotCache):
     def __init__(
         self,
         layout: KVLayout,
-        shape: RetrievalShape,
+        shape: RetrievalCacheSpec,
         policy: SelectionPolicy,
         rotary: Rotary,
         device: torch.device,
@@ -64,7 +64,7 @@ class RetrievalCache(SlotCache):
         self.rotary = rotary
         self.slots = shape.slots
         self._store = make_store(replace(layout, layers=len(layers)), shape, device)
-        self.first_own = self._store.first_own
+        self.window_offset = self._store.window_offset
 
     @property
     def device_bytes(self) -> int:
@@ -74,14 +74,14 @@ class RetrievalCache(SlotCache):
         k = self.rotary(k, start, layer)
         q = self.rotary(q, start, layer)
         self._put(layer, slice(None), k, v, start)
-        first = self.first_seen()
-        slot, _ = self.place(start)
+        first = self.first_valid_slot()
+        slot, _ = self.slot_and_position(start)
         end = slot + len(q)
-        self.traffic.attended += self._store.bytes_of(first, end)
-        seen = self._store.parts(self._index[layer], first, end)
+        self.traffic.attended += self._store.slot_bytes(first, end)
+        seen = self._store.head_groups(self._index[layer], first, end)
         return attend_by_heads(q, k.shape[1], seen, _causal)
 
-    def place(self, start: int) -> tuple[int, int]:
+    def slot_and_position(self, start: int) -> tuple[int, int]:
         base = self.selector.base
         if start < base:
             raise ValueError(f"the selection covers the first {base}, with {start}")
@@ -89,17 +89,17 @@ class RetrievalCache(SlotCache):
         return window + start - base, start
 
     def buffers(self, layer: int) -> tuple[Tensor, None]:
-        return self._store.own(self._index[layer]), None
+        return self._store.window(self._index[layer]), None
 
-    def first_seen(self) -> int:
+    def first_valid_slot(self) -> int:
         first, _ = self._store.slots_of(self.selector.selected)
         return first
 
-    def bytes_of(self, first: int, end: int) -> int:
-        return len(self._index) * self._store.bytes_of(first, end)
+    def slot_bytes(self, first: int, end: int) -> int:
+        return len(self._index) * self._store.slot_bytes(first, end)
 
-    def parts(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
-        return self._store.parts(self._index[layer], 0, self.slots)
+    def head_groups(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
+        return self._store.head_groups(self._index[layer], 0, self.slots)
 
     def snapshot(self) -> dict[str, Any]:
         state = super().snapshot()
@@ -119,10 +119,12 @@ class RetrievalCache(SlotCache):
 
     # -- following the target ----------------------------------------------------------------------
 
-    def follow(self, boundary: int, length: int, end: int) -> None:
+    def on_forward(self, boundary: int, length: int, end: int) -> None:
         self.selector.begin(boundary, length, end)
 
-    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+    def on_attention(
+        self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
+    ) -> None:
         if layer not in self._index:
             return
         selector = self.selector
@@ -130,8 +132,11 @@ class RetrievalCache(SlotCache):
         window, start = recent, selector.base
         if not selector.is_selecting:
             # the target's own KV takes the place of what this level computed from a partial context
-            first_own = recent.shape[2] - len(q)
-            window, start = span(recent, first_own, recent.shape[2]), tokens + first_own
+            window_offset = recent.shape[2] - len(q)
+            window, start = (
+                token_slice(recent, window_offset, recent.shape[2]),
+                tokens + window_offset,
+            )
         k, v = window.transpose(1, 2)
         self._put(layer, slice(head, head + count), k, v, start)
         if not selector.is_selecting:
@@ -145,7 +150,7 @@ class RetrievalCache(SlotCache):
             chunks = selector.select(layer, head + first, rows, part, recent[0, first:last])
             self._store.select(self._index[layer], head + first, part, chunks)
 
-    def advanced(self, length: int) -> None:
+    def on_advance(self, length: int) -> None:
         if length == 0:
             self.selector.reset()
         self.selector.check_crop(length)
@@ -157,8 +162,8 @@ class RetrievalCache(SlotCache):
         Raises ValueError where they do not fit.
         """
         kv, _ = self.buffers(layer)
-        slot, _ = self.place(start)
-        put(kv[:, heads], k, v, slot - self.first_own)
+        slot, _ = self.slot_and_position(start)
+        write_tokens(kv[:, heads], k, v, slot - self.window_offset)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -8,26 +8,26 @@ from offload.layout import KVLayout
 
 
 @dataclass(frozen=True)
-class PolicyTraits:
+class PolicySpec:
     """How a policy selects: how often, by how many rows, and with what memory of its own."""
 
     reselects: bool = True  # at later verifications too, or only once, behind the prompt
-    rows: int = 8  # of a pass that have a say
-    remembers: bool = False  # one float32 for each chunk of each head
+    query_rows: int = 8  # of a pass that have a say
+    keeps_scores: bool = False  # one float32 for each chunk of each head
 
     def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
         """Return the device memory the policy takes beside the retrieval cache.
 
         `context`: tokens of the whole text.
         """
-        if not self.remembers:
+        if not self.keeps_scores:
             return 0
         chunks = context // chunk
         return 4 * layout.layers * layout.heads * chunks
 
 
-POLICY_TRAITS = {
-    "attention": PolicyTraits(remembers=True),
-    "static": PolicyTraits(reselects=False, rows=1),
+POLICY_SPECS = {
+    "attention": PolicySpec(keeps_scores=True),
+    "static": PolicySpec(reselects=False, query_rows=1),
 }
-POLICY_NAMES = tuple(POLICY_TRAITS)
+POLICY_NAMES = tuple(POLICY_SPECS)

@@ -14,15 +14,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from offload.attention.shape_buckets import multiplies_bfloat16
-from offload.retrieval.policy_specs import POLICY_TRAITS, PolicyTraits
-from offload.retrieval.shape import RetrievalShape
+from offload.attention.shape_buckets import has_native_bf16
+from offload.retrieval.policy_specs import POLICY_SPECS, PolicySpec
+from offload.retrieval.shape import RetrievalCacheSpec
 
 # What an earlier selection's attention still counts at the next one.
-KEPT_OF_ATTENTION = 0.9
+SCORE_DECAY = 0.9
 
 
-class ObservedRows:
+class QuerySample:
     """Some rows of a pass against the keys of a few KV heads, of the prefix and behind it.
 
     What is derived from them is computed once, when it is asked for.
@@ -79,16 +79,16 @@ class ObservedRows:
 class SelectionPolicy(ABC):
     """A ranking of the prefix's chunks. One object serves one text, all its layers and heads."""
 
-    traits: ClassVar[PolicyTraits]
+    spec: ClassVar[PolicySpec]
 
     @abstractmethod
-    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
         """Return the worth (Hkv, C) float32 of each of the C whole chunks of `chunk` tokens.
 
         The rows' KV heads are `head`, `head` + 1, ... of the layer.
         """
 
-    def select(self, rows: ObservedRows, layer: int, head: int, chunk: int, count: int) -> Tensor:
+    def select(self, rows: QuerySample, layer: int, head: int, chunk: int, count: int) -> Tensor:
         """Return indices (Hkv, count) of the chunks to keep per KV head.
 
         Chunk 0, the sink, always stays.
@@ -98,22 +98,22 @@ class SelectionPolicy(ABC):
         return scores.topk(count, dim=1, sorted=False).indices
 
 
-class Static(SelectionPolicy):
+class MeanKeyPolicy(SelectionPolicy):
     """The choice as published: once, by the last prompt token's query against mean keys.
 
     Source: TriForce, arXiv 2404.11912, section 4.1.
     """
 
-    traits = POLICY_TRAITS["static"]
+    spec = POLICY_SPECS["static"]
 
-    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
         means = _mean_keys(rows.keys, chunk)
         logits = rows.q.flatten(1, 2).float() @ means.transpose(1, 2)  # (Hkv, G, C)
         # in logarithms: far chunks still have an order
         return logits.log_softmax(-1).logsumexp(1)
 
 
-class Attention(SelectionPolicy):
+class AttentionScorePolicy(SelectionPolicy):
     """The attention that rows really give, of this pass and, ever less, of those before.
 
     A key counts by the row that gives it most, in the mean over the query heads that share it: what
@@ -121,19 +121,19 @@ class Attention(SelectionPolicy):
     is H2O's idea (Zhang et al. 2023, arXiv 2306.14048, section 4.1); forgetting is new.
     """
 
-    traits = POLICY_TRAITS["attention"]
+    spec = POLICY_SPECS["attention"]
 
     def __init__(self) -> None:
         # by layer and KV head, for heads come in groups of any size: the worth (C,) of chunks
         self._worth: dict[tuple[int, int], Tensor] = {}
 
-    def scores(self, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
         worth = rows.attention.amax(2).mean(1)  # (Hkv, N)
         worth = worth.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
         for index, row in enumerate(worth, head):
             before = self._worth.get((layer, index))
             if before is not None:
-                row[: len(before)] += KEPT_OF_ATTENTION * before
+                row[: len(before)] += SCORE_DECAY * before
             self._worth[layer, index] = row
         return worth.clone()  # `select` writes into it
 
@@ -143,7 +143,7 @@ class Selector:
     """When chunks of the prefix are selected, and which; the state of this belongs to one text."""
 
     policy: SelectionPolicy
-    shape: RetrievalShape
+    shape: RetrievalCacheSpec
     min_interval: int  # tokens that one selection serves at least; 1: select in every verification
     base: int = 0  # position of the first token after the prefix, at the last selection
     selected: int = 0  # tokens of that prefix
@@ -177,7 +177,7 @@ class Selector:
         heads, tokens = prefix.shape[1:3]
         if self.selected == tokens:
             return torch.arange(tokens // chunk, device=prefix.device).expand(heads, -1)
-        rows = ObservedRows(q, prefix[0], recent, self.policy.traits.rows)
+        rows = QuerySample(q, prefix[0], recent, self.policy.spec.query_rows)
         return self.policy.select(rows, layer, head, chunk, self.selected // chunk)
 
     def check_crop(self, length: int) -> None:
@@ -190,12 +190,12 @@ class Selector:
     def _is_due(self, length: int) -> bool:
         if self.selected_at is None:
             return True
-        return self.policy.traits.reselects and length - self.selected_at >= self.min_interval
+        return self.policy.spec.reselects and length - self.selected_at >= self.min_interval
 
 
 def _product(keys: Tensor, q: Tensor) -> Tensor:
     """Return keys (N, D) @ q (D, R), both of 16 bits, on a CPU."""
-    if multiplies_bfloat16():
+    if has_native_bf16():
         return keys @ q
     return keys.float() @ q.float()
 
@@ -207,4 +207,7 @@ def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
     return torch.stack([each.mean(1, dtype=torch.float32) for each in chunks])
 
 
-POLICIES: dict[str, type[SelectionPolicy]] = {"attention": Attention, "static": Static}
+POLICIES: dict[str, type[SelectionPolicy]] = {
+    "attention": AttentionScorePolicy,
+    "static": MeanKeyPolicy,
+}

@@ -19,7 +19,7 @@ _FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
-class RetrievalShape:
+class RetrievalCacheSpec:
     """How a budget of tokens a head is spent: selected + window = budget.
 
     It is spent so right after a selection. The window is every token behind the target's boundary:
@@ -52,7 +52,7 @@ class RetrievalShape:
     @classmethod
     def of(
         cls, budget: int, chunk: int, context: int, rows: int, append_room: int
-    ) -> RetrievalShape:
+    ) -> RetrievalCacheSpec:
         """Return sizes that suit a budget."""
         quarter = max(1, budget // 4)
         block = ceil_div(min(64, quarter), chunk) * chunk
@@ -126,8 +126,8 @@ class RetrievalShape:
         They are a few float32 arrays of a value for each key and row, mean keys, and a copy of keys
         that lie apart; and what is quantised at a time.
         """
-        at_once = min(OBSERVED_KEYS, self.context * layout.heads)
-        keys = max(at_once, self.context)
+        concurrency = min(OBSERVED_KEYS, self.context * layout.heads)
+        keys = max(concurrency, self.context)
         means = layout.head_dim // self.chunk
         values = keys * (4 * rows + means + layout.head_dim)
         if self.quantised:

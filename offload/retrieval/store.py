@@ -13,16 +13,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from offload.attention.head_major import span
+from offload.attention.head_major import token_slice
 from offload.codec.int8 import dequantise, quantise
 from offload.layout import KVLayout
-from offload.retrieval.shape import QUANTISED_ELEMENTS, RetrievalShape
+from offload.retrieval.shape import QUANTISED_ELEMENTS, RetrievalCacheSpec
 
 
 class RetrievalStore(ABC):
     """The memory of a retrieval cache: some layers, each of so many slots."""
 
-    first_own = 0  # the slot of the first token of a buffer that `own` returns
+    window_offset = 0  # the slot of the first token of a buffer that `own` returns
 
     @property
     @abstractmethod
@@ -39,11 +39,11 @@ class RetrievalStore(ABC):
         """Return the slots of the first selected token, of so many, and of the window's first."""
 
     @abstractmethod
-    def own(self, index: int) -> Tensor:
+    def window(self, index: int) -> Tensor:
         """Return the buffer (2, Hkv, n, D) of a layer that tokens of the window are written to."""
 
     @abstractmethod
-    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+    def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
 
         What is yielded is good until the next is asked for.
@@ -57,14 +57,14 @@ class RetrievalStore(ABC):
         """
 
     @abstractmethod
-    def bytes_of(self, first: int, end: int) -> int:
+    def slot_bytes(self, first: int, end: int) -> int:
         """Return the bytes that a layer keeps in the slots from `first` to `end`."""
 
 
-class WholeStore(RetrievalStore):
+class FullPrecisionStore(RetrievalStore):
     """One buffer a layer: selected tokens, then the window."""
 
-    def __init__(self, layout: KVLayout, shape: RetrievalShape, device: torch.device):
+    def __init__(self, layout: KVLayout, shape: RetrievalCacheSpec, device: torch.device):
         self._layout = layout
         self._chunk = shape.chunk
         self.kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
@@ -80,18 +80,18 @@ class WholeStore(RetrievalStore):
     def slots_of(self, selected: int) -> tuple[int, int]:
         return 0, selected
 
-    def own(self, index: int) -> Tensor:
+    def window(self, index: int) -> Tensor:
         return self.kv[index]
 
-    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
-        yield slice(None), span(self.kv[index], first, end)
+    def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(None), token_slice(self.kv[index], first, end)
 
     def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
         heads = slice(head, head + len(chunks))
-        selected = span(self.kv[index, :, heads], 0, chunks.shape[1] * self._chunk)
+        selected = token_slice(self.kv[index, :, heads], 0, chunks.shape[1] * self._chunk)
         copy_chunks(selected, prefix, self._chunk, chunks)
 
-    def bytes_of(self, first: int, end: int) -> int:
+    def slot_bytes(self, first: int, end: int) -> int:
         return self._layout.bytes(end - first, 1)
 
 
@@ -102,10 +102,10 @@ class Int8Store(RetrievalStore):
     selected ones end where the window begins, which is the same slot always.
     """
 
-    def __init__(self, layout: KVLayout, shape: RetrievalShape, device: torch.device):
+    def __init__(self, layout: KVLayout, shape: RetrievalCacheSpec, device: torch.device):
         self._layout = layout
         self._shape = shape
-        self.first_own = shape.selected_slots
+        self.window_offset = shape.selected_slots
         codes = layout.shape(layout.layers, shape.selected_slots)
         window = layout.shape(layout.layers, shape.slots - shape.selected_slots)
         self._heads = shape.shared_heads(layout)
@@ -125,45 +125,45 @@ class Int8Store(RetrievalStore):
         return self._shared.nbytes + sum(each.nbytes for each in self.tensors)
 
     def slots_of(self, selected: int) -> tuple[int, int]:
-        return self.first_own - selected, self.first_own
+        return self.window_offset - selected, self.window_offset
 
-    def own(self, index: int) -> Tensor:
+    def window(self, index: int) -> Tensor:
         return self._window[index]
 
-    def parts(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
-        window = self.first_own
+    def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+        window = self.window_offset
         for head in range(0, self._layout.heads, self._heads):
             heads = slice(head, head + self._heads)
-            codes = span(self._codes[index, :, heads], first, window)
-            scales = span(self._scales[index, :, heads], first, window)
+            codes = token_slice(self._codes[index, :, heads], first, window)
+            scales = token_slice(self._scales[index, :, heads], first, window)
             recent = self._window[index, :, heads]
             shared = self._shared[:, : recent.shape[1]]
-            dequantise(codes, scales, span(shared, first, window))
-            span(shared, window, end).copy_(span(recent, 0, end - window))
-            yield heads, span(shared, first, end)
+            dequantise(codes, scales, token_slice(shared, first, window))
+            token_slice(shared, window, end).copy_(token_slice(recent, 0, end - window))
+            yield heads, token_slice(shared, first, end)
 
     def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
         chunk = self._shape.chunk
-        end = self.first_own
+        end = self.window_offset
         start = end - chunks.shape[1] * chunk
         for first in range(0, len(chunks), self._heads):
             part = slice(first, first + self._heads)
             few = chunks[part]
             heads = slice(head + first, head + first + len(few))
-            selected = span(self._shared[:, : len(few)], start, end)
+            selected = token_slice(self._shared[:, : len(few)], start, end)
             copy_chunks(selected, prefix[:, part], chunk, few)
-            codes = span(self._codes[index, :, heads], start, end)
-            self._quantise(selected, codes, span(self._scales[index, :, heads], start, end))
+            codes = token_slice(self._codes[index, :, heads], start, end)
+            self._quantise(selected, codes, token_slice(self._scales[index, :, heads], start, end))
 
     def _quantise(self, selected: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Quantise selected tokens (2, h, n, D), few at a time, for it takes float32 of each."""
         heads, tokens, dim = selected.shape[1:]
         step = max(1, QUANTISED_ELEMENTS // (2 * heads * dim))
         for at in range(0, tokens, step):
-            quantise(*(span(each, at, at + step) for each in (selected, codes, scales)))
+            quantise(*(token_slice(each, at, at + step) for each in (selected, codes, scales)))
 
-    def bytes_of(self, first: int, end: int) -> int:
-        window = self.first_own
+    def slot_bytes(self, first: int, end: int) -> int:
+        window = self.window_offset
         return self._shape.quantised_bytes(self._layout, window - first, end - window)
 
 
@@ -175,7 +175,7 @@ def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) ->
         torch.index_select(source, 0, chunks[head], out=selected[part, head].view(-1, row))
 
 
-def make_store(layout: KVLayout, shape: RetrievalShape, device: torch.device) -> RetrievalStore:
+def make_store(layout: KVLayout, shape: RetrievalCacheSpec, device: torch.device) -> RetrievalStore:
     """Allocate the store that a shape asks for, of a layout's layers."""
-    kind = Int8Store if shape.quantised else WholeStore
+    kind = Int8Store if shape.quantised else FullPrecisionStore
     return kind(layout, shape, device)

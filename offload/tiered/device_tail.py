@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from offload.attention.head_major import put, span
+from offload.attention.head_major import token_slice, write_tokens
 from offload.memory.link import Link
 
 
@@ -16,15 +16,15 @@ class DeviceTail:
 
     def tokens(self, count: int) -> Tensor:
         """Return the first `count` tokens (2, Hkv, count, D), as a view."""
-        return span(self.kv, 0, count)
+        return token_slice(self.kv, 0, count)
 
-    def put(self, k: Tensor, v: Tensor, at: int) -> None:
+    def append(self, k: Tensor, v: Tensor, at: int) -> None:
         """Write k and v (T, Hkv, D) of the tokens from slot `at` on."""
-        put(self.kv, k, v, at)
+        write_tokens(self.kv, k, v, at)
 
     def shift(self, count: int, rest: int) -> None:
         """Drop the first `count` tokens, and move the `rest` after them to the start."""
-        kept = span(self.kv, count, count + rest).clone()
+        kept = token_slice(self.kv, count, count + rest).clone()
         self.tokens(rest).copy_(kept)
 
     def store(self, kv: Tensor, start: int, boundary: int) -> Tensor:
@@ -36,13 +36,13 @@ class DeviceTail:
         count = min(tokens, max(0, boundary - start))
         if count < tokens:
             at = start + count - boundary
-            span(self.kv, at, at + tokens - count).copy_(span(kv, count, tokens))
-        return span(kv, 0, count)
+            token_slice(self.kv, at, at + tokens - count).copy_(token_slice(kv, count, tokens))
+        return token_slice(kv, 0, count)
 
     def load(self, kv: Tensor, length: int, boundary: int) -> None:
         """Copy the tokens from the boundary to `length` to their places in kv (2, Hkv, N, D)."""
-        span(kv, boundary, length).copy_(self.tokens(length - boundary))
+        token_slice(kv, boundary, length).copy_(self.tokens(length - boundary))
 
     def copy_to_host(self, count: int, link: Link) -> Tensor:
         """Return a copy of the first tokens (2, Hkv, count, D), whatever the tail holds later."""
-        return link.fetch(self.tokens(count)).clone()
+        return link.read_to_host(self.tokens(count)).clone()

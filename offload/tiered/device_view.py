@@ -11,10 +11,10 @@ from offload.retrieval.cache import RetrievalCache
 from offload.tiered.cache import TieredCache
 
 
-class NearCache(Cache):
+class OnDeviceCache(Cache):
     """The target's cache as far as the device has it.
 
-    Resident layers are exact. Of sliced ones there are the codes, and recent tokens in 16 bits. In
+    Resident layers are exact. Of split ones there are the codes, and recent tokens in 16 bits. In
     the others a retrieval cache attends. What is drafted is written where the target's own pass
     will write it again.
     """
@@ -24,7 +24,7 @@ class NearCache(Cache):
         super().__init__(target.layout)
         self.target = target
         self.retrieval = retrieval
-        target.followers.append(self)
+        target.observers.append(self)
 
     @property
     def device_bytes(self) -> int:
@@ -33,14 +33,14 @@ class NearCache(Cache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         target = self.target
         place = target.layers[layer]
-        if not place.is_near:
+        if not place.is_on_device:
             assert self.retrieval is not None
             return self.retrieval.attend(layer, q, k, v, start)
         q = target.rotary(q, start, layer)
         k = target.rotary(k, start, layer)
-        place.put(k, v, start, target.boundary)
+        place.append(k, v, start, target.boundary)
         end = start + len(q)
-        return place.attend_near(q, end, target.boundary, self.traffic)
+        return place.attend_on_device(q, end, target.boundary, self.traffic)
 
     def snapshot(self) -> dict[str, Any]:
         state = super().snapshot()
@@ -63,11 +63,13 @@ class NearCache(Cache):
 
     # -- following the target ----------------------------------------------------------------------
 
-    def follow(self, boundary: int, length: int, end: int) -> None:
+    def on_forward(self, boundary: int, length: int, end: int) -> None:
         pass
 
-    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+    def on_attention(
+        self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
+    ) -> None:
         pass  # what the target keeps is what this level attends to
 
-    def advanced(self, length: int) -> None:
+    def on_advance(self, length: int) -> None:
         self.length = length

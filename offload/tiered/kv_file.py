@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offload.attention.head_major import span
-from offload.errors import DamagedError
+from offload.attention.head_major import token_slice
+from offload.errors import CorruptCacheError
 from offload.layout import KVLayout
 from offload.memory.link import Copy
 from offload.regular_files import UnsuitableFileError, open_regular
 
-PIECE_TOKENS = 4096  # of a head: what a checksum is of
+BLOCK_TOKENS = 4096  # of a head: what a checksum is of
 
 # returns the tokens from one to another of a head, keys and values (2, T, D), in host memory
-Excerpt = Callable[[int, int, int], Tensor]
+HostReader = Callable[[int, int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Piece:
+class KVBlock:
     """Some tokens of a head, in host memory."""
 
     head: int
@@ -51,11 +51,11 @@ class KVFile:
         return self.layout.bytes(self.tokens, 1)
 
     @property
-    def pieces(self) -> int:
+    def blocks(self) -> int:
         """Return how many pieces it has, and so how many checksums."""
         return len(self._ends()) * self.layout.heads
 
-    def write(self, excerpt: Excerpt) -> list[int]:
+    def write(self, excerpt: HostReader) -> list[int]:
         """Write the file, to the disk itself, and return its checksums. Raises OSError."""
         checksums = []
         with self.path.open("xb") as file:
@@ -68,13 +68,13 @@ class KVFile:
             os.fsync(file.fileno())
         return checksums
 
-    def readers(self, tokens: int, checksums: Sequence[int]) -> Iterator[Callable[[], Piece]]:
+    def readers(self, tokens: int, checksums: Sequence[int]) -> Iterator[Callable[[], KVBlock]]:
         """Yield what read the first tokens, a piece each, in any order and from any thread.
 
-        They raise DamagedError where the file is not what was written, and OSError.
+        They raise CorruptCacheError where the file is not what was written, and OSError.
         """
-        if len(checksums) != self.pieces:
-            raise DamagedError(f"{self.path.name} has {len(checksums)} checksums")
+        if len(checksums) != self.blocks:
+            raise CorruptCacheError(f"{self.path.name} has {len(checksums)} checksums")
         rest = iter(checksums)
         for head in range(self.layout.heads):
             for start, end in self._ends():
@@ -85,8 +85,8 @@ class KVFile:
 
     def _ends(self) -> list[tuple[int, int]]:
         """Return the first token of each piece of a head, and the one behind it."""
-        starts = range(0, self.tokens, PIECE_TOKENS)
-        return [(start, min(start + PIECE_TOKENS, self.tokens)) for start in starts]
+        starts = range(0, self.tokens, BLOCK_TOKENS)
+        return [(start, min(start + BLOCK_TOKENS, self.tokens)) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Reader:
     last: int
     checksum: int
 
-    def __call__(self) -> Piece:
+    def __call__(self) -> KVBlock:
         file, layout = self.file, self.file.layout
         kv = torch.empty((2, self.end - self.start, layout.head_dim), dtype=layout.dtype)
         raw = _bytes_of(kv)
@@ -108,30 +108,30 @@ class _Reader:
         try:
             opened = open_regular(file.path)
         except UnsuitableFileError as error:
-            raise DamagedError(f"{file.path.name} is no regular file") from error
+            raise CorruptCacheError(f"{file.path.name} is no regular file") from error
         with opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.nbytes:
-                raise DamagedError(f"{file.path.name} has {size} of {file.nbytes} bytes")
+                raise CorruptCacheError(f"{file.path.name} has {size} of {file.nbytes} bytes")
             opened.seek((self.head * file.tokens + self.start) * per_token)
             opened.readinto(raw)
         # what is checked is what is used: not what the disk may say another time
         if zlib.crc32(raw, file.seed) != self.checksum:
-            raise DamagedError(f"{file.path.name} is not what was written")
-        return Piece(self.head, self.start, span(kv, 0, self.last - self.start))
+            raise CorruptCacheError(f"{file.path.name} is not what was written")
+        return KVBlock(self.head, self.start, token_slice(kv, 0, self.last - self.start))
 
 
-def copies_to(kv: Tensor, piece: Piece) -> list[Copy]:
+def copies_to(kv: Tensor, piece: KVBlock) -> list[Copy]:
     """Return the copies that take a piece to where it stands in kv (2, Hkv, N, D)."""
     end = piece.start + piece.kv.shape[1]
-    place = span(kv[:, piece.head], piece.start, end)
+    place = token_slice(kv[:, piece.head], piece.start, end)
     return list(zip(place, piece.kv, strict=True))
 
 
-def whole_heads(kv: Tensor) -> Iterator[Piece]:
+def head_blocks(kv: Tensor) -> Iterator[KVBlock]:
     """Yield the heads of a layer (2, Hkv, T, D) in host memory."""
     for head in range(kv.shape[1]):
-        yield Piece(head, 0, kv[:, head])
+        yield KVBlock(head, 0, kv[:, head])
 
 
 def _bytes_of(kv: Tensor) -> memoryview:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from offload.attention.folding import merge
-from offload.attention.head_major import attend_to, span
-from offload.kernels.batch_invariant_attention import steady_attention
+from offload.attention.head_major import attend_prefix, token_slice
+from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.memory.link import Copy, Link
 from offload.memory.transfer_ring import TransferRing
 from offload.tiered.device_tail import DeviceTail
 from offload.tiered.host_layer import HostLayer
-from offload.tiered.kv_file import Excerpt, Piece, copies_to
-from offload.tiered.layer import Show, TieredLayer
-from offload.traffic import Traffic
+from offload.tiered.kv_file import HostReader, KVBlock, copies_to
+from offload.tiered.layer import Notify, TieredLayer
+from offload.traffic import ByteCounters
 
 
-class StreamedLayer(TieredLayer):
+class OffloadedLayer(TieredLayer):
     """A layer with its prefix in host memory, and its recent tokens in a device tail.
 
     A pass streams the prefix through the ring, a group of heads at a time. A head needs only its
@@ -33,7 +33,7 @@ class StreamedLayer(TieredLayer):
         tail: Tensor,
         ring: TransferRing,
         slot_heads: int,
-        traffic: Traffic,
+        traffic: ByteCounters,
     ):
         """`tail` (2, Hkv, capacity, D): a part of the cache's memory for recent tokens."""
         self._host = host
@@ -49,14 +49,16 @@ class StreamedLayer(TieredLayer):
     def chunks(self, boundary: int) -> Sequence[Tensor]:
         return self._host.chunks(boundary, self._slot_heads)
 
-    def put(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
-        self._tail.put(k, v, start - boundary)
+    def append(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
+        self._tail.append(k, v, start - boundary)
 
-    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
-        if not self.is_steady:
+    def attend(self, q: Tensor, end: int, boundary: int, show: Notify) -> Tensor:
+        if not self.is_batch_invariant:
             return self._attend(q, end, boundary, self._prefix, show, self._traffic)
         groups = self._by_heads(q, end, boundary, self._prefix, show)
-        outs = [steady_attention(rows, [kv, near], self._traffic) for rows, kv, near in groups]
+        outs = [
+            batch_invariant_attention(rows, [kv, near], self._traffic) for rows, kv, near in groups
+        ]
         return torch.cat(outs, dim=1)
 
     def _attend(
@@ -65,18 +67,18 @@ class StreamedLayer(TieredLayer):
         end: int,
         boundary: int,
         prefix: Callable[[int, int], Tensor],
-        show: Show,
-        traffic: Traffic,
+        show: Notify,
+        traffic: ByteCounters,
     ) -> Tensor:
         """Attend to the tail, and to what `prefix` returns of a group of heads.
 
         prefix(head, boundary) (2, h, boundary, D), from `head` on, is good until the next call.
         """
-        parts = [attend_to(self._tail.kv, q, end - boundary, traffic)]
+        parts = [attend_prefix(self._tail.kv, q, end - boundary, traffic)]
         by_heads = []
         for rows, kv, _ in self._by_heads(q, end, boundary, prefix, show):
             if boundary:
-                by_heads.append(attend_to(kv, rows, boundary, traffic, causal=False))
+                by_heads.append(attend_prefix(kv, rows, boundary, traffic, causal=False))
         if by_heads:
             outs, lses = zip(*by_heads, strict=True)
             parts.append((torch.cat(outs, dim=1), torch.cat(lses, dim=1)))
@@ -88,12 +90,12 @@ class StreamedLayer(TieredLayer):
         end: int,
         boundary: int,
         prefix: Callable[[int, int], Tensor],
-        show: Show,
+        show: Notify,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield groups of heads, their queries, prefix and recent tokens, and show them."""
         recent = self._tail.tokens(end - boundary)
         if not boundary:
-            nothing = span(recent, 0, 0)
+            nothing = token_slice(recent, 0, 0)
             show(0, q, nothing, recent)
             yield q, nothing, recent
             return
@@ -112,55 +114,57 @@ class StreamedLayer(TieredLayer):
 
         It is good until the next call.
         """
-        chunk = self._ring.next()
+        chunk = self._ring.next_chunk()
         self._traffic.link_in += chunk.nbytes
         return chunk
 
-    def write_back(self, boundary: int, count: int) -> Any:
+    def offload_block(self, boundary: int, count: int) -> Any:
         return self._host.write(self._tail.tokens(count), boundary)
 
-    def drop(self, count: int, rest: int) -> None:
+    def shift_tail(self, count: int, rest: int) -> None:
         self._tail.shift(count, rest)
 
     @property
     def buffer(self) -> Tensor | None:
-        return None if self.is_cut or self._host.link.copies else self._host.kv
+        return None if self.is_split or self._host.link.copies else self._host.kv
 
-    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
+    def store(self, kv: Tensor, start: int, boundary: int) -> Any:
         prefix = self._tail.store(kv, start, boundary)
         if not prefix.shape[2]:
             return None
         if self.buffer is not None:  # the prefix was built where it belongs
             self._traffic.link_out += prefix.nbytes
             return None
-        return self._host.fill(prefix, start)
+        return self._host.store_async(prefix, start)
 
-    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
+    def load(self, kv: Tensor, length: int, boundary: int) -> Any:
         self._tail.load(kv, length, boundary)
         if self.buffer is not None:  # kv is where the prefix is
             return None
-        return self._host.read(span(kv, 0, boundary))
+        return self._host.read(token_slice(kv, 0, boundary))
 
-    def fill(self, piece: Piece, boundary: int) -> list[Copy]:
+    def load_blocks(self, piece: KVBlock, boundary: int) -> list[Copy]:
         tokens = piece.kv.shape[1]
         count = min(tokens, max(0, boundary - piece.start))
-        prefix = Piece(piece.head, piece.start, span(piece.kv, 0, count))
+        prefix = KVBlock(piece.head, piece.start, token_slice(piece.kv, 0, count))
         for destination, source in copies_to(self._host.kv, prefix):
             destination.copy_(source)
         if count == tokens:
             return []
         first = piece.start + count - boundary
-        return copies_to(self._tail.kv, Piece(piece.head, first, span(piece.kv, count, tokens)))
+        return copies_to(
+            self._tail.kv, KVBlock(piece.head, first, token_slice(piece.kv, count, tokens))
+        )
 
-    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
+    def host_reader(self, length: int, boundary: int, link: Link) -> HostReader:
         recent = self._tail.copy_to_host(length - boundary, link)
-        prefix = span(self._host.kv, 0, boundary)
+        prefix = token_slice(self._host.kv, 0, boundary)
 
         def of_head(head: int, start: int, end: int) -> Tensor:
-            stored = span(prefix[:, head], start, end)
+            stored = token_slice(prefix[:, head], start, end)
             if end <= boundary:
                 return stored
-            near = span(recent[:, head], max(0, start - boundary), end - boundary)
+            near = token_slice(recent[:, head], max(0, start - boundary), end - boundary)
             return torch.cat((stored, near), dim=1)
 
         return of_head

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offload.attention.head_major import attend_to, put, span
-from offload.kernels.batch_invariant_attention import steady_attention
+from offload.attention.head_major import attend_prefix, token_slice, write_tokens
+from offload.kernels.batch_invariant_attention import batch_invariant_attention
 from offload.memory.link import Copy, Link
 from offload.tiered.host_layer import HostLayer
-from offload.tiered.kv_file import Excerpt, Piece, copies_to
-from offload.tiered.layer import Show, TieredLayer
-from offload.tiered.shape import TieredShape
-from offload.traffic import Traffic
+from offload.tiered.kv_file import HostReader, KVBlock, copies_to
+from offload.tiered.layer import Notify, TieredLayer
+from offload.tiered.shape import TieredCacheSpec
+from offload.traffic import ByteCounters
 
 
 class ResidentLayer(TieredLayer):
@@ -24,13 +24,13 @@ class ResidentLayer(TieredLayer):
     prompt goes to host memory.
     """
 
-    is_near = True
+    is_on_device = True
 
     def __init__(
         self,
-        shape: TieredShape,
+        shape: TieredCacheSpec,
         device: torch.device,
-        traffic: Traffic,
+        traffic: ByteCounters,
         late_host: HostLayer | None = None,
     ):
         self._shape = shape
@@ -40,7 +40,7 @@ class ResidentLayer(TieredLayer):
         self._kv = self._allocate() if late_host is None else None
 
     @property
-    def is_late(self) -> bool:  # type: ignore[override]
+    def is_deferred(self) -> bool:  # type: ignore[override]
         return self._kv is None
 
     @property
@@ -51,36 +51,36 @@ class ResidentLayer(TieredLayer):
     def device_bytes(self) -> int:
         return 0 if self._kv is None else self._kv.nbytes
 
-    def put(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
+    def append(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
         assert self._kv is not None
-        put(self._kv, k, v, start)
+        write_tokens(self._kv, k, v, start)
 
-    def attend(self, q: Tensor, end: int, boundary: int, show: Show) -> Tensor:
+    def attend(self, q: Tensor, end: int, boundary: int, show: Notify) -> Tensor:
         assert self._kv is not None
-        prefix = span(self._kv, 0, boundary)
-        recent = span(self._kv, boundary, end)
+        prefix = token_slice(self._kv, 0, boundary)
+        recent = token_slice(self._kv, boundary, end)
         show(0, q, prefix, recent)
-        if self.is_steady:
-            return steady_attention(q, [span(self._kv, 0, end)], self._traffic)
-        return self.attend_near(q, end, boundary, self._traffic)
+        if self.is_batch_invariant:
+            return batch_invariant_attention(q, [token_slice(self._kv, 0, end)], self._traffic)
+        return self.attend_on_device(q, end, boundary, self._traffic)
 
-    def attend_near(self, q: Tensor, end: int, boundary: int, traffic: Traffic) -> Tensor:
+    def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
         assert self._kv is not None
-        return attend_to(self._kv, q, end, traffic)[0]
+        return attend_prefix(self._kv, q, end, traffic)[0]
 
-    def keep(self, kv: Tensor, start: int, boundary: int) -> Any:
+    def store(self, kv: Tensor, start: int, boundary: int) -> Any:
         if self._kv is not None:
             return None  # kv is part of it
         assert self._host is not None
-        return self._host.fill(kv, start)
+        return self._host.store_async(kv, start)
 
-    def recall(self, kv: Tensor, length: int, boundary: int) -> Any:
+    def load(self, kv: Tensor, length: int, boundary: int) -> Any:
         if self._kv is not None:
             return None
         assert self._host is not None
-        return self._host.read(span(kv, 0, length))
+        return self._host.read(token_slice(kv, 0, length))
 
-    def fill(self, piece: Piece, boundary: int) -> list[Copy]:
+    def load_blocks(self, piece: KVBlock, boundary: int) -> list[Copy]:
         if self._kv is not None:
             return copies_to(self._kv, piece)
         assert self._host is not None
@@ -88,22 +88,22 @@ class ResidentLayer(TieredLayer):
             destination.copy_(source)
         return []
 
-    def excerpt(self, length: int, boundary: int, link: Link) -> Excerpt:
+    def host_reader(self, length: int, boundary: int, link: Link) -> HostReader:
         assert self._kv is not None
         kv = self._kv
 
         def of_head(head: int, start: int, end: int) -> Tensor:
-            return link.fetch(span(kv[:, head : head + 1], start, end))[:, 0]
+            return link.read_to_host(token_slice(kv[:, head : head + 1], start, end))[:, 0]
 
         return of_head
 
-    def bring_in(self, length: int, boundary: int) -> None:
+    def onload_deferred(self, length: int, boundary: int) -> None:
         assert self._host is not None
         kv = self._allocate()
-        self._host.read(span(kv, 0, length))
+        self._host.read(token_slice(kv, 0, length))
         self._kv = kv
 
     def _allocate(self) -> Tensor:
         shape = self._shape
         with torch.inference_mode(False):  # a link writes to it from outside
-            return torch.empty(shape.layer_buffer, dtype=shape.layout.dtype, device=self._device)
+            return torch.empty(shape.layer_shape, dtype=shape.layout.dtype, device=self._device)

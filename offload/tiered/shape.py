@@ -10,57 +10,59 @@ from offload.codec.format import (
     OUTLIER_SHARE,
     SPLIT_BYTES,
     SPLIT_TOKENS,
-    SliceFormat,
-    slice_format,
+    SplitFormat,
+    split_format,
 )
 from offload.layout import KVLayout, ceil_div
 
 _MIN_COPY_BYTES = 2 << 20  # a copy at least this big runs at line rate
 _MAX_RING_BYTES = 1 << 30
-NEAR, SLICED, STREAMED = "resident", "sliced", "streamed"  # kinds of layers
+RESIDENT, SPLIT, OFFLOADED = "resident", "split", "streamed"  # kinds of layers
 
 
 @dataclass(frozen=True)
-class TieredShape:
+class TieredCacheSpec:
     """The layers of a cache, and how many tokens each tier of one rank holds.
 
     Resident layers have one buffer on the device. All others are far: their recent tokens are in a
-    tail on the device, and their prefix is in host memory, but for sliced layers' codes, which are
+    tail on the device, and their prefix is in host memory, but for split layers' codes, which are
     on the device. Of late layers prefill writes to the host what is to be on the device, all KV of
-    a resident one or the codes of a sliced one; it comes to the device behind prefill.
+    a resident one or the codes of a split one; it comes to the device behind prefill.
     """
 
     layout: KVLayout
     capacity: int  # tokens of the whole text
     resident_layers: int = 0
-    late_layers: int = 0  # of the resident ones, then of the sliced ones
-    sliced_layers: int = 0  # of the far ones, those with codes on the device
-    packed: bool = False  # whether the far ones without codes are slices on the host
+    deferred_layers: int = 0  # of the resident ones, then of the split ones
+    split_layers: int = 0  # of the far ones, those with codes on the device
+    compressed: bool = False  # whether the far ones without codes are slices on the host
     recent: int = 0  # tokens that stay behind the boundary, at least
     block: int = 256  # tokens by which the boundary moves
     rows: int = 256  # tokens of the largest pass when decoding
     slot_heads: int = 1  # KV heads in one slot of the transfer ring
     slots: int = 3
     copies: bool = True  # whether the link copies; if not, ring and prefill stage take nothing
-    steady: bool = False  # whether passes attend in blocks at fixed positions (`offload.kernels`)
+    batch_invariant: bool = False  # attend in blocks at fixed positions (`offload.kernels`)
 
     def __post_init__(self) -> None:
-        if self.late_layers and not (self.streams and self.late_layers <= self.near_layers):
+        if self.deferred_layers and not (
+            self.streams and self.deferred_layers <= self.on_device_layers
+        ):
             raise ValueError(
-                f"{self.late_layers} of {self.near_layers} layers come late: that takes far "
-                "layers, and a link"
+                f"{self.deferred_layers} of {self.on_device_layers} on-device layers are deferred: "
+                "that needs offloaded layers and a host link"
             )
-        if (self.sliced_layers or self.packed) and self.format is None:
-            raise ValueError(f"elements of {self.layout.dtype} are not cut into slices")
-        if not 0 <= self.sliced_layers <= self.far_layers:
+        if (self.split_layers or self.compressed) and self.format is None:
+            raise ValueError(f"elements of {self.layout.dtype} cannot be split")
+        if not 0 <= self.split_layers <= self.offloaded_layers:
             raise ValueError(
-                f"{self.sliced_layers} sliced layers are more than the {self.far_layers} far ones"
+                f"{self.split_layers} split layers, but only {self.offloaded_layers} offloaded ones"
             )
 
     @classmethod
     def with_ring(
         cls, layout: KVLayout, capacity: int, recent: int, block: int, rows: int, copies: bool
-    ) -> TieredShape:
+    ) -> TieredCacheSpec:
         """Return the shape with no resident layer, and a ring that suits the text.
 
         A slot takes as many heads as make a copy of whole keys or values 2 MB or more. There are
@@ -82,89 +84,89 @@ class TieredShape:
             copies=copies,
         )
 
-    def placed(
-        self, resident_layers: int, late_layers: int = 0, sliced_layers: int = 0
-    ) -> TieredShape:
+    def with_placement(
+        self, resident_layers: int, deferred_layers: int = 0, split_layers: int = 0
+    ) -> TieredCacheSpec:
         """Return the shape with other layers on the device."""
         return replace(
             self,
             resident_layers=resident_layers,
-            late_layers=late_layers,
-            sliced_layers=sliced_layers,
+            deferred_layers=deferred_layers,
+            split_layers=split_layers,
         )
 
     # -- layers and tokens -------------------------------------------------------------------------
 
     @property
-    def far_layers(self) -> int:
+    def offloaded_layers(self) -> int:
         return self.layout.layers - self.resident_layers
 
     @property
-    def near_layers(self) -> int:
+    def on_device_layers(self) -> int:
         """Layers of which something of every token is on the device when decoding."""
-        return self.resident_layers + self.sliced_layers
+        return self.resident_layers + self.split_layers
 
     @property
-    def late_resident_layers(self) -> int:
-        return min(self.late_layers, self.resident_layers)
+    def deferred_resident_layers(self) -> int:
+        return min(self.deferred_layers, self.resident_layers)
 
     @property
-    def late_sliced_layers(self) -> int:
-        """Sliced layers whose codes are on the host until prefill is over."""
-        return self.late_layers - self.late_resident_layers
+    def deferred_split_layers(self) -> int:
+        """Split layers whose codes are on the host until prefill is over."""
+        return self.deferred_layers - self.deferred_resident_layers
 
     @property
     def streamed_layers(self) -> int:
         """Far layers of which nothing of the prefix is on the device."""
-        return self.far_layers - self.sliced_layers
+        return self.offloaded_layers - self.split_layers
 
     @property
-    def coded_layers(self) -> int:
+    def split_or_compressed_layers(self) -> int:
         """Layers that are kept in slices, wherever these are."""
-        return self.far_layers if self.packed else self.sliced_layers
+        return self.offloaded_layers if self.compressed else self.split_layers
 
     @property
-    def format(self) -> SliceFormat | None:
+    def format(self) -> SplitFormat | None:
         """How elements are cut into slices; None where they are not."""
-        return slice_format(self.layout.dtype)
+        return split_format(self.layout.dtype)
 
     @property
-    def saves_if_packed(self) -> bool:
+    def compression_saves(self) -> bool:
         """Whether slices take less of the host than the elements they are cut of."""
         if self.format is None:
             return False
         return self.format.planes < 2 * self.layout.dtype.itemsize
 
     @property
-    def may_be_packed(self) -> bool:
-        """Whether `packed` would make the layers on the host smaller."""
-        if self.packed or not self.copies or not self.saves_if_packed:
+    def may_be_compressed(self) -> bool:
+        """Whether `compress_offload` would make the layers on the host smaller."""
+        if self.compressed or not self.copies or not self.compression_saves:
             return False
         return self.streamed_layers > 0
 
     @property
     def streams(self) -> bool:
         """Whether anything is copied over the link to decode."""
-        return self.copies and self.far_layers > 0
+        return self.copies and self.offloaded_layers > 0
 
     @property
     def tail(self) -> int:
         """Tokens in the tail: the recent ones, a block that is filling, and the rows of a pass."""
         return self.recent + self.block + self.rows
 
-    def kinds(self) -> list[str]:
-        """Return for each layer whether it is resident, sliced or streamed.
+    def placement(self) -> list[str]:
+        """Return for each layer whether it is resident, split or streamed.
 
         Resident layers are spread evenly: the link is busy while they compute. The first layer is
-        one of them: the first copy hides behind it. So are sliced ones over the rest.
+        one of them: the first copy hides behind it. So are split ones over the rest.
         """
-        far = iter(_spread(self.far_layers, self.sliced_layers))
+        far = iter(_spread(self.offloaded_layers, self.split_layers))
         kinds = []
         for near in _spread(self.layout.layers, self.resident_layers):
             if near:
-                kinds.append(NEAR)
+                kinds.append(RESIDENT)
             else:
-                kinds.append(SLICED if next(far) else STREAMED)
+                kinds.append(SPLIT if next(far) else OFFLOADED)
         return kinds
 
     def boundary(self, length: int) -> int:
@@ -174,93 +176,95 @@ class TieredShape:
     # -- what is allocated: a shape for each buffer ------------------------------------------------
 
     @property
-    def layer_buffer(self) -> tuple[int, ...]:
+    def layer_shape(self) -> tuple[int, ...]:
         """Shape of one whole layer (2, Hkv, capacity, D)."""
         return self.layout.shape(1, self.capacity)[1:]
 
     @property
-    def tails_buffer(self) -> tuple[int, ...]:
+    def tails_shape(self) -> tuple[int, ...]:
         """Shape of all tails (far layers, 2, Hkv, tail, D)."""
-        return self.layout.shape(self.far_layers, self.tail)
+        return self.layout.shape(self.offloaded_layers, self.tail)
 
     @property
-    def joined_buffer(self) -> tuple[int, ...]:
+    def reconstruct_shape(self) -> tuple[int, ...]:
         """Shape of what slices are joined in (2, slot_heads, capacity, D)."""
-        heads = self.slot_heads if self.coded_layers else 0
+        heads = self.slot_heads if self.split_or_compressed_layers else 0
         return 2, heads, self.capacity, self.layout.head_dim
 
     @property
-    def outbox_buffer(self) -> tuple[int, ...]:
+    def writeback_shape(self) -> tuple[int, ...]:
         """Shape of what slices leave from (2, bytes)."""
-        if not self.coded_layers:
+        if not self.split_or_compressed_layers:
             return 2, 0
         assert self.format is not None
-        whole = self.packed or self.late_sliced_layers
+        whole = self.compressed or self.deferred_split_layers
         planes = self.format.planes if whole else self.format.low_planes
         tokens = min(SPLIT_TOKENS, self.capacity)
         return 2, planes * self.layout.heads * tokens * self.layout.head_dim
 
-    def planes_buffer(self, planes: int) -> tuple[int, ...]:
+    def planes_shape(self, planes: int) -> tuple[int, ...]:
         """Shape of slices of a layer (planes, Hkv, capacity, D), of a byte each."""
         return planes, self.layout.heads, self.capacity, self.layout.head_dim
 
-    def host_planes(self, kind: str, late: bool = False) -> int:
+    def host_planes(self, kind: str, deferred: bool = False) -> int:
         """Return how many planes of slices a far layer of a kind has on the host; 0: it has none.
 
         That one has its elements there. A `late` one has its codes there, too.
         """
-        if kind == SLICED and not late:
+        if kind == SPLIT and not deferred:
             assert self.format is not None
             return self.format.low_planes
-        if self.packed or late:
+        if self.compressed or deferred:
             assert self.format is not None
             return self.format.planes
         return 0
 
-    def host_layer_bytes(self, kind: str, late: bool = False) -> int:
+    def host_layer_bytes(self, kind: str, deferred: bool = False) -> int:
         """Return the bytes of host memory for the prefix of one far layer."""
-        if planes := self.host_planes(kind, late):
-            return prod(self.planes_buffer(planes))
-        return self._bytes(self.layer_buffer)
+        if planes := self.host_planes(kind, deferred):
+            return prod(self.planes_shape(planes))
+        return self._bytes(self.layer_shape)
 
-    def far_places(self) -> list[tuple[str, bool]]:
+    def offloaded_placement(self) -> list[tuple[str, bool]]:
         """Return for each far layer its kind, and whether its codes come late: the last ones do."""
-        early = self.sliced_layers - self.late_sliced_layers
+        early = self.split_layers - self.deferred_split_layers
         places = []
-        for kind in self.kinds():
-            if kind == NEAR:
+        for kind in self.placement():
+            if kind == RESIDENT:
                 continue
-            late = False
-            if kind == SLICED:
-                late = early <= 0
+            deferred = False
+            if kind == SPLIT:
+                deferred = early <= 0
                 early -= 1
-            places.append((kind, late))
+            places.append((kind, deferred))
         return places
 
-    def late_bytes(self, tokens: int) -> int:
+    def deferred_bytes(self, tokens: int) -> int:
         """Return the bytes of so many tokens that come to the device behind prefill."""
-        whole = self.late_resident_layers * self._bytes(self.layer_buffer)
-        codes = self.late_sliced_layers * self._layer_codes_bytes()
+        whole = self.deferred_resident_layers * self._bytes(self.layer_shape)
+        codes = self.deferred_split_layers * self._layer_codes_bytes()
         return (whole + codes) * tokens // self.capacity
 
     def streamed_bytes(self, tokens: int) -> int:
         """Return the bytes of so many tokens that a pass streams, where the link copies."""
         if not self.streams:
             return 0
-        kinds = self._far_kinds().items()
+        kinds = self._offloaded_counts().items()
         far = sum(count * self.host_layer_bytes(kind) for kind, count in kinds)
         return far * tokens // self.capacity
 
-    def host_parts(self) -> list[int]:
+    def host_sizes(self) -> list[int]:
         """Return the elements of the host store for each far layer, then for each late one."""
-        parts = [self.host_layer_bytes(kind, late) for kind, late in self.far_places()]
-        parts += self.late_resident_layers * [self._bytes(self.layer_buffer)]
+        parts = [
+            self.host_layer_bytes(kind, deferred) for kind, deferred in self.offloaded_placement()
+        ]
+        parts += self.deferred_resident_layers * [self._bytes(self.layer_shape)]
         return [nbytes // self.layout.dtype.itemsize for nbytes in parts]
 
     @property
     def slot_numel(self) -> int:
         """Elements of one slot of the ring: `slot_heads` heads of the largest layer on the host."""
-        largest = max((self.host_layer_bytes(kind) for kind in self._far_kinds()), default=0)
+        largest = max((self.host_layer_bytes(kind) for kind in self._offloaded_counts()), default=0)
         head = largest // self.layout.heads
         return self.slot_heads * head // self.layout.dtype.itemsize
 
@@ -268,56 +272,56 @@ class TieredShape:
     def ring_numel(self) -> int:
         """Elements of the ring: prefill builds one whole layer in its memory."""
         slots = self.slots * self.slot_numel if self.streams else 0
-        staged = self.streams or self.coded_layers > 0
-        return max(slots, prod(self.layer_buffer) if staged else 0)
+        staged = self.streams or self.split_or_compressed_layers > 0
+        return max(slots, prod(self.layer_shape) if staged else 0)
 
     @property
     def outliers(self) -> int:
         """Elements of one layer in slices that may be outliers."""
-        return ceil(OUTLIER_SHARE * prod(self.layer_buffer))
+        return ceil(OUTLIER_SHARE * prod(self.layer_shape))
 
     # -- bytes -------------------------------------------------------------------------------------
 
-    def device_tiers(self, prefill: bool) -> dict[str, int]:
+    def device_breakdown(self, prefill: bool) -> dict[str, int]:
         """Return the device bytes by what they are for, in prefill or when decoding."""
-        layers, sliced = self.resident_layers, self.sliced_layers
+        layers, split = self.resident_layers, self.split_layers
         if prefill:
-            layers -= self.late_resident_layers
-            sliced -= self.late_sliced_layers
+            layers -= self.deferred_resident_layers
+            split -= self.deferred_split_layers
         return {
-            "resident layers": layers * self._bytes(self.layer_buffer),
+            "resident layers": layers * self._bytes(self.layer_shape),
             "ring, in prefill one layer": self.ring_numel * self.layout.dtype.itemsize,
-            "recent tokens": self._bytes(self.tails_buffer),
-            "codes": sliced * self._layer_codes_bytes() + self._outliers_bytes(),
-            "joining slices": self._bytes(self.joined_buffer) + prod(self.outbox_buffer),
+            "recent tokens": self._bytes(self.tails_shape),
+            "high_bytes": split * self._layer_codes_bytes() + self._outliers_bytes(),
+            "joining slices": self._bytes(self.reconstruct_shape) + prod(self.writeback_shape),
         }
 
     def device_bytes(self, prefill: bool = False) -> int:
         """Return the device bytes, in prefill or when decoding."""
-        return sum(self.device_tiers(prefill).values())
+        return sum(self.device_breakdown(prefill).values())
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.host_parts()) * self.layout.dtype.itemsize
+        return sum(self.host_sizes()) * self.layout.dtype.itemsize
 
-    def _far_kinds(self) -> dict[str, int]:
+    def _offloaded_counts(self) -> dict[str, int]:
         """Return how many far layers there are of each kind that there is."""
-        counts = {SLICED: self.sliced_layers, STREAMED: self.streamed_layers}
+        counts = {SPLIT: self.split_layers, OFFLOADED: self.streamed_layers}
         return {kind: count for kind, count in counts.items() if count}
 
     def _layer_codes_bytes(self) -> int:
         """Return the bytes of a layer's codes on the device."""
         if self.format is None:
             return 0
-        return prod(self.planes_buffer(self.format.code_planes))
+        return prod(self.planes_shape(self.format.code_planes))
 
     def _outliers_bytes(self) -> int:
-        return self.coded_layers * self.outliers * OUTLIER_BYTES
+        return self.split_or_compressed_layers * self.outliers * OUTLIER_BYTES
 
     @property
     def splitting_bytes(self) -> int:
         """Return the bytes that splitting elements into slices takes while it is done."""
-        if not self.coded_layers:
+        if not self.split_or_compressed_layers:
             return 0
         tokens = min(SPLIT_TOKENS, self.capacity)
         return SPLIT_BYTES * 2 * self.layout.heads * tokens * self.layout.head_dim

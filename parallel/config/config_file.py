@@ -65,7 +65,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     return given
 
 
-def for_transformers(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def fields_for_transformers(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return a copy of a config.json's fields that transformers reads as they are read here.
 
     It trips over number formats that torch does not know, and where a field says nothing by

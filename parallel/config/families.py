@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from parallel.config.unsupported import refusal, window_part
+from parallel.config.unsupported import unsupported_reason, window_part
 from parallel.config_checks import (
     COUNT,
     COUNT_OR_NONE,
@@ -39,7 +39,7 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
-class ExpertShape:
+class MoEConfig:
     """A mixture of experts: how many MLPs there are in a layer, and of what size."""
 
     count: int
@@ -82,8 +82,8 @@ class Family:
     qkv_bias: bool = False  # always there
     optional_biases: tuple[str, ...] = ()  # fields that may ask for one
     qk_norm: QKNorm | None = None
-    norms_behind: bool = False
-    fused: bool = False  # one tensor for queries, keys and values, one for gate and up
+    post_norm: bool = False
+    fused_projections: bool = False  # one tensor for queries, keys and values, one for gate and up
     skips_rope: bool = False  # in the layers that no_rope_layers names
     multiplies: bool = False
     experts: ExpertNames | None = None
@@ -146,7 +146,7 @@ FAMILIES = {
         rope_types=("default", "longrope"),
         rope_aliases=("su", "yarn"),
         partial_rotary=True,
-        fused=True,
+        fused_projections=True,
     ),
     "olmo2": Family(
         max_positions=2048,
@@ -154,7 +154,7 @@ FAMILIES = {
         stop_token=50_279,
         optional_biases=("attention_bias",),
         qk_norm="width",
-        norms_behind=True,
+        post_norm=True,
     ),
     "granite": Family(max_positions=2048, stop_token=2, optional_biases=_BIASES, multiplies=True),
 }
@@ -176,7 +176,7 @@ def family_of(given: Mapping[str, Any]) -> Family:
     kind = given.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     window = None if family is None else window_part(given, *_window_fields(given, family))
-    if (reason := refusal(given, FAMILIES, window)) or family is None:
+    if (reason := unsupported_reason(given, FAMILIES, window)) or family is None:
         raise ConfigError(str(reason))
     check_fields(given)
     if kind == "mistral" and "layer_types" in given:
@@ -211,7 +211,7 @@ def _count_field(given: Mapping[str, Any]) -> str:
     return "num_local_experts" if "num_local_experts" in given else "num_experts"
 
 
-def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | None:
+def read_experts(given: Mapping[str, Any], names: ExpertNames) -> MoEConfig | None:
     """Return the mixture of experts that a config.json's fields tell; None where no layer has one.
 
     Raises ConfigError for numbers that are none.
@@ -229,7 +229,7 @@ def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | 
         return None
     for name in ("num_experts_per_tok", names.intermediate):
         check_number(name, given[name], COUNT)
-    return ExpertShape(
+    return MoEConfig(
         count=count,
         per_token=given["num_experts_per_tok"],
         intermediate=given[names.intermediate],
@@ -240,7 +240,7 @@ def read_experts(given: Mapping[str, Any], names: ExpertNames) -> ExpertShape | 
     )
 
 
-def unrotated_layers(given: Mapping[str, Any]) -> frozenset[int]:
+def nope_layers(given: Mapping[str, Any]) -> frozenset[int]:
     """Return the layers without RoPE, as SmolLM3's config tells them."""
     layers = range(given["num_hidden_layers"])
     turns = per_layer(given, "no_rope_layers", int)  # which says of each layer whether it has RoPE

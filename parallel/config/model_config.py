@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from offload.errors import one_line
 from offload.layout import KVLayout, ceil_div
-from parallel.config.config_file import config_file, for_transformers, read_fields
+from parallel.config.config_file import config_file, fields_for_transformers, read_fields
 from parallel.config.families import (
     FAMILIES,
-    ExpertShape,
+    MoEConfig,
     QKNorm,
     active_window,
     family_of,
     multipliers,
+    nope_layers,
     read_experts,
-    unrotated_layers,
 )
 from parallel.config.positions import (
     addressable_positions,
@@ -33,14 +33,14 @@ from parallel.config.positions import (
     dense_positions,
     trained_positions,
 )
-from parallel.config.rope import MAX_STRETCH, inverse_frequencies, read_rope, stretch_factor
+from parallel.config.rope import MAX_ROPE_FACTOR, inverse_frequencies, read_rope, rope_factor
 from parallel.config_checks import COUNT, LAYERS, NORM_EPS, check_number, flag, is_positive
 from parallel.errors import ConfigError
 from parallel.formats.gguf_header import read_header
 from parallel.formats.gguf_names import config_fields
-from parallel.formats.hub import NotThere, fetch_config
+from parallel.formats.hub import NotFound, fetch_config
 from parallel.formats.locate import find_local, is_gguf
-from parallel.ranks.partition import refuse_ranks, share_size
+from parallel.ranks.partition import check_ranks, share_size
 
 if TYPE_CHECKING:
     import torch
@@ -95,11 +95,13 @@ class ModelConfig:
     trained_positions: int | None = field(default=None, repr=False)
     dense_positions: int | None = field(default=None, repr=False)
     window: int | None = field(default=None, repr=False)
-    unrotated: frozenset[int] = frozenset()  # layers without RoPE
+    nope_layers: frozenset[int] = frozenset()  # layers without RoPE
     qk_norm: QKNorm | None = None
-    norms_behind: bool = False  # attention and MLP have their norm behind them, not before
-    fused: bool = False  # the checkpoint stacks queries, keys and values, and gate and up
-    experts: ExpertShape | None = None  # in the layers it names, in place of one MLP
+    post_norm: bool = False  # attention and MLP have their norm behind them, not before
+    fused_projections: bool = (
+        False  # the checkpoint stacks queries, keys and values, and gate and up
+    )
+    experts: MoEConfig | None = None  # in the layers it names, in place of one MLP
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add
     query_multiplier: float = 1.0  # on top of head_dim ** -0.5
@@ -137,7 +139,7 @@ class ModelConfig:
         from transformers import CONFIG_MAPPING
 
         try:
-            fields = for_transformers(given, FAMILIES[read.family])
+            fields = fields_for_transformers(given, FAMILIES[read.family])
             hf = CONFIG_MAPPING[read.family].from_dict(fields)
             return replace(cls.from_hf(hf, given), dtype=read.dtype)
         except ConfigError:
@@ -146,7 +148,7 @@ class ModelConfig:
             raise ConfigError(f"{path} cannot be read: {one_line(error):.300}") from error
 
     @classmethod
-    def find(cls, name: str) -> ModelConfig:
+    def from_name(cls, name: str) -> ModelConfig:
         """Read the config of a folder, a GGUF file, a config.json, or a model on the hub.
 
         Needs neither torch nor transformers, and of a model on the hub fetches nothing else.
@@ -161,7 +163,7 @@ class ModelConfig:
             return _read(path)
         try:
             return _read(fetch_config(name))
-        except NotThere as error:
+        except NotFound as error:
             raise ConfigError(
                 f"{name} is neither a folder, a config.json nor a model the hub could give "
                 f"({error})."
@@ -226,15 +228,15 @@ class ModelConfig:
             trained_positions=trained,
             dense_positions=dense_positions(given),
             window=active_window(given, family),
-            unrotated=unrotated_layers(given) if family.skips_rope else frozenset(),
+            nope_layers=nope_layers(given) if family.skips_rope else frozenset(),
             qk_norm=family.qk_norm,
-            norms_behind=family.norms_behind,
-            fused=family.fused,
+            post_norm=family.post_norm,
+            fused_projections=family.fused_projections,
             experts=None if family.experts is None else read_experts(given, family.experts),
             **(multipliers(given, head_dim) if family.multiplies else {}),
         )
 
-    def stretched(self, rope: str | None) -> ModelConfig:
+    def with_rope_scaling(self, rope: str | None) -> ModelConfig:
         """Return this model with its positions stretched, for texts longer than it was trained on.
 
         `yarn:4` stands for YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.4) with factor 4, as
@@ -243,7 +245,7 @@ class ModelConfig:
         """
         if rope is None:
             return self
-        factor = stretch_factor(rope)
+        factor = rope_factor(rope)
         if self.rope["rope_type"] == "yarn" and self.rope["factor"] == factor:
             return self
         if self.rope["rope_type"] != "default" or "frequency_factors" in self.rope:
@@ -267,14 +269,14 @@ class ModelConfig:
             self, rope=stretched, trained_positions=self.max_positions, max_positions=positions
         )
 
-    def refuse_context(self, tokens: int) -> None:
+    def check_context(self, tokens: int) -> None:
         """Raise ConfigError for a text of more tokens than there are positions."""
         limit = self.max_context
         if tokens <= limit:
             return
         factor, hint = ceil_div(tokens, limit), ""
         plain = self.rope["rope_type"] == "default" and "frequency_factors" not in self.rope
-        if plain and factor <= MAX_STRETCH and (self.window or inf) >= factor * limit:
+        if plain and factor <= MAX_ROPE_FACTOR and (self.window or inf) >= factor * limit:
             hint = f"; `rope` yarn:{factor} would stretch them"
         raise ConfigError(f"`context` {tokens} is more than the model's {limit} positions{hint}.")
 
@@ -312,7 +314,7 @@ class ModelConfig:
             tokens = length
         return inverse_frequencies(self.rope, self.rotary_dim, self.max_positions, tokens)
 
-    def angles(self, tokens: int, length: int) -> bytes:
+    def rope_key(self, tokens: int, length: int) -> bytes:
         """Return a key that is equal for texts with the same angles; takes what `rotary` takes."""
         frequencies, scale = self.inverse_frequencies(tokens, length)
         return frequencies.numpy().tobytes() + str(scale).encode()
@@ -328,7 +330,7 @@ class ModelConfig:
         from offload.rotary import Rotary
 
         frequencies, scale = self.inverse_frequencies(tokens, length)
-        return Rotary(frequencies, scale, length, dtype, device, self.unrotated)
+        return Rotary(frequencies, scale, length, dtype, device, self.nope_layers)
 
     def kv_layout(self, ranks: int, dtype: torch.dtype, rank: int | None = None) -> KVLayout:
         """Return the KV geometry of one of `ranks` ranks.
@@ -336,7 +338,7 @@ class ModelConfig:
         Without `rank` it is the last one's, which holds no fewer heads than any other. Raises
         ConfigError when there are too few heads.
         """
-        refuse_ranks(self.kv_heads, ranks)
+        check_ranks(self.kv_heads, ranks)
         heads = share_size(self.kv_heads, ranks - 1 if rank is None else rank, ranks)
         return KVLayout(self.layers, heads, self.head_dim, dtype, self.heads // self.kv_heads)
 

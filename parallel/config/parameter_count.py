@@ -14,7 +14,7 @@ MAX_GRAPH_TOKENS = 18
 # tokens of the longest pass in which a GPU mixes experts in fixed shapes, so that the host does not
 # wait to know the choice: more than a verification's, which reads most experts anyway. What texts
 # share is recorded up to as many, of any model: of more the launches hide behind the arithmetic
-MAX_FIXED_TOKENS = 64
+MAX_STATIC_TOKENS = 64
 
 
 def head_rows(config: ModelConfig) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def parameter_count(config: ModelConfig, ranks: int, rank: int | None = None) ->
     )
 
 
-def idle_parameters(config: ModelConfig, ranks: int, tokens: int) -> float:
+def inactive_parameters(config: ModelConfig, ranks: int, tokens: int) -> float:
     """Return the parameters on the last rank that a pass of so many tokens does not use.
 
     They are those of experts that no token is given to, if every token chooses any as likely.

@@ -13,7 +13,7 @@ from parallel.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_STRETCH = 64  # times as many positions
+MAX_ROPE_FACTOR = 64  # times as many positions
 _THETA = Number(low=2, high=1e15, whole=False)
 _FACTOR = Number(low=1, high=1e6, whole=False)
 _POSITIONS = Number(low=2)
@@ -38,21 +38,21 @@ _OPTIONAL = {
     "beta_fast": SCALE,
     "beta_slow": SCALE,
 }
-_STRETCHED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
+_EXTENDED = ("yarn", "llama3", "longrope")  # these also know the positions of the training
 _LONG_FACTORS = ("short_factor", "long_factor")
 
 
-def stretch_factor(rope: str) -> float:
+def rope_factor(rope: str) -> float:
     """Return by how much `yarn:FACTOR` stretches positions. Raises ConfigError for other words."""
     kind, _, given = rope.partition(":")
     try:
         factor = float(given)
     except ValueError:
         factor = 0.0
-    if kind != "yarn" or not 1 < factor <= MAX_STRETCH:
+    if kind != "yarn" or not 1 < factor <= MAX_ROPE_FACTOR:
         raise ConfigError(
             f"`rope` {rope} is not known: use yarn:FACTOR, such as yarn:4, with a factor above 1 "
-            f"and up to {MAX_STRETCH}."
+            f"and up to {MAX_ROPE_FACTOR}."
         )
     return factor
 
@@ -78,7 +78,7 @@ def read_rope(
         )
     part = rope.pop("partial_rotary_factor", given.get("partial_rotary_factor"))
     turning = _turning(head_dim, 1.0 if part is None else part, family)
-    if kind in _STRETCHED:
+    if kind in _EXTENDED:
         positions = given.get("max_position_embeddings", family.max_positions)
         # beside the others, it is the one meant
         beside = given.get("original_max_position_embeddings", family.original_positions)

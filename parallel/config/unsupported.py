@@ -48,7 +48,7 @@ _CONVERSIONS = {  # of models that need code of their own, whose publishers conv
 }
 
 
-def refusal(
+def unsupported_reason(
     given: Mapping[str, Any], supported: Iterable[str], window: str | None = None
 ) -> str | None:
     """Return why a model with such a config.json is not supported; None if nothing speaks against.

@@ -10,45 +10,45 @@ import torch
 from torch import Tensor
 
 from offload.cache.base import Cache
-from parallel.model.transformer import AttendingCache, Llama
+from parallel.model.transformer import KVCacheLike, Transformer
 
 
-class Reader(Protocol):
+class ForwardFn(Protocol):
     """A model, or what stands for one."""
 
-    def __call__(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
+    def __call__(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
         """Read tokens (T,) behind what the cache holds; return logits (rows, V) of the last."""
         ...
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardRequest:
     """A pass to be made: `model` reads `tokens` (T,) behind what `cache` holds.
 
     What comes of it are logits (rows, V), those that follow each of the last `rows` tokens. The
     tokens count only once the cache is advanced.
     """
 
-    model: Reader
+    model: ForwardFn
     cache: Cache
     tokens: Tensor
     rows: int
 
 
-class SharedCache:
+class BatchedCache:
     """The caches of several texts in a pass they share: each attends with its own rows."""
 
     length = 0  # each cache has its own
-    is_steady = False
+    is_batch_invariant = False
 
-    def __init__(self, caches: Sequence[AttendingCache], counts: list[int]):
+    def __init__(self, caches: Sequence[KVCacheLike], counts: list[int]):
         """`counts`: the rows of each cache's text."""
         self._caches, self._counts = caches, counts
 
-    def begin(self, rows: int) -> None:
+    def begin_forward(self, rows: int) -> None:
         """Start a pass on every cache."""
         for cache, count in zip(self._caches, self._counts, strict=True):
-            cache.begin(count)
+            cache.begin_forward(count)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Do as `Cache.attend` with each text's rows of q (T, Hq, D), k and v (T, Hkv, D)."""
@@ -60,7 +60,7 @@ class SharedCache:
 
 
 @torch.inference_mode()
-def make(passes: Sequence[Pass]) -> list[Tensor]:
+def run_forward(passes: Sequence[ForwardRequest]) -> list[Tensor]:
     """Make passes of one model, on caches of several texts, as one; return the logits of each.
 
     There is no padding: texts may be of any lengths, and read as many tokens as they like.
@@ -69,17 +69,17 @@ def make(passes: Sequence[Pass]) -> list[Tensor]:
     if len(passes) == 1:
         (asked,) = passes
         return [model(asked.tokens, asked.cache, asked.rows)]
-    assert isinstance(model, Llama)
+    assert isinstance(model, Transformer)
     tokens = [asked.tokens for asked in passes]
     rows = [asked.rows for asked in passes]
-    x = read_together(model, tokens, [asked.cache for asked in passes])
+    x = batched_hidden_states(model, tokens, [asked.cache for asked in passes])
     parts = x.split([len(each) for each in tokens])
     last = [part[-count:] for part, count in zip(parts, rows, strict=True)]
     return list(model.logits(torch.cat(last)).split(rows))
 
 
-def read_together(
-    model: Llama, tokens: Sequence[Tensor], caches: Sequence[AttendingCache]
+def batched_hidden_states(
+    model: Transformer, tokens: Sequence[Tensor], caches: Sequence[KVCacheLike]
 ) -> Tensor:
     """Read tokens (T,) of each text behind what its cache holds, in one pass.
 
@@ -87,4 +87,4 @@ def read_together(
     texts, one behind the other: (all T, hidden).
     """
     counts = [len(each) for each in tokens]
-    return model.read(torch.cat(list(tokens)), SharedCache(caches, counts))
+    return model.hidden_states(torch.cat(list(tokens)), BatchedCache(caches, counts))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import LFS, refuse_pointer
+from parallel.formats.gguf_header import LFS, check_lfs_pointer
 from parallel.formats.weight_headers import DTYPES, HEAD, unread_dtype, weight_files
 
 _DERIVED = "rotary_emb.inv_freq"  # may be left over: computed from the config
@@ -65,7 +65,7 @@ class Checkpoint(ABC):
                 "model."
             )
 
-    def refuse_leftovers(self, is_tied: bool = False) -> None:
+    def check_unused(self, is_tied: bool = False) -> None:
         """Refuse tensors that nobody asked for: without them the text would be another.
 
         `is_tied`: the model's head is its embedding, of which the files may hold a copy; a head
@@ -80,7 +80,7 @@ class Checkpoint(ABC):
                 "to these weights, or the architecture has parts that are not supported."
             )
 
-    def refuse_absurd(self, layers: int, numbers: int) -> None:
+    def check_sizes(self, layers: int, numbers: int) -> None:
         """Refuse a config that describes far more than is there, before memory is taken for it.
 
         `layers` and `numbers`, of one rank's weights, are the model's. Raises CheckpointError.
@@ -98,7 +98,7 @@ class Checkpoint(ABC):
     def dtype(self) -> torch.dtype:
         """Return the dtype to compute in where neither the user nor the config says one."""
 
-    def decode_to(self, dtype: torch.dtype) -> None:
+    def set_dtype(self, dtype: torch.dtype) -> None:
         """Hear in which dtype tensors are used, for a kind of file that has to convert them."""
 
     @abstractmethod
@@ -170,7 +170,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def _open(self, path: Path) -> Any:
         try:
             with path.open("rb") as file:
-                refuse_pointer(path, file.read(len(LFS)))
+                check_lfs_pointer(path, file.read(len(LFS)))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
         try:

@@ -25,7 +25,7 @@ from parallel.formats.gguf_tensors import TYPES, check_end
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = tuple(GGMLQuantizationType(number) for number in TYPES)
-_AT_ONCE = 1 << 20  # numbers: what is converted at once takes some ten times as many bytes
+_ROWS_AT_ONCE = 1 << 20  # numbers: what is converted at once takes some ten times as many bytes
 
 
 class GgufTensor:
@@ -54,13 +54,13 @@ class GgufTensor:
         if self.head_dim is None:
             return self._read(rows, columns, shape)
         if len(shape) == 1:
-            return self._unturned(self._read(rows, columns, shape))
+            return self._unpermuted(self._read(rows, columns, shape))
         first = rows.start // self.head_dim * self.head_dim
         last = ceil_div(rows.stop, self.head_dim) * self.head_dim
-        whole = self._unturned(self._read(slice(first, last), columns, shape))
+        whole = self._unpermuted(self._read(slice(first, last), columns, shape))
         return whole[rows.start - first : rows.stop - first]
 
-    def _unturned(self, rows: Tensor) -> Tensor:
+    def _unpermuted(self, rows: Tensor) -> Tensor:
         """Return rows (heads * D, ...) with the halves of each head behind one another.
 
         The file has them in turns: row 0 of the first half, row 0 of the second, and so on.
@@ -78,12 +78,12 @@ class GgufTensor:
         skipped = columns.start - first * self.block
         count, taken = rows.stop - rows.start, columns.stop - columns.start
         out = torch.empty(count, taken, dtype=self.dtype)
-        at_once = max(1, _AT_ONCE // width)
+        concurrency = max(1, _ROWS_AT_ONCE // width)
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.info.start + rows.start * row_bytes)
-                for start in range(0, count, at_once):
-                    part = out[start : start + at_once]
+                for start in range(0, count, concurrency):
+                    part = out[start : start + concurrency]
                     raw = self._raw(file, len(part), row_bytes)
                     numbers = self._numbers(np.ascontiguousarray(raw[:, used]))
                     part.copy_(torch.from_numpy(numbers[:, skipped : skipped + taken]))
@@ -140,7 +140,7 @@ class GgufCheckpoint(Checkpoint):
         kinds = Counter(GGMLQuantizationType(info.kind).name for info in matrices)
         return _PLAIN.get(kinds.most_common(1)[0][0] if kinds else "F32", torch.bfloat16)
 
-    def decode_to(self, dtype: torch.dtype) -> None:
+    def set_dtype(self, dtype: torch.dtype) -> None:
         """Have tensors come in this dtype."""
         self._target = dtype
 

@@ -73,7 +73,7 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS))
-            _refuse_other_kinds(path, start)
+            _check_magic(path, start)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
                 return _Parser(path, blob).header()
     except OSError as error:
@@ -84,7 +84,7 @@ def read_header(path: Path) -> GgufHeader:
         raise _broken(path, "holds a name or a text that is not UTF-8") from error
 
 
-def refuse_parts(path: Path, parts: int = 1) -> None:
+def check_single_file(path: Path, parts: int = 1) -> None:
     """Raise CheckpointError for a file that is one of several, by its name or its metadata."""
     if parts > 1 or _SPLIT_NAME.search(path.name):
         raise CheckpointError(
@@ -93,7 +93,7 @@ def refuse_parts(path: Path, parts: int = 1) -> None:
         )
 
 
-def refuse_pointer(path: Path, start: bytes) -> None:
+def check_lfs_pointer(path: Path, start: bytes) -> None:
     """Raise CheckpointError for what Git LFS leaves in place of a file, by its first bytes."""
     if start == LFS:
         raise CheckpointError(
@@ -101,9 +101,9 @@ def refuse_pointer(path: Path, start: bytes) -> None:
         )
 
 
-def _refuse_other_kinds(path: Path, start: bytes) -> None:
+def _check_magic(path: Path, start: bytes) -> None:
     """Raise CheckpointError unless a file starts as GGUF files do that are read here."""
-    refuse_pointer(path, start)
+    check_lfs_pointer(path, start)
     if start[:4] != MAGIC:
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {start[:4]!r}.")
     if len(start) < 8:
@@ -141,7 +141,7 @@ class _Parser:
             if key in metadata:
                 raise _broken(self.path, f"gives {key} twice")
             metadata[key] = self._value(self._take("<I")[0])
-        refuse_parts(self.path, _count(metadata.get("split.count")))
+        check_single_file(self.path, _count(metadata.get("split.count")))
         places = [self._tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if _count(alignment) < 1 or alignment & (alignment - 1):

@@ -15,7 +15,7 @@ from typing import Any
 from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, shown
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
-from parallel.formats.gguf_tensors import check_end, check_places
+from parallel.formats.gguf_tensors import check_end, check_tensor_offsets
 
 FIELDS = {  # behind the architecture's name: the field of a config.json
     "block_count": "num_hidden_layers",
@@ -123,8 +123,8 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     the tensors are not those of the model described.
     """
     family = family_of(header)
-    check_places(header)
-    said = _said(header)
+    check_tensor_offsets(header)
+    said = _read_fields(header)
     fields = {ours: said[theirs] for theirs, ours in FIELDS.items() if theirs in said}
     metadata, tensors = header.metadata, header.tensors
     fields["model_type"] = family.model_type
@@ -149,7 +149,7 @@ def config_fields(header: GgufHeader) -> dict[str, Any]:
     return fields
 
 
-def _said(header: GgufHeader) -> dict[str, Any]:
+def _read_fields(header: GgufHeader) -> dict[str, Any]:
     """Return what the metadata says of the architecture, all of it known here.
 
     Raises ConfigError.
@@ -170,7 +170,7 @@ def _said(header: GgufHeader) -> dict[str, Any]:
         if name not in known:
             foreign.append(f"{key} = {str(value)[:40]!r}")
             continue
-        if reason := _mistake(name, value):
+        if reason := _field_error(name, value):
             raise ConfigError(
                 f"{header.path}: its metadata has {key} = {shown(value)}; it must be {reason}."
             )
@@ -183,7 +183,7 @@ def _said(header: GgufHeader) -> dict[str, Any]:
     return said
 
 
-def _mistake(name: str, value: Any) -> str | None:
+def _field_error(name: str, value: Any) -> str | None:
     """Return what a known field must be where it is not; None where it is."""
     if name in _TEXTS:
         return None if isinstance(value, str) else "a text"

@@ -45,7 +45,7 @@ def tensor_end(info: TensorInfo) -> int:
     return info.start + math.prod(info.shape) // kind.numbers * kind.nbytes
 
 
-def check_places(header: GgufHeader) -> None:
+def check_tensor_offsets(header: GgufHeader) -> None:
     """Refuse tensors that are not read, or that overlap, whether or not the file is whole.
 
     Raises CheckpointError.

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parallel.errors import CheckpointError
-from parallel.formats.gguf_header import MAGIC, refuse_parts
+from parallel.formats.gguf_header import MAGIC, check_single_file
 
 _PATHS = ("/", "./", "../", "~")  # how no name on the hub begins
 # name: the module that holds one GGUF file, and the package to install. Its dependencies, which
@@ -43,7 +43,7 @@ def find_local(name: str) -> Path | None:
     if is_gguf(path):
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such file.")
-        refuse_parts(path)
+        check_single_file(path)
         return path
     if name in PACKAGED and not path.exists():
         return _packaged(name)
@@ -60,7 +60,7 @@ def _only_file(folder: Path) -> Path | None:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}.") from error
     if not files:
         return None
-    refuse_parts(files[0])
+    check_single_file(files[0])
     if len(files) > 1:
         raise CheckpointError(
             f"{folder} holds {len(files)} GGUF files: name one of them, such as {files[0]}."

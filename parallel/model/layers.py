@@ -15,9 +15,9 @@ from torch.nn import Module, Parameter
 
 from parallel.batch_invariant import in_blocks
 from parallel.formats.checkpoint import Checkpoint
-from parallel.model.matmul import linear, unrounded_linear
+from parallel.model.matmul import linear, linear_fp32_out
 from parallel.ranks.partition import vocab_rows
-from parallel.ranks.process_group import Group, Pending
+from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
 class RMSNorm(Module):
@@ -68,7 +68,9 @@ class WidthNorms(Module):
     The squares of both meet in one all-reduce.
     """
 
-    def __init__(self, group: Group, widths: Sequence[int], units: Sequence[int], eps: float):
+    def __init__(
+        self, group: TensorParallelGroup, widths: Sequence[int], units: Sequence[int], eps: float
+    ):
         """`units`: rows of each that stay on one rank."""
         super().__init__()
         self.group = group
@@ -111,7 +113,7 @@ class ColumnParallelLinear(Module):
 
     def __init__(
         self,
-        group: Group,
+        group: TensorParallelGroup,
         inputs: int,
         outputs: Sequence[int],
         bias: bool,
@@ -160,7 +162,9 @@ class RowParallelLinear(Module):
     The partial products meet in one all-reduce.
     """
 
-    def __init__(self, group: Group, inputs: int, outputs: int, bias: bool, unit: int = 1):
+    def __init__(
+        self, group: TensorParallelGroup, inputs: int, outputs: int, bias: bool, unit: int = 1
+    ):
         """`unit`: columns that stay on one rank."""
         super().__init__()
         self.group = group
@@ -177,7 +181,7 @@ class RowParallelLinear(Module):
         if self.bias is not None:
             self.bias.copy_(checkpoint.tensor(f"{name}.bias", (self.outputs,))[:])
 
-    def forward(self, x: Tensor) -> Pending:
+    def forward(self, x: Tensor) -> AsyncSum:
         """Start the sum over ranks, (T, Dout) once it is waited for; x is (T, Din / ranks)."""
         total = self.group.start_all_reduce(linear(x, self.weight))
         bias = self.bias
@@ -191,7 +195,7 @@ class VocabParallelEmbedding(Module):
     ranks and hold zeros.
     """
 
-    def __init__(self, group: Group, vocab: int, hidden: int):
+    def __init__(self, group: TensorParallelGroup, vocab: int, hidden: int):
         super().__init__()
         self.group = group
         self.vocab = vocab
@@ -218,7 +222,7 @@ class VocabParallelEmbedding(Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return logits (T, V) float32 of hidden states x (T, hidden)."""
-        return self.group.all_gather(unrounded_linear(x, self.weight))[:, : self.vocab]
+        return self.group.all_gather(linear_fp32_out(x, self.weight))[:, : self.vocab]
 
 
 def empty_parameter(*shape: int) -> Parameter:

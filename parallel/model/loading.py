@@ -18,26 +18,26 @@ from parallel.config.parameter_count import parameter_count
 from parallel.errors import CheckpointError
 from parallel.formats import weight_headers
 from parallel.formats.checkpoint import Checkpoint, SafetensorsCheckpoint
-from parallel.formats.hub import NotThere, fetch_model
+from parallel.formats.hub import NotFound, fetch_model
 from parallel.formats.locate import find_local, is_gguf
-from parallel.model.transformer import Llama
-from parallel.ranks.partition import refuse_ranks
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.partition import check_ranks
+from parallel.ranks.process_group import TensorParallelGroup
 
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
-def resolve(name: str, group: Group) -> Path:
+def resolve(name: str, group: TensorParallelGroup) -> Path:
     """Return the folder of a model or its GGUF file.
 
     That is what the name stands for on this machine, or else what rank 0 fetches of that name on
     the hub. All ranks call it. Raises CheckpointError.
     """
-    with group.together():
+    with group.sync_errors():
         local = find_local(name)
     if local is not None:
         return local
-    with group.together():
+    with group.sync_errors():
         folder = _download(name) if group.rank == 0 else Path()
     return group.broadcast(folder)
 
@@ -51,7 +51,7 @@ def _download(name: str) -> Path:
         )
     try:
         return fetch_model(name, _PATTERNS)
-    except NotThere as error:
+    except NotFound as error:
         raise CheckpointError(
             f"{name} is neither a local folder nor a model the hub could give ({error})."
         ) from error
@@ -90,8 +90,8 @@ def choose_dtype(
 
 
 def load_model(
-    folder: Path, group: Group, dtype: str = "auto", config: ModelConfig | None = None
-) -> Llama:
+    folder: Path, group: TensorParallelGroup, dtype: str = "auto", config: ModelConfig | None = None
+) -> Transformer:
     """Load this rank's share of a model onto this rank's device.
 
     Args:
@@ -103,24 +103,26 @@ def load_model(
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
-    refuse_ranks(config.kv_heads, group.size)  # before anything is read
+    check_ranks(config.kv_heads, group.size)  # before anything is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
-    checkpoint.decode_to(chosen)
+    checkpoint.set_dtype(chosen)
     # without it sizes may not match either, and what is missing is the clearer thing to say
     checkpoint.check_present(weight_headers.EMBEDDING)
     own = parameter_count(config, group.size, group.rank)
-    checkpoint.refuse_absurd(config.layers, own)  # before torch multiplies such sizes
+    checkpoint.check_sizes(config.layers, own)  # before torch multiplies such sizes
     model = _empty_model(config, group, chosen)
     with torch.inference_mode():
         model.load(checkpoint)
     return model.eval()
 
 
-def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+def random_model(
+    config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
+) -> Transformer:
     """Return a model of these dimensions with random weights: it costs what a real one does."""
     model = _empty_model(config, group, dtype)
-    generator = torch.Generator(group.device)  # torch's own may be in doubt (`Recorder`)
+    generator = torch.Generator(group.device)  # torch's own may be in doubt (`GraphCapturer`)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -129,10 +131,12 @@ def random_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
     return model.eval()
 
 
-def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama:
+def _empty_model(
+    config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
+) -> Transformer:
     """Build a model with uninitialized parameters in `dtype` on the group's device."""
     with init_empty_weights(include_buffers=True):  # else they have memory for a moment
-        model = Llama(config, group)
+        model = Transformer(config, group)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             empty = torch.empty(parameter.shape, dtype=dtype, device=group.device)
@@ -140,6 +144,6 @@ def _empty_model(config: ModelConfig, group: Group, dtype: torch.dtype) -> Llama
     return model
 
 
-def parameter_bytes(*models: Llama) -> int:
+def parameter_bytes(*models: Transformer) -> int:
     """Return the bytes of models' weights on this rank."""
     return sum(parameter.nbytes for model in models for parameter in model.parameters())

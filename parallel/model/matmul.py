@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.attention.shape_buckets import filled_up, is_compiled, multiplies_bfloat16
-from offload.kernels.batch_invariant_shape import WIDTH
+from offload.attention.shape_buckets import compiles_per_shape, has_native_bf16, pad_rows
+from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from parallel.batch_invariant import in_blocks
 
 _WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
@@ -29,20 +29,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     may_widen = x.is_cpu and x.dtype == torch.bfloat16
-    if may_widen and len(x) >= _WIDENED_ROWS and not multiplies_bfloat16():
+    if may_widen and len(x) >= _WIDENED_ROWS and not has_native_bf16():
         return _widened(x, weight, bias)
-    if is_compiled(x, WIDTH):  # blocks of as many rows are one shape
-        return _in_few_shapes(x, weight, bias)
-    if x.is_cpu and x.dtype == torch.float32 and _is_shared_out_badly(x, weight):
+    if compiles_per_shape(x, ROW_BLOCK):  # blocks of as many rows are one shape
+        return _linear_bucketed(x, weight, bias)
+    if x.is_cpu and x.dtype == torch.float32 and _is_poorly_parallel(x, weight):
         out = torch.mm(weight, x.t()).t().contiguous()
         return out if bias is None else out.add_(bias)
     return F.linear(x, weight, bias)
 
 
-def _in_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_bucketed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b, the rows behind a multiple of _EVEN_ROWS by themselves, and filled up."""
     even = len(x) // _EVEN_ROWS * _EVEN_ROWS
-    last = filled_up(x[even:])
+    last = pad_rows(x[even:])
     out = x.new_empty(even + len(last), len(weight))
     for rows, place in ((x[:even], out[:even]), (last, out[even:])):
         if bias is None:
@@ -52,7 +52,7 @@ def _in_few_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out[: len(x)]
 
 
-def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
     """Return x W^T, (T, Dout) float32, as it was summed: not rounded to the inputs' dtype.
 
     It is for logits. Rounded to bfloat16 they come in steps of an eighth, and passes of other
@@ -62,10 +62,10 @@ def unrounded_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return linear(x, weight)
-    return in_blocks(lambda rows: _unrounded(rows, weight), x)
+    return in_blocks(lambda rows: _linear_fp32_out(rows, weight), x)
 
 
-def _unrounded(x: Tensor, weight: Tensor) -> Tensor:
+def _linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
     if x.is_cpu:
         return _widened(x, weight, None, torch.float32)
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -76,7 +76,7 @@ def _widened(
 ) -> Tensor:
     """Return x W^T + b in this dtype, by default that of x, with inputs of 16 bits widened."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
-    wide, turned = x.float(), _is_shared_out_badly(x, weight)
+    wide, turned = x.float(), _is_poorly_parallel(x, weight)
     step = max(1, _WIDENED_VALUES // weight.shape[1])
     for start in range(0, len(weight), step):
         part = slice(start, start + step)
@@ -86,6 +86,6 @@ def _widened(
     return out
 
 
-def _is_shared_out_badly(x: Tensor, weight: Tensor) -> bool:
+def _is_poorly_parallel(x: Tensor, weight: Tensor) -> bool:
     many = torch.get_num_threads() > 1
     return many and 1 < len(x) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT

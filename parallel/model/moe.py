@@ -14,15 +14,15 @@ from torch import Tensor
 
 from parallel.batch_invariant import row_by_row
 from parallel.config.model_config import ModelConfig
-from parallel.config.parameter_count import MAX_FIXED_TOKENS
+from parallel.config.parameter_count import MAX_STATIC_TOKENS
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import empty_parameter
 from parallel.model.matmul import linear
 from parallel.model.residual import Branch
-from parallel.ranks.process_group import Group, Pending
+from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
-class Experts(Branch):
+class SparseMoE(Branch):
     """A layer's gated MLPs, and the router that chooses among them for each token.
 
     The router is the same on all ranks. They compute with the same x, so they choose alike.
@@ -30,7 +30,7 @@ class Experts(Branch):
 
     norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
 
-    def __init__(self, config: ModelConfig, group: Group):
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup):
         super().__init__(config)
         assert config.experts is not None
         self.shape = config.experts
@@ -42,19 +42,19 @@ class Experts(Branch):
         self.gate_up = empty_parameter(count, 2 * columns, hidden)
         self.down = empty_parameter(count, hidden, columns)
 
-    def forward(self, x: Tensor) -> Pending:
+    def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
         # how many rows an expert has depends on all of them
-        partial = row_by_row(self._mixed, self.enter(x))
-        return self.leave(self.group.start_all_reduce(partial))
+        partial = row_by_row(self._expert_sum, self.pre(x))
+        return self.post(self.group.start_all_reduce(partial))
 
-    def _mixed(self, x: Tensor) -> Tensor:
+    def _expert_sum(self, x: Tensor) -> Tensor:
         """Return this rank's part (T, hidden) of what the experts make of x (T, hidden)."""
         scores = linear(x, self.router)
         weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
         # on a GPU a short pass may be recorded, and the host must not wait for the choice
-        fixed = self.group.device.type == "cuda" and len(x) <= MAX_FIXED_TOKENS
-        mix = mix_in_fixed_shapes if fixed else mix_by_expert
+        fixed = self.group.device.type == "cuda" and len(x) <= MAX_STATIC_TOKENS
+        mix = static_moe if fixed else moe_by_expert
         return mix(x, weights, chosen, self.gate_up, self.down)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
@@ -85,7 +85,7 @@ def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Ten
     return weights, chosen
 
 
-def mix_by_expert(
+def moe_by_expert(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
     """Return the weighted sum (T, hidden) of each token's experts, expert by expert.
@@ -113,10 +113,8 @@ def mix_by_expert(
     return out
 
 
-def mix_in_fixed_shapes(
-    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    """Return what `mix_by_expert` returns, by launches that do not depend on the choice.
+def static_moe(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return what `moe_by_expert` returns, by launches that do not depend on the choice.
 
     Few tokens gather the weights of their experts, which writes and reads them once more each. More
     tokens go through all experts, which read most of them anyway; those not chosen weigh nothing.
@@ -126,14 +124,14 @@ def mix_in_fixed_shapes(
     if 3 * tokens * per_token <= experts:
         flat = chosen.flatten()
         rows = x.repeat_interleave(per_token, dim=0)[:, None]  # (T * per_token, 1, hidden)
-        y = _each(rows, gate_up[flat], down[flat])
+        y = _expert_mlps(rows, gate_up[flat], down[flat])
         return _weighted(y.view(tokens, per_token, -1), weights[..., None], 1)
     scales = weights.new_zeros(tokens, experts).scatter(1, chosen, weights)
-    y = _each(x.expand(experts, -1, -1), gate_up, down)  # (E, T, hidden)
+    y = _expert_mlps(x.expand(experts, -1, -1), gate_up, down)  # (E, T, hidden)
     return _weighted(y, scales.t()[..., None], 0)
 
 
-def _each(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return the MLPs' outputs (B, T, hidden) of x (B, T, hidden), each with its own weights."""
     gate, up = torch.bmm(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
     return torch.bmm(F.silu(gate) * up, down.transpose(1, 2))

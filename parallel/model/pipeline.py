@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.attention.shape_buckets import ROWS
 from offload.layout import ceil_div, shares
-from parallel.ranks.process_group import Pending
+from parallel.ranks.process_group import AsyncSum
 
 T = TypeVar("T")
 
@@ -23,13 +23,13 @@ class Chunk:
         """Begin with hidden states x (T, hidden) of the tokens from position `start` on."""
         self.x = x
         self.start = start
-        self._pending: Pending | None = None
+        self._pending: AsyncSum | None = None
 
-    def add(self, pending: Pending) -> None:
+    def start_sum(self, pending: AsyncSum) -> None:
         """Take a sum over ranks that is under way; `settle` adds it to the hidden states."""
         self._pending = pending
 
-    def settle(self) -> Tensor:
+    def finish_sum(self) -> Tensor:
         """Return the hidden states (T, hidden), once what is under way has been added to them."""
         if self._pending is not None:
             self.x = self.x + self._pending()

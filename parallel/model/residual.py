@@ -10,7 +10,7 @@ from parallel.batch_invariant import in_blocks
 from parallel.config.model_config import ModelConfig
 from parallel.formats.checkpoint import Checkpoint
 from parallel.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
-from parallel.ranks.process_group import Group, Pending
+from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
 class Branch(Module):
@@ -21,27 +21,27 @@ class Branch(Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.norm_behind = config.norms_behind
+        self.post_norm = config.post_norm
         self.multiplier = config.residual_multiplier
 
-    def enter(self, x: Tensor) -> Tensor:
+    def pre(self, x: Tensor) -> Tensor:
         """Return what the branch computes with, of hidden states x (T, hidden)."""
-        return x if self.norm_behind else self.norm(x)
+        return x if self.post_norm else self.norm(x)
 
-    def leave(self, total: Pending) -> Pending:
+    def post(self, total: AsyncSum) -> AsyncSum:
         """Return what the branch adds, once the ranks' sum (T, hidden) is there."""
-        if not self.norm_behind and self.multiplier == 1.0:
+        if not self.post_norm and self.multiplier == 1.0:
             return total
 
         def added() -> Tensor:
-            x = self.norm(total()) if self.norm_behind else total()
+            x = self.norm(total()) if self.post_norm else total()
             return x if self.multiplier == 1.0 else x * self.multiplier
 
         return added
 
     def load_norm(self, checkpoint: Checkpoint, prefix: str) -> None:
         """Read the norm of the layer PREFIX."""
-        self.norm.load(checkpoint, f"{prefix}.{self.norm_names[self.norm_behind]}")
+        self.norm.load(checkpoint, f"{prefix}.{self.norm_names[self.post_norm]}")
 
 
 class Mlp(Branch):
@@ -49,17 +49,17 @@ class Mlp(Branch):
 
     norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
 
-    def __init__(self, config: ModelConfig, group: Group):
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup):
         super().__init__(config)
         outputs = [config.intermediate] * 2
-        self.names = ["gate_up_proj"] if config.fused else ["gate_proj", "up_proj"]
+        self.names = ["gate_up_proj"] if config.fused_projections else ["gate_proj", "up_proj"]
         self.gate_up = ColumnParallelLinear(group, config.hidden, outputs, config.mlp_bias)
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Pending:
+    def forward(self, x: Tensor) -> AsyncSum:
         """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
-        gate, up = self.gate_up(self.enter(x))
-        return self.leave(self.down(in_blocks(_gated, gate, up)))
+        gate, up = self.gate_up(self.pre(x))
+        return self.post(self.down(in_blocks(_gated, gate, up)))
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norm(checkpoint, prefix)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from offload.kernels.batch_invariant_shape import WIDTH
-from offload.tiered.prefill import LAST_ROWS
-from parallel.batch_invariant import steadily
+from offload.kernels.batch_invariant_shape import ROW_BLOCK
+from offload.tiered.prefill import OBSERVED_ROWS
+from parallel.batch_invariant import batch_invariant
 from parallel.config.model_config import ModelConfig
 from parallel.config.parameter_count import head_rows
 from parallel.formats.checkpoint import Checkpoint
@@ -27,47 +27,47 @@ from parallel.model.layers import (
     VocabParallelEmbedding,
     WidthNorms,
 )
-from parallel.model.moe import Experts
+from parallel.model.moe import SparseMoE
 from parallel.model.pipeline import Chunk, in_chunks, pipelined
 from parallel.model.residual import Branch, Mlp
-from parallel.ranks.process_group import Group, Pending
+from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 Progress = Callable[[int, int], None]  # units done, units in all
 
 
-class Attending(Protocol):
+class Attends(Protocol):
     """What a layer asks of a cache, or of a prompt's way into it."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
 
 
-class AttendingCache(Attending, Protocol):
+class KVCacheLike(Attends, Protocol):
     """What a model asks of a cache."""
 
     length: int
-    is_steady: bool  # whether rows are to be computed in blocks at fixed positions
+    is_batch_invariant: bool  # whether rows are to be computed in blocks at fixed positions
 
-    def begin(self, rows: int) -> None: ...
+    def begin_forward(self, rows: int) -> None: ...
 
 
-class PrefillingCache(Attending, Protocol):
+class PrefillCacheLike(Attends, Protocol):
     """What a layer-major prefill asks of a prompt's way into a cache."""
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
+    def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
 
 
-class OwnRows:
+class PaddedCache:
     """A cache in a pass that has other rows, which fill up blocks, beside its own."""
 
-    is_steady = True
+    is_batch_invariant = True
 
-    def __init__(self, cache: AttendingCache, own: slice):
+    def __init__(self, cache: KVCacheLike, own: slice):
         """`own`: which rows of the pass are those of tokens."""
         self._cache, self._own = cache, own
         self.length = cache.length
 
-    def begin(self, rows: int) -> None:
-        self._cache.begin(self._own.stop - self._own.start)
+    def begin_forward(self, rows: int) -> None:
+        self._cache.begin_forward(self._own.stop - self._own.start)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Do as `Cache.attend` with rows of tokens; what fills up blocks gets zeros."""
@@ -81,7 +81,7 @@ class Attention(Branch):
 
     norm_names = ("input_layernorm", "post_attention_layernorm")
 
-    def __init__(self, config: ModelConfig, group: Group, layer: int):
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup, layer: int):
         super().__init__(config)
         self.layer = layer
         self.head_dim = config.head_dim
@@ -89,7 +89,7 @@ class Attention(Branch):
         queries = config.heads * config.head_dim
         keys = config.kv_heads * config.head_dim
         outputs = [queries, keys, keys]
-        self.names = ["qkv_proj"] if config.fused else ["q_proj", "k_proj", "v_proj"]
+        self.names = ["qkv_proj"] if config.fused_projections else ["q_proj", "k_proj", "v_proj"]
         own_queries, own_keys = head_rows(config)
         units = [own_queries, own_keys, own_keys]
         self.qkv = ColumnParallelLinear(group, config.hidden, outputs, config.qkv_bias, units)
@@ -100,7 +100,7 @@ class Attention(Branch):
             self.qk_norm = WidthNorms(group, outputs[:2], units[:2], config.norm_eps)
         self.o = RowParallelLinear(group, queries, config.hidden, config.o_bias, own_queries)
 
-    def forward(self, x: Tensor, cache: Attending, start: int) -> Pending:
+    def forward(self, x: Tensor, cache: Attends, start: int) -> AsyncSum:
         """Attend with x (T, hidden), the tokens from position `start` on.
 
         What is returned waits for the ranks' sum (T, hidden). Until then it alone holds memory.
@@ -109,12 +109,12 @@ class Attention(Branch):
         if self.query_multiplier != 1.0:
             q = q * self.query_multiplier
         # (T, H, D) is flattened at once: a name for it would hold it beside a copy
-        return self.leave(self.o(cache.attend(self.layer, q, k, v, start).flatten(1)))
+        return self.post(self.o(cache.attend(self.layer, q, k, v, start).flatten(1)))
 
-    def keep(self, x: Tensor, cache: PrefillingCache, start: int) -> None:
+    def store_kv(self, x: Tensor, cache: PrefillCacheLike, start: int) -> None:
         """Keep what later tokens attend to of x (T, hidden), where nobody asks for an output."""
         k, v = self._heads(x, first=1)
-        cache.keep(self.layer, k, v, start)
+        cache.store(self.layer, k, v, start)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norm(checkpoint, prefix)
@@ -126,87 +126,89 @@ class Attention(Branch):
 
     def _heads(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Project x (T, hidden) to queries, keys and values (T, H, D), or to those from `first`."""
-        *parts, v = self.qkv(self.enter(x), first=first)
+        *parts, v = self.qkv(self.pre(x), first=first)
         if self.qk_norm is not None:
             parts = self.qk_norm(parts, first)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in (*parts, v)]
 
 
-class Layer(Module):
+class DecoderLayer(Module):
     """x + attention(x), and to that its mlp: two sums over ranks a layer."""
 
-    def __init__(self, config: ModelConfig, group: Group, index: int):
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
         self.attention = Attention(config, group, index)
-        mlp = Experts if config.has_experts(index) else Mlp
-        self.mlp: Mlp | Experts = mlp(config, group)
+        mlp = SparseMoE if config.has_experts(index) else Mlp
+        self.mlp: Mlp | SparseMoE = mlp(config, group)
 
-    def forward(self, x: Tensor, cache: Attending, start: int) -> Tensor:
+    def forward(self, x: Tensor, cache: Attends, start: int) -> Tensor:
         """Transform x (T, hidden), the tokens from position `start` on, to the same shape."""
         chunk = Chunk(x, start)
         for stage in self.stages(cache):
             stage(chunk)
         return chunk.x
 
-    def stages(self, cache: Attending) -> list[Callable[[Chunk], object]]:
+    def stages(self, cache: Attends) -> list[Callable[[Chunk], object]]:
         """Return the steps of a layer; each but the last leaves a sum over ranks under way."""
 
         def attend(chunk: Chunk) -> None:
-            chunk.add(self.attention(chunk.settle(), cache, chunk.start))
+            chunk.start_sum(self.attention(chunk.finish_sum(), cache, chunk.start))
 
         def transform(chunk: Chunk) -> None:
-            chunk.add(self.mlp(chunk.settle()))
+            chunk.start_sum(self.mlp(chunk.finish_sum()))
 
-        return [attend, transform, Chunk.settle]
+        return [attend, transform, Chunk.finish_sum]
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.attention.load(checkpoint, prefix)
         self.mlp.load(checkpoint, prefix)
 
 
-class Llama(Module):
+class Transformer(Module):
     """A decoder of one of the families, sharded over `group`.
 
     It is stateless: the sequence lives in the cache.
     """
 
-    def __init__(self, config: ModelConfig, group: Group):
+    def __init__(self, config: ModelConfig, group: TensorParallelGroup):
         super().__init__()
         self.config = config
         self.group = group
         self.embed = VocabParallelEmbedding(group, config.vocab, config.hidden)
-        self.layers = ModuleList(Layer(config, group, index) for index in range(config.layers))
+        self.layers = ModuleList(
+            DecoderLayer(config, group, index) for index in range(config.layers)
+        )
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.head = self.embed
         if not config.tied:
             self.head = VocabParallelEmbedding(group, config.vocab, config.hidden)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
         """Read tokens (T,) behind the cache's content.
 
         Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
         is written, but they count only once the caller advances the cache.
         """
-        if cache.is_steady:
-            return self._forward_steadily(tokens, cache, rows)
-        return self.logits(self.read(tokens, cache)[-rows:])
+        if cache.is_batch_invariant:
+            return self._forward_batch_invariant(tokens, cache, rows)
+        return self.logits(self.hidden_states(tokens, cache)[-rows:])
 
-    def _forward_steadily(self, tokens: Tensor, cache: AttendingCache, rows: int) -> Tensor:
+    def _forward_batch_invariant(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
         """Do what `forward` does, in blocks of rows that begin at fixed positions of the text."""
-        lead = cache.length % WIDTH
+        lead = cache.length % ROW_BLOCK
         end = lead + len(tokens)
-        padded = F.pad(tokens, (lead, -end % WIDTH))
-        first = (end - rows) // WIDTH * WIDTH  # of the blocks whose logits are asked for
-        with steadily():
-            x = self.read(padded, OwnRows(cache, slice(lead, end)))
+        padded = F.pad(tokens, (lead, -end % ROW_BLOCK))
+        first = (end - rows) // ROW_BLOCK * ROW_BLOCK  # of the blocks whose logits are asked for
+        with batch_invariant():
+            x = self.hidden_states(padded, PaddedCache(cache, slice(lead, end)))
             logits = self.logits(x[first:])
         return logits[end - rows - first : end - first]
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor, cache: AttendingCache) -> Tensor:
+    def hidden_states(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
         """Read tokens (T,) as `forward` does; return the last layer's hidden states (T, hidden)."""
-        cache.begin(len(tokens))
+        cache.begin_forward(len(tokens))
         x = self._embed(tokens)
         for layer in self.layers:
             x = layer(x, cache, cache.length)
@@ -223,7 +225,7 @@ class Llama(Module):
     def prefill(
         self,
         tokens: Tensor,
-        cache: PrefillingCache,
+        cache: PrefillCacheLike,
         max_chunk: int,
         progress: Progress | None = None,
         before_layer: Callable[[], object] | None = None,
@@ -247,7 +249,7 @@ class Llama(Module):
         x = self.norm.weight.new_empty(len(tokens), self.config.hidden)  # (T, hidden)
         for chunk in in_chunks(tokens, max_chunk):
             x[chunk.start : chunk.start + len(chunk.x)] = self._embed(chunk.x)
-        *others, last = (cast(Layer, layer) for layer in self.layers)
+        *others, last = (cast(DecoderLayer, layer) for layer in self.layers)
         units = len(x) * len(self.layers)
         for index, layer in enumerate(others):
             if before_layer:
@@ -260,10 +262,10 @@ class Llama(Module):
         if before_layer:
             before_layer()
         chunks = list(in_chunks(x, max_chunk))
-        rest = max(chunks[-1].start, len(x) - LAST_ROWS)
+        rest = max(chunks[-1].start, len(x) - OBSERVED_ROWS)
         for chunk in chunks:
             if chunk.start < rest:
-                last.attention.keep(chunk.x[: rest - chunk.start], cache, chunk.start)
+                last.attention.store_kv(chunk.x[: rest - chunk.start], cache, chunk.start)
         x = last(x[rest:], cache, rest)
         if progress:
             progress(units, units)
@@ -275,12 +277,12 @@ class Llama(Module):
         Raises CheckpointError.
         """
         for index, layer in enumerate(self.layers):
-            cast(Layer, layer).load(checkpoint, f"model.layers.{index}")
+            cast(DecoderLayer, layer).load(checkpoint, f"model.layers.{index}")
         self.embed.load(checkpoint, "model.embed_tokens")
         self.norm.load(checkpoint, "model.norm")
         if not self.config.tied:
             self.head.load(checkpoint, "lm_head")
-        checkpoint.refuse_leftovers(self.config.tied)
+        checkpoint.check_unused(self.config.tied)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states (T, hidden) that tokens (T,) begin with."""

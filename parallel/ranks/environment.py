@@ -21,7 +21,7 @@ class RankLost(TierForceError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A process among the ranks of its group, and among those on its machine."""
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Place:
     local_size: int = 1
 
 
-def place_of(variables: Mapping[str, str] = os.environ) -> Place:
+def rank_from_env(variables: Mapping[str, str] = os.environ) -> RankInfo:
     """Read RANK, WORLD_SIZE and their local counterparts.
 
     A process is a rank only where all of a launcher's variables are there and name a group of at
@@ -40,9 +40,9 @@ def place_of(variables: Mapping[str, str] = os.environ) -> Place:
     """
     size = _number(variables, "WORLD_SIZE", 1)
     if size == 1 or "RANK" not in variables:
-        return Place()
+        return RankInfo()
     rank = _number(variables, "RANK", 0)
-    place = Place(
+    place = RankInfo(
         rank,
         size,
         _number(variables, "LOCAL_RANK", rank),
@@ -67,15 +67,15 @@ def place_of(variables: Mapping[str, str] = os.environ) -> Place:
     return place
 
 
-def under_launcher(variables: Mapping[str, str] = os.environ) -> bool:
+def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     """Tell whether this process is already a rank, of torchrun or of `launch`.
 
     Raises TierForceError for a broken environment.
     """
-    return place_of(variables).size > 1 or "TORCHELASTIC_RUN_ID" in variables
+    return rank_from_env(variables).size > 1 or "TORCHELASTIC_RUN_ID" in variables
 
 
-def end_with_launcher() -> None:
+def die_with_parent() -> None:
     """Let the kernel end this rank when its launcher dies, whichever way: it would keep its GPU.
 
     What is finished is on disk, so there is nothing to unwind. Does nothing without a launcher.
@@ -92,7 +92,7 @@ def ignored_variables(variables: Mapping[str, str] = os.environ) -> str | None:
     """Name a launcher's variables that are set and mean nothing here, for a warning; None where
     there are none.
     """
-    if place_of(variables).size > 1:
+    if rank_from_env(variables).size > 1:
         return None
     meaningless = {"RANK": "0", "WORLD_SIZE": "1"}  # what a process alone would be given
     left_over = [

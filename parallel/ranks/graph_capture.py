@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Recorder:
+class GraphCapturer:
     """The maker of CUDA graphs on one device; on a CPU there is nothing to record."""
 
     def __init__(self, device: torch.device):
@@ -37,7 +37,7 @@ class Recorder:
         """Return how many recordings there are."""
         return len(self._graphs)
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Return what does the same as `function` each time it is called.
 
         On a GPU that is the replay of one CUDA graph, collectives included, which writes its result

@@ -21,7 +21,7 @@ def share_size(total: int, rank: int, ranks: int, unit: int = 1) -> int:
     return part.stop - part.start
 
 
-def refuse_ranks(kv_heads: int, ranks: int) -> None:
+def check_ranks(kv_heads: int, ranks: int) -> None:
     """Raise ConfigError when there are too few key/value heads for so many ranks."""
     if kv_heads < ranks:
         raise ConfigError(

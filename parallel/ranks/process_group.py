@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offload.errors import FitError, TierForceError, is_out_of_memory, one_line
+from offload.errors import InsufficientMemoryError, TierForceError, is_out_of_memory, one_line
 from offload.memory.numa import gpu_address
 from parallel.batch_invariant import blocks_of
 from parallel.ranks.driver import unseen_gpus
-from parallel.ranks.environment import Place, RankLost, place_of, warn_from_rank
-from parallel.ranks.graph_capture import Recorder
+from parallel.ranks.environment import RankInfo, RankLost, rank_from_env, warn_from_rank
+from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.partition import share
 from parallel.ranks.watchdog import Watchdog
 
 T = TypeVar("T")
-Pending = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
-_TRIED_SUMS = 1, 1 << 21  # numbers that are summed at the start
-PATIENCE = timedelta(hours=2)  # for a rank that computes, or waits for a person
+AsyncSum = Callable[[], Tensor]  # waits for a sum over the ranks that is under way, and returns it
+_TESTED_SUM_SIZES = 1, 1 << 21  # numbers that are summed at the start
+COLLECTIVE_TIMEOUT = timedelta(hours=2)  # for a rank that computes, or waits for a person
 # how gloo, NCCL and torch's store say that a connection's other end is gone
-_CLOSED = (
+_CLOSED_CONNECTION_MESSAGES = (
     "closed by peer",
     "reset by peer",
     "Broken pipe",
@@ -38,11 +38,11 @@ _CLOSED = (
     "remote process exited",
     "ncclRemoteError",
 )
-MEET = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
-_QUIET_S = 5.0  # seconds after which a rank says that it waits for them
+RENDEZVOUS_TIMEOUT = timedelta(minutes=2)  # ranks that a launcher starts are there in seconds
+_WARN_AFTER_S = 5.0  # seconds after which a rank says that it waits for them
 
 
-class Group:
+class TensorParallelGroup:
     """The ranks of one tensor-parallel model.
 
     With one rank every collective is a no-op, so callers never ask.
@@ -59,14 +59,14 @@ class Group:
         self.size = size
         self.device = device or torch.device("cpu")
         self.watchdog = watchdog
-        self.recorder = Recorder(self.device)
+        self.graph_capturer = GraphCapturer(self.device)
 
     @classmethod
     def from_environment(
         cls,
         device: str = "auto",
         warn: Callable[[str], None] | None = None,
-    ) -> Group:
+    ) -> TensorParallelGroup:
         """Join the group that torchrun, or our own launcher, describes in the environment.
 
         Where it describes none, this rank is alone.
@@ -78,7 +78,7 @@ class Group:
 
         Raises TierForceError when CUDA is asked for and missing, or has too few GPUs for the ranks.
         """
-        place = place_of()
+        place = rank_from_env()
         gpus = _usable_gpus(device, place.local_size)
         if gpus:
             # a launcher may show each rank a GPU of its own alone
@@ -98,22 +98,22 @@ class Group:
         watchdog = None
         starts = place.size > 1 and not dist.is_initialized()
         if starts:
-            store = _meet(place)
+            store = _rendezvous(place)
             watchdog = Watchdog(place.rank, place.size, store)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpus else "gloo",
                 store=store,
                 rank=place.rank,
                 world_size=place.size,
-                timeout=PATIENCE,
+                timeout=COLLECTIVE_TIMEOUT,
             )
             watchdog.start()
         group = cls(place.rank, place.size, where, watchdog)
         if starts and gpus:
-            _refuse_shared_gpus(group)
-            for count in _TRIED_SUMS:
-                with group.together():  # a sum may be wrong on one rank alone
-                    _try_nccl(group, count)
+            _check_distinct_gpus(group)
+            for count in _TESTED_SUM_SIZES:
+                with group.sync_errors():  # a sum may be wrong on one rank alone
+                    _test_nccl(group, count)
         return group
 
     def share(self, total: int, unit: int = 1) -> slice:
@@ -124,17 +124,17 @@ class Group:
         """Sum x over the ranks, in place, and return it."""
         return self.start_all_reduce(x)()
 
-    def start_all_reduce(self, x: Tensor) -> Pending:
+    def start_all_reduce(self, x: Tensor) -> AsyncSum:
         """Start to sum x over the ranks, in place; nobody may touch x before it is waited for."""
         if self.size == 1:
             return lambda: x
         # the order in which several ranks sum up goes by size, and by the place in what is sent
         parts = blocks_of(x) if self.size > 2 else (x,)
-        with self._peers():
+        with self._guarded():
             work = [dist.all_reduce(part, async_op=True) for part in parts]
 
         def wait() -> Tensor:
-            with self._peers():
+            with self._guarded():
                 for each in work:
                     each.wait()  # on a GPU the stream waits, not the host
             return x
@@ -149,7 +149,7 @@ class Group:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with self._peers():
+        with self._guarded():
             dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, dim=-1)
 
@@ -158,7 +158,7 @@ class Group:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        with self._peers():
+        with self._guarded():
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
@@ -166,25 +166,25 @@ class Group:
         """Return every rank's small Python value, by rank, on every rank."""
         values: list[Any] = [value] * self.size
         if self.size > 1:
-            with self._peers():
+            with self._guarded():
                 dist.all_gather_object(values, value)
         return values
 
-    def broadcast_numbers(self, numbers: list[int], count: int) -> list[int]:
+    def broadcast_ints(self, numbers: list[int], count: int) -> list[int]:
         """Return rank 0's `count` whole numbers on every rank, in one message."""
         if self.size == 1:
             return numbers
         message = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
-        with self._peers():
+        with self._guarded():
             dist.broadcast(message, src=0)
         return message.tolist()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sync_errors(self) -> Iterator[None]:
         """Raise on all ranks what the block raised on any, so that none waits for one that left.
 
         A TierForceError is shared; of several, the lowest rank's. Memory that runs out, a GPU's or
-        the host's, becomes a FitError: no plan knows what others take, or how memory is cut up.
+        the host's, becomes a InsufficientMemoryError: no plan knows what others take, or how memory is cut up.
         """
         own: TierForceError | None = None
         try:
@@ -194,7 +194,7 @@ class Group:
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
-            own = FitError(f"rank {self.rank}: out of memory: {one_line(error)}")
+            own = InsufficientMemoryError(f"rank {self.rank}: out of memory: {one_line(error)}")
         shared = self._first_error(own)
         try:
             if shared:
@@ -207,11 +207,11 @@ class Group:
         if self.watchdog:
             self.watchdog.stop()
         if self.size > 1 and dist.is_initialized():
-            self.recorder.reset()
+            self.graph_capturer.reset()
             dist.destroy_process_group()
 
     @contextmanager
-    def _peers(self) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         """Raise RankLost for what every backend raises when a peer's connection closes."""
         if self.watchdog:
             self.watchdog.arrive()
@@ -220,7 +220,7 @@ class Group:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise _loss(one_line(error)) from error
+            raise _rank_lost(one_line(error)) from error
         finally:
             if self.watchdog:
                 self.watchdog.leave()
@@ -237,36 +237,38 @@ class Group:
         return kind(text)
 
 
-def _loss(reason: str) -> RankLost:
+def _rank_lost(reason: str) -> RankLost:
     """Return what a collective that failed for this reason is to raise.
 
     On a GPU it may be a fault of this rank's own, such as a setting that NCCL does not like.
     """
-    if any(words in reason for words in _CLOSED):
+    if any(words in reason for words in _CLOSED_CONNECTION_MESSAGES):
         return RankLost("another rank ended unexpectedly (killed, or out of memory).")
     return RankLost(f"the ranks cannot exchange data any more ({reason}).")
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+def ints_to_device_async(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return whole numbers (N,) in the device's memory, without waiting for the device's work."""
     # by way of numpy: torch reads a list number by number
-    return sent(torch.from_numpy(np.array(numbers, dtype=np.int64)), device)
+    return copy_to_device_async(torch.from_numpy(np.array(numbers, dtype=np.int64)), device)
 
 
-def sent(on_host: Tensor, device: torch.device) -> Tensor:
+def copy_to_device_async(on_host: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host in the device's memory, without waiting for the device's work."""
     if device.type == "cpu":
         return on_host
     return on_host.pin_memory().to(device, non_blocking=True)  # unpinned, the host would wait
 
 
-def _meet(place: Place) -> dist.Store:
+def _rendezvous(place: RankInfo) -> dist.Store:
     """Return the store through which the ranks find each other. Raises TierForceError."""
-    waiting = Timer(_QUIET_S, _say_what_is_waited_for, (place,))
+    waiting = Timer(_WARN_AFTER_S, _warn_of_waiting, (place,))
     waiting.daemon = True
     waiting.start()
     try:
-        store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=MEET))
+        store, _, _ = next(
+            dist.rendezvous("env://", place.rank, place.size, timeout=RENDEZVOUS_TIMEOUT)
+        )
     except RuntimeError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise TierForceError(
@@ -275,11 +277,11 @@ def _meet(place: Place) -> dist.Store:
         ) from error
     finally:
         waiting.cancel()
-    store.set_timeout(PATIENCE)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     return store
 
 
-def _say_what_is_waited_for(place: Place) -> None:
+def _warn_of_waiting(place: RankInfo) -> None:
     """Warn on standard error that the environment makes this process wait for others."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     names = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
@@ -287,7 +289,7 @@ def _say_what_is_waited_for(place: Place) -> None:
         names.append("TORCHELASTIC_RUN_ID")
     warn_from_rank(
         place.rank,
-        f"waiting for the other ranks at {address}, for {MEET.seconds} s at most: "
+        f"waiting for the other ranks at {address}, for {RENDEZVOUS_TIMEOUT.seconds} s at most: "
         f"RANK={place.rank} and WORLD_SIZE={place.size} in the environment say that this is one of "
         f"{place.size} processes. If no others are to come, stop it and unset "
         f"{', '.join(names[:-1])} and {names[-1]}.",
@@ -312,7 +314,7 @@ def _usable_gpus(device: str, ranks: int) -> int:
     return gpus
 
 
-def _refuse_shared_gpus(group: Group) -> None:
+def _check_distinct_gpus(group: TensorParallelGroup) -> None:
     """Raise TierForceError, on all ranks, where two of them have the same GPU: NCCL would hang.
 
     GPUs of two machines may have the same address.
@@ -329,7 +331,7 @@ def _refuse_shared_gpus(group: Group) -> None:
             )
 
 
-def _try_nccl(group: Group, count: int) -> None:
+def _test_nccl(group: TensorParallelGroup, count: int) -> None:
     """Start NCCL now, which takes memory that is not planned yet, and see that it sums right.
 
     It goes other ways for large sums than for small ones. Raises TierForceError.

@@ -115,7 +115,7 @@ class Watchdog:
             if other.beat != _BYE.encode() and now - other.changed >= self._silent_s
         }
         waited = come_to and now - self._arrived_at[1] >= self._silent_s
-        late = {
+        deferred = {
             number
             for number, other in self._others.items()
             if waited
@@ -124,15 +124,15 @@ class Watchdog:
             and other.come_to < come_to
         }
         # of those who can speak, the lowest does
-        speaks = all(other in silent or other in late for other in range(self.rank))
+        speaks = all(other in silent or other in deferred for other in range(self.rank))
         for number, other in self._others.items():
-            concern = "silent" if number in silent else "late" if number in late else ""
-            if concern and concern != other.told and speaks:
+            concern = "silent" if number in silent else "deferred" if number in deferred else ""
+            if concern and concern != other.warned and speaks:
                 self._say(self._words(number, concern))
-                other.told = concern
-            elif other.told and not concern:
+                other.warned = concern
+            elif other.warned and not concern:
                 self._say(f"rank {number} goes on.")
-                other.told = ""
+                other.warned = ""
 
     def _words(self, number: int, concern: str) -> str:
         found = (
@@ -151,7 +151,7 @@ class _Other:
     def __init__(self, now: float):
         self.beat = b""
         self.changed = now  # when the beat last did
-        self.told = ""  # the concern that this rank has told of
+        self.warned = ""  # the concern that this rank has told of
 
     @property
     def come_to(self) -> int:

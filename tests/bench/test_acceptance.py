@@ -17,14 +17,14 @@ from bench.harness.text import long_text, prompts
 from bench.speed.grid import expected_yields
 from decoding import Engine, Sampling, Settings
 from decoding.models.runtime import Runtime
-from decoding.speculation.coroutines import drive
+from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Autoregressive, Speculative
 from decoding.speculation.draft_length import Fixed, RoundStats
-from decoding.speculation.randomness import chance_of
-from decoding.speculation.sequence import Text
-from offload.retrieval.shape import RetrievalShape
+from decoding.speculation.randomness import make_randomness
+from decoding.speculation.sequence import TokenSequence
+from offload.retrieval.shape import RetrievalCacheSpec
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 from support.texts import prompt
 
@@ -36,8 +36,8 @@ SETTINGS = Settings(mode="retrieval", dtype="float32")
 @pytest.fixture(scope="module")
 def models() -> Runtime:
     torch.set_num_threads(1)
-    return Runtime.make(
-        load_model(DEMO / "target", Group(), "float32"), None, "retrieval", SETTINGS
+    return Runtime.create(
+        load_model(DEMO / "target", TensorParallelGroup(), "float32"), None, "retrieval", SETTINGS
     )
 
 
@@ -71,12 +71,12 @@ def test_a_cache_of_everything_agrees_with_the_target(models: Runtime) -> None:
 
 
 def test_tokens_in_8_bits_take_the_memory_of_fewer_in_16(models: Runtime) -> None:
-    layout = replace(models.needs.layout, dtype=torch.bfloat16)
+    layout = replace(models.requirements.layout, dtype=torch.bfloat16)
     for budget in (64, 768, 4096):
-        tokens = replace(OURS, budget=budget).tokens(models.needs.layout)
-        whole = RetrievalShape.of(budget, 8, 10_000, 1, 0).device_bytes(layout)
+        tokens = replace(OURS, budget=budget).tokens(models.requirements.layout)
+        whole = RetrievalCacheSpec.of(budget, 8, 10_000, 1, 0).device_bytes(layout)
         sizes = [
-            replace(RetrievalShape.of(budget, 8, 10_000, 1, 0), budget=each, quantised=True)
+            replace(RetrievalCacheSpec.of(budget, 8, 10_000, 1, 0), budget=each, quantised=True)
             for each in (tokens, tokens + 8)
         ]
         fits, too_large = (each.device_bytes(layout) for each in sizes)
@@ -89,17 +89,17 @@ def count(trace: PolicyTrace, variant: Variant, draft: int, sampling: Sampling) 
 
     Returns how many tokens were made, and by how many verifications.
     """
-    chance = chance_of(sampling, trace.first.device, is_coupled=False)
-    first = int(chance.draw(sampling.law(trace.first)[0], len(trace.session.prompt)))
-    text = Text([*trace.session.prompt.tolist(), first])
+    chance = make_randomness(sampling, trace.first.device, is_coupled=False)
+    first = int(chance.draw(sampling.probs(trace.first)[0], len(trace.session.prompt)))
+    text = TokenSequence([*trace.session.prompt.tolist(), first])
     inner = Autoregressive("retrieval", trace.model, trace.caches[variant], text, sampling, chance)
     decoder = Speculative(
         "target", trace.model, trace.target, inner, Fixed(draft), sampling, chance
     )
     while (missing := 200 - decoder.stats.produced) > 0:
-        drive(decoder.round(missing), lambda asked: trace.session.make([asked])[0])
+        run(decoder.round(missing), lambda asked: trace.session.make([asked])[0])
     trace.rewind()
-    return decoder.stats.produced, decoder.stats.passes
+    return decoder.stats.produced, decoder.stats.forwards
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_rows_are_of_each_variant_along_all_texts(models: Runtime) -> None:
     assert [row["texts"] for row in both] == [2, 2]
     static, ours = both
     assert static["against_static"] == {16: 1}
-    assert (static["tokens"], ours["budget"]) == (768, 256)
-    assert ours["tokens"] == replace(OURS, budget=256).tokens(models.needs.layout)
+    assert (static["tokens"], ours["retrieval_budget"]) == (768, 256)
+    assert ours["tokens"] == replace(OURS, budget=256).tokens(models.requirements.layout)
     assert 0 < ours["rejected"][16] < 1
     assert 1 < ours["expected_tokens"][16] < 17
     assert len(ours["overlap_by_age"]) == 16

@@ -17,7 +17,7 @@ import typer
 from bench.__main__ import COMMANDS, main
 from bench.harness.experiment import Measurement, benchmark, environment
 from offload.errors import TierForceError
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ def test_threads_are_those_asked_for_also_where_an_engine_is_loaded(tmp_path: Pa
 
     @benchmark("")
     def measure(threads: int, output: Path = tmp_path / "x.json") -> Measurement:
-        Group.from_environment("cpu")
+        TensorParallelGroup.from_environment("cpu")
         seen.append(torch.get_num_threads())
         yield {}
 

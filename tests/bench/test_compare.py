@@ -53,7 +53,7 @@ def job(**changes: object) -> Job:
         new=6,
         sampling=GREEDY,
         dtype="float32",
-        budget=None,
+        retrieval_budget=None,
         link="emulated:50",
     )
     return Job(**{**vars(found), **changes})
@@ -80,7 +80,7 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
         new_tokens=8,
         peers=",".join(names),
         link="emulated:50",
-        budget=256,
+        retrieval_budget=256,
         dtype="float32",
         threads=1,
         limit_s=300,
@@ -154,7 +154,7 @@ def test_llamacpp_is_given_the_file_itself_and_the_same_in_full_width(
     assert PEERS["llama.cpp"](asked).note == "Q4_1 kernels"
     assert Llama.told["path"] == file
     assert (Llama.told["rope_scaling_type"], Llama.told["rope_freq_scale"]) == (2, 0.25)
-    positions = ModelConfig.find(str(file)).max_positions
+    positions = ModelConfig.from_name(str(file)).max_positions
     assert Llama.told["yarn_orig_ctx"] == positions
     assert PEERS["llama.cpp: dequantised"](asked).note == "BF16 kernels"
     assert Llama.told["path"].parent == tmp_path
@@ -174,7 +174,7 @@ def test_whatever_fails_is_a_reason() -> None:
     assert outcome == "failed: KeyError: 'nobody'"
     outcome, _ = run("ours: plain", job(prompt=[]), 1, 60)
     assert isinstance(outcome, str)
-    assert outcome.startswith("failed: DocumentError: the prompt is empty")
+    assert outcome.startswith("failed: InvalidRequestError: the prompt is empty")
     outcome, _ = run("ours: plain", job(), 1, 0.0)
     assert outcome == "failed: took more than 0 s"
 
@@ -240,7 +240,7 @@ def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
         *("--peers", "ours: plain"),
         *("--output", str(output)),
         *("--link", "emulated:5"),
-        *("--budget", "128"),
+        *("--retrieval-budget", "128"),
         *("--dtype", "float32"),
         *("--threads", "1"),
     ]

@@ -31,10 +31,10 @@ def counted(mode: str, token_ids: list[int]) -> dict[str, Any]:
         "ms_per_token": 5.0 if drafts else 40.0,
         "tokens_per_verification": 8.0,
         "link_bytes_per_token": passes * 2e6 / max(new - 1, 1),
-        "passes": {"target": passes},
+        "forwards": {"target": passes},
         "traffic": {"target": {"link_out": 7_654_321}},
         "acceptance": {"target": 0.5, "retrieval": 0.25} if drafts else {},
-        "budget": 1_024 if drafts else None,
+        "retrieval_budget": 1_024 if drafts else None,
     }
 
 
@@ -56,7 +56,7 @@ def writing(plain: list[int], drafted: list[int], asked: list[str]) -> Run:
         mode = options["--mode"]
         asked.append(mode)
         assert options["--model"] == "smollm2"
-        assert {"--chat", "--identical"} <= set(command)
+        assert {"--chat", "--deterministic"} <= set(command)
         assert Path(options["--prompt-file"]).read_text().endswith(demo.run.QUESTION)
         stats = counted(mode, drafted if mode == "retrieval" else plain)
         Path(options["--stats"]).write_text(json.dumps(stats))
@@ -124,7 +124,7 @@ def test_a_real_pair_of_runs_over_a_link(
         assert result.code == 0, result.err
         return SimpleNamespace(returncode=0)
 
-    small = ("--identical", "--device", "cpu", "--resident-layers", "0", "--link", "emulated:1")
+    small = ("--deterministic", "--device", "cpu", "--gpu-kv-layers", "0", "--link", "emulated:1")
     monkeypatch.setattr(demo.run, "OPTIONS", (*small, "--max-new-tokens", "12"))
     monkeypatch.setattr(demo.run, "CHARACTERS", 3_000)
     if seed != "0":
@@ -135,6 +135,6 @@ def test_a_real_pair_of_runs_over_a_link(
     out = capsys.readouterr().out
     assert "The same 12 tokens" in out
     plain = json.loads((tmp_path / "out" / "plain.json").read_text())
-    assert plain["resident_layers"] == 0
+    assert plain["gpu_kv_layers"] == 0
     streamed = plain["link_bytes_per_token"] * 11
-    assert f"{streamed / 1e6:,.0f} MB in {plain['passes']['target']} verifications" in out
+    assert f"{streamed / 1e6:,.0f} MB in {plain['forwards']['target']} verifications" in out

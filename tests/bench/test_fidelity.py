@@ -40,13 +40,13 @@ def test_identical_texts_and_laws_do_not_differ(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*sizes, *models, *law, "--output", str(output)])
     assert done.exit_code == 0, done.output
     rows = json.loads(output.read_text())["rows"]
-    identical = [row for row in rows if row["identical"]]
-    assert len(identical) == 6
-    for row in identical:
+    deterministic = [row for row in rows if row["deterministic"]]
+    assert len(deterministic) == 6
+    for row in deterministic:
         assert row["equal_tokens"] == row["same_top"] == 1
         assert row["max_kl"] == 0
         assert row["first_difference"] == 24
-    others = [row for row in rows if not row["identical"] and row["way"] != "plain"]
+    others = [row for row in rows if not row["deterministic"] and row["way"] != "plain"]
     assert any(row["max_kl"] > 0 for row in others)
     theirs = [row for row in rows if "transformers" in row["way"]]
     assert [row["equal_tokens"] for row in theirs] == [None, None]

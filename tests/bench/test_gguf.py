@@ -15,14 +15,14 @@ from bench.peers.gguf import dequantised, hugging_face_folder, kernels
 from parallel.config.model_config import ModelConfig
 from parallel.formats.gguf_header import read_header
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import convert
 
 WHOLE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # blocks of 32 numbers
 
 
 def weights(path: Path, dtype: str) -> list[torch.Tensor]:
-    return list(load_model(path, Group(), dtype).parameters())
+    return list(load_model(path, TensorParallelGroup(), dtype).parameters())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

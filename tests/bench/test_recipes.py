@@ -69,7 +69,7 @@ def test_what_is_on_chip_is_predicted_without_a_link() -> None:
     row = RECIPES["on-chip"].rows[0]
     on_chip, offloaded = (
         predict(each, "plain")[0]
-        for each in (row, replace(row, full=row.full | {"resident_layers": 0}))
+        for each in (row, replace(row, full=row.full | {"gpu_kv_layers": 0}))
     )
     assert on_chip < 0.05 * offloaded
     assert 1.5 < on_chip / predict(row, "hierarchical")[0] < 4
@@ -84,7 +84,7 @@ def two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "max_new_tokens": 8,
         "device": "cpu",
         "gpus": 1,
-        "budget": 128,
+        "retrieval_budget": 128,
         "link": "emulated:5",
     }
     full = ROWS[0].full

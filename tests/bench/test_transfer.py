@@ -8,16 +8,16 @@ import pytest
 
 from bench.speed.transfer import LAYERS, saving, settings_of, verified
 from decoding import Engine, Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from support.engines import DEMO
 from support.texts import prompt
 
-SHARES = {"streamed": 1.0, "packed": 0.75, "sliced": 0.25}
+SHARES = {"streamed": 1.0, "compressed": 0.75, "split": 0.25}
 
 
 @pytest.mark.parametrize(
     ("dtype", "kinds"),
-    [("bfloat16", list(LAYERS)), ("float16", ["streamed", "sliced"]), ("float32", ["streamed"])],
+    [("bfloat16", list(LAYERS)), ("float16", ["streamed", "split"]), ("float32", ["streamed"])],
 )
 def test_what_saves_nothing_of_a_dtype_is_left_out(dtype: str, kinds: list[str]) -> None:
     assert saving(dtype) == kinds
@@ -25,12 +25,12 @@ def test_what_saves_nothing_of_a_dtype_is_left_out(dtype: str, kinds: list[str])
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_kind_of_layers_moves_its_share(layers: str) -> None:
-    base = Settings(mode="plain", dtype="bfloat16", link="view", resident_layers=0)
+    base = Settings(mode="plain", dtype="bfloat16", link="view", gpu_kv_layers=0)
     engine = Engine.from_pretrained(DEMO / "target", settings=base, device="cpu")
     model, text = engine.runtime.target, prompt("typing")
     settings = settings_of(layers, model.config.layers, base)
     near, far = (
-        Session(engine.runtime.with_settings(replace(settings, link=link)), text, 18)
+        SequenceState(engine.runtime.with_settings(replace(settings, link=link)), text, 18)
         for link in ("view", "emulated:100")
     )
     for session in (near, far):

@@ -197,7 +197,7 @@ def test_names_that_are_none(arguments: tuple[str, ...], words: str, tmp_path: P
 def test_passes_on_a_processor_wait_for_an_emulated_link(tmp_path: Path) -> None:
     rows, output, code = ran(
         tmp_path / "gpu.json",
-        *("--target", "tiny", "--parts", "machine,link,plan", "--resident-layers", "1"),
+        *("--target", "tiny", "--parts", "machine,link,plan", "--gpu-kv-layers", "1"),
         *("--context", "400"),
         # small, for a CPU's device memory is taken from the host's
         *("--device", "cpu", "--device-memory", "1", "--link", "emulated:1"),
@@ -249,7 +249,7 @@ def test_a_named_model_reads_real_text_without_a_draft(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
 def test_a_larger_card_plans_what_a_4090_plans() -> None:
-    assert usable_bytes(24) == HardwareProfile.find("1x4090").device_memory
+    assert usable_bytes(24) == HardwareProfile.from_name("1x4090").device_memory
 
     def planned(memory: int, emulates: bool) -> int:
         with standin(memory=memory), torch.inference_mode():
@@ -258,7 +258,7 @@ def test_a_larger_card_plans_what_a_4090_plans() -> None:
             limit = planned_memory(24, weights) if emulates else None
             target, draft, _ = loaded(context.choices, context.group)
             settings = Settings(mode="hierarchical", device_memory=limit)
-            runtime = Runtime.make(target, draft, "hierarchical", settings)
+            runtime = Runtime.create(target, draft, "hierarchical", settings)
             runtime.link.close()
             return runtime.memory().device
 

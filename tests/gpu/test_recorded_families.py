@@ -12,10 +12,10 @@ import torch
 
 import parallel.execution.cuda_graphs
 from decoding import GREEDY
-from parallel.execution.batched_forward import Pass
+from parallel.execution.batched_forward import ForwardRequest
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import Pair
 from support.families import OTHERS
 from support.models import random_tokens
@@ -24,21 +24,24 @@ from support.slow import slow_except
 
 pytestmark = pytest.mark.cuda
 PROMPT, NEW = random_tokens(70).tolist(), 12
-CHOICES = {"budget": 24, "chunk_size": 4, "window": 32, "sinks": 2, "draft_length": 5}
+CHOICES = {"retrieval_budget": 24, "chunk_size": 4, "window": 32, "sinks": 2, "num_draft_tokens": 5}
 
 
 def test_experts_are_recorded_as_long_as_the_host_need_not_know_the_choice(
     checkpoint: Callable[..., Path],
 ) -> None:
-    group = Group(device=torch.device("cuda", 0))
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
     model = load_model(checkpoint(**OTHERS["qwen3_moe"]), group, "float32")
-    runner, caches = GraphRunner(True, group.recorder, 1), [streaming(model) for _ in range(5)]
+    runner, caches = (
+        GraphRunner(True, group.graph_capturer, 1),
+        [streaming(model) for _ in range(5)],
+    )
     for count in (9, 17, 17, 9):
         tokens = random_tokens(count).to(group.device)
-        runner.make([Pass(model, cache, tokens, 1) for cache in caches])
+        runner.run([ForwardRequest(model, cache, tokens, 1) for cache in caches])
         for cache in caches:
             cache.advance(1)
-    assert group.recorder.broken is None
+    assert group.graph_capturer.broken is None
     assert (runner.counts["replayed"], runner.counts["refused"]) == (1, 0)
 
 
@@ -49,10 +52,10 @@ def test_recorded_passes_write_what_a_cpu_writes(
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     folder = checkpoint(**OTHERS[name])
     wanted = Pair(folder, folder).text("plain", PROMPT, NEW)
-    pair = Pair(folder, folder, Group(device=torch.device("cuda", 0)))
-    with pair.engine("hierarchical", inner_length=2, graphs=True, **CHOICES) as engine:
+    pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
+    with pair.engine("hierarchical", num_inner_draft_tokens=2, graphs=True, **CHOICES) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
-        shapes = engine.stats.fixed_shapes
+        shapes = engine.stats.cuda_graphs
         assert shapes is not None
         assert shapes["replayed"] > 0
         assert (shapes["refused"], shapes["why"]) == (0, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.errors import FitError
+from offload.errors import InsufficientMemoryError
 from offload.memory.cuda_link import CudaLink
 from standin import Machine, Race, standin
 from support.ranks import run_ranks
@@ -235,7 +235,7 @@ def test_a_refused_registration_is_reported_again_by_the_next_kernel(machine: Ma
     assert torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
     with pytest.raises(RuntimeError, match="out of memory"):
         torch.ones(3, device=GPU)
-    with pytest.raises(FitError, match="refused to pin"):
+    with pytest.raises(InsufficientMemoryError, match="refused to pin"):
         CudaLink(GPU).host_empty(64, torch.float32)
     assert torch.ones(3, device=GPU).tolist() == [1, 1, 1]  # the link had it reported
 

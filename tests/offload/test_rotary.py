@@ -47,7 +47,7 @@ def test_a_part_of_a_head_turns_as_in_phi3(start: int) -> None:
         turned = rotary(x, start, 0)
         torch.testing.assert_close(turned, want[0].transpose(0, 1), atol=1e-6, rtol=1e-6)
         angles = rotary.at(torch.arange(start, start + 20))
-        assert torch.equal(rotary.turn(x, angles, 0), turned)
+        assert torch.equal(rotary.apply(x, angles, 0), turned)
 
 
 def test_longrope_is_chosen_once_by_all_that_may_be_written() -> None:

@@ -18,7 +18,7 @@ from offload.regular_files import read_json
 from parallel.config.model_config import ModelConfig
 from parallel.errors import ConfigError
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.models import DIMENSIONS
 from support.slow import slow_except
 
@@ -80,7 +80,7 @@ def refusal(folder: Path, fields: dict[str, Any]) -> str | None:
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
     try:
-        config = ModelConfig.find(str(path))
+        config = ModelConfig.from_name(str(path))
     except ConfigError as error:
         text = str(error)
         return text if text.isprintable() and len(text) < 600 else f"Error: {text!r}"
@@ -124,7 +124,7 @@ def test_any_value_of_any_parameter_of_rope(kind: str, tmp_path: Path) -> None:
             if said is not None:
                 assert not is_internal(said), (name, value, said)
                 continue
-            config = ModelConfig.find(str(tmp_path / "config.json"))
+            config = ModelConfig.from_name(str(tmp_path / "config.json"))
             for tokens in (1, config.context_limit):  # nothing is divided by 0, or overflows
                 frequencies, factor = config.inverse_frequencies(tokens)
                 assert frequencies.isfinite().all()
@@ -234,8 +234,8 @@ def test_a_dtype_that_is_not_known_may_be_chosen(
     config.pop("dtype", None)
     (folder / "config.json").write_text(json.dumps({**config, field: name}))
     with pytest.raises(TierForceError, match=f"says dtype {name[:40]}, in which.*use `dtype` bf"):
-        load_model(folder, Group())
-    assert load_model(folder, Group(), "float32").norm.weight.dtype == torch.float32
+        load_model(folder, TensorParallelGroup())
+    assert load_model(folder, TensorParallelGroup(), "float32").norm.weight.dtype == torch.float32
 
 
 def test_sizes_whose_product_no_integer_holds(
@@ -254,7 +254,7 @@ def test_sizes_whose_product_no_integer_holds(
     ):
         (folder / "config.json").write_text(json.dumps({**config, **fields}))
         with pytest.raises(TierForceError, match="do not belong together: fetch both again"):
-            load_model(folder, Group())
+            load_model(folder, TensorParallelGroup())
 
 
 @pytest.mark.parametrize(
@@ -274,4 +274,4 @@ def test_a_file_beyond_bounds(content: str, words: str, tmp_path: Path) -> None:
     with pytest.raises((OSError, ValueError), match=words):
         read_json(path)
     with pytest.raises(ConfigError, match="cannot be read as a model's config"):
-        ModelConfig.find(str(path))
+        ModelConfig.from_name(str(path))

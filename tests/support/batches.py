@@ -7,11 +7,11 @@ from typing import Any
 
 from decoding import Engine, Sampling
 from decoding.engine.request import Request
-from decoding.engine.scheduler import Written
+from decoding.engine.scheduler import Completion
 from support import engines
 from support.models import random_tokens
 
-SMALL: dict[str, Any] = {**engines.SMALL, "refresh": 1, "lookup": 0}
+SMALL: dict[str, Any] = {**engines.SMALL, "selection_interval": 1, "prompt_lookup_ngram": 0}
 
 
 def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Request]:
@@ -20,14 +20,14 @@ def requests(sampling: Sampling, sizes: Iterable[tuple[int, int]]) -> list[Reque
     ]
 
 
-def written(engine: Engine, asked: list[Request], at_once: int) -> list[Written]:
+def written(engine: Engine, asked: list[Request], concurrency: int) -> list[Completion]:
     """What comes of each request, in their order."""
-    found = {id(text.request): text for text in engine.write(asked, at_once)}
+    found = {id(text.request): text for text in engine.generate_batch(asked, concurrency)}
     assert len(found) == len(asked)
     return [found[id(request)] for request in asked]
 
 
-def tokens(texts: list[Written]) -> list[list[int]]:
+def tokens(texts: list[Completion]) -> list[list[int]]:
     for text in texts:
         if text.error is not None:
             raise text.error
@@ -35,4 +35,6 @@ def tokens(texts: list[Written]) -> list[list[int]]:
 
 
 def alone(engine: Engine, asked: list[Request]) -> list[list[int]]:
-    return [list(engine.generate(each.prompt, each.new, each.sampling)) for each in asked]
+    return [
+        list(engine.generate(each.prompt, each.max_new_tokens, each.sampling)) for each in asked
+    ]

@@ -14,15 +14,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from offload.kernels import batch_invariant as steady_kernels
-from offload.kernels import split_float as slice_kernels
-from offload.kernels.batch_invariant_shape import KEYS, WIDTH
+from offload.kernels import batch_invariant as batch_invariant_kernels
+from offload.kernels import split_float as split_kernels
+from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 
 GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: bytes of a block
 PROCESSOR, RESERVED = 102_400, 1_024  # of an RTX 4090: bytes of a processor, and CUDA's of a block
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SLICED = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
+SPLIT = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
 SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "WIDENS": False}
 # of attention to codes: elements, rows and dimensions of a block
 BLOCKS = {
@@ -81,9 +81,9 @@ def compiled(
 def codes(generation: int, shapes: int | None) -> None:
     """Compile attention to codes: two programs fit a processor up to head dimension 128."""
     for element, rows, columns in BLOCKS[generation][:shapes]:
-        sizes = SIZES | SLICED[element] | {"ROWS": rows, "DIM": columns}
-        ahead = slice_kernels.stages(rows, columns)
-        made = compiled(slice_kernels._attend, element, generation, sizes, num_stages=ahead)
+        sizes = SIZES | SPLIT[element] | {"ROWS": rows, "DIM": columns}
+        ahead = split_kernels.stages(rows, columns)
+        made = compiled(split_kernels._attend, element, generation, sizes, num_stages=ahead)
         if generation == 89 and columns <= 128:
             assert 2 * (made.metadata.shared + RESERVED) <= PROCESSOR, (rows, columns)
 
@@ -92,12 +92,15 @@ def steady(generation: int, shapes: int | None) -> None:
     """Compile the kernels for steady attention in shapes in which they are launched."""
     for element, dim, groups in STEADY[generation][:shapes]:
         columns = triton.next_power_of_2(dim)
-        rows = steady_kernels.program_rows(groups, columns, ELEMENTS[element])
-        sizes = {"GROUPS": groups, "WIDTH": WIDTH, "SPAN": KEYS, "ROWS": rows, "DIM": dim}
-        sizes |= {"TILES": ceil_div(WIDTH * groups, rows), "TILE": steady_kernels._TILE}
+        rows = batch_invariant_kernels.program_rows(groups, columns, ELEMENTS[element])
+        sizes = {"GROUPS": groups, "WIDTH": ROW_BLOCK, "SPAN": KEY_BLOCK, "ROWS": rows, "DIM": dim}
+        sizes |= {
+            "TILES": ceil_div(ROW_BLOCK * groups, rows),
+            "TILE": batch_invariant_kernels._TILE,
+        }
         sizes |= {"COLUMNS": columns, "WIDENS": False}
-        compiled(steady_kernels._attend, element, generation, sizes, num_stages=1)
-        compiled(steady_kernels._merge, element, generation, sizes)
+        compiled(batch_invariant_kernels._attend, element, generation, sizes, num_stages=1)
+        compiled(batch_invariant_kernels._merge, element, generation, sizes)
 
 
 if __name__ == "__main__":
@@ -105,7 +108,7 @@ if __name__ == "__main__":
     generations, shapes = extents[sys.argv[1]]
     for generation in generations:
         element = "fp16" if generation == 80 else "bf16"
-        compiled(slice_kernels._join, element, generation, SIZES | SLICED[element])
+        compiled(split_kernels._reconstruct, element, generation, SIZES | SPLIT[element])
         codes(generation, shapes)
         steady(generation, shapes)
     print("compiled")

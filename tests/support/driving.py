@@ -16,10 +16,10 @@ from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from offload.tiered.shape import TieredShape
+from offload.tiered.shape import TieredCacheSpec
 from support.reference import PlainCache, random_rotary
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -29,7 +29,7 @@ CAPACITY = 200
 # what stays behind the boundary, in what steps it moves, rows of the largest pass
 RECENT, BLOCK, ROWS = 5, 12, 24
 TAIL = RECENT + BLOCK + ROWS
-SHAPE = TieredShape(LAYOUT, CAPACITY, recent=RECENT, block=BLOCK, rows=ROWS, slot_heads=2)
+SHAPE = TieredCacheSpec(LAYOUT, CAPACITY, recent=RECENT, block=BLOCK, rows=ROWS, slot_heads=2)
 
 
 def text(rows: int, layout: KVLayout = LAYOUT) -> list[QKV]:
@@ -61,7 +61,7 @@ def first(tokens: list[QKV], count: int) -> list[QKV]:
 
 def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
     """One pass over all layers, as a model makes it; the tokens do not count yet. (L, T, Hq, D)"""
-    cache.begin(len(tokens[0][0]))
+    cache.begin_forward(len(tokens[0][0]))
     return torch.stack(
         [cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)]
     )
@@ -93,10 +93,10 @@ def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
 
 
 def tiered(
-    link: Link, resident: int, late: int = 0, sliced: int = 0, **choices: Any
+    link: Link, resident: int, deferred: int = 0, split: int = 0, **choices: Any
 ) -> TieredCache:
     """Return a cache whose sizes divide nothing evenly, unless `choices` of its shape say so."""
-    shape = replace(SHAPE, copies=link.copies, **choices).placed(resident, late, sliced)
+    shape = replace(SHAPE, copies=link.copies, **choices).with_placement(resident, deferred, split)
     rotary = random_rotary(shape.layout, shape.capacity)
     return TieredCache(shape, link, rotary, HostArena(link, shape.layout.dtype))
 
@@ -108,17 +108,17 @@ def plain(layout: KVLayout = LAYOUT) -> PlainCache:
 def pair(
     link: Link,
     resident: int,
-    shape: RetrievalShape,
+    shape: RetrievalCacheSpec,
     policy: str = "attention",
     min_interval: int = 1,
     layout: KVLayout = LAYOUT,
-    late: int = 0,
+    deferred: int = 0,
 ) -> tuple[TieredCache, RetrievalCache]:
     """A target's cache and the retrieval cache that follows it."""
     target = tiered(
         link,
         resident,
-        late,
+        deferred,
         recent=shape.window,
         block=shape.block,
         rows=shape.rows,
@@ -128,7 +128,7 @@ def pair(
     retrieval = RetrievalCache(
         layout, shape, POLICIES[policy](), target.rotary, link.device, min_interval
     )
-    target.followers.append(retrieval)
+    target.observers.append(retrieval)
     return target, retrieval
 
 

@@ -13,35 +13,37 @@ import torch
 
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.models.runtime import Runtime
-from decoding.prefix_cache.manager import Identity
+from decoding.prefix_cache.manager import ModelFingerprint
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 T = TypeVar("T")
 DEMO = Path(__file__).parents[2] / "demo"
 # settings that put every level to work behind a prompt of a few hundred tokens, over a link
 EVERY_LEVEL: dict[str, Any] = {
     "dtype": "float32",
-    "budget": 300,
-    "draft_length": 6,
-    "inner_length": 2,
+    "retrieval_budget": 300,
+    "num_draft_tokens": 6,
+    "num_inner_draft_tokens": 2,
     "link": "emulated:50",
-    "resident_layers": 1,
+    "gpu_kv_layers": 1,
 }
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
 # so small that even short texts outgrow every cache; with lengths of their own, since those that
 # adapt go by the clock
 SMALL: dict[str, Any] = {
-    "budget": 32,
+    "retrieval_budget": 32,
     "chunk_size": 4,
     "window": 12,
     "sinks": 2,
-    "draft_length": 5,
-    "inner_length": 2,
+    "num_draft_tokens": 5,
+    "num_inner_draft_tokens": 2,
 }
 # links, and how many layers are on the device
 PLACES = [("view", 1), ("emulated:50", 0), ("emulated:50", 1), ("emulated:50", 2)]
-IDENTITY = Identity("0123", "a pair")  # where prompts are kept: each test in a folder of its own
+IDENTITY = ModelFingerprint(
+    "0123", "a pair"
+)  # where prompts are kept: each test in a folder of its own
 
 Folders = tuple[Path, Path]  # of a target and its draft
 
@@ -52,14 +54,18 @@ class Pair:
     """
 
     def __init__(
-        self, target: Path, draft: Path, group: Group | None = None, dtype: str = "float32"
+        self,
+        target: Path,
+        draft: Path,
+        group: TensorParallelGroup | None = None,
+        dtype: str = "float32",
     ):
         # as conftest does for a test; a fixture of a whole module comes before it
         torch.set_num_threads(1)
-        self.group = group or Group()
+        self.group = group or TensorParallelGroup()
         self.dtype = dtype
         self.target = load_model(target, self.group, dtype)
-        alone = Group(device=self.group.device)
+        alone = TensorParallelGroup(device=self.group.device)
         self.draft = load_model(draft, alone, dtype) if self.group.rank == 0 else None
 
     @contextmanager
@@ -69,7 +75,7 @@ class Pair:
         """
         settings = Settings(mode=mode, dtype=self.dtype, **choices)
         resolved = settings.resolved_mode(has_draft=True)
-        runtime = Runtime.make(self.target, self.draft, resolved, settings, IDENTITY)
+        runtime = Runtime.create(self.target, self.draft, resolved, settings, IDENTITY)
         try:
             yield Engine(runtime, None, frozenset(stop))
         finally:
@@ -93,7 +99,7 @@ def lead(engine: Engine, what: Callable[[Engine], T]) -> list[T]:
     of it is in the list of rank 0.
     """
     if engine.group.rank:
-        engine.follow()
+        engine.run_worker()
         return []
     found = what(engine)
     engine.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decoding import GREEDY, Engine, Sampling
-from decoding.prefix_cache.store import KeptPrompt, PromptCache
+from decoding.prefix_cache.store import CachedPrompt, PromptCache
 from support import batches
 from support.engines import MODES, PLACES
 from support.models import random_tokens
@@ -30,8 +30,8 @@ WAYS = slow_except(
 def told(engine: Engine) -> Iterator[list[str]]:
     """What an engine warns of."""
     lines: list[str] = []
-    assert engine.sessions.keeper is not None
-    engine.sessions.keeper.warn = lines.append
+    assert engine.sessions.prefix_cache is not None
+    engine.sessions.prefix_cache.warn = lines.append
     yield lines
 
 
@@ -40,8 +40,8 @@ def answers(engine: Engine, sampling: Sampling = GREEDY) -> list[list[int]]:
     return [list(engine.generate(prompt, NEW, sampling)) for prompt in prompts]
 
 
-def prompts_in(folder: str) -> list[KeptPrompt]:
+def prompts_in(folder: str) -> list[CachedPrompt]:
     cache = PromptCache(Path(folder))
-    cache.make()
-    cache.tidy()
+    cache.create()
+    cache.collect_garbage()
     return cache.prompts()

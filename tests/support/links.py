@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from offload.memory.cpu_link import EmulatedLink, Jobs, ViewLink
+from offload.memory.cpu_link import EmulatedLink, Jobs, ZeroCopyLink
 from offload.memory.link import Link
 from support.slow import slow_except
 
@@ -50,5 +50,5 @@ class DelayingLink(EmulatedLink):
 def make_test_link(name: str) -> Link:
     """`view`, `emulated` (at a rate that costs nothing) or `delaying`."""
     if name == "view":
-        return ViewLink(CPU)
+        return ZeroCopyLink(CPU)
     return EmulatedLink(CPU, rate=1e12) if name == "emulated" else DelayingLink()

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from offload.memory.host_arena import HostArena
 from offload.tiered.cache import TieredCache
-from offload.tiered.shape import TieredShape
+from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model, parameter_bytes
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.links import CPU, make_test_link
 
 
@@ -23,7 +23,7 @@ def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
     """Load `path` as rank 0 of 2; return the bytes of its share, and by how much resident memory
     rose at most meanwhile.
     """
-    group, process = Group(rank=0, size=2), psutil.Process()
+    group, process = TensorParallelGroup(rank=0, size=2), psutil.Process()
     load_model(warm, group)  # what a first load imports is not the weights'
     before, highest, done = process.memory_info().rss, 0, threading.Event()
 
@@ -41,10 +41,10 @@ def load_and_watch(path: Path, warm: Path) -> tuple[int, int]:
     return parameter_bytes(model), max(highest, process.memory_info().rss) - before
 
 
-def all_logits(model: Llama, tokens: Tensor) -> Tensor:
+def all_logits(model: Transformer, tokens: Tensor) -> Tensor:
     """Return float32 logits (T, V) of tokens (T,), from one pass with all KV on the device."""
     link, count = make_test_link("view"), len(tokens)
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     rotary = model.config.rotary(count, count, torch.float32, CPU)
-    shape = TieredShape(layout, count, layout.layers, copies=link.copies)
+    shape = TieredCacheSpec(layout, count, layout.layers, copies=link.copies)
     return model(tokens, TieredCache(shape, link, rotary, HostArena(link, torch.float32)), count)

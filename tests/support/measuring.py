@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from decoding.probe import kernels, rates, slices
+from decoding.probe import kernels, rates, split_rates
 
 
 def measure_briefly() -> None:
     """Make a probe of this process take few and small runs. For processes that end with a test."""
-    typical = rates.typical
+    typical = rates.median_seconds
 
     def brief(
         work: Callable[[], Tensor],
@@ -30,8 +30,8 @@ def measure_briefly() -> None:
     }
     for module, name, value in (
         *((kernels, name, value) for name, value in sizes.items()),
-        *((module, "typical", brief) for module in (kernels, slices)),
-        *((kernels, "_PREFILL_S", 0.05), (rates, "_REPEATS", 1), (slices, "_TOKENS", 1024)),
+        *((module, "median_seconds", brief) for module in (kernels, split_rates)),
+        *((kernels, "_PREFILL_S", 0.05), (rates, "_REPEATS", 1), (split_rates, "_TOKENS", 1024)),
     ):
         getattr(module, name)  # a name that is gone would be set, and change nothing
         setattr(module, name, value)

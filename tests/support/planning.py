@@ -12,8 +12,8 @@ from decoding import Settings
 from decoding.config.settings import LEVELS
 from decoding.planning.cost import Acceptance
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import TextNeeds, Way
-from offload.dtypes import counted_dtype
+from decoding.planning.memory_requirements import Requirements, Strategy
+from offload.dtypes import dtype_spec
 from offload.retrieval.policy_specs import POLICY_NAMES
 from parallel.config.model_config import ModelConfig
 
@@ -55,22 +55,22 @@ def dimensions(draw: random.Random, tiny: bool) -> ModelConfig:
 def settings_of(draw: random.Random, layers: int, context: int) -> Settings:
     chunk = draw.choice((1, 4, 8))
     mode = draw.choice(MODES)
-    sliced = "sliced" in LEVELS[mode]
+    split = "split" in LEVELS[mode]
     resident = draw.randint(0, layers)
-    dtype = draw.choice(("bfloat16", "float16" if sliced else "float32"))
+    dtype = draw.choice(("bfloat16", "float16" if split else "float32"))
     return Settings(
         mode=mode,
         dtype=dtype,
-        sliced_layers=draw.choice((None, draw.randint(0, layers - resident))) if sliced else None,
-        packed=draw.choice((None, True)) if dtype == "bfloat16" else None,
-        budget=draw.choice((None, None, max(chunk, context // draw.randint(2, 20)))),
+        split_kv_layers=draw.choice((None, draw.randint(0, layers - resident))) if split else None,
+        compress_offload=draw.choice((None, True)) if dtype == "bfloat16" else None,
+        retrieval_budget=draw.choice((None, None, max(chunk, context // draw.randint(2, 20)))),
         chunk_size=chunk,
         policy=draw.choice(POLICY_NAMES),
-        refresh=draw.choice((None, None, 4)),
-        draft_length=draw.choice((None, None, draw.randint(1, 20))),
-        inner_length=draw.choice((None, 3)),
+        selection_interval=draw.choice((None, None, 4)),
+        num_draft_tokens=draw.choice((None, None, draw.randint(1, 20))),
+        num_inner_draft_tokens=draw.choice((None, 3)),
         window=draw.randint(4, 64),
-        resident_layers=draw.choice((None, None, resident)),
+        gpu_kv_layers=draw.choice((None, None, resident)),
         prefill_chunk=draw.choice((None, 256)),
     )
 
@@ -82,7 +82,7 @@ def case_of(seed: int, tiny: bool = False) -> Case:
     context = draw.randint(80, 500) if tiny else int(10 ** draw.uniform(2.5, 6))
     new = draw.randint(1, context // 3)
     settings = settings_of(draw, target.layers, context)
-    item = counted_dtype(settings.dtype)
+    item = dtype_spec(settings.dtype)
     kv = target.kv_layout(1, item).bytes(context)
     weights = decoding.planning.memory_requirements.weight_bytes(target, 1, item)
     hardware = HardwareProfile(
@@ -103,12 +103,12 @@ def case_of(seed: int, tiny: bool = False) -> Case:
     return Case(target, draft, hardware, settings, context - new, new, rates)
 
 
-def with_budget(needs: TextNeeds, budget: int | None) -> TextNeeds:
+def with_budget(needs: Requirements, budget: int | None) -> Requirements:
     """Return the same needs with this retrieval budget; None: as the settings have it."""
-    return needs if budget is None else needs.with_way(Way(needs.mode, budget))
+    return needs if budget is None else needs.with_strategy(Strategy(needs.mode, budget))
 
 
-def needs_of(case: Case) -> TextNeeds:
+def needs_of(case: Case) -> Requirements:
     """Return the needs as `tierforce plan` has them: no models, and no torch."""
-    mode, item = case.settings.resolved_mode(True), counted_dtype(case.settings.dtype)
-    return TextNeeds(case.target, case.draft, mode, case.settings, item, 1, 1, True)
+    mode, item = case.settings.resolved_mode(True), dtype_spec(case.settings.dtype)
+    return Requirements(case.target, case.draft, mode, case.settings, item, 1, 1, True)

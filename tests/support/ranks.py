@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel.ranks.graph_capture import Recorder
+from parallel.ranks.graph_capture import GraphCapturer
 
 # what ranks, and commands forked in tests, would else import in seconds each
 PRELOAD = [
@@ -60,7 +60,7 @@ def leave_group() -> None:
     """Leave the group of this process if it is in one, also where what ran in it has failed."""
     if dist.is_initialized():
         for each in gc.get_objects():  # a graph with a collective of NCCL's would keep it waiting
-            if type(each) is Recorder:
+            if type(each) is GraphCapturer:
                 each.reset()
         dist.destroy_process_group()
 

@@ -11,17 +11,17 @@ from torch import Tensor
 
 import parallel.execution.cuda_graphs
 from offload.cache.streaming import StreamingCache
-from offload.cache.streaming_shape import StreamingShape
-from parallel.execution.batched_forward import Pass
-from parallel.model.transformer import Llama
-from parallel.ranks.graph_capture import Recorder
+from offload.cache.streaming_shape import StreamingCacheSpec
+from parallel.execution.batched_forward import ForwardRequest
+from parallel.model.transformer import Transformer
+from parallel.ranks.graph_capture import GraphCapturer
 from support.links import CPU
 
 USES = 3
 Made = Callable[[], Tensor]
 
 
-class Scripted(Recorder):
+class Scripted(GraphCapturer):
     """Recordings that do what a test says."""
 
     def __init__(self, again: Callable[[Made], Made]):
@@ -29,7 +29,7 @@ class Scripted(Recorder):
         self.again = again
         self.made = 0
 
-    def record(self, function: Made) -> Made:
+    def capture(self, function: Made) -> Made:
         self.made += 1
         made = self.again(function)
         self._graphs.add(made)
@@ -53,7 +53,7 @@ def stale(function: Made) -> Made:
 def baked(function: Made) -> Made:
     """A recording that goes to the slots it was made at, whatever comes."""
     args = function.args  # type: ignore[attr-defined]
-    fixed = args[2] if isinstance(args[0], Llama) else [args[1]]
+    fixed = args[2] if isinstance(args[0], Transformer) else [args[1]]
     places = [(one._start, one._start.clone()) for one in fixed]
 
     def again() -> Tensor:
@@ -72,23 +72,23 @@ def not_a_number(function: Made) -> Made:
     return lambda: function() * torch.nan
 
 
-def streaming(model: Llama) -> StreamingCache:
+def streaming(model: Transformer) -> StreamingCache:
     group, config = model.group, model.config
     layout = config.kv_layout(group.size, torch.float32, group.rank)
     rotary = config.rotary(132, 132, torch.float32, group.device)
-    return StreamingCache(layout, StreamingShape(4, 64, 64), rotary, group.device)
+    return StreamingCache(layout, StreamingCacheSpec(4, 64, 64), rotary, group.device)
 
 
 def count_replays(patch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """How many texts, and ranks of their model, share each replay from now on."""
     shared: list[tuple[int, int]] = []
-    replay = parallel.execution.cuda_graphs._Recording.replay
+    replay = parallel.execution.cuda_graphs._CapturedGraph.replay
 
-    def noted(self: Any, passes: Sequence[Pass]) -> Tensor:
+    def noted(self: Any, passes: Sequence[ForwardRequest]) -> Tensor:
         model = passes[0].model
-        assert isinstance(model, Llama)
+        assert isinstance(model, Transformer)
         shared.append((len(passes), model.group.size))
         return replay(self, passes)
 
-    patch.setattr(parallel.execution.cuda_graphs._Recording, "replay", noted)
+    patch.setattr(parallel.execution.cuda_graphs._CapturedGraph, "replay", noted)
     return shared

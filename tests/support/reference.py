@@ -11,9 +11,9 @@ from torch import Tensor
 
 from offload.cache.base import Cache
 from offload.layout import KVLayout
-from offload.retrieval.policy_specs import POLICY_TRAITS
-from offload.retrieval.selection import KEPT_OF_ATTENTION
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.policy_specs import POLICY_SPECS
+from offload.retrieval.selection import SCORE_DECAY
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.rotary import Rotary
 
 Kept = tuple[Tensor, Tensor]  # keys and values (n, D) that one head keeps
@@ -121,7 +121,7 @@ class RetrievalByHand:
     A text is [(q, k, v)] by layer, none of them rotated, from position 0 on.
     """
 
-    def __init__(self, shape: RetrievalShape, policy: str, rotary: Rotary):
+    def __init__(self, shape: RetrievalCacheSpec, policy: str, rotary: Rotary):
         self.shape, self.policy, self.rotary = shape, policy, rotary
         self.base = 0  # every token from here on is kept
         self._kept: dict[tuple[int, int], Kept] = {}  # by layer and KV head
@@ -132,7 +132,7 @@ class RetrievalByHand:
         tokens.
         """
         rows = min(rows, len(text[0][0]) - boundary)  # those of the prefix have no say
-        self.base, count = boundary, min(POLICY_TRAITS[self.policy].rows, rows)
+        self.base, count = boundary, min(POLICY_SPECS[self.policy].query_rows, rows)
         seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
         for layer, (q, k, v) in enumerate(text):
             q, k = self.rotary(q, 0, layer)[seen], self.rotary(k, 0, layer)
@@ -171,7 +171,7 @@ class RetrievalByHand:
         worths = worths_by_hand(self.policy, queries, keys, recent, chunk)
         if self.policy == "attention":
             before = self._worths.get(place, torch.zeros(0))
-            worths[: len(before)] += KEPT_OF_ATTENTION * before
+            worths[: len(before)] += SCORE_DECAY * before
             self._worths[place] = worths
         count = max(1, (self.shape.budget - (end - len(keys))) // chunk)
         chosen = chosen_by_hand(worths, chunk, count)

@@ -20,7 +20,7 @@ from openai import OpenAI
 from support.commands import PATIENCE, Finished, Fork
 
 # every token waits for the link
-SLOW = ("--link", "emulated:0.01", "--resident-layers", "0", "--mode", "plain")
+SLOW = ("--link", "emulated:0.01", "--gpu-kv-layers", "0", "--mode", "plain")
 
 
 class Serving:

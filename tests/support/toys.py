@@ -8,16 +8,16 @@ import torch
 from torch import Generator, Tensor
 
 from decoding import Sampling
-from decoding.speculation.coroutines import drive
+from decoding.speculation.coroutines import run
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import DraftLength, Fixed, RoundStats
-from decoding.speculation.prompt_lookup import Lookup
-from decoding.speculation.randomness import Chance, Independent
+from decoding.speculation.prompt_lookup import PromptLookup
+from decoding.speculation.randomness import IndependentNoise, Randomness
 from decoding.speculation.rejection_sampler import Draft
-from decoding.speculation.sequence import Text
+from decoding.speculation.sequence import TokenSequence
 from offload.cache.base import Cache
 from offload.layout import KVLayout
-from parallel.execution.batched_forward import Pass, Reader
+from parallel.execution.batched_forward import ForwardFn, ForwardRequest
 
 VOCAB = 4
 PROMPT = [1, 3, 0]
@@ -75,7 +75,7 @@ class Toy:
         """
         law, texts = torch.ones(1, dtype=torch.float64), [PROMPT]
         for _ in range(tokens):
-            rows = sampling.law(torch.stack([self.logits(text) for text in texts]))
+            rows = sampling.probs(torch.stack([self.logits(text) for text in texts]))
             law = (law[:, None] * rows).flatten()
             texts = [[*text, token] for text in texts for token in range(VOCAB)]
         return law
@@ -97,7 +97,7 @@ class Moody(DraftLength):
     def __init__(self, most: int):
         self.most, self._next = most, 1
 
-    def begin(self, start: int) -> None:
+    def reset(self, start: int) -> None:
         pass
 
     def next(self) -> int:
@@ -111,7 +111,7 @@ def nest(
     models: Sequence[Toy],
     lengths: Sequence[int | DraftLength],
     sampling: Sampling,
-    source: Generator | Chance,
+    source: Generator | Randomness,
     ngram: int = 0,
 ) -> Decoder:
     """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on
@@ -120,10 +120,12 @@ def nest(
     With an n-gram, prompt lookup stands in front of the last model, or below it when it has a
     length too.
     """
-    chance = Independent(source) if isinstance(source, Generator) else source
-    text, read = Text(PROMPT), PROMPT[:-1]
+    chance = IndependentNoise(source) if isinstance(source, Generator) else source
+    text, read = TokenSequence(PROMPT), PROMPT[:-1]
     below: Proposer | None = (
-        Lookup(text, ngram, VOCAB, chance.device) if ngram and len(lengths) == len(models) else None
+        PromptLookup(text, ngram, VOCAB, chance.device)
+        if ngram and len(lengths) == len(models)
+        else None
     )
     for model, length in reversed(list(zip(models, [*lengths, 0][: len(models)], strict=True))):
         cache = HistoryCache()
@@ -132,7 +134,7 @@ def nest(
         if below is None:
             below = Autoregressive("leaf", model, cache, text, sampling, chance)
             if ngram:
-                below = Lookup(text, ngram, VOCAB, chance.device, below)
+                below = PromptLookup(text, ngram, VOCAB, chance.device, below)
         else:
             many = Fixed(length) if isinstance(length, int) else length
             name = f"over {below.name}"
@@ -144,9 +146,9 @@ def nest(
 
 def restart(decoder: Decoder) -> None:
     """Give up the text so far and stand behind PROMPT again."""
-    text = Text(PROMPT)
+    text = TokenSequence(PROMPT)
     for level in decoder.levels():
-        level.text, level.ahead = text, []
+        level.text, level.unverified = text, []
         level.position = len(text)
         if isinstance(level, Decoder):
             level.cache.crop(len(PROMPT) - 1)
@@ -156,23 +158,23 @@ def restart(decoder: Decoder) -> None:
 
 def known(level: Proposer) -> list[int]:
     """The text as a level knows it, with what is proposed behind it."""
-    return [*level.text.since(0)[: level.position], *level.ahead]
+    return [*level.text.tokens_from(0)[: level.position], *level.unverified]
 
 
-def answer(asked: Pass) -> Tensor:
+def answer(asked: ForwardRequest) -> Tensor:
     """Make a pass of a toy."""
     return asked.model(asked.tokens, asked.cache, asked.rows)
 
 
 def propose(level: Proposer, n: int) -> Draft:
-    return drive(level.propose(n), answer)
+    return run(level.propose(n), answer)
 
 
 def go_on(decoder: Decoder, tokens: int) -> list[int]:
     """The next `tokens` tokens, round by round as the engine asks for them."""
     new: list[int] = []
     while len(new) < tokens:
-        new += drive(decoder.round(tokens - len(new)), answer)
+        new += run(decoder.round(tokens - len(new)), answer)
     return new
 
 
@@ -180,7 +182,7 @@ def trace(decoder: Decoder) -> list[Proposer]:
     """A list that gets a level every time its model is called."""
     calls: list[Proposer] = []
 
-    def traced(level: Decoder) -> Reader:
+    def traced(level: Decoder) -> ForwardFn:
         model = level.model
 
         def call(tokens: Tensor, cache: Cache, rows: int) -> Tensor:

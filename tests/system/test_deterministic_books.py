@@ -1,4 +1,4 @@
-"""With --identical, every way of decoding writes plain decoding's tokens, one by one.
+"""With --deterministic, every way of decoding writes plain decoding's tokens, one by one.
 
 Each book is continued greedily and sampled, on one rank and on two, in ways that share nothing but
 the model, the prompt and the seed. On two ranks plain decoding is that of two ranks, since sums
@@ -18,25 +18,29 @@ import pytest
 from bench.harness.text import documents, tokenizer_of
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.speculation.sequence import common_prefix
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import DRAFT, TARGET
 from support.ranks import run_ranks
 
 SKIPPED = 30_000  # characters of a book: its title, a list of chapters
-FEW = {"resident_layers": 1, "link": "emulated:4"}
+FEW = {"gpu_kv_layers": 1, "link": "emulated:4"}
 PLAIN = {"mode": "plain", "link": "view"}  # all on the device, a token per pass
 WAYS: dict[str, dict[str, Any]] = {
-    "plain, all layers on the host": {**FEW, "mode": "plain", "resident_layers": 0},
-    "retrieval, one layer resident": {**FEW, "mode": "retrieval", "budget": 512},
-    "sliced, one layer resident": {**FEW, "mode": "sliced"},
-    "prompt lookup, drafts of 12": {"mode": "speculative", "lookup": 3, "draft_length": 12},
+    "plain, all layers on the host": {**FEW, "mode": "plain", "gpu_kv_layers": 0},
+    "retrieval, one layer resident": {**FEW, "mode": "retrieval", "retrieval_budget": 512},
+    "split, one layer resident": {**FEW, "mode": "split"},
+    "prompt lookup, drafts of 12": {
+        "mode": "speculative",
+        "prompt_lookup_ngram": 3,
+        "num_draft_tokens": 12,
+    },
 }
 HIERARCHICAL = {  # for models with a draft
     "hierarchical, one layer resident": {
         **FEW,
         "mode": "hierarchical",
-        "budget": 1024,
-        "refresh": 8,
+        "retrieval_budget": 1024,
+        "selection_interval": 8,
     }
 }
 
@@ -62,19 +66,19 @@ class Written:
 
 def write(ways: Sequence[dict[str, Any]], job: Job) -> list[Written]:
     """Write all texts in each way, on each rank of the group that the environment describes."""
-    group, written = Group.from_environment("cpu"), list[Written]()
+    group, written = TensorParallelGroup.from_environment("cpu"), list[Written]()
     for settings in ways:
         gc.collect()
         written.append(write_once(settings, job, group))
     return written
 
 
-def write_once(settings: dict[str, Any], job: Job, group: Group) -> Written:
+def write_once(settings: dict[str, Any], job: Job, group: TensorParallelGroup) -> Written:
     """Write all texts in one way."""
     engine = Engine.from_pretrained(
         job.target,
         job.draft if settings["mode"] == "hierarchical" else None,
-        Settings(dtype="bfloat16", identical=True, **settings),
+        Settings(dtype="bfloat16", deterministic=True, **settings),
         "cpu",
         group,
     )
@@ -83,7 +87,7 @@ def write_once(settings: dict[str, Any], job: Job, group: Group) -> Written:
     for prompt, sampling in job.prompts:
         texts.append(list(engine.generate(prompt, job.new, sampling)))
         if engine.stats.levels:  # on rank 0
-            verifications += engine.stats.levels[0].stats.passes
+            verifications += engine.stats.levels[0].stats.forwards
             seconds += engine.stats.decode_s
     engine.runtime.link.close()
     return Written(texts, verifications, seconds)
@@ -137,7 +141,7 @@ def test_every_way_writes_what_plain_decoding_does(
         rows.append(row_of(ranks, "plain", plain, None))
         for way, found in zip(ways, others, strict=True):
             rows.append(row_of(ranks, way, found, plain.texts))
-    record("identical", "Tokens beside plain decoding's", rows)
+    record("deterministic", "Tokens beside plain decoding's", rows)
 
     compared = [row for row in rows if "equal" in row]
     assert len(compared) == 2 * len(ways)

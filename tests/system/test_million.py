@@ -30,9 +30,9 @@ from bench.harness.decode_loop import decode_loop
 from bench.harness.process import call_in_process
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Sampling, Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.models.loading import load_tokenizer
-from offload.tiered.kv_file import Excerpt
+from offload.tiered.kv_file import HostReader
 from support import equations
 from support.commands import TARGET
 from support.equations import Equations
@@ -117,8 +117,8 @@ def compared(dtype: str, job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]
         mode="hierarchical",
         dtype=dtype,
         link=f"emulated:{job.rate:g}",
-        resident_layers=0,
-        budget=job.budget,
+        gpu_kv_layers=0,
+        retrieval_budget=job.budget,
         context=job.tokens + job.new,
     )
     folder = str(job.folder)
@@ -128,7 +128,7 @@ def compared(dtype: str, job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]
     gc.collect()
     plan = engine.runtime.plan(len(prompt), job.new)
     with limit_memory(plan, 1.0):
-        session = Session(engine.runtime, prompt, job.new)
+        session = SequenceState(engine.runtime, prompt, job.new)
         started = time.perf_counter()
         logits = [session.prefill()]
         prefill_s = time.perf_counter() - started
@@ -147,20 +147,20 @@ def compared(dtype: str, job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]
         "dtype": dtype,
         "prefill_s": prefill_s,
         "ms_per_token": 1e3 * seconds / stats.produced,
-        "verifications": stats.passes,
-        "tokens_per_verification": stats.tokens_per_pass,
+        "verifications": stats.forwards,
+        "tokens_per_verification": stats.tokens_per_forward,
         "link_gb": link / 1e9,  # while decoding
-        "link_share": link / (kv * stats.passes),  # of all KV for every verification
+        "link_share": link / (kv * stats.forwards),  # of all KV for every verification
         "planned_gb": planned_bytes(plan) / 1e9,
         "kv_gb": kv / 1e9,
     }
-    rows = errors(session, decoder.text.since(0), torch.cat(logits), job, dtype)
+    rows = errors(session, decoder.text.tokens_from(0), torch.cat(logits), job, dtype)
     session.close()
     return rows, run
 
 
 def errors(
-    session: Session, text: list[int], logits: Tensor, job: Job, dtype: str
+    session: SequenceState, text: list[int], logits: Tensor, job: Job, dtype: str
 ) -> list[dict[str, Any]]:
     """Compare what the target's cache holds of a text, and the logits (N, V) after its prompt."""
     llama, tokens = Equations(job.folder), torch.tensor(text)
@@ -180,7 +180,7 @@ def errors(
         rows.append(row)
 
     hidden = llama.embed(tokens[at])
-    for layer, excerpt in enumerate(session.target.excerpts()):
+    for layer, excerpt in enumerate(session.target.host_readers()):
         there = torch.cat([excerpt(0, place, place + 1) for place in at.tolist()], dim=1)
         expected = llama.kv(layer, hidden, at)
         compare(f"keys of layer {layer}", at, there[0], expected[0])
@@ -189,7 +189,7 @@ def errors(
         def computed(start: int, end: int) -> tuple[Tensor, Tensor]:
             return llama.kv(0, llama.embed(tokens[start:end]), torch.arange(start, end))
 
-        def kept(start: int, end: int, excerpt: Excerpt = excerpt) -> tuple[Tensor, Tensor]:
+        def kept(start: int, end: int, excerpt: HostReader = excerpt) -> tuple[Tensor, Tensor]:
             keys, values = excerpt(0, start, end)
             return keys, values
 
@@ -254,7 +254,7 @@ def test_a_wrong_row_and_a_wrong_position_are_seen(
             lambda _, start, end, layer=layer: layer[:, start:end]  # type: ignore[misc]
             for layer in layers
         ]
-        target = SimpleNamespace(length=600, excerpts=lambda: excerpts)
+        target = SimpleNamespace(length=600, host_readers=lambda: excerpts)
         session: Any = SimpleNamespace(target=target)
         rows = errors(session, tokens.tolist(), logits, job, dtype)
         assert len(rows) == 5
@@ -275,7 +275,7 @@ def test_a_long_text_is_what_the_equations_say(
 ) -> None:
     job = Job(tmp_path, 3000, 16)
     if full:
-        job = Job(tmp_path, 1 << 20, 48, rate=1.0, budget=4096, text=text)
+        job = Job(tmp_path, 1 << 20, 48, rate=1.0, retrieval_budget=4096, text=text)
     write_model(tmp_path, job.tokens + 2 * job.new)
     rows, runs = list[dict[str, Any]](), list[dict[str, Any]]()
     for dtype in ("bfloat16", "float32") if full else ("float32",):

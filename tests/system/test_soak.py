@@ -70,7 +70,7 @@ def watch(job: Fork, output: Path, size: Size) -> dict[int, dict[str, float]]:
     ranks = {number: job.rank(number) for number in (0, 1)}
     while not job.has_ended():
         done = lines(output)
-        when = {size.early // 10 - 1: "early", size.documents // 10 - 1: "late"}.get(done // 10)
+        when = {size.early // 10 - 1: "early", size.documents // 10 - 1: "deferred"}.get(done // 10)
         for rank, process in ranks.items() if when and done < size.documents else ():
             with suppress(psutil.Error):
                 now = (process.memory_info().rss, process.num_fds(), process.num_threads())
@@ -117,7 +117,7 @@ def test_ranks_hold_no_more_late_in_a_job_than_early(
     assert len({each["id"] for each in made}) == len(made) == size.documents
     broken = kinds["empty"] + kinds["binary"] + kinds["not UTF-8"]
     assert sum("error" in each for each in made) == broken
-    assert sum(each.get("dropped_tokens", 0) > 0 for each in made) == kinds["too long"]
+    assert sum(each.get("truncated_tokens", 0) > 0 for each in made) == kinds["too long"]
     for row in rows:
         assert 100 < row["early_mb"] <= row["early_most_mb"]
         assert 100 < row["late_mb"] <= row["late_most_mb"]

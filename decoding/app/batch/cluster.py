@@ -19,21 +19,21 @@ import psutil
 
 from decoding.app.batch.cluster_guard import ClusterGuard
 from decoding.app.batch.documents import Document
-from decoding.app.batch.job import Job
+from decoding.app.batch.job import BatchJob
 from decoding.app.batch.records import Records
 from decoding.app.batch.summarize import Results, due_documents, failure, job_of, listed
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import advice_after_loss, say, silence_transformers
-from offload.errors import DocumentError, TierForceError, one_line
+from offload.errors import InvalidRequestError, TierForceError, one_line
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
 from parallel.ranks.launch import require_open_files
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
-_PATIENCE = 10.0  # seconds that a cluster of our own may take to end
+_TIMEOUT_S = 10.0  # seconds that a cluster of our own may take to end
 _FILES = 512  # that each of Ray's processes may open at a time
 _TRIES = 3  # of a document whose machine is lost
 _ADVICE = advice_after_loss(["summarize"])
@@ -45,7 +45,7 @@ class Cluster:
 
     address: str  # of a Ray cluster; auto for the one that runs here, local for a new one
     machines: int | None = None  # None: all
-    at_once: int = 1  # documents that a machine is sent at a time, and writes together
+    concurrency: int = 1  # documents that a machine is sent at a time, and writes together
 
 
 def run(
@@ -63,9 +63,9 @@ def run(
     """
     silence_transformers()
     documents = listed(source, output)
-    folder = resolve(common.model, Group())
+    folder = resolve(common.model, TensorParallelGroup())
     job = job_of(common, folder, instruction)
-    limit = ModelConfig.find(str(folder)).stretched(common.settings.rope).context_limit
+    limit = ModelConfig.from_name(str(folder)).with_rope_scaling(common.settings.rope).context_limit
     with Records(output) as records:
         due = due_documents(documents, records, job)
         if not due:
@@ -75,7 +75,7 @@ def run(
             results = Results(documents, due, records, display)
             interrupts.last_words = _ending_all(results.last_words)
             if rows := list(_readable(due, results)):
-                machines = _Machines(cluster, common, job)
+                machines = _ClusterWorkers(cluster, common, job)
                 try:
                     say(f"{machines.count} machines of a Ray cluster; {len(rows)} documents")
                     _write(rows, machines, due, results)
@@ -89,12 +89,15 @@ def _readable(due: Sequence[Document], results: Results) -> Iterator[dict[str, A
     for place, document in enumerate(due):
         try:
             yield {"place": place, "text": document.read()}
-        except DocumentError as error:
+        except InvalidRequestError as error:
             results.add(*failure(document.id, error))
 
 
 def _write(
-    rows: Sequence[dict[str, Any]], machines: _Machines, due: Sequence[Document], results: Results
+    rows: Sequence[dict[str, Any]],
+    machines: _ClusterWorkers,
+    due: Sequence[Document],
+    results: Results,
 ) -> None:
     """Let what is readable be summarised. Raises TierForceError."""
     left = {row["place"]: row for row in rows}
@@ -134,18 +137,18 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise OSError where nothing listens at host:port; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal():
         where = host.rpartition("/")[2]  # behind ray://
-        socket.create_connection((where, int(port)), timeout=_PATIENCE).close()
+        socket.create_connection((where, int(port)), timeout=_TIMEOUT_S).close()
 
 
-class _Machines:
+class _ClusterWorkers:
     """Actors of a Ray cluster, one for each machine."""
 
-    def __init__(self, cluster: Cluster, common: Common, job: Job):
+    def __init__(self, cluster: Cluster, common: Common, job: BatchJob):
         """Join the cluster. Raises TierForceError where there is none, or no Ray."""
         self._threads = os.environ.get("OMP_NUM_THREADS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
@@ -182,7 +185,7 @@ class _Machines:
             processors = max(os.cpu_count() or 1, cluster.machines or 1)
             new = {"include_dashboard": False, "num_cpus": processors}
         try:
-            _knock(cluster.address)
+            _check_reachable(cluster.address)
             ray.init(
                 address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, **new
             )
@@ -216,7 +219,7 @@ class _Machines:
         is not yielded. `together`: a machine is sent as many at a time as it writes at once. Raises
         TierForceError where no machine can do anything, and where the cluster is lost.
         """
-        from decoding.app.batch.cluster_worker import Machine
+        from decoding.app.batch.cluster_worker import ClusterWorker
 
         data = self._ray.data
         context = data.DataContext.get_current()
@@ -226,14 +229,14 @@ class _Machines:
         warnings.filterwarnings("ignore", message=".*ray_remote_args")
         context.max_errored_blocks = -1  # what is missing is sent again
         context.execution_no_progress_timeout_s = -1  # a document may take as long as it takes
-        at_once = self._cluster.at_once if together else 1
-        blocks = ceil_div(len(rows), at_once)
+        concurrency = self._cluster.concurrency if together else 1
+        blocks = ceil_div(len(rows), concurrency)
         size = min(self.count, blocks)
         gpus = self._common.gpus or 1
         dataset = data.from_items(list(rows), override_num_blocks=blocks).map_batches(
-            Machine,
-            fn_constructor_args=(self._common, self._job, at_once, self._threads),
-            batch_size=at_once,
+            ClusterWorker,
+            fn_constructor_args=(self._common, self._job, concurrency, self._threads),
+            batch_size=concurrency,
             compute=data.ActorPoolStrategy(size=size, max_tasks_in_flight_per_actor=1),
             num_gpus=gpus if self._on_gpus else None,
             scheduling_strategy="SPREAD",
@@ -270,7 +273,7 @@ class _Machines:
         ours = [each for each in psutil.Process().children(recursive=True) if each.pid != guard]
         try:
             self._ray.shutdown()
-            _, left = psutil.wait_procs(ours, timeout=_PATIENCE)
+            _, left = psutil.wait_procs(ours, timeout=_TIMEOUT_S)
             _kill(left)
         finally:
             self._guard.dismiss()

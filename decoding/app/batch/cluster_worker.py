@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from decoding.app.batch.job import Job, model_digest
+from decoding.app.batch.job import BatchJob, model_digest
 from decoding.app.batch.summarize import Summaries
 from decoding.app.options import Common
 from decoding.app.terminal.progress import Display
@@ -26,26 +26,26 @@ from decoding.text.prompt import Template
 from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
 from parallel.ranks.environment import RankLost
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 _HELD = 5.0  # seconds that a machine in trouble keeps what others might do
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Machine:
+class ClusterWorker:
     """An engine, made once, and called with batch after batch; an actor of Ray Data."""
 
     engine: Engine
     template: Template
 
-    def __init__(self, common: Common, job: Job, at_once: int, threads: str | None = None):
+    def __init__(self, common: Common, job: BatchJob, concurrency: int, threads: str | None = None):
         """Load the models on `common.gpus` ranks, of which this process is the first.
 
         `threads`: OMP_NUM_THREADS where the job was started, if it is set there. What keeps it from
         that is told when it is called: Ray would bury it in a traceback.
         """
         silence_transformers()
-        self.job, self.at_once, self.name = job, at_once, _own_name()
+        self.job, self.concurrency, self.name = job, concurrency, _own_name()
         self.trouble: str | None = None
         try:
             _join(common, job, threads)
@@ -80,10 +80,10 @@ class Machine:
         def done(record: dict[str, Any], line: str) -> None:
             found[record["id"]] = record, line
 
-        at_once = min(self.at_once, len(texts))
+        concurrency = min(self.concurrency, len(texts))
         with open(os.devnull, "w") as nowhere:
             display = Display(len(texts), nowhere)
-            summaries = Summaries(self.engine, self.template, self.job, at_once, display, done)
+            summaries = Summaries(self.engine, self.template, self.job, concurrency, display, done)
             try:
                 summaries.write({name: partial(str, text) for name, text in texts.items()})
             except BaseException:  # of no document: nothing here is to be trusted any more
@@ -98,17 +98,17 @@ def _own_name() -> str:
     return ray.get_runtime_context().get_actor_id() or "no actor"
 
 
-def _engine(common: Common, job: Job) -> Engine:
+def _engine(common: Common, job: BatchJob) -> Engine:
     """Load the models on this rank. Raises TierForceError, also for another model's weights."""
-    group = Group.from_environment(common.device, warn)
+    group = TensorParallelGroup.from_environment(common.device, warn)
     folder = resolve(common.model, group)
-    with group.together():
+    with group.sync_errors():
         if model_digest(folder) != job.weights:
             raise TierForceError(f"--model {common.model} holds other weights there than here.")
     return Engine.from_pretrained(folder, common.draft, common.settings, group=group)
 
 
-def _join(common: Common, job: Job, threads: str | None) -> None:
+def _join(common: Common, job: BatchJob, threads: str | None) -> None:
     """Make this process the first rank of its machine, whatever it was started under."""
     for name in list(os.environ):
         if name in _LAUNCHERS or name.startswith("TORCHELASTIC_"):
@@ -122,7 +122,7 @@ def _join(common: Common, job: Job, threads: str | None) -> None:
         os.environ |= _start_others(common, job, ranks)
 
 
-def _start_others(common: Common, job: Job, ranks: int) -> dict[str, str]:
+def _start_others(common: Common, job: BatchJob, ranks: int) -> dict[str, str]:
     """Start the other ranks of this machine; return what the first one's environment lacks.
 
     They end with this process, whichever way it ends: their standard input does. It ends with any
@@ -167,7 +167,7 @@ def _follow() -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     silence_transformers()
-    _engine(common, job).follow()
+    _engine(common, job).run_worker()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from decoding.text.encoding import refuse_half_characters
-from offload.errors import DocumentError, TierForceError
+from decoding.text.encoding import check_whole_characters
+from offload.errors import InvalidRequestError, TierForceError
 from offload.regular_files import UnsuitableFileError, bounded_lines, open_regular
 
 SUFFIXES = (".txt", ".md")
@@ -32,7 +32,7 @@ class Document:
     def read(self) -> str:
         """Return the text.
 
-        Raises DocumentError when it is empty, binary, not UTF-8, too large, or not there any more.
+        Raises InvalidRequestError when it is empty, binary, not UTF-8, too large, or not there any more.
         """
         try:
             with open_regular(self.path) as file:
@@ -40,42 +40,42 @@ class Document:
                 most = MAX_BYTES + 1
                 raw = (file.read(most) or b"") if self.offset is None else file.readline(most)
         except UnsuitableFileError as error:
-            raise DocumentError(
+            raise InvalidRequestError(
                 f"{self.path} is no regular file: save its text to one first."
             ) from error
         except OSError as error:
-            raise DocumentError(f"{self.path} cannot be read: {error.strerror}.") from error
+            raise InvalidRequestError(f"{self.path} cannot be read: {error.strerror}.") from error
         text = decoded(raw)
         if self.offset is not None:
             text = _text(text, self.id)
         if not text.strip():
-            raise DocumentError("the document is empty.")
+            raise InvalidRequestError("the document is empty.")
         return text
 
 
 def decoded(raw: bytes) -> str:
     """Return the text of a document's bytes.
 
-    Raises DocumentError where they are none in UTF-8, or more than MAX_BYTES.
+    Raises InvalidRequestError where they are none in UTF-8, or more than MAX_BYTES.
     """
     if len(raw) > MAX_BYTES:
-        raise DocumentError(
+        raise InvalidRequestError(
             f"the document has more than {MAX_BYTES >> 20} MiB, which is more than any context "
             "holds: split it into parts."
         )
     if raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) and not raw.startswith(BOM_UTF32_LE):
-        raise DocumentError(
+        raise InvalidRequestError(
             "the document is UTF-16, not UTF-8. Convert it first: iconv -f utf-16 -t utf-8."
         )
     if b"\0" in raw:
-        raise DocumentError(
+        raise InvalidRequestError(
             "the document is binary, or UTF-16 that does not say so (it has NUL bytes): only text "
             "in UTF-8 can be read."
         )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DocumentError(
+        raise InvalidRequestError(
             f"the document is not UTF-8: byte {error.start} is {raw[error.start]:#04x}. Convert"
             " it first, if it is Latin-1 with: iconv -f latin1 -t utf-8."
         ) from error
@@ -118,11 +118,11 @@ def find_documents(source: Path, output: Path | None = None) -> Listing:
                 listing = Listing([Document(source.name, source, source.stat().st_size)])
     except OSError as error:
         raise TierForceError(f"--input {source} cannot be read: {error.strerror}.") from error
-    _refuse_too_many(source, len(listing.documents))
+    _check_count(source, len(listing.documents))
     if not listing.documents:
         what = f"no {' or '.join(SUFFIXES)} file" if source.is_dir() else "no line"
         raise TierForceError(f"--input {source} holds {what}: there is nothing to summarise.")
-    _refuse_twins(source, listing.documents)
+    _check_unique_ids(source, listing.documents)
     return listing
 
 
@@ -178,7 +178,7 @@ def _files(source: Path) -> tuple[list[Path], list[Path]]:
     return files, unread
 
 
-def _refuse_twins(source: Path, documents: Sequence[Document]) -> None:
+def _check_unique_ids(source: Path, documents: Sequence[Document]) -> None:
     seen: set[str] = set()
     for document in documents:
         if document.id in seen:
@@ -196,7 +196,7 @@ def _lines(source: Path) -> list[Document]:
             if raw.strip():
                 name = _identity(raw) if len(raw) <= MAX_BYTES else None
                 lines.append((number, name, len(raw), offset))
-            _refuse_too_many(source, len(lines))
+            _check_count(source, len(lines))
     given = {name for _, name, _, _ in lines if name is not None}
     documents = []
     for number, name, size, offset in lines:
@@ -208,7 +208,7 @@ def _lines(source: Path) -> list[Document]:
     return documents
 
 
-def _refuse_too_many(source: Path, documents: int) -> None:
+def _check_count(source: Path, documents: int) -> None:
     if documents > MAX_DOCUMENTS:
         raise TierForceError(
             f"--input {source} has more than {MAX_DOCUMENTS:,} documents: split it into parts."
@@ -219,7 +219,7 @@ def _identity(raw: bytes) -> str | None:
     """Return the id of a line; None when it has none, of which its record will then tell."""
     try:
         return str(_object(raw.decode("utf-8-sig"))["id"])
-    except (DocumentError, UnicodeDecodeError):
+    except (InvalidRequestError, UnicodeDecodeError):
         return None
 
 
@@ -227,11 +227,11 @@ def _object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DocumentError(f"the line is not JSON: {error}.") from error
+        raise InvalidRequestError(f"the line is not JSON: {error}.") from error
     id = value.get("id") if isinstance(value, dict) else None
     is_id = isinstance(id, str | int) and not isinstance(id, bool)
     if not is_id or not 0 < len(str(id)) <= _MAX_ID:
-        raise DocumentError(
+        raise InvalidRequestError(
             'the line must be an object with "id", a string that is not empty, of at most '
             f"{_MAX_ID:,} characters, or a whole number."
         )
@@ -239,14 +239,14 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def _text(line: str, name: str) -> str:
-    """Return the text of a line. Raises DocumentError, also where it is now another document's."""
+    """Return the text of a line. Raises InvalidRequestError, also where it is now another document's."""
     value = _object(line)
     if str(value["id"]) != name:
-        raise DocumentError(
+        raise InvalidRequestError(
             "the file has changed since it was listed: another document is in this one's place."
         )
     text = value.get("text")
     if not isinstance(text, str):
-        raise DocumentError('the line must have "text", a string.')
-    refuse_half_characters(text)
+        raise InvalidRequestError('the line must have "text", a string.')
+    check_whole_characters(text)
     return text

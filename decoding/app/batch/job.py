@@ -25,7 +25,7 @@ _MAX_CONFIG = 1 << 28  # bytes of a config or a tokenizer
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     """All that shapes a summary beside the document's text: the law of what is written, and who it
     was asked of.
 
@@ -42,7 +42,7 @@ class Job:
     dtype: str
     rope: str | None
     sampling: Sampling
-    identical: bool = False  # whether the text is that of plain decoding, token for token
+    deterministic: bool = False  # whether the text is that of plain decoding, token for token
 
     def digest(self, text: str) -> str:
         """Return 16 hexadecimal digits that change with the text and with all that shapes its
@@ -58,7 +58,7 @@ class Job:
             "max_new_tokens": self.max_new_tokens,
             "context": self.context,
             "dtype": self.dtype,
-            "law": [
+            "sampling": [
                 self.sampling.temperature,
                 self.sampling.top_k,
                 self.sampling.top_p,
@@ -67,8 +67,8 @@ class Job:
         }
         if self.rope is not None:
             shaping["rope"] = self.rope
-        if self.identical:
-            shaping["identical"] = True
+        if self.deterministic:
+            shaping["deterministic"] = True
         return hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:16]
 
     def as_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Job:
             "max_new_tokens": self.max_new_tokens,
             "rope": self.rope,
             **vars(self.sampling),
-            "identical": self.identical,
+            "deterministic": self.deterministic,
         }
 
 

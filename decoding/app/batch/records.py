@@ -70,7 +70,7 @@ class Records:
 
     def _note(self, record: dict[str, Any]) -> None:
         self.finished[record["id"]] = Finished(
-            record.get("digest"), bool(record.get("dropped_tokens"))
+            record.get("digest"), bool(record.get("truncated_tokens"))
         )
 
     def _held(self, file: FileIO) -> FileIO:
@@ -110,6 +110,7 @@ class Records:
             if record is not None:
                 ours = True
                 if "summary" in record:
+                    self._check_version(record, number)
                     self._note(record)  # of several records of one id the last counts
                     size += len(line) if line.endswith(b"\n") else 0
             elif len(line) <= MAX_BYTES and not line.strip(_PADDING + b"\n"):
@@ -122,6 +123,14 @@ class Records:
                     "choose another file."
                 )
         return size != os.fstat(self._file.fileno()).st_size
+
+    def _check_version(self, record: dict[str, Any], number: int) -> None:
+        """Raise TierForceError for a record of a version whose fields had other names."""
+        if _OLD_FIELDS & record.keys():
+            raise TierForceError(
+                f"--output {self.path}: line {number} is a record of tierforce 0.1, whose fields "
+                "had other names: choose another file."
+            )
 
     def _replace(self) -> None:
         """Swap the file for a repaired copy, in one step: a crash leaves the one or the other."""
@@ -163,6 +172,8 @@ class Records:
         self.close()
 
 
+# fields of finished records that version 0.2 renamed (docs/formats.md)
+_OLD_FIELDS = {"budget", "dropped_tokens", "fixed_shapes", "identical", "passes", "texts_at_once"}
 _PADDING = b"\0 \t\r"  # what file systems leave of a line whose bytes a power loss took
 
 

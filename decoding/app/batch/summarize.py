@@ -13,23 +13,23 @@ from typing import Any
 import torch
 
 from decoding.app.batch.documents import SUFFIXES, Document, find_documents
-from decoding.app.batch.job import Job, model_digest, model_name
+from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.batch.records import Records
 from decoding.app.environment import installed_version
 from decoding.app.options import Common, as_flags
-from decoding.app.terminal.messages import Longest, describe, say_what_fits
+from decoding.app.terminal.messages import Longest, say_what_fits, summary_line
 from decoding.app.terminal.progress import Display
-from decoding.app.terminal.signals import Interrupts, culprit
+from decoding.app.terminal.signals import Interrupts, signal_source
 from decoding.app.terminal.streams import say, silence_transformers, warn
-from decoding.config.defaults import MAX_TEXTS
+from decoding.config.defaults import MAX_CONCURRENCY
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
-from decoding.engine.scheduler import Written
+from decoding.engine.scheduler import Completion
 from decoding.text.prompt import Template
 from offload.dtypes import dtype_name
-from offload.errors import DocumentError, FitError, TierForceError
+from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 
 def run(
@@ -37,25 +37,25 @@ def run(
     source: Path,
     output: Path,
     instruction: str,
-    at_once: int | None,
+    concurrency: int | None,
     interrupts: Interrupts,
 ) -> None:
     """Summarise the documents of `source` into `output`; every rank calls it.
 
-    `at_once` documents share the memory; None for as many as do so at no cost to each. Raises
+    `concurrency` documents share the memory; None for as many as do so at no cost to each. Raises
     TierForceError for what keeps the job from starting, and at its end where documents failed.
     """
     silence_transformers()
-    group = Group.from_environment(common.device, warn)
+    group = TensorParallelGroup.from_environment(common.device, warn)
     documents: list[Document] = []
-    with group.together():
+    with group.sync_errors():
         if group.rank == 0:
             documents = listed(source, output)
     folder = resolve(common.model, group)
     with ExitStack() as files:
         records = None
         due: list[Document] = []
-        with group.together():
+        with group.sync_errors():
             job = job_of(common, folder, instruction)
             if group.rank == 0:
                 records = files.enter_context(Records(output))
@@ -64,19 +64,21 @@ def run(
             say(f"all {len(documents)} documents were finished before, in {output}")
             return
         engine = Engine.from_pretrained(folder, common.draft, common.settings, group=group)
-        with group.together():
+        with group.sync_errors():
             template = Template.summary(engine.tokenizer, instruction)
-        longest = longest_prompt(engine, due, template, common.max_new_tokens)
+        longest = longest_prompt_tokens(engine, due, template, common.max_new_tokens)
         longest, count = group.broadcast((longest, len(due)))
-        at_once = min(count, at_once or texts_at_once(engine, longest, common.max_new_tokens))
-        say_what_fits(engine, longest, common, at_once)
+        concurrency = min(
+            count, concurrency or choose_concurrency(engine, longest, common.max_new_tokens)
+        )
+        say_what_fits(engine, longest, common, concurrency)
         if records is None:
-            engine.follow()
+            engine.run_worker()
             return
         with Display(len(documents), sys.stderr) as display:
             results = Results(documents, due, records, display)
             interrupts.last_words = results.last_words
-            summaries = Summaries(engine, template, job, at_once, display, results.add)
+            summaries = Summaries(engine, template, job, concurrency, display, results.add)
             summaries.write({document.id: document.read for document in due})
         engine.close()
     results.conclude(engine.context)
@@ -95,9 +97,9 @@ def listed(source: Path, output: Path) -> list[Document]:
     return listing.documents
 
 
-def job_of(common: Common, folder: Path, instruction: str) -> Job:
+def job_of(common: Common, folder: Path, instruction: str) -> BatchJob:
     """Return what is asked of every document."""
-    return Job(
+    return BatchJob(
         model=model_name(common.model),
         draft=model_name(common.draft) if common.draft is not None else None,
         weights=model_digest(folder),
@@ -107,7 +109,7 @@ def job_of(common: Common, folder: Path, instruction: str) -> Job:
         dtype=common.settings.dtype,
         rope=common.settings.rope,
         sampling=common.sampling,
-        identical=common.settings.identical,
+        deterministic=common.settings.deterministic,
     )
 
 
@@ -139,7 +141,7 @@ class Results:
         """Say how far the batch is that a signal ends."""
         self.display.stop()
         safe = f"{len(self.records.finished)} finished records are safe in {self.records.path}"
-        say(f"interrupted ({culprit(name)}); {safe}: run the same command to go on")
+        say(f"interrupted ({signal_source(name)}); {safe}: run the same command to go on")
 
     def conclude(self, context: int) -> None:
         """Say how the batch went. Raises TierForceError where documents failed."""
@@ -156,7 +158,7 @@ class Results:
             )
 
 
-def longest_prompt(
+def longest_prompt_tokens(
     engine: Engine, documents: Sequence[Document], template: Template, new: int
 ) -> Longest | None:
     """Find the largest document that can be read; None where none can."""
@@ -164,14 +166,14 @@ def longest_prompt(
         try:
             return Longest(
                 document.id,
-                len(template.fill(engine.tokenizer, document.read(), engine.context - new)[0]),
+                len(template.build(engine.tokenizer, document.read(), engine.context - new)[0]),
             )
-        except DocumentError:
+        except InvalidRequestError:
             continue
     return None
 
 
-def due_documents(documents: Sequence[Document], records: Records, job: Job) -> list[Document]:
+def due_documents(documents: Sequence[Document], records: Records, job: BatchJob) -> list[Document]:
     """Return those without a finished record of this very job: the same text, asked of the same
     model, by the same law.
 
@@ -180,7 +182,7 @@ def due_documents(documents: Sequence[Document], records: Records, job: Job) -> 
     due, changed = [], 0
     for document in documents:
         if (finished := records.finished.get(document.id)) is not None:
-            with suppress(DocumentError):  # it could be read once; its new record will tell
+            with suppress(InvalidRequestError):  # it could be read once; its new record will tell
                 if finished.digest in (None, job.digest(document.read())):
                     continue
             changed += 1
@@ -193,13 +195,13 @@ def due_documents(documents: Sequence[Document], records: Records, job: Job) -> 
     return due
 
 
-def texts_at_once(engine: Engine, longest: Longest | None, new: int) -> int:
+def choose_concurrency(engine: Engine, longest: Longest | None, new: int) -> int:
     """Return how many documents share the memory at no cost to each; all ranks call it."""
     if longest is None:
         return 1
     try:
-        return engine.texts_that_fit(longest.tokens, new, MAX_TEXTS)
-    except FitError:
+        return engine.max_concurrency(longest.tokens, new, MAX_CONCURRENCY)
+    except InsufficientMemoryError:
         return 1
 
 
@@ -214,23 +216,23 @@ class Summaries:
         self,
         engine: Engine,
         template: Template,
-        job: Job,
-        at_once: int,
+        job: BatchJob,
+        concurrency: int,
         display: Display,
         done: Callable[[dict[str, Any], str], None],
     ):
         """`done` takes the record of each document, and what is said of it."""
         self.engine, self.template, self.job = engine, template, job
-        self.at_once, self.display, self.done = at_once, display, done
+        self.concurrency, self.display, self.done = concurrency, display, done
         self._digests: dict[str, str] = {}
 
     def write(self, texts: Mapping[str, Callable[[], str]]) -> None:
         """Summarise documents, given by their ids what reads each. Raises RankLost."""
-        for written in self.engine.write(self._requests(texts), self.at_once):
+        for written in self.engine.generate_batch(self._requests(texts), self.concurrency):
             if written.error is not None:
                 self.done(*failure(written.request.name, written.error))
             else:
-                self.done(self._record(written), describe(written.stats))
+                self.done(self._record(written), summary_line(written.stats))
 
     def _requests(self, texts: Mapping[str, Callable[[], str]]) -> Iterator[Request]:
         """Yield what is asked of each document, read when there is room for it."""
@@ -239,7 +241,7 @@ class Summaries:
             self.display.begin(id)
             try:
                 text = read()
-                prompt, dropped = self.template.fill(self.engine.tokenizer, text, context - new)
+                prompt, dropped = self.template.build(self.engine.tokenizer, text, context - new)
             except TierForceError as error:
                 self.done(*failure(id, error))
                 continue
@@ -259,14 +261,14 @@ class Summaries:
                 partial(self.display.decode, id, new),
             )
 
-    def _record(self, written: Written) -> dict[str, Any]:
+    def _record(self, written: Completion) -> dict[str, Any]:
         engine, id = self.engine, written.request.name
         device = engine.group.device
         return {
             "id": id,
             "summary": engine.tokenizer.decode(written.tokens, skip_special_tokens=True).strip(),
             **written.stats.as_dict(),
-            "dropped_tokens": written.request.dropped,
+            "truncated_tokens": written.request.truncated_tokens,
             **self.job.as_dict(),
             "dtype": dtype_name(engine.runtime.dtype),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from decoding.app.terminal.streams import printable
-from decoding.planning.what_if import Outlook
+from decoding.planning.what_if import PlanReport
 from offload.errors import TierForceError
 
 # what device memory is for, in words
@@ -19,7 +19,7 @@ _TIERS = {
     "resident layers": "KV that stays here",
     "ring, in prefill one layer": "KV on its way",
     "recent tokens": "KV of recent tokens",
-    "codes": "codes of KV",
+    "high_bytes": "high bytes of split KV",
     "joining slices": "joining codes and the rest",
     "cutting slices": "cutting KV in slices",
     "retrieval cache": "retrieval cache",
@@ -38,7 +38,7 @@ _BOUNDS = {
 
 
 def times_table(
-    ahead: Outlook, others: Sequence[Outlook], shared: Outlook, first: Outlook
+    ahead: PlanReport, others: Sequence[PlanReport], shared: PlanReport, first: PlanReport
 ) -> Table:
     """Return how long the text takes, beside other modes, each in a plan of its own.
 
@@ -55,12 +55,12 @@ def times_table(
     table.add_row(
         f"  writing {ahead.new:,} tokens", duration(seen.decode_s), _BOUNDS[seen.verification_bound]
     )
-    if first.choice.way != ahead.choice.way:
+    if first.choice.strategy != ahead.choice.strategy:
         table.add_row("the first document of a run", duration(first.forecast.document_s))
-    texts = shared.forecast.texts_at_once
-    at_once = f", {texts} at once" if texts > 1 else ""
+    texts = shared.forecast.concurrency
+    concurrency = f", {texts} at once" if texts > 1 else ""
     an_hour = float(f"{shared.forecast.documents_per_hour:.3g}")
-    table.add_row(f"documents an hour{at_once}", f"{an_hour:,.10g}")
+    table.add_row(f"documents an hour{concurrency}", f"{an_hour:,.10g}")
     table.add_row(f"a token, {mode}", f"{1e3 * seen.token_s:,.0f} ms")
     if mode != "plain":
         times = {each.needs.mode: f"{1e3 * each.forecast.token_s:,.0f} ms" for each in others}
@@ -68,20 +68,20 @@ def times_table(
             table.add_row(f"a token, {other}", time)
         table.add_row(
             "tokens drafted and gained, a round",
-            f"{seen.draft_length}, {seen.tokens_per_verification:.1f}",
+            f"{seen.num_draft_tokens}, {seen.tokens_per_verification:.1f}",
         )
     plan = ahead.plan
-    if ahead.needs.retrieval_layers(ahead.needs.placed(plan, ahead.prompt)):
+    if ahead.needs.retrieval_layers(ahead.needs.planned_spec(plan, ahead.prompt)):
         table.add_row("retrieval budget", f"{ahead.needs.budget:,} tokens")
     table.add_row(
         "layers with KV on the GPU, on the host", f"{plan.resident_layers}, {ahead.layers_on_host}"
     )
-    if plan.sliced_layers:
-        table.add_row("  of these with codes on the GPU", f"{plan.sliced_layers}")
+    if plan.split_layers:
+        table.add_row("  of these with codes on the GPU", f"{plan.split_layers}")
     return table
 
 
-def memory_table(ahead: Outlook) -> Table:
+def memory_table(ahead: PlanReport) -> Table:
     """Return where memory goes, in GB, while the prompt is read and while tokens are written."""
     machine, ranks = ahead.hardware, ahead.needs.ranks
     each = "each GPU" if ranks > 1 else "the GPU"
@@ -89,8 +89,8 @@ def memory_table(ahead: Outlook) -> Table:
     table.add_column("")
     table.add_column("reading", justify="right")
     table.add_column("writing", justify="right")
-    phases = (ahead.prefill_tiers, ahead.decode_tiers)
-    for name in ahead.prefill_tiers:
+    phases = (ahead.prefill_memory, ahead.decode_memory)
+    for name in ahead.prefill_memory:
         if any(phase[name] for phase in phases):
             table.add_row(_TIERS.get(name, name), *(_gb(phase[name]) for phase in phases))
     table.add_section()
@@ -114,7 +114,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def plan_picture(path: Path, model: str, ahead: Outlook) -> None:
+def plan_picture(path: Path, model: str, ahead: PlanReport) -> None:
     """Draw memory by tier, and one round of decoding on the link and on the device.
 
     Raises TierForceError where it cannot be drawn or written.
@@ -141,11 +141,11 @@ def plan_picture(path: Path, model: str, ahead: Outlook) -> None:
     pyplot.close(figure)
 
 
-def _draw_memory(axes: Any, ahead: Outlook) -> None:
+def _draw_memory(axes: Any, ahead: PlanReport) -> None:
     """Draw the bytes of a device in both phases, and of a rank's share of the host, as bars."""
-    phases = (ahead.prefill_tiers, ahead.decode_tiers)
+    phases = (ahead.prefill_memory, ahead.decode_memory)
     bottoms = [0.0, 0.0]
-    shown = [name for name in ahead.prefill_tiers if any(phase[name] for phase in phases)]
+    shown = [name for name in ahead.prefill_memory if any(phase[name] for phase in phases)]
     for number, name in enumerate(shown):
         heights = [phase[name] / 1e9 for phase in phases]
         axes.bar(
@@ -178,12 +178,12 @@ def _draw_limit(axes: Any, span: tuple[float, float], nbytes: float) -> None:
     )
 
 
-def _draw_round(axes: Any, ahead: Outlook) -> None:
+def _draw_round(axes: Any, ahead: PlanReport) -> None:
     """Draw the milliseconds of one round, on the link and on the GPU."""
     seen = ahead.forecast
     drafting = 1e3 * seen.drafting_s
     spans = [
-        ("GPU", 0.0, drafting, "C2", f"{seen.draft_length} drafted"),
+        ("GPU", 0.0, drafting, "C2", f"{seen.num_draft_tokens} drafted"),
         ("GPU", drafting, 1e3 * seen.compute_s, "C0", "verification, compute"),
         ("link", drafting, 1e3 * seen.link_s, "C1", "verification, link"),
     ]

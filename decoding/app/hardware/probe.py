@@ -11,19 +11,19 @@ from decoding.app.terminal.files import check_writable, write_json
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.probe.probe import profile
 from offload.dtypes import dtype_of
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 
 def run(model: str | None, dtype: str, device: str, output: Path) -> None:
     """Measure this machine with the dimensions of `model`; every rank calls it."""
     silence_transformers()
     kind = dtype_of(dtype)
-    group = Group.from_environment(device, warn)
-    with group.together():
+    group = TensorParallelGroup.from_environment(device, warn)
+    with group.sync_errors():
         if group.rank == 0:
             check_writable("--output", output)  # before what takes a minute or two
     measured = profile(group, model, kind)
-    with group.together():
+    with group.sync_errors():
         if group.rank == 0:
             write_json("--output", output, measured)
     if group.rank:

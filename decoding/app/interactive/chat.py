@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from decoding.app.batch.documents import MAX_BYTES, Document
-from decoding.app.interactive.generate import show, stream
+from decoding.app.interactive.generate import generate, print_stream
 from decoding.app.options import Common, as_flags
 from decoding.app.terminal.files import check_writable, write_json
-from decoding.app.terminal.messages import describe, say_what_fits
+from decoding.app.terminal.messages import say_what_fits, summary_line
 from decoding.app.terminal.progress import Display
-from decoding.app.terminal.signals import TWICE_S, Interrupts
+from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.chat import Chat
 from decoding.engine.engine import Engine
-from decoding.prefix_cache.store import LEAST_TOKENS
+from decoding.prefix_cache.store import MIN_TOKENS
 from offload.errors import TierForceError
 from offload.regular_files import read_json
 from parallel.ranks.environment import RankLost
 from parallel.ranks.launch import answer_signals
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 HELP = """/save FILE   write the conversation to a JSON file
 /load FILE   go on with one that was saved
@@ -65,9 +65,9 @@ class Terminal:
                     return
                 if not line.startswith("/") or line.startswith("//"):
                     question = line.removeprefix("/") if line.startswith("//") else line
-                    _telling(self._answer, question)
+                    _report_errors(self._answer, question)
                 elif name in commands:
-                    _telling(commands[name], rest.strip())
+                    _report_errors(commands[name], rest.strip())
                 else:
                     say(f"{name} is no command: /help lists them, and //... is a message")
         finally:
@@ -78,7 +78,7 @@ class Terminal:
         with Display(1, sys.stderr) as display:
             display.begin("answer")
             with closing(self.chat.ask(question, partial(display.prefill, "answer"))) as pieces:
-                show(pieces, display, lambda: self.is_stopped)
+                print_stream(pieces, display, lambda: self.is_stopped)
 
     def _interrupted(self) -> bool:
         """End the answer, and where that takes too long everything; on the signals' thread."""
@@ -91,7 +91,7 @@ class Terminal:
         now = time.monotonic()
         if not self.is_stopped:
             self.is_stopped, self.stopped_at = True, now
-        return now - self.stopped_at < TWICE_S
+        return now - self.stopped_at < DOUBLE_INTERRUPT_S
 
     def _save(self, name: str) -> None:
         if not name:
@@ -113,7 +113,7 @@ class Terminal:
         before = f"{stats.reused_tokens} tokens were there before"
         if stats.discarded_tokens:
             before += f", and {stats.discarded_tokens} that this prompt has otherwise were not"
-        say(f"{describe(stats)}; {before}")
+        say(f"{summary_line(stats)}; {before}")
 
 
 def run(common: Common, document: Path | None, interrupts: Interrupts) -> None:
@@ -133,20 +133,20 @@ def ask(common: Common, document: Path | None, question: str, interrupts: Interr
         if chat is None:
             return
         interrupts.stop_first(display.stop)
-        stream(chat.engine, partial(chat.ask, question), display)
+        generate(chat.engine, partial(chat.ask, question), display)
 
 
-def read(common: Common, document: Path) -> None:
+def prefill(common: Common, document: Path) -> None:
     """Read a document and keep it; all ranks call it. Raises TierForceError where that fails."""
     with _opened(common, document) as chat:
         if chat is None:
             return
         _read(chat, document.name)
-    is_short = len(chat.tokens) < LEAST_TOKENS
-    if is_short or not chat.engine.sessions.has_kept(chat.tokens, chat.max_new_tokens):
+    is_short = len(chat.tokens) < MIN_TOKENS
+    if is_short or not chat.engine.sessions.is_cached(chat.tokens, chat.max_new_tokens):
         why = f": {len(chat.tokens)} tokens are read again as soon" if is_short else ""
         raise TierForceError(f"{document.name} was read, and is not kept{why}.")
-    say(f"{document.name} is kept in {common.settings.keep}")
+    say(f"{document.name} is kept in {common.settings.prompt_cache}")
 
 
 def _say_help() -> None:
@@ -175,26 +175,26 @@ def read_conversation(path: Path) -> list[tuple[str, str]]:
 def _opened(common: Common, document: Path | None) -> Iterator[Chat | None]:
     """Load the models for a conversation; None on ranks other than 0, once rank 0 is done."""
     silence_transformers()
-    group = Group.from_environment(common.device, warn)
+    group = TensorParallelGroup.from_environment(common.device, warn)
     text: str | None = None
-    with group.together():
+    with group.sync_errors():
         if document is not None and group.rank == 0:
             text = Document(document.name, document, 0).read()
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     chat: Chat | None = None
-    with group.together():
+    with group.sync_errors():
         if group.rank == 0:
             name = document.name if document else ""
             chat = Chat(engine, common.max_new_tokens, common.sampling, text, name)
     say_what_fits(engine, None, common)
     if chat is None:
-        engine.follow()
+        engine.run_worker()
         yield None
         return
-    if chat.dropped_tokens:
+    if chat.truncated_tokens:
         warn(
             f"the document is longer than the context of {engine.context:,} tokens allows: its "
-            f"last {chat.dropped_tokens:,} tokens were dropped"
+            f"last {chat.truncated_tokens:,} tokens were dropped"
         )
     with engine.conversation():
         yield chat
@@ -205,7 +205,7 @@ def _read(chat: Chat, name: str) -> None:
     """Read the document, with its progress."""
     with Display(1, sys.stderr) as display:
         display.begin(name)
-        chat.read(partial(display.prefill, name))
+        chat.prefill(partial(display.prefill, name))
         stats = chat.engine.stats
         what = f"{stats.prompt_tokens:,} tokens read in {stats.first_token_s:.1f} s"
         if stats.loaded_tokens:
@@ -225,7 +225,7 @@ def _lines(engine: Engine) -> Iterator[str]:
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
     while True:
         try:
-            with engine.idle():
+            with engine.keep_workers_alive():
                 line = input(prompt).strip()
         except EOFError:
             return
@@ -248,7 +248,7 @@ def _prompt() -> str:
     return "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
 
 
-def _telling(do: Callable[[str], None], what: str) -> None:
+def _report_errors(do: Callable[[str], None], what: str) -> None:
     """Do something; say what is wrong with it, unless it ends everything."""
     try:
         do(what)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from decoding.app.batch.documents import MAX_BYTES, Document, decoded
 from decoding.app.options import Common
-from decoding.app.terminal.files import check_writable, refuse_other_than_json, write_json
-from decoding.app.terminal.messages import describe, say_what_fits
+from decoding.app.terminal.files import check_json_suffix, check_writable, write_json
+from decoding.app.terminal.messages import say_what_fits, summary_line
 from decoding.app.terminal.progress import Display
 from decoding.app.terminal.signals import Interrupts
 from decoding.app.terminal.streams import silence_transformers, warn, without_controls
 from decoding.engine.engine import Engine, Progress
 from decoding.text.prompt import Template
 from offload.errors import TierForceError
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 PROMPT = "prompt"  # what the one text is called
 STDIN = Path("-")
@@ -37,25 +37,27 @@ def run(
     it.
     """
     silence_transformers()
-    group = Group.from_environment(common.device, warn)
-    with group.together():
+    group = TensorParallelGroup.from_environment(common.device, warn)
+    with group.sync_errors():
         prompt = _read(file, group.size) if file is not None else text or ""
         if stats is not None and group.rank == 0:
             check_writable("--stats", stats)
-            refuse_other_than_json("--stats", stats)
+            check_json_suffix("--stats", stats)
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     if chat:
-        with group.together():
+        with group.sync_errors():
             Template.chat(engine.tokenizer)  # which refuses before anything is said
     say_what_fits(engine, None, common)
     if group.rank:
-        engine.follow()
+        engine.run_worker()
         return
     with Display(1, sys.stderr) as display:
         interrupts.stop_first(display.stop)
         sampling, new = common.sampling, common.max_new_tokens
         name = file.name if file is not None else PROMPT
-        stream(engine, partial(engine.stream, prompt, new, sampling, chat=chat, name=name), display)
+        generate(
+            engine, partial(engine.stream, prompt, new, sampling, chat=chat, name=name), display
+        )
         if stats is not None:
             content = {**engine.stats.as_dict(), "token_ids": engine.stats.token_ids}
             write_json("--stats", stats, content)
@@ -76,26 +78,26 @@ def _read(file: Path, ranks: int) -> str:
     return text
 
 
-def stream(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display: Display) -> None:
+def generate(engine: Engine, pieces: Callable[[Progress], Iterator[str]], display: Display) -> None:
     """Write pieces to standard output; progress, warnings and what it took go to `display`."""
     warned = False
 
     def progress(done: int, total: int) -> None:
         nonlocal warned
         display.prefill(PROMPT, done, total)
-        if engine.stats.dropped_tokens and not warned:
+        if engine.stats.truncated_tokens and not warned:
             warned = True
             display.warn(
                 f"longer than the context of {engine.context} tokens; the first "
-                f"{engine.stats.dropped_tokens} tokens were dropped"
+                f"{engine.stats.truncated_tokens} tokens were dropped"
             )
 
     display.begin(PROMPT)
-    show(pieces(progress), display)
-    display.end(PROMPT, describe(engine.stats))
+    print_stream(pieces(progress), display)
+    display.end(PROMPT, summary_line(engine.stats))
 
 
-def show(
+def print_stream(
     pieces: Iterable[str], display: Display, is_stopped: Callable[[], bool] = lambda: False
 ) -> None:
     """Write pieces to standard output as they come, and a line's end, until it `is_stopped`."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decoding.app.terminal.streams import printable, say
-from decoding.prefix_cache.store import KeptPrompt, PromptCache
+from decoding.prefix_cache.store import CachedPrompt, PromptCache
 from offload.errors import TierForceError
 
 _WIDTH = 160  # columns, where nobody looks on
@@ -38,13 +38,13 @@ def drop(folder: str, ids: Sequence[str], everything: bool) -> None:
         raise TierForceError("say which texts are to go, by their ids, or all of them by --all.")
     cache = _opened(folder)
     cache.warn = say
-    cache.make()
-    cache.tidy()
+    cache.create()
+    cache.collect_garbage()
     prompts = {each.id: each for each in cache.prompts()}
     if missing := [each for each in ids if each not in prompts]:
         raise TierForceError(
-            f"{folder} keeps no text with the id {missing[0]}: `tierforce keep list {folder}` "
-            "tells the ids."
+            f"{folder} has no prompt with the id {missing[0]}: `tierforce prompt-cache list {folder}` "
+            "lists the ids."
         )
     gone = [prompts[each] for each in dict.fromkeys(ids)] if ids else list(prompts.values())
     for each in gone:
@@ -55,7 +55,7 @@ def drop(folder: str, ids: Sequence[str], everything: bool) -> None:
     say(f"dropped {_amount(gone)}")
 
 
-def _table(prompts: Sequence[KeptPrompt]) -> Table:
+def _table(prompts: Sequence[CachedPrompt]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("id", "name", "model", "ranks", "tokens", "GB", "last used"):
         is_number = heading in ("ranks", "tokens", "GB")
@@ -68,18 +68,18 @@ def _table(prompts: Sequence[KeptPrompt]) -> Table:
     return table
 
 
-def _amount(prompts: Sequence[KeptPrompt]) -> str:
+def _amount(prompts: Sequence[CachedPrompt]) -> str:
     total = sum(each.manifest.nbytes for each in prompts) / 1e9
     return f"{len(prompts)} text{'' if len(prompts) == 1 else 's'}, {total:.2f} GB"
 
 
 def _opened(folder: str) -> PromptCache:
     if not folder or not Path(folder).is_dir():
-        raise TierForceError(f"{folder!r} is no folder: name one that --keep was given.")
+        raise TierForceError(f"{folder!r} is no folder: name one that --prompt-cache was given.")
     return PromptCache(Path(folder))
 
 
-def _used(kept: KeptPrompt) -> str:
+def _used(kept: CachedPrompt) -> str:
     try:
         used = datetime.fromtimestamp(kept.used, timezone.utc)
     except (ValueError, OverflowError, OSError):  # a time that no calendar has
@@ -87,7 +87,7 @@ def _used(kept: KeptPrompt) -> str:
     return used.strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _said(kept: KeptPrompt) -> dict[str, str | int]:
+def _said(kept: CachedPrompt) -> dict[str, str | int]:
     said = kept.manifest
     return {
         "id": kept.id,

@@ -1,4 +1,4 @@
-"""How `serve` listens, and what it takes."""
+"""Options of `serve`: the address, the keys and the limits."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from decoding.config.option import check_options, option
 from offload.errors import TierForceError
 from offload.regular_files import SMALL, read_regular
 
-_LEAST_KEY = 16  # characters
+_MIN_KEY_LENGTH = 16  # characters
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where a server listens, to whom, and how much it takes."""
+    """The address a server listens on, and its limits."""
 
     host: str = option(
-        "Address to listen on. Another than this machine's own needs --api-key-file.",
+        "Address to listen on. One that other machines can reach needs --api-key-file.",
         value="127.0.0.1",
     )
     port: int = option(
-        "Port to listen on.", value=8000, zero="any that is free", at_least=0, at_most=65535
+        "Port to listen on.", value=8000, zero="any free port", minimum=0, maximum=65535
     )
     queue: int = option(
-        "Most requests that wait while one is answered. One more is told to come later.",
+        "Maximum number of queued requests. Further ones are answered 429 with Retry-After.",
         value=64,
         unit="requests",
-        at_least=1,
+        minimum=1,
     )
     max_body: int = option(
-        "Largest request that is read, in MB.", value=16, unit="MB", at_least=1, at_most=1024
+        "Maximum size of a request body, in MB.", value=16, unit="MB", minimum=1, maximum=1024
     )
 
     def __post_init__(self) -> None:
-        """Raise TierForceError for a value that is not allowed."""
+        """Raise TierForceError for an invalid value."""
         check_options(self)
 
 
 def is_local(host: str) -> bool:
-    """Return whether nobody but this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -50,7 +50,7 @@ def is_local(host: str) -> bool:
 
 
 def read_keys(path: Path) -> list[str]:
-    """Return the keys in a file, one a line. Raises TierForceError for what are none."""
+    """Return the keys in a file, one per line. Raises TierForceError for invalid ones."""
     if path.exists() and not path.is_file():
         raise TierForceError(f"`api_key_file` {path} is no regular file.")
     try:
@@ -58,14 +58,16 @@ def read_keys(path: Path) -> list[str]:
     except OSError as error:
         raise TierForceError(f"`api_key_file` {path} cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise TierForceError(f"`api_key_file` {path} has keys that are not plain ASCII.") from error
+        raise TierForceError(
+            f"`api_key_file` {path} contains keys that are not plain ASCII."
+        ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
-        raise TierForceError(f"`api_key_file` {path} holds no key: write one on each line.")
+        raise TierForceError(f"`api_key_file` {path} contains no key: write one per line.")
     for number, key in enumerate(keys, 1):
-        if len(key) < _LEAST_KEY or not key.isprintable() or " " in key:
+        if len(key) < _MIN_KEY_LENGTH or not key.isprintable() or " " in key:
             raise TierForceError(
-                f"key {number} in {path} is no good one: use at least {_LEAST_KEY} characters "
-                "without blanks, as `openssl rand -hex 32` makes them."
+                f"key {number} in {path} is unsafe: use at least {_MIN_KEY_LENGTH} characters "
+                "without blanks, such as the output of `openssl rand -hex 32`."
             )
     return keys

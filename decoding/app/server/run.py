@@ -19,22 +19,22 @@ from starlette.types import ASGIApp
 from decoding.app.batch.job import model_name
 from decoding.app.options import Common
 from decoding.app.server.http.connections import Connection, ConnectionLimits, HttpServer
-from decoding.app.server.http.guards import Guards
-from decoding.app.server.http.parsing import Served
+from decoding.app.server.http.guards import RequestGuard
+from decoding.app.server.http.parsing import ServedModel
 from decoding.app.server.http.routes import Server
 from decoding.app.server.options import ServeOptions, is_local, read_keys
 from decoding.app.server.worker import limits
-from decoding.app.server.worker.answering import Answering
-from decoding.app.server.worker.jobs import Failed, JobQueue
+from decoding.app.server.worker.answering import EngineWorker
+from decoding.app.server.worker.jobs import Failed, RequestQueue
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
 from decoding.app.terminal.messages import say_what_fits
-from decoding.app.terminal.signals import TWICE_S, Interrupts
+from decoding.app.terminal.signals import DOUBLE_INTERRUPT_S, Interrupts
 from decoding.app.terminal.streams import say, silence_transformers, warn
 from decoding.engine.engine import Engine
 from offload.errors import TierForceError, one_line
 from parallel.ranks.launch import answer_signals, require_open_files
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 _CLOSING = Failed(503, "the server is being shut down.")
 _LOST = Failed(503, "the engine was lost; the server is being shut down.")
@@ -50,11 +50,11 @@ def run(
     Raises TierForceError for what keeps it from it, and SystemExit with the signal's exit code.
     """
     silence_transformers()
-    group = Group.from_environment(common.device, warn)
+    group = TensorParallelGroup.from_environment(common.device, warn)
     listening: socket.socket | None = None
     connections = ConnectionLimits.for_queue(options.queue)
     keys: list[str] = []
-    with group.together():
+    with group.sync_errors():
         if group.rank == 0:
             # before the models are loaded, which takes a while
             keys = _keys(options, key_file)
@@ -63,14 +63,14 @@ def run(
     engine = Engine.from_pretrained(common.model, common.draft, common.settings, group=group)
     say_what_fits(engine, None, common)
     if listening is None:
-        engine.follow()  # until rank 0 has done what it was told to end with
+        engine.run_worker()  # until rank 0 has done what it was told to end with
         return
-    queue = JobQueue(options.queue)
+    queue = RequestQueue(options.queue)
     ending = _Ending(queue)
     for number in (signal.SIGINT, signal.SIGTERM):
         interrupts.answers[number] = partial(ending.told, number)
     answer_signals(signal.SIGINT, signal.SIGTERM)
-    served = Served(
+    served = ServedModel(
         model_name(common.model),
         common.model,
         engine.context,
@@ -81,10 +81,12 @@ def run(
     metrics, prompts = Metrics(queue), Prompts(engine.tokenizer, engine.context)
     server = Server(queue, prompts, metrics, served, options.max_body * 10**6)
     hosts = None if keys else [*_LOCAL_NAMES, _as_host(options.host)]
-    with _listening(Guards(server.app(), hosts, keys, metrics), listening, queue, connections):
+    with _listening(
+        RequestGuard(server.app(), hosts, keys, metrics), listening, queue, connections
+    ):
         say(f"listening on http://{_as_host(options.host)}:{listening.getsockname()[1]}")
         try:
-            Answering(engine, queue, metrics).run()
+            EngineWorker(engine, queue, metrics).run()
         finally:
             queue.close(_LOST)  # unless it was told to end
         engine.close()
@@ -94,7 +96,7 @@ def run(
 class _Ending:
     """What signals do: the first lets the server end, and another the process."""
 
-    def __init__(self, queue: JobQueue):
+    def __init__(self, queue: RequestQueue):
         self._queue = queue
         self._first: float | None = None
         self.code = 1
@@ -107,12 +109,12 @@ class _Ending:
             say(f"{number.name}: ending, once what is being kept is on disk")
             self._queue.close(_CLOSING)
             return True
-        return now - self._first < TWICE_S
+        return now - self._first < DOUBLE_INTERRUPT_S
 
 
 @contextmanager
 def _listening(
-    app: ASGIApp, at: socket.socket, queue: JobQueue, at_most: ConnectionLimits
+    app: ASGIApp, at: socket.socket, queue: RequestQueue, at_most: ConnectionLimits
 ) -> Iterator[None]:
     """Serve on a thread of its own. Raises TierForceError where that does not start."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)

@@ -30,7 +30,7 @@ def check_writable(option: str, path: Path) -> None:
             path.unlink()
 
 
-def refuse_other_than_json(option: str, path: Path) -> None:
+def check_json_suffix(option: str, path: Path) -> None:
     """Raise TierForceError where something else stands that would be written over."""
     content = b""
     with _writing(option, path), suppress(FileNotFoundError):

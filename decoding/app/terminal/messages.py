@@ -13,7 +13,7 @@ from decoding.engine.engine import Engine
 from decoding.engine.stats import Stats
 from decoding.planning.memory_plan import MemoryPlan
 from offload.dtypes import dtype_name
-from offload.errors import FitError
+from offload.errors import InsufficientMemoryError
 from offload.kernels.selection import Kernels
 
 
@@ -26,11 +26,11 @@ class Longest:
 
 
 def say_what_fits(
-    engine: Engine, longest: Longest | None, common: Common, at_once: int = 1
+    engine: Engine, longest: Longest | None, common: Common, concurrency: int = 1
 ) -> None:
     """Say what runs where, and warn of what the user may not have meant; all ranks call it."""
     place = None
-    if (keeper := engine.sessions.keeper) is not None:
+    if (keeper := engine.sessions.prefix_cache) is not None:
         keeper.warn = lambda line: warn(as_flags(line))
     if engine.group.device.type == "cpu" and common.gpus is not None and common.device == "auto":
         warn(
@@ -38,28 +38,30 @@ def say_what_fits(
             "hundreds of times slower. Look at nvidia-smi and at the build of torch, or say "
             "--device cpu."
         )
-    for line in doubts(engine, common):
+    for line in sanity_warnings(engine, common):
         warn(line)
     if longest is not None:
         try:
-            place = engine.check(longest.tokens, common.max_new_tokens, at_once)
-        except FitError as error:  # of one document: the others may fit
+            place = engine.plan(longest.tokens, common.max_new_tokens, concurrency)
+        except InsufficientMemoryError as error:  # of one document: the others may fit
             warn(
                 f"{longest.name}, of {longest.tokens:,} prompt tokens, will get a record that says:"
                 f" {as_flags(str(error))}"
             )
-    needs = engine.runtime.needs
+    needs = engine.runtime.requirements
     # a trial of kernels takes seconds: none where all layers stay on the device
-    may_slice = needs.has_slices or (
-        len(needs.modes) > 1 and place is not None and needs.uses_link(place)
+    may_slice = needs.has_split or (
+        len(needs.candidate_modes) > 1 and place is not None and needs.uses_link(place)
     )
     if engine.group.device.type == "cuda":
         if may_slice:
-            _warn_without("slices", engine.runtime.slice_kernels, "Another --mode may be faster.")
-        if needs.settings.identical:
-            _warn_without("--identical", engine.runtime.steady_kernels, "It is faster without.")
-    line = opening(engine, longest.tokens if longest else 0, place)
-    say(f"{line}; {at_once} texts at once" if at_once > 1 else line)
+            _warn_without("slices", engine.runtime.split_kernels, "Another --mode may be faster.")
+        if needs.settings.deterministic:
+            _warn_without(
+                "--deterministic", engine.runtime.batch_invariant_kernels, "It is faster without."
+            )
+    line = startup_line(engine, longest.tokens if longest else 0, place)
+    say(f"{line}; {concurrency} texts at once" if concurrency > 1 else line)
 
 
 def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
@@ -72,7 +74,7 @@ def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
         )
 
 
-def doubts(engine: Engine, common: Common) -> list[str]:
+def sanity_warnings(engine: Engine, common: Common) -> list[str]:
     """Return what a user may not have meant by these models, a line each."""
     lines = []
     config = engine.runtime.target.config
@@ -94,7 +96,7 @@ def doubts(engine: Engine, common: Common) -> list[str]:
     return lines
 
 
-def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
+def startup_line(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     """Say what runs where: devices, dtype, mode, context, and where the layers of a prompt of so
     many tokens go.
     """
@@ -107,17 +109,17 @@ def opening(engine: Engine, prompt: int, place: MemoryPlan | None) -> str:
     dtype = dtype_name(models.dtype)
     layers = models.target.config.layers
     far = layers - place.resident_layers if place is not None else 0
-    modes = models.needs.modes if far else [models.mode]
+    modes = models.requirements.candidate_modes if far else [models.mode]
     line = f"{where}; {dtype}, {' or '.join(modes)}, context {engine.context:,}"
     if place is None:
         return line
     line += f"; at {prompt:,} prompt tokens {far} of {layers} layers are on the host"
-    if place.sliced_layers:
-        line += f", {place.sliced_layers} of them with codes on the device"
+    if place.split_layers:
+        line += f", {place.split_layers} of them with codes on the device"
     return line
 
 
-def describe(stats: Stats) -> str:
+def summary_line(stats: Stats) -> str:
     """Say what a text took."""
     before = f" ({stats.loaded_tokens} of them from disk)" if stats.loaded_tokens else ""
     parts = [

@@ -6,15 +6,15 @@ import threading
 from collections.abc import Callable
 
 from decoding.app.terminal.streams import show_cursor
-from parallel.ranks.environment import under_launcher
+from parallel.ranks.environment import is_launched
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-TWICE_S = 1.0  # a terminal and a launcher send the same signal twice
+DOUBLE_INTERRUPT_S = 1.0  # a terminal and a launcher send the same signal twice
 
 
-def culprit(name: str) -> str:
+def signal_source(name: str) -> str:
     """Name a signal, and who may have sent it: a launcher ends all ranks when it has lost one."""
-    return f"{name}, or another rank ended" if name == "SIGTERM" and under_launcher() else name
+    return f"{name}, or another rank ended" if name == "SIGTERM" and is_launched() else name
 
 
 class Interrupts:

@@ -18,7 +18,7 @@ from offload.errors import TierForceError
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-class Unread:
+class SafeStderr:
     """A text stream that may have lost its reader: what cannot be written is dropped, since
     progress must not end a job.
     """
@@ -40,7 +40,7 @@ class Unread:
         return getattr(self._stream, name)
 
 
-class Output:
+class CheckedStdout:
     """Standard output: what cannot be written ends a command, with a line that says so.
 
     A reader that has left (`| head`) ends it without a line, as SIGPIPE would. What comes behind
@@ -132,7 +132,7 @@ def advice_after_loss(arguments: Sequence[str]) -> str:
         return "Finished records are safe: run the same command again to go on."
     if command == "serve":
         return (
-            "Requests that were not answered are lost; what --keep has on disk is safe. Start the "
+            "Requests that were not answered are lost; what --prompt-cache has on disk is safe. Start the "
             "server again."
         )
     return "Run the same command again."

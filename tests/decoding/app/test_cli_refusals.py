@@ -44,17 +44,17 @@ OPTIONS = {
     "--mode speculative": "--draft",
     "--link x": "emulated:RATE",
     "--link emulated:0": "GB/s, at least 0.001",
-    "--resident-layers 99": "6 layers",
-    "--resident-layers -1": "0 or more",
+    "--gpu-kv-layers 99": "6 layers",
+    "--gpu-kv-layers -1": "0 or more",
     "--device x": "cuda",
     "--dtype float64": "bfloat16",
     "--dtype float16": "float32",
-    "--budget 0": "at least 1",
-    "--budget 4": "chunk of 8 tokens",
+    "--retrieval-budget 0": "at least 1",
+    "--retrieval-budget 4": "chunk of 8 tokens",
     "--context 0": "at least 1",
-    "--draft-length 0": "at least 1",
-    "--draft-length 600": "at most 512",
-    "--lookup -1": "0 (off)",
+    "--num-draft-tokens 0": "at least 1",
+    "--num-draft-tokens 600": "at most 512",
+    "--prompt-lookup-ngram -1": "0 (off)",
     "--device-memory 0": "above 0 GB",
     "--device-memory nan": "above 0 GB",
     "--prompt-file a": "either --prompt-file or --prompt",
@@ -127,9 +127,7 @@ def test_pickle_weights_are_not_read_but_the_line_has_the_command_that_converts_
 
 
 def test_host_memory_that_is_too_small_is_told_with_both_sizes(tmp_path: Path) -> None:
-    job = summarize(
-        tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--resident-layers", "0"
-    )
+    job = summarize(tmp_path, tmp_path / "out.jsonl", "--dtype", "float32", "--gpu-kv-layers", "0")
     result = forked(tmp_path, *job, "--device-memory", "0.3", before=_small_host)
     assert result.code == 1
     (record,) = records(tmp_path / "out.jsonl")
@@ -203,4 +201,4 @@ class _Hub:
         kept = self.cache / "harnesses.json"
         kept.write_text('{"standardEnvVars": [], "harnesses": {}}')
         constants.AGENT_HARNESSES_PATH = str(kept)
-        parallel.formats.hub._PATIENCE = 0.5
+        parallel.formats.hub._TIMEOUT_S = 0.5

@@ -88,8 +88,8 @@ class _LeftOver:
 
     def __call__(self) -> None:
         os.environ.update(self.variables)
-        parallel.ranks.process_group._QUIET_S = 0.0
-        parallel.ranks.process_group.MEET = timedelta(seconds=0.3)
+        parallel.ranks.process_group._WARN_AFTER_S = 0.0
+        parallel.ranks.process_group.RENDEZVOUS_TIMEOUT = timedelta(seconds=0.3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.dtypes import DTYPES, counted_dtype, dtype_of
+from offload.dtypes import DTYPES, dtype_of, dtype_spec
 from support.commands import DRAFT, TARGET
 from support.gguf import convert
 
@@ -67,4 +67,4 @@ def test_writing_imports_no_compiler() -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_a_counted_number_takes_the_bytes_of_torch(name: str) -> None:
-    assert counted_dtype(name).itemsize == dtype_of(name).itemsize
+    assert dtype_spec(name).itemsize == dtype_of(name).itemsize

@@ -15,8 +15,8 @@ from torch import Tensor
 import decoding.engine.engine
 from decoding import GREEDY, Engine, Sampling
 from decoding.engine.request import Request
-from offload.errors import GivenUpError
-from parallel.ranks.process_group import Group
+from offload.errors import RequestCancelled
+from parallel.ranks.process_group import TensorParallelGroup
 from support.batches import SMALL
 from support.engines import MODES, Folders, Pair
 from support.models import random_tokens
@@ -29,7 +29,7 @@ PROMPT, LONG = (random_tokens(count, seed=count).tolist() for count in (200, 400
 CHUNKED: dict[str, Any] = {
     **SMALL,
     "prefill_chunk": 64,
-    "resident_layers": 1,
+    "gpu_kv_layers": 1,
     "link": "emulated:50",
 }
 
@@ -44,7 +44,7 @@ def given_up_after(layers: int, prompt: list[int]) -> tuple[Request, list[float]
     """A request that is given up when it was read in so many layers; how much was read."""
     asked, shares = [0], list[float]()
 
-    def is_given_up() -> bool:
+    def is_cancelled() -> bool:
         asked[0] += 1
         return asked[0] > layers
 
@@ -53,15 +53,15 @@ def given_up_after(layers: int, prompt: list[int]) -> tuple[Request, list[float]
         NEW,
         GREEDY,
         progress=lambda done, total: shares.append(done / total),
-        is_given_up=is_given_up,
+        is_cancelled=is_cancelled,
     )
     return request, shares
 
 
 def give_up(engine: Engine, layers: int, prompt: list[int]) -> None:
     request, shares = given_up_after(layers, prompt)
-    with pytest.raises(GivenUpError):
-        list(engine.respond(request))
+    with pytest.raises(RequestCancelled):
+        list(engine.submit(request))
     assert max(shares, default=0) <= layers / LAYERS
     assert not engine.is_busy
 
@@ -87,25 +87,25 @@ def test_two_ranks_give_up_together(folders: Folders) -> None:
 
 
 def on_a_rank(folders: Folders) -> tuple[list[int], list[list[int]]]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     with Pair(*folders, group).engine("hierarchical", **CHUNKED) as engine:
         if group.rank:
-            engine.follow()
+            engine.run_worker()
             return [], []
         expected = list(engine.generate(PROMPT, NEW, GREEDY))
         found = []
         with patch.object(decoding.engine.engine, "KEEP_ALIVE_S", 0.001):
             with engine.conversation(room=1000):
                 for layers in (0, 3):
-                    with engine.idle():  # before a text is open, and while one is
+                    with engine.keep_workers_alive():  # before a text is open, and while one is
                         sleep(0.05)
                     give_up(engine, layers, LONG)
                     found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
-                    with engine.idle():
+                    with engine.keep_workers_alive():
                         sleep(0.05)
                     give_up(engine, layers, [*PROMPT, *found[-1], *LONG])
                     found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
-            with engine.idle():
+            with engine.keep_workers_alive():
                 sleep(0.05)
         found.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         engine.close()
@@ -119,13 +119,13 @@ def test_each_token_is_seen_with_its_logits(mode: str, sampling: Sampling, model
     rows: list[Tensor] = []
     tokens: list[int] = []
     with models.engine(mode, **CHUNKED) as engine:
-        asked = Request(PROMPT, NEW, sampling, observe=lambda logits: rows.extend(logits.clone()))
-        for token in engine.respond(asked):
+        asked = Request(PROMPT, NEW, sampling, on_logits=lambda logits: rows.extend(logits.clone()))
+        for token in engine.submit(asked):
             tokens.append(token)
             assert len(rows) >= len(tokens)
         assert len(rows) == NEW
         for count, row in enumerate(rows):
             seen: list[Tensor] = []
-            again = Request([*PROMPT, *tokens[:count]], 1, sampling, observe=seen.extend)
-            list(engine.respond(again))
+            again = Request([*PROMPT, *tokens[:count]], 1, sampling, on_logits=seen.extend)
+            list(engine.submit(again))
             torch.testing.assert_close(row, seen[0], atol=1e-4, rtol=1e-4)

@@ -10,8 +10,8 @@ import pytest
 
 from decoding import GREEDY, Engine, Settings
 from decoding.engine.chat import Chat
-from offload.errors import DocumentError, TierForceError
-from parallel.ranks.process_group import Group
+from offload.errors import InvalidRequestError, TierForceError
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 
 TURNS = (
@@ -25,7 +25,7 @@ QUESTIONS = ["Who spoke?", "What was low: <|end|>?", "Why, über 東京?"]
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     settings = Settings(mode="retrieval", dtype="float32", context=600, link="emulated:50")
-    made = Engine.from_pretrained(DEMO / "target", settings=settings, group=Group())
+    made = Engine.from_pretrained(DEMO / "target", settings=settings, group=TensorParallelGroup())
     made.tokenizer.chat_template = TURNS
     yield made
     made.close()
@@ -55,7 +55,7 @@ def test_answers_are_those_of_the_whole_prompt(engine: Engine) -> None:
     chat = Chat(engine, 16, GREEDY, document=STORY)
     found = []
     with engine.conversation():
-        chat.read()
+        chat.prefill()
         for question in QUESTIONS:
             answer = "".join(chat.ask(question))
             asked = chat.tokens[: engine.stats.prompt_tokens]
@@ -102,19 +102,19 @@ def test_what_was_said_can_be_restored_and_forgotten(engine: Engine) -> None:
 
 def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
     chat = Chat(engine, 100, GREEDY, document=STORY * 20)
-    assert chat.dropped_tokens > 1000
+    assert chat.truncated_tokens > 1000
     with engine.conversation():
-        chat.read()
+        chat.prefill()
         assert "".join(chat.ask(QUESTIONS[0]))
         while len(chat.tokens) + 50 < engine.context:
             "".join(chat.ask(QUESTIONS[1]))
         said = len(chat.messages)
-        with pytest.raises(DocumentError, match="begin a new one"):
+        with pytest.raises(InvalidRequestError, match="begin a new one"):
             "".join(chat.ask(QUESTIONS[1] * 10))
         assert len(chat.messages) == said  # what is refused was not said
         chat.clear()
         assert "".join(chat.ask(QUESTIONS[0]))
-    with pytest.raises(DocumentError, match="no room left for the document"):
+    with pytest.raises(InvalidRequestError, match="no room left for the document"):
         Chat(engine, 400, GREEDY, document=STORY)
 
 

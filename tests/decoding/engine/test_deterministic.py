@@ -13,8 +13,8 @@ from torch import Tensor
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.request import Request
 from offload.errors import TierForceError
-from offload.kernels.batch_invariant_shape import KEYS
-from parallel.ranks.process_group import Group
+from offload.kernels.batch_invariant_shape import KEY_BLOCK
+from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import TARGET, forked
 from support.engines import Folders, Pair, lead
 from support.families import OTHERS
@@ -24,23 +24,32 @@ from support.slow import slow_except
 
 NEW = 28
 # the end of a block of keys is crossed in the middle of the text
-PROMPT = random_tokens(KEYS - 12, seed=5).tolist()
+PROMPT = random_tokens(KEY_BLOCK - 12, seed=5).tolist()
 SHORT = random_tokens(70).tolist()
 SAMPLINGS = [GREEDY, Sampling(0.8, top_p=0.9, seed=3)]
 SMALL: dict[str, Any] = {"chunk_size": 4, "window": 32, "sinks": 2}
 LINK = {"link": "emulated:50"}
 # modes, and where the KV lives; lengths that are fixed, and others that go by the clock
 WAYS: dict[str, dict[str, Any]] = {
-    "streamed": {"mode": "plain", "resident_layers": 0, **LINK},
-    "viewed": {"mode": "plain", "resident_layers": 1, "link": "view"},
-    "packed": {"mode": "plain", "resident_layers": 1, "packed": True, **LINK},
-    "retrieval": {"mode": "retrieval", "resident_layers": 1, "budget": 64, **LINK},
-    "lookup": {"mode": "speculative", "lookup": 2, "draft_length": 11},
-    "speculative": {"mode": "speculative", "draft_length": 5, "resident_layers": 2, **LINK},
-    "hierarchical": {"mode": "hierarchical", "budget": 96, "resident_layers": 0, **LINK},
-    "long drafts": {"mode": "hierarchical", "budget": 64, "draft_length": 30, "inner_length": 3},
-    "sliced": {"mode": "sliced", "resident_layers": 0, "sliced_layers": 2, **LINK},
-    "all": {"mode": "sliced-hierarchical", "resident_layers": 0, "sliced_layers": 1, **LINK},
+    "streamed": {"mode": "plain", "gpu_kv_layers": 0, **LINK},
+    "viewed": {"mode": "plain", "gpu_kv_layers": 1, "link": "view"},
+    "compress_offload": {"mode": "plain", "gpu_kv_layers": 1, "compress_offload": True, **LINK},
+    "retrieval": {"mode": "retrieval", "gpu_kv_layers": 1, "retrieval_budget": 64, **LINK},
+    "prompt_lookup": {
+        "mode": "speculative",
+        "prompt_lookup_ngram": 2,
+        "num_draft_tokens": 11,
+    },
+    "speculative": {"mode": "speculative", "num_draft_tokens": 5, "gpu_kv_layers": 2, **LINK},
+    "hierarchical": {"mode": "hierarchical", "retrieval_budget": 96, "gpu_kv_layers": 0, **LINK},
+    "long drafts": {
+        "mode": "hierarchical",
+        "retrieval_budget": 64,
+        "num_draft_tokens": 30,
+        "num_inner_draft_tokens": 3,
+    },
+    "split": {"mode": "split", "gpu_kv_layers": 0, "split_kv_layers": 2, **LINK},
+    "all": {"mode": "split-hierarchical", "gpu_kv_layers": 0, "split_kv_layers": 1, **LINK},
 }
 Text = tuple[list[int], Tensor]  # tokens, and the logits (N, V) that they were drawn from
 
@@ -58,13 +67,13 @@ def models(folders: Folders) -> Pair:
 
 def written(engine: Engine, prompt: list[int], sampling: Sampling, new: int = NEW) -> Text:
     rows: list[Tensor] = []
-    request = Request(prompt, new, sampling, observe=lambda logits: rows.extend(logits.clone()))
-    tokens = list(engine.respond(request))
+    request = Request(prompt, new, sampling, on_logits=lambda logits: rows.extend(logits.clone()))
+    tokens = list(engine.submit(request))
     return tokens, torch.stack(rows)
 
 
 def text(models: Pair, prompt: list[int], sampling: Sampling, new: int = NEW, **way: Any) -> Text:
-    with models.engine(identical=True, **SMALL | way) as engine:
+    with models.engine(deterministic=True, **SMALL | way) as engine:
         return written(engine, prompt, sampling, new)
 
 
@@ -85,7 +94,7 @@ def test_a_long_text_in_which_the_boundary_moves(new: int, models: Pair) -> None
     prompt, law = PROMPT[:300], Sampling(1.0, top_p=1, seed=9)
     found = []
     for way in ({"mode": "plain"}, WAYS["retrieval"], WAYS["all"]):
-        with models.engine(identical=True, **SMALL | way) as engine:
+        with models.engine(deterministic=True, **SMALL | way) as engine:
             found.append(written(engine, prompt, law, new))
     assert all(same(each, found[0]) for each in found)
 
@@ -97,7 +106,7 @@ def test_so_it_is_in_every_family(checkpoint: Callable[..., Path], name: str) ->
     for sampling in SAMPLINGS:
         plain = text(models, SHORT, sampling, 16, mode="plain")
         for way in ("retrieval", "hierarchical"):
-            found = text(models, SHORT, sampling, 16, **WAYS[way] | {"budget": 24})
+            found = text(models, SHORT, sampling, 16, **WAYS[way] | {"retrieval_budget": 24})
             assert same(found, plain)
 
 
@@ -112,11 +121,11 @@ def test_two_ranks_write_alike_in_every_way(names: list[str], folders: Folders) 
 
 
 def on_a_rank(folders: Folders, names: list[str]) -> list[Text]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     models = Pair(*folders, group, dtype="bfloat16")
     found = []
     for way in ({"mode": "plain"}, *(WAYS[name] for name in names)):
-        with models.engine(identical=True, **SMALL | way) as engine:
+        with models.engine(deterministic=True, **SMALL | way) as engine:
             found += lead(engine, lambda first: written(first, PROMPT, SAMPLINGS[1]))
     return found
 
@@ -139,12 +148,12 @@ def test_three_ranks_sum_up_in_one_order(
 
 def on_one_of_three(folders: list[Path]) -> list[list[Text]]:
     """What each model writes in two ways."""
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     found = []
     for folder in folders:
         models, texts = Pair(folder, folder, group, dtype="bfloat16"), list[Text]()
         for name in ("viewed", "retrieval"):
-            with models.engine(identical=True, **SMALL | WAYS[name]) as engine:
+            with models.engine(deterministic=True, **SMALL | WAYS[name]) as engine:
                 texts += lead(engine, lambda first: written(first, PROMPT[:100], SAMPLINGS[1], 20))
         found.append(texts)
     return found
@@ -159,17 +168,17 @@ def test_several_threads_write_alike(checkpoint: Callable[..., Path]) -> None:
 
 
 def on_threads(folder: Path) -> list[Text]:
-    models = Pair(folder, folder, Group.from_environment("cpu"), dtype="bfloat16")
+    models = Pair(folder, folder, TensorParallelGroup.from_environment("cpu"), dtype="bfloat16")
     torch.set_num_threads(3)
     found = []
-    for way in ({"mode": "plain"}, WAYS["retrieval"], WAYS["lookup"], WAYS["sliced"]):
-        with models.engine(identical=True, **SMALL | way) as engine:
+    for way in ({"mode": "plain"}, WAYS["retrieval"], WAYS["prompt_lookup"], WAYS["split"]):
+        with models.engine(deterministic=True, **SMALL | way) as engine:
             found.append(written(engine, PROMPT[:150], SAMPLINGS[1], 12))
     return found
 
 
 def test_a_turn_of_a_conversation_is_read_as_one_long_prompt(models: Pair) -> None:
-    with models.engine(mode="hierarchical", identical=True, **SMALL) as engine:
+    with models.engine(mode="hierarchical", deterministic=True, **SMALL) as engine:
         with engine.conversation(room=500):
             first, _ = written(engine, SHORT, SAMPLINGS[1])
             longer = [*SHORT, *first, 7, 8]
@@ -178,26 +187,38 @@ def test_a_turn_of_a_conversation_is_read_as_one_long_prompt(models: Pair) -> No
 
 
 def test_documents_are_written_as_alone(models: Pair) -> None:
-    with models.engine(mode="retrieval", identical=True, **SMALL | {"budget": 64}) as engine:
+    with models.engine(
+        mode="retrieval", deterministic=True, **SMALL | {"retrieval_budget": 64}
+    ) as engine:
         requests = [Request(SHORT[:count], NEW, SAMPLINGS[1]) for count in (70, 40, 55)]
-        assert engine.texts_that_fit(70, NEW, 8) == 1
-        found = [each.tokens for each in engine.write(requests, 1)]
-        assert found == [list(engine.respond(each)) for each in requests]
-        with pytest.raises(TierForceError, match="`identical` texts share no passes"):
-            list(engine.write(requests, 2))
+        assert engine.max_concurrency(70, NEW, 8) == 1
+        found = [each.tokens for each in engine.generate_batch(requests, 1)]
+        assert found == [list(engine.submit(each)) for each in requests]
+        with pytest.raises(TierForceError, match="`deterministic` texts share no passes"):
+            list(engine.generate_batch(requests, 2))
 
 
-@pytest.mark.parametrize("field", [{"keep": "kept"}, {"graphs": True}, {"prefill_chunk": 64}])
+@pytest.mark.parametrize(
+    "field", [{"prompt_cache": "kept"}, {"graphs": True}, {"prefill_chunk": 64}]
+)
 def test_what_would_change_a_text_is_refused(field: dict[str, Any]) -> None:
-    with pytest.raises(TierForceError, match="is not for `identical`"):
-        Settings(identical=True, **field)
+    with pytest.raises(TierForceError, match="cannot be combined with `deterministic`"):
+        Settings(deterministic=True, **field)
 
 
 def test_the_command_line_writes_alike(tmp_path: Path) -> None:
     command = ("generate", "--model", str(TARGET), "--device", "cpu", "--prompt", "It was the best")
     said = set()
-    for way in (("plain",), ("retrieval", "--draft-length", "7"), ("retrieval",)):
-        options = ("--dtype", "bfloat16", "--max-new-tokens", "40", "--seed", "4", "--identical")
+    for way in (("plain",), ("retrieval", "--num-draft-tokens", "7"), ("retrieval",)):
+        options = (
+            "--dtype",
+            "bfloat16",
+            "--max-new-tokens",
+            "40",
+            "--seed",
+            "4",
+            "--deterministic",
+        )
         found = forked(tmp_path, *command, *options, "--mode", *way)
         assert found.code == 0, found.err
         said.add(found.out)

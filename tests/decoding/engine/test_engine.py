@@ -16,13 +16,13 @@ from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.config.defaults import MAX_DRAFT
 from decoding.speculation.draft_length import Adaptive
 from offload.errors import TierForceError
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support import engines
 from support.engines import DEMO, MODES, Pair
 from support.models import random_tokens
 from support.slow import slow_except
 
-SMALL = {**engines.SMALL, "refresh": 1}
+SMALL = {**engines.SMALL, "selection_interval": 1}
 FULL = Sampling(1.0, top_p=1, seed=5)
 PROMPT = random_tokens(90).tolist()
 OTHER = random_tokens(140, seed=1).tolist()
@@ -52,9 +52,9 @@ def test_memory_and_link_do_not_change_a_sampled_text(
     mode: str, sampling: Sampling, pair: Pair
 ) -> None:
     places: list[dict[str, Any]] = [
-        {"resident_layers": 0},
-        {"resident_layers": 2, "link": "emulated:50"},
-        {"resident_layers": 0, "link": "emulated:50", "prefill_chunk": 45},
+        {"gpu_kv_layers": 0},
+        {"gpu_kv_layers": 2, "link": "emulated:50"},
+        {"gpu_kv_layers": 0, "link": "emulated:50", "prefill_chunk": 45},
     ]
     want = pair.text(mode, PROMPT, 40, sampling, **SMALL)
     assert len(set(want)) > 10
@@ -96,21 +96,31 @@ def greedy_by_transformers(target: Path) -> dict[int, list[int]]:
 def test_prompts_from_one_token_up(
     mode: str, prompt: int, pair: Pair, greedy_by_transformers: dict[int, list[int]]
 ) -> None:
-    found = pair.text(mode, PROMPT[:prompt], 24, resident_layers=1, **SMALL)
+    found = pair.text(mode, PROMPT[:prompt], 24, gpu_kv_layers=1, **SMALL)
     assert found == greedy_by_transformers[prompt]
 
 
 @pytest.mark.parametrize("mode", ["speculative", "hierarchical"])
 @pytest.mark.parametrize(
-    ("draft_length", "inner_length", "new"),
+    ("num_draft_tokens", "num_inner_draft_tokens", "new"),
     slow_except([(20, 2, 60), (70, 1, 30), (3, 40, 60)], 2),
 )
 def test_a_window_shorter_than_a_draft(
-    mode: str, draft_length: int, inner_length: int, new: int, pair: Pair, plain: list[int]
+    mode: str,
+    num_draft_tokens: int,
+    num_inner_draft_tokens: int,
+    new: int,
+    pair: Pair,
+    plain: list[int],
 ) -> None:
     # it slides amid a draft, of which verification then takes back most
-    lengths = {"draft_length": draft_length, "inner_length": inner_length}
-    found = pair.text(mode, PROMPT, new, budget=16, chunk_size=4, window=1, sinks=1, **lengths)
+    lengths = {
+        "num_draft_tokens": num_draft_tokens,
+        "num_inner_draft_tokens": num_inner_draft_tokens,
+    }
+    found = pair.text(
+        mode, PROMPT, new, retrieval_budget=16, chunk_size=4, window=1, sinks=1, **lengths
+    )
     assert found == plain[:new]
 
 
@@ -137,13 +147,13 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it(mode: str, pair: Pair) 
 
 
 def test_a_stop_token_amid_a_round_ends_it_there(target: Path) -> None:
-    with Pair(target, target).engine("speculative", draft_length=9, window=300) as engine:
+    with Pair(target, target).engine("speculative", num_draft_tokens=9, window=300) as engine:
         whole = list(engine.generate(PROMPT, 40, FULL))
         # a draft by the target itself: rounds of 10, behind the first token
-        assert engine.stats.levels[0].stats.passes == 4
+        assert engine.stats.levels[0].stats.forwards == 4
     amid = next(place for place in range(2, 9) if whole[place] not in whole[:place])
     with Pair(target, target).engine(
-        "speculative", stop=[whole[amid]], draft_length=9, window=300
+        "speculative", stop=[whole[amid]], num_draft_tokens=9, window=300
     ) as engine:
         assert list(engine.generate(PROMPT, 40, FULL)) == whole[:amid]
         assert engine.stats.levels[0].stats.produced == 10
@@ -151,7 +161,7 @@ def test_a_stop_token_amid_a_round_ends_it_there(target: Path) -> None:
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
 def test_a_text_given_up_leaves_no_trace(mode: str, pair: Pair) -> None:
-    choices = {**SMALL, "resident_layers": 1, "link": "emulated:50"}
+    choices = {**SMALL, "gpu_kv_layers": 1, "link": "emulated:50"}
     want = pair.text(mode, PROMPT, 40, FULL, **choices)
     with pair.engine(mode, **choices) as engine:
         for given_up in (1, 2, 11):
@@ -165,8 +175,8 @@ def test_a_text_given_up_leaves_no_trace(mode: str, pair: Pair) -> None:
 
 def test_texts_do_not_mix(pair: Pair) -> None:
     # they share one host arena: a second text would overwrite the first one's KV
-    want = pair.text("hierarchical", PROMPT, 30, resident_layers=0)
-    with pair.engine("hierarchical", resident_layers=0) as engine:
+    want = pair.text("hierarchical", PROMPT, 30, gpu_kv_layers=0)
+    with pair.engine("hierarchical", gpu_kv_layers=0) as engine:
         text = engine.generate(PROMPT, 30, GREEDY)
         found = [next(text), next(text)]
         with pytest.raises(TierForceError, match="one text at a time"):
@@ -177,7 +187,7 @@ def test_texts_do_not_mix(pair: Pair) -> None:
 
 def test_a_string_is_its_tokens() -> None:
     engine = Engine.from_pretrained(
-        DEMO / "target", settings=Settings(dtype="float32"), group=Group()
+        DEMO / "target", settings=Settings(dtype="float32"), group=TensorParallelGroup()
     )
     text = "The sun was low over the hills, and nobody spoke."
     assert list(engine.generate(text, 12, GREEDY)) == list(

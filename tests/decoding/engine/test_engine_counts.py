@@ -14,8 +14,8 @@ import decoding.planning.fit
 import decoding.planning.memory_requirements
 from decoding import GREEDY, Engine, Sampling
 from decoding.config.defaults import SELECTION_INTERVAL_ON_DEVICE
-from decoding.engine.session import Session
-from decoding.planning.memory_plan import MemoryPlan, Needs, plan_memory
+from decoding.engine.session import SequenceState
+from decoding.planning.memory_plan import MemoryPlan, MemoryRequirements, plan_memory
 from offload.retrieval.selection import POLICIES
 from offload.tiered.cache import TieredCache
 from support.engines import MODES, SMALL, Pair
@@ -45,7 +45,7 @@ class Passes:
         self.lengths: list[int] = []
         self._before: list[int] = []  # bytes over the link when each pass began
         self._cache: TieredCache | None = None
-        begin = TieredCache.begin
+        begin = TieredCache.begin_forward
 
         def noted(cache: TieredCache, rows: int) -> None:
             self._cache = cache
@@ -53,7 +53,7 @@ class Passes:
             self._before.append(cache.traffic.link_in)
             begin(cache, rows)
 
-        monkeypatch.setattr(TieredCache, "begin", noted)
+        monkeypatch.setattr(TieredCache, "begin_forward", noted)
 
     def streamed(self) -> list[int]:
         assert self._cache is not None
@@ -70,7 +70,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def boundary(engine: Engine, length: int, new: int) -> int:
     """Tokens of prefix that a pass from `length` tokens streams."""
-    recent, block = engine.runtime.needs.recent(len(PROMPT), new)
+    recent, block = engine.runtime.requirements.recent(len(PROMPT), new)
     return max(0, length - recent) // block * block
 
 
@@ -80,8 +80,8 @@ def boundary(engine: Engine, length: int, new: int) -> int:
 def test_plain_decoding_streams_the_host_prefix_once_a_token(
     link: str, resident: int, new: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pair.engine("plain", link=link, resident_layers=resident) as engine:
-        assert engine.runtime.needs.recent(20, new) == (0, BLOCK)
+    with pair.engine("plain", link=link, gpu_kv_layers=resident) as engine:
+        assert engine.runtime.requirements.recent(20, new) == (0, BLOCK)
         monkeypatch.setattr(decoding.planning.memory_requirements, "BOUNDARY_BLOCK", SHORT_BLOCK)
         assert len(list(engine.generate(PROMPT[:20], new, GREEDY))) == new
         # by the pass for each token but the first
@@ -104,13 +104,13 @@ def test_only_the_target_uses_the_link_and_once_a_pass(
     mode: str, link: str, pair: Pair, passes: Passes
 ) -> None:
     prompt = PROMPT * 3  # past the block of the modes that have one of 256
-    with pair.engine(mode, link=link, resident_layers=1, **SMALL) as engine:
+    with pair.engine(mode, link=link, gpu_kv_layers=1, **SMALL) as engine:
         list(engine.generate(prompt, 60, Sampling(1.0, top_p=1)))
         wanted = [
             2 * token_bytes(engine) * boundary(engine, length, 60) for length in passes.lengths
         ]
         assert passes.streamed() == wanted
-        assert len(wanted) == engine.stats.levels[0].stats.passes
+        assert len(wanted) == engine.stats.levels[0].stats.forwards
         assert engine.stats.link_bytes_per_token == sum(wanted) / 59 > 0
         out = engine.stats.traffic["target"].link_out
         assert engine.stats.prefill_link_out == 2 * token_bytes(engine) * boundary(
@@ -131,9 +131,9 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
     """
     by_length: dict[int, set[int]] = {}
     for policy, refresh in [*product(POLICIES, (1,)), ("attention", 20)]:
-        choices = {"policy": policy, "refresh": refresh, **SMALL}
-        with pair.engine(mode, resident_layers=1, **choices) as engine:
-            assert engine.runtime.needs.recent(len(PROMPT), 40) == (4, 8)
+        choices = {"policy": policy, "selection_interval": refresh, **SMALL}
+        with pair.engine(mode, gpu_kv_layers=1, **choices) as engine:
+            assert engine.runtime.requirements.recent(len(PROMPT), 40) == (4, 8)
             passes.lengths, passes._before = [], []
             list(engine.generate(PROMPT, 40, Sampling(1.0, top_p=1)))
             for length, streamed in zip(passes.lengths, passes.streamed(), strict=True):
@@ -153,8 +153,8 @@ def test_no_choice_costs_a_byte_over_the_link(mode: str, pair: Pair, passes: Pas
 def test_where_a_choice_costs_compute_it_comes_seldom(
     link: str, resident: int, often: bool, pair: Pair
 ) -> None:
-    with pair.engine("retrieval", link=link, resident_layers=resident) as engine:
-        cache = Session(engine.runtime, PROMPT, 60).retrieval
+    with pair.engine("retrieval", link=link, gpu_kv_layers=resident) as engine:
+        cache = SequenceState(engine.runtime, PROMPT, 60).retrieval
         assert cache is not None
         assert cache.selector.min_interval == (1 if often else SELECTION_INTERVAL_ON_DEVICE)
 
@@ -164,14 +164,14 @@ def test_where_a_choice_costs_compute_it_comes_seldom(
 def test_the_plan_asks_for_what_the_session_allocates(
     policy: str, new: int, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Needs] = []
+    asked: list[MemoryRequirements] = []
 
-    def noted(needs: Needs, *arguments: object) -> MemoryPlan:
+    def noted(needs: MemoryRequirements, *arguments: object) -> MemoryPlan:
         asked.append(needs)
         return plan_memory(needs, *arguments)
 
     monkeypatch.setattr(decoding.planning.fit, "plan_memory", noted)
-    with pair.engine("hierarchical", resident_layers=1, policy=policy, **SMALL) as engine:
+    with pair.engine("hierarchical", gpu_kv_layers=1, policy=policy, **SMALL) as engine:
         next(engine.generate(PROMPT, new, Sampling(1.0, top_p=1)))
         layout = engine.runtime.target.config.kv_layout(1, engine.runtime.dtype)
         levels, middle = engine.stats.levels, engine.stats.retrieval
@@ -184,13 +184,15 @@ def test_the_plan_asks_for_what_the_session_allocates(
             needs.target.tail, 2
         )
         assert [needs.draft] == fixed
-        shape, traits = middle.shape, POLICIES[policy].traits
-        choosing = shape.scratch_bytes(layout, traits.rows * 2)  # of 4 query heads to 2 KV heads
+        shape, traits = middle.shape, POLICIES[policy].spec
+        choosing = shape.scratch_bytes(
+            layout, traits.query_rows * 2
+        )  # of 4 query heads to 2 KV heads
         choosing += traits.state_bytes(layout, shape.context, shape.chunk)
         assert needs.retrieval == middle.device_bytes + choosing
         held = target.device_bytes + needs.retrieval + needs.draft + needs.tables
         # in the larger phase
-        assert engine.stats.plan.device_bytes == held + max(needs.hidden, needs.passes)
+        assert engine.stats.plan.device_bytes == held + max(needs.hidden, needs.forwards)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -204,18 +206,18 @@ def test_a_text_that_fits_the_device_leaves_the_link_alone(mode: str, pair: Pair
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_levels_account_for_every_token(mode: str, pair: Pair) -> None:
-    with pair.engine(mode, lookup=0, **SMALL) as engine:  # every level a model
+    with pair.engine(mode, prompt_lookup_ngram=0, **SMALL) as engine:  # every level a model
         text = list(engine.generate(PROMPT, 70, Sampling(1.0, top_p=1)))
         stats, levels = engine.stats, engine.stats.levels
         top = levels[0].stats
         assert stats.new_tokens == len(text) == 70
         assert top.produced == 69  # the first token is prefill's
-        assert stats.tokens_per_verification == 69 / top.passes
+        assert stats.tokens_per_verification == 69 / top.forwards
         for above, below in pairwise(levels):
-            assert above.stats.produced == above.stats.passes + above.stats.accepted
+            assert above.stats.produced == above.stats.forwards + above.stats.accepted
             assert above.stats.proposed == below.stats.produced
             assert stats.acceptance[above.name] == above.stats.accepted / above.stats.proposed
-        assert levels[-1].stats.passes == levels[-1].stats.produced
+        assert levels[-1].stats.forwards == levels[-1].stats.produced
         names = {
             "hierarchical": ["target", "retrieval", "draft"],
             "retrieval": ["target", "retrieval"],
@@ -234,7 +236,7 @@ def test_a_draft_that_is_the_target_is_always_right(
     # acceptance
     folder = checkpoint(max_position_embeddings=4096)
     with Pair(folder, folder).engine(
-        mode, budget=300, window=300, draft_length=6, inner_length=3
+        mode, retrieval_budget=300, window=300, num_draft_tokens=6, num_inner_draft_tokens=3
     ) as engine:
         list(engine.generate(PROMPT, 200, Sampling(1.0, top_p=1)))
         assert list(engine.stats.acceptance.values()) == [1.0] * (len(engine.stats.levels) - 1)

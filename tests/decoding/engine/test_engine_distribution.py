@@ -16,7 +16,7 @@ from torch import Tensor
 import decoding.speculation.rejection_sampler
 from decoding import Sampling
 from decoding.engine.request import Request
-from offload.retrieval.selection import POLICIES, Attention, ObservedRows
+from offload.retrieval.selection import POLICIES, AttentionScorePolicy, QuerySample
 from parallel.config.model_config import ModelConfig
 from support import engines
 from support.engines import Folders, Pair
@@ -33,7 +33,7 @@ SAMPLINGS = {
     "nucleus": Sampling(0.6, top_p=0.9, seed=1),
     "top-k": Sampling(0.9, 12, 1, seed=1),
 }
-SMALL = {**engines.SMALL, "budget": 16, "draft_length": 4, "resident_layers": 1}
+SMALL = {**engines.SMALL, "retrieval_budget": 16, "num_draft_tokens": 4, "gpu_kv_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +70,12 @@ def reference_laws(folder: Path, tokens: Tensor, sampling: Sampling) -> Tensor:
     """What transformers says of each new token, (N, V), also of a model of more or fewer tokens."""
     rows = ModelConfig.from_pretrained(folder).vocab
     logits = reference_logits(folder, tokens.masked_fill(tokens >= rows, 0))[len(PROMPT) - 1 : -1]
-    laws = sampling.law(logits[:, :VOCAB]).double()
+    laws = sampling.probs(logits[:, :VOCAB]).double()
     return torch.nn.functional.pad(laws, (0, VOCAB - laws.shape[1]))
 
 
 def dtype_for(mode: str) -> str:
-    return "bfloat16" if "sliced" in mode else "float32"
+    return "bfloat16" if "split" in mode else "float32"
 
 
 def likelihood(mode: str, sampling: Sampling, folders: Folders, new: int, **choices: Any) -> float:
@@ -121,7 +121,7 @@ def test_three_texts_at_once_follow_the_target_law(
     law = SAMPLINGS[sampling]
     requests = [Request(PROMPT, 250, replace(law, seed=seed)) for seed in (1, 2, 3)]
     with Pair(*folders).engine(mode, **SMALL) as engine:
-        texts = [text.tokens for text in engine.write(requests, 3)]
+        texts = [text.tokens for text in engine.generate_batch(requests, 3)]
     found = torch.cat([places(text, law, folders) for text in texts])
     assert len(found) == 750
     assert not found.isnan().any()
@@ -130,7 +130,7 @@ def test_three_texts_at_once_follow_the_target_law(
 
 @pytest.mark.parametrize(
     ("mode", "sampling"),
-    slow_except([("plain", "full"), ("hierarchical", "nucleus"), ("sliced-hierarchical", "full")]),
+    slow_except([("plain", "full"), ("hierarchical", "nucleus"), ("split-hierarchical", "full")]),
 )
 def test_a_turn_of_a_conversation_follows_the_target_law(
     mode: str, sampling: str, folders: Folders
@@ -149,20 +149,20 @@ def test_a_turn_of_a_conversation_follows_the_target_law(
 
 
 @pytest.mark.parametrize(
-    ("mode", "sampling", "sliced"),
+    ("mode", "sampling", "split"),
     slow_except(
         [
-            ("sliced", "full", 1),
-            ("sliced-hierarchical", "full", 1),
-            ("sliced-hierarchical", "nucleus", 0),
+            ("split", "full", 1),
+            ("split-hierarchical", "full", 1),
+            ("split-hierarchical", "nucleus", 0),
         ]
     ),
 )
 def test_a_long_text_follows_the_target_law_with_slices(
-    mode: str, sampling: str, sliced: int, folders: Folders
+    mode: str, sampling: str, split: int, folders: Folders
 ) -> None:
     """In 16 bits: what rounding changes of a law, so few tokens do not tell."""
-    chosen = {"sliced_layers": sliced, "link": "emulated:50", "lookup": 1}
+    chosen = {"split_kv_layers": split, "link": "emulated:50", "prompt_lookup_ngram": 1}
     assert likelihood(mode, SAMPLINGS[sampling], folders, 500, **chosen) > LIKELY
 
 
@@ -181,7 +181,7 @@ def test_a_long_text_follows_the_target_law_with_a_draft_of_other_rows(
 def test_a_long_text_follows_the_target_law_whatever_is_selected(
     policy: str, folders: Folders
 ) -> None:
-    choices = {"policy": policy, "budget": 64, "refresh": 1}
+    choices = {"policy": policy, "retrieval_budget": 64, "selection_interval": 1}
     assert likelihood("hierarchical", SAMPLINGS["full"], folders, 500, **choices) > LIKELY
 
 
@@ -195,9 +195,9 @@ def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
             SAMPLINGS["nucleus"],
             folders,
             500,
-            draft_length=None,
-            inner_length=None,
-            lookup=1,
+            num_draft_tokens=None,
+            num_inner_draft_tokens=None,
+            prompt_lookup_ngram=1,
         )
         > LIKELY
     )
@@ -205,18 +205,20 @@ def test_a_long_text_follows_the_target_law_with_lengths_that_adapt_and_lookup(
 
 @pytest.mark.parametrize(
     ("mode", "tokens"),  # in 16 bits what the draft proposes is nearly right, and it takes longer
-    slow_except([("speculative", 700), ("hierarchical", 900), ("sliced-speculative", 1_500)]),
+    slow_except([("speculative", 700), ("hierarchical", 900), ("split-speculative", 1_500)]),
 )
 def test_a_plain_redraw_is_found_out(
     mode: str, tokens: int, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual", lambda p, q: p)
+    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual_probs", lambda p, q: p)
     # the latest chunks, for a good selection drafts too well for it to matter much
-    monkeypatch.setattr(Attention, "scores", latest)
+    monkeypatch.setattr(AttentionScorePolicy, "scores", latest)
     assert likelihood(mode, SAMPLINGS["full"], folders, tokens) < BROKEN
 
 
-def latest(policy: Attention, rows: ObservedRows, layer: int, head: int, chunk: int) -> Tensor:
+def latest(
+    policy: AttentionScorePolicy, rows: QuerySample, layer: int, head: int, chunk: int
+) -> Tensor:
     """Rank chunks by where they stand, as `SelectionPolicy.scores` says."""
     heads, tokens, _ = rows.keys.shape
     return torch.arange(tokens // chunk).float().repeat(heads, 1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decoding import GREEDY, Engine, Sampling, Settings
-from offload.errors import DocumentError, FitError, TierForceError
+from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from parallel.model.loading import parameter_bytes
 from support.engines import DEMO, MODES, Folders, Pair
 from support.models import random_tokens
@@ -35,7 +35,7 @@ def test_a_text_that_makes_no_sense_is_refused(
     prompt: list[int], new: int, message: str, models: Pair
 ) -> None:
     with models.engine("hierarchical", context=100) as engine:
-        with pytest.raises(DocumentError, match=message):
+        with pytest.raises(InvalidRequestError, match=message):
             list(engine.generate(prompt, new, GREEDY))
         assert len(list(engine.generate([1] * 96, 4, GREEDY))) == 4
 
@@ -67,9 +67,11 @@ def test_a_prompt_that_gives_nan_fails_alone(
     token = next(token for token in range(VOCAB) if token not in {*PROMPT, *want})
     bad = [*PROMPT[:place], token, *PROMPT[place + 1 :]]
     # lest a draft strays onto it
-    with spoilt(folders, token, "target").engine(mode, budget=200, resident_layers=1) as engine:
+    with spoilt(folders, token, "target").engine(
+        mode, retrieval_budget=200, gpu_kv_layers=1
+    ) as engine:
         for _ in range(2):
-            with pytest.raises(DocumentError, match="the model computed are not numbers"):
+            with pytest.raises(InvalidRequestError, match="the model computed are not numbers"):
                 list(engine.generate(bad, 25, GREEDY))
             assert list(engine.generate(PROMPT, 25, GREEDY)) == want
 
@@ -83,7 +85,7 @@ def test_a_text_that_runs_into_nan_is_right_up_to_there(
     found: list[int] = []
     with (
         spoilt(folders, want[place], "target").engine(mode) as engine,
-        pytest.raises(DocumentError, match="the model computed are not numbers"),
+        pytest.raises(InvalidRequestError, match="the model computed are not numbers"),
     ):
         found.extend(engine.generate(PROMPT, 40, GREEDY))  # keeps what came before the error
     assert found == want[: len(found)]
@@ -93,7 +95,7 @@ def test_a_text_that_runs_into_nan_is_right_up_to_there(
 def test_a_draft_that_gives_nan_is_not_taken_for_a_law(folders: Folders) -> None:
     with (
         spoilt(folders, PROMPT[-1], "draft").engine("speculative") as engine,
-        pytest.raises(DocumentError, match="a draft was drawn from are not numbers"),
+        pytest.raises(InvalidRequestError, match="a draft was drawn from are not numbers"),
     ):
         list(engine.generate(PROMPT, 25, GREEDY))
 
@@ -104,7 +106,8 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, models: Pair) -
     weights = parameter_bytes(models.target) + parameter_bytes(models.draft)
     with models.engine(mode, device_memory=weights + 100_000) as engine:
         with pytest.raises(
-            FitError, match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available"
+            InsufficientMemoryError,
+            match=r"needs (\d\.\d+) GB of device memory .* and (\d\.\d+) GB are available",
         ) as caught:
             list(engine.generate(PROMPT * 10, 20, GREEDY))
         needed, available = (
@@ -115,7 +118,9 @@ def test_a_device_too_small_is_told_with_both_figures(mode: str, models: Pair) -
 
 def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: Pair) -> None:
     assert models.draft is not None
-    with models.engine("retrieval", budget=80, draft_length=4, resident_layers=0) as engine:
+    with models.engine(
+        "retrieval", retrieval_budget=80, num_draft_tokens=4, gpu_kv_layers=0
+    ) as engine:
         list(engine.generate(PROMPT, 4, GREEDY))
         assert engine.stats.plan is not None
         room = (
@@ -124,15 +129,18 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: 
             + engine.stats.plan.device_bytes
         )
     with models.engine(
-        "retrieval", budget=80, draft_length=4, resident_layers=0, device_memory=room
+        "retrieval", retrieval_budget=80, num_draft_tokens=4, gpu_kv_layers=0, device_memory=room
     ) as engine:
         assert len(list(engine.generate(PROMPT, 4, GREEDY))) == 4
     larger = models.engine(
-        "retrieval", budget=81, draft_length=4, resident_layers=0, device_memory=room
+        "retrieval", retrieval_budget=81, num_draft_tokens=4, gpu_kv_layers=0, device_memory=room
     )
     with (
         larger as engine,
-        pytest.raises(FitError, match=r"GB of it for the retrieval cache.*smaller `budget`"),
+        pytest.raises(
+            InsufficientMemoryError,
+            match=r"GB of it for the retrieval cache.*smaller `retrieval_budget`",
+        ),
     ):
         list(engine.generate(PROMPT, 4, GREEDY))
 
@@ -141,16 +149,16 @@ def test_a_budget_larger_than_the_device_is_told_and_a_smaller_one_fits(models: 
 def test_host_memory_too_small_is_told_and_leaves_the_engine_good(
     mode: str, models: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with models.engine(mode, resident_layers=0) as engine:
+    with models.engine(mode, gpu_kv_layers=0) as engine:
         with monkeypatch.context() as little:
             little.setattr("decoding.models.runtime.host_available", lambda: 10_000)
             with pytest.raises(
-                FitError,
+                InsufficientMemoryError,
                 match=r"needs 0\.\d+ GB of host memory per rank and 0\.\d+ GB are available",
             ):
                 list(engine.generate(PROMPT, 20, GREEDY))
-            with pytest.raises(FitError, match="host memory"):
-                engine.check(90, 20)
+            with pytest.raises(InsufficientMemoryError, match="host memory"):
+                engine.plan(90, 20)
         assert list(engine.generate(PROMPT, 20, GREEDY)) == models.text("plain", PROMPT, 20)
 
 
@@ -158,13 +166,13 @@ def test_a_refusal_beforehand_is_the_one_that_the_text_gets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of what the memory lacks, in the mode that lacks least."""
-    settings = Settings(dtype="bfloat16", link="emulated:50", resident_layers=0)
+    settings = Settings(dtype="bfloat16", link="emulated:50", gpu_kv_layers=0)
     with closing(Engine.from_pretrained(DEMO / "target", settings=settings)) as engine:
         monkeypatch.setattr("decoding.models.runtime.host_available", lambda: 10_000)
         prompt = list(range(2, 1500))
-        with pytest.raises(FitError, match="host memory") as beforehand:
-            engine.check(len(prompt), 20)
-        with pytest.raises(FitError) as then:
+        with pytest.raises(InsufficientMemoryError, match="host memory") as beforehand:
+            engine.plan(len(prompt), 20)
+        with pytest.raises(InsufficientMemoryError) as then:
             list(engine.generate(prompt, 20, GREEDY))
         assert str(then.value) == str(beforehand.value)
 
@@ -193,7 +201,7 @@ def test_arguments_of_another_kind_are_refused_in_a_line(
     text: Any, more: dict[str, Any], reason: str, models: Pair
 ) -> None:
     with models.engine("plain") as engine:
-        with pytest.raises(DocumentError, match=reason):
+        with pytest.raises(InvalidRequestError, match=reason):
             list(engine.generate(text, **more))
         assert list(engine.generate(PROMPT, 5, GREEDY))  # and the engine is good for the next
 
@@ -215,7 +223,9 @@ def test_what_is_no_string_is_named_where_a_string_is_streamed(
 ) -> None:
     with models.engine("plain") as engine:
         for chat in (False, True):
-            with pytest.raises(DocumentError, match=f"^the text must be a string, found {found}.$"):
+            with pytest.raises(
+                InvalidRequestError, match=f"^the text must be a string, found {found}.$"
+            ):
                 list(engine.stream(text, chat=chat))
 
 
@@ -224,10 +234,10 @@ def test_what_is_no_string_is_named_where_a_string_is_streamed(
     [
         ("context", True),
         ("device_memory", True),
-        ("resident_layers", False),
-        ("keep", ""),
-        ("budget", 10.5),
-        ("budget", "1024"),
+        ("gpu_kv_layers", False),
+        ("prompt_cache", ""),
+        ("retrieval_budget", 10.5),
+        ("retrieval_budget", "1024"),
     ],
 )
 def test_a_setting_of_another_kind_is_refused(name: str, value: Any) -> None:

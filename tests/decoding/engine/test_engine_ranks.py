@@ -15,11 +15,11 @@ from torch import Tensor
 
 import decoding.models.runtime
 from decoding import GREEDY, Engine, Sampling
-from offload.errors import DocumentError, FitError
+from offload.errors import InsufficientMemoryError, InvalidRequestError
 from offload.tiered.resident import ResidentLayer
 from parallel.model.layers import VocabParallelEmbedding
 from parallel.model.loading import parameter_bytes
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support import engines
 from support.engines import MODES, Folders, Pair, lead
 from support.models import random_tokens
@@ -29,7 +29,7 @@ NEW = 16
 DEEP = 8
 FULL = Sampling(1.0, top_p=1, seed=3)
 PROMPT, OTHER, LONG = (random_tokens(count, seed=count).tolist() for count in (300, 90, 2_000))
-SMALL = {**engines.SMALL, "draft_length": 9, "resident_layers": 1, "link": "emulated:50"}
+SMALL = {**engines.SMALL, "num_draft_tokens": 9, "gpu_kv_layers": 1, "link": "emulated:50"}
 Report = dict[str, Any]
 
 
@@ -64,20 +64,20 @@ class Recording:
 
 
 def on_a_rank(folders: Folders, deep: Folders) -> Report:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     pair = Pair(*folders, group)
     report: Report = {}
     for mode in MODES:
         with pair.engine(mode, **SMALL) as engine:
             report[mode] = lead(engine, whole)
     recording = Recording()
-    group.recorder._graphs.add(recording)
+    group.graph_capturer._graphs.add(recording)
     with pair.engine("hierarchical", **SMALL) as engine:
         report["given up"] = lead(engine, given_up)
     report["reset"] = recording.is_reset
     report["plans"] = plans_differ(Pair(*deep, group))
     report["fit"] = one_rank_too_small(pair)
-    report["late"] = late_layers(pair)
+    report["deferred"] = deferred_layers(pair)
     report["nan"] = nan_in_one_text(pair)  # the last, for it spoils the weights
     return report
 
@@ -92,7 +92,7 @@ def given_up(engine: Engine) -> list[list[int]]:
     for count in (1, 2, 9):
         for _ in islice(engine.generate(OTHER, NEW, GREEDY), count):
             pass
-        with pytest.raises(DocumentError):
+        with pytest.raises(InvalidRequestError):
             next(engine.generate([], NEW, GREEDY))
         texts.append(whole(engine))
     return texts
@@ -102,7 +102,7 @@ def plans_differ(pair: Pair) -> tuple[int, list[int]]:
     """How many layers stay on this rank, where rank 1's share just fits and rank 0 has the draft to
     hold too; and the text.
     """
-    choices = {"budget": 32, "link": "emulated:50"}
+    choices = {"retrieval_budget": 32, "link": "emulated:50"}
     with pair.engine("hierarchical", **choices) as engine:
         needed = parameter_bytes(pair.target) + engine.runtime.plan(len(LONG), NEW).device_bytes
     room = pair.group.all_gather(torch.tensor([needed])).tolist()[1]
@@ -119,19 +119,19 @@ def one_rank_too_small(pair: Pair) -> list[str | list[int]]:
         if pair.group.rank:
             decoding.models.runtime.host_available = lambda: 10_000
         for attempt in (
-            lambda: engine.check(len(PROMPT), NEW),
+            lambda: engine.plan(len(PROMPT), NEW),
             lambda: list(engine.generate(PROMPT, NEW, FULL)),
         ):
             try:
                 found.append(attempt())
-            except FitError as error:
+            except InsufficientMemoryError as error:
                 found.append(str(error))
         decoding.models.runtime.host_available = available
         found.append(list(engine.generate(PROMPT, NEW, FULL)))
     return found
 
 
-def late_layers(pair: Pair) -> list[str | list[int]]:
+def deferred_layers(pair: Pair) -> list[str | list[int]]:
     """A text whose resident layer comes late, one where rank 1 has no memory for it any more, and
     the first again.
     """
@@ -143,7 +143,7 @@ def late_layers(pair: Pair) -> list[str | list[int]]:
 
     with (
         patch.object(
-            decoding.models.runtime, "fit", lambda *text: replace(planned(*text), late_layers=1)
+            decoding.models.runtime, "fit", lambda *text: replace(planned(*text), deferred_layers=1)
         ),
         pair.engine("hierarchical", **SMALL) as engine,
     ):
@@ -153,7 +153,7 @@ def late_layers(pair: Pair) -> list[str | list[int]]:
             ):
                 try:
                     found.append(list(engine.generate(PROMPT, NEW, FULL)))
-                except FitError as error:
+                except InsufficientMemoryError as error:
                     found.append(str(error))
     return found
 
@@ -170,7 +170,7 @@ def nan_in_one_text(pair: Pair) -> list[str | list[int]]:
         for prompt in ([*OTHER, spoilt], OTHER):
             try:
                 found.append(list(engine.generate(prompt, 5, GREEDY)))
-            except DocumentError as error:
+            except InvalidRequestError as error:
                 found.append(str(error))
     return found
 
@@ -224,6 +224,6 @@ def test_a_nan_fails_its_text_alone(reports: list[Report]) -> None:
 def test_a_layer_that_finds_its_memory_gone_fails_its_text_alone(
     reports: list[Report], alone: dict[str, list[int]]
 ) -> None:
-    first, failed, again = reports[0]["late"]
+    first, failed, again = reports[0]["deferred"]
     assert first == again == alone["hierarchical"]
     assert "others took device memory meant for 1 layers" in failed

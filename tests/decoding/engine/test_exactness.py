@@ -11,14 +11,14 @@ import pytest
 import decoding.planning.memory_requirements
 from decoding import GREEDY, Engine, Settings
 from offload.retrieval.selection import POLICIES
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair
 from support.ranks import run_ranks
 from support.slow import slow_except
 from support.texts import prompt
 
 PROMPT, NEW = prompt("typing")[:700], 32
-LINKED = {"link": "emulated:50", "resident_layers": 1}
+LINKED = {"link": "emulated:50", "gpu_kv_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,14 @@ def test_every_policy_writes_the_target_own_text(
     policy: str, mode: str, pair: Pair, plain: list[int]
 ) -> None:
     choices: dict[str, Any] = {"policy": policy, "chunk_size": 4}
-    assert pair.text(mode, PROMPT, NEW, budget=300, **choices, **LINKED) == plain
+    assert pair.text(mode, PROMPT, NEW, retrieval_budget=300, **choices, **LINKED) == plain
 
 
-LENGTHS = [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inner_length": 6}]
+LENGTHS = [
+    {},
+    {"num_draft_tokens": 3, "num_inner_draft_tokens": 1},
+    {"num_draft_tokens": 30, "num_inner_draft_tokens": 6},
+]
 
 
 @pytest.mark.parametrize(
@@ -59,20 +63,27 @@ LENGTHS = [{}, {"draft_length": 3, "inner_length": 1}, {"draft_length": 30, "inn
 def test_every_proposer_and_length_write_the_target_own_text(
     mode: str, lookup: int, lengths: dict[str, int], pair: Pair, plain: list[int]
 ) -> None:
-    with pair.engine(mode, lookup=lookup, budget=300, refresh=9, **lengths, **LINKED) as engine:
+    with pair.engine(
+        mode,
+        prompt_lookup_ngram=lookup,
+        retrieval_budget=300,
+        selection_interval=9,
+        **lengths,
+        **LINKED,
+    ) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == plain
         names = [level.name for level in engine.stats.levels]
-        assert ("lookup" in names) == (lookup > 0)
-        assert all(length is not None for length in engine.stats.draft_lengths.values())
+        assert ("prompt_lookup" in names) == (lookup > 0)
+        assert all(length is not None for length in engine.stats.num_draft_tokens.values())
 
 
 def test_prompt_lookup_alone_speculates(plain: list[int]) -> None:
-    choices: dict[str, Any] = {"lookup": 2, **LINKED}
+    choices: dict[str, Any] = {"prompt_lookup_ngram": 2, **LINKED}
     alone = Pair(DEMO / "target", DEMO / "draft")
     alone.draft = None
     with alone.engine("speculative", **choices) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == plain
-        assert [level.name for level in engine.stats.levels] == ["target", "lookup"]
+        assert [level.name for level in engine.stats.levels] == ["target", "prompt_lookup"]
         assert engine.stats.tokens_per_verification > 1
 
 
@@ -99,23 +110,28 @@ def reports() -> list[list[Report]]:
 
 
 def on_a_rank(tokens: list[int], cases: list[Case]) -> list[Report]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     return [split_draft(group, tokens, *case) for case in cases]
 
 
 def split_draft(
-    group: Group, tokens: list[int], mode: str, shard: bool | None, large: int
+    group: TensorParallelGroup, tokens: list[int], mode: str, shard: bool | None, large: int
 ) -> Report:
     """The text, and over how many ranks the draft model is split; 0 where there is none."""
     decoding.planning.memory_requirements.SPLIT_DRAFT_BYTES = large
-    choices: dict[str, Any] = {"lookup": 3, "draft_length": 9, "shard_draft": shard, **LINKED}
-    settings = Settings(mode=mode, dtype="float32", budget=300, **choices)
+    choices: dict[str, Any] = {
+        "prompt_lookup_ngram": 3,
+        "num_draft_tokens": 9,
+        "shard_draft": shard,
+        **LINKED,
+    }
+    settings = Settings(mode=mode, dtype="float32", retrieval_budget=300, **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     draft = engine.runtime.draft
-    assert engine.runtime.needs.weight_bytes == engine.runtime.weight_bytes
+    assert engine.runtime.requirements.weight_bytes == engine.runtime.weight_bytes
     if group.rank:
-        engine.follow()
+        engine.run_worker()
         return [], draft.group.size if draft else 0
     text = list(engine.generate(tokens, FEW, GREEDY))
     engine.close()

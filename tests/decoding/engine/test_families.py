@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decoding import GREEDY
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import MODES, Pair, lead
 from support.families import OTHERS
 from support.models import random_tokens
@@ -45,8 +45,8 @@ def test_every_mode_writes_what_transformers_writes(checkpoint: Checkpoints, nam
     text, pair = wanted(folder), Pair(folder, folder)
     assert len(set(text)) > 3  # not one word again and again
     for mode in MODES:
-        tight = {"budget": 24, "chunk_size": 4, "window": 32, "sinks": 2}
-        written = pair.text(mode, PROMPT, NEW, **tight, link="emulated:50", resident_layers=1)
+        tight = {"retrieval_budget": 24, "chunk_size": 4, "window": 32, "sinks": 2}
+        written = pair.text(mode, PROMPT, NEW, **tight, link="emulated:50", gpu_kv_layers=1)
         assert written == text, mode
 
 
@@ -54,17 +54,24 @@ def test_every_mode_writes_what_transformers_writes(checkpoint: Checkpoints, nam
 def test_what_the_target_would_write_stands(checkpoint: Checkpoints, name: str) -> None:
     folder = checkpoint(**OTHERS[name])
     pair = Pair(folder, folder)
-    whole = {"budget": 4096, "window": 256, "draft_length": 6, "inner_length": 3}
+    whole = {
+        "retrieval_budget": 4096,
+        "window": 256,
+        "num_draft_tokens": 6,
+        "num_inner_draft_tokens": 3,
+    }
     with pair.engine("hierarchical", **whole) as engine:
         list(engine.generate(PROMPT, NEW, GREEDY))
         assert engine.stats.acceptance == {"target": 1.0, "retrieval": 1.0}
 
 
 def on_a_rank(folders: list[Path]) -> list[list[int]]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     texts = []
     for folder in folders:
-        with Pair(folder, folder, group).engine("hierarchical", budget=24, chunk_size=4) as engine:
+        with Pair(folder, folder, group).engine(
+            "hierarchical", retrieval_budget=24, chunk_size=4
+        ) as engine:
             texts += lead(engine, lambda first: list(first.generate(PROMPT, RANKS_NEW, GREEDY)))
     return texts
 

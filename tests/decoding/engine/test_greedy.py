@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decoding import GREEDY
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, Pair, lead
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -36,52 +36,76 @@ def plain(pair: Pair) -> dict[str, list[int]]:
     ("name", "mode", "choices"),
     slow_except(
         [
-            ("documentation", "hierarchical", {"budget": 256}),
+            ("documentation", "hierarchical", {"retrieval_budget": 256}),
             (
                 "documentation",
                 "retrieval",
-                {"budget": 64, "chunk_size": 16, "link": "emulated:50", "resident_layers": 5},
+                {
+                    "retrieval_budget": 64,
+                    "chunk_size": 16,
+                    "link": "emulated:50",
+                    "gpu_kv_layers": 5,
+                },
             ),
-            ("documentation", "speculative", {"draft_length": 1, "link": "emulated:50"}),
+            ("documentation", "speculative", {"num_draft_tokens": 1, "link": "emulated:50"}),
             (
                 "argparse",
                 "hierarchical",
-                {"budget": 512, "link": "emulated:50", "resident_layers": 2, "inner_length": 1},
+                {
+                    "retrieval_budget": 512,
+                    "link": "emulated:50",
+                    "gpu_kv_layers": 2,
+                    "num_inner_draft_tokens": 1,
+                },
             ),
             (
                 "argparse",
                 "retrieval",
-                {"budget": 40, "chunk_size": 5, "draft_length": 32, "resident_layers": 0},
+                {
+                    "retrieval_budget": 40,
+                    "chunk_size": 5,
+                    "num_draft_tokens": 32,
+                    "gpu_kv_layers": 0,
+                },
             ),
             # the draft's window slides within a draft
-            ("argparse", "speculative", {"draft_length": 12, "window": 8, "sinks": 1}),
+            ("argparse", "speculative", {"num_draft_tokens": 12, "window": 8, "sinks": 1}),
             (
                 "typing",
                 "hierarchical",
                 {
-                    "budget": 100,
-                    "draft_length": 9,
-                    "inner_length": 5,
+                    "retrieval_budget": 100,
+                    "num_draft_tokens": 9,
+                    "num_inner_draft_tokens": 5,
                     "link": "emulated:50",
-                    "resident_layers": 0,
+                    "gpu_kv_layers": 0,
                 },
             ),
             (
                 "argparse",
                 "hierarchical",
                 {
-                    "budget": 128,
+                    "retrieval_budget": 128,
                     "int8_retrieval": True,
                     "link": "emulated:50",
-                    "resident_layers": 2,
+                    "gpu_kv_layers": 2,
                 },
             ),
-            ("typing", "retrieval", {"budget": 4096, "int8_retrieval": True, "graphs": True}),
+            (
+                "typing",
+                "retrieval",
+                {"retrieval_budget": 4096, "int8_retrieval": True, "graphs": True},
+            ),
             # a budget that holds all of the text
             (
                 "typing",
                 "retrieval",
-                {"budget": 4096, "draft_length": 40, "prefill_chunk": 333, "resident_layers": 3},
+                {
+                    "retrieval_budget": 4096,
+                    "num_draft_tokens": 40,
+                    "prefill_chunk": 333,
+                    "gpu_kv_layers": 3,
+                },
             ),
         ],
         *(0, 5, 8),
@@ -101,11 +125,11 @@ def test_plain_text_is_that_of_transformers(plain: dict[str, list[int]]) -> None
 
 
 def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[list[int]]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     pair = Pair(target, draft, group)
     modes = [
-        ("hierarchical", {"budget": 200, "link": "emulated:50", "resident_layers": 4}),
-        ("retrieval", {"budget": 200, "int8_retrieval": True}),
+        ("hierarchical", {"retrieval_budget": 200, "link": "emulated:50", "gpu_kv_layers": 4}),
+        ("retrieval", {"retrieval_budget": 200, "int8_retrieval": True}),
     ]
     texts = []
     for mode, choices in modes:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from decoding import GREEDY, Sampling
 from decoding.engine.request import Request
-from decoding.engine.session import Session
-from decoding.engine.session_manager import Sessions
+from decoding.engine.session import SequenceState
+from decoding.engine.session_manager import SequenceManager
 from decoding.planning import fit
-from offload.errors import DocumentError, FitError, TierForceError
+from offload.errors import InsufficientMemoryError, InvalidRequestError, TierForceError
 from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.batches import SMALL, alone, requests, tokens, written
 from support.engines import MODES, Folders, Pair
 from support.models import TINY
@@ -32,8 +32,8 @@ from support.slow import slow_except
 
 PLACES: list[dict[str, Any]] = [
     {},
-    {"resident_layers": 1, "link": "emulated:50"},
-    {"resident_layers": 0},
+    {"gpu_kv_layers": 1, "link": "emulated:50"},
+    {"gpu_kv_layers": 0},
 ]
 # prompts of some and of many tokens, texts of one token and of many
 SIZES = [(90, 20), (7, 25), (140, 1), (33, 18), (61, 12)]
@@ -53,8 +53,8 @@ def test_texts_at_once_are_those_alone(
     with models.engine(mode, **SMALL, **place) as engine:
         want = alone(engine, asked)
         # how many go together is the batch's affair, and no level's
-        for at_once in (1, 2, 3, 9) if (mode, place) == ("hierarchical", PLACES[1]) else (3,):
-            assert tokens(written(engine, asked, at_once)) == want
+        for concurrency in (1, 2, 3, 9) if (mode, place) == ("hierarchical", PLACES[1]) else (3,):
+            assert tokens(written(engine, asked, concurrency)) == want
         assert alone(engine, asked[:1]) == want[:1]
     assert [len(text) for text in want] == [new for _, new in SIZES]
     assert len({token for text in want for token in text}) > 10
@@ -62,11 +62,13 @@ def test_texts_at_once_are_those_alone(
 
 def test_texts_of_lookup_and_of_stop_tokens(models: Pair) -> None:
     asked = requests(FULL, SIZES)
-    with models.engine("hierarchical", **{**SMALL, "lookup": 1}) as engine:
+    with models.engine("hierarchical", **{**SMALL, "prompt_lookup_ngram": 1}) as engine:
         want = alone(engine, asked)
         assert tokens(written(engine, asked, 3)) == want
     stop = want[0][17]
-    with models.engine("hierarchical", stop=[stop], **{**SMALL, "lookup": 1}) as engine:
+    with models.engine(
+        "hierarchical", stop=[stop], **{**SMALL, "prompt_lookup_ngram": 1}
+    ) as engine:
         texts = written(engine, asked, 3)
     for text, whole in zip(texts, want, strict=True):
         place = whole.index(stop) if stop in whole else len(whole)
@@ -79,13 +81,13 @@ class Counting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.rows: dict[int, list[int]] = {}
-        read = Llama.read
+        read = Transformer.hidden_states
 
-        def counted(model: Llama, tokens: Tensor, cache: Any) -> Tensor:
+        def counted(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
             self.rows.setdefault(id(model), []).append(len(tokens))
             return read(model, tokens, cache)
 
-        monkeypatch.setattr(Llama, "read", counted)
+        monkeypatch.setattr(Transformer, "hidden_states", counted)
 
     def take(self) -> dict[int, list[int]]:
         rows, self.rows = self.rows, {}
@@ -102,7 +104,7 @@ def test_one_text_makes_the_passes_it_makes_alone(
         passes = count.take()
         written(engine, asked, 4)
         assert count.take() == passes
-        assert engine.stats.levels[0].stats.passes <= len(passes[id(models.target)])
+        assert engine.stats.levels[0].stats.forwards <= len(passes[id(models.target)])
 
 
 def test_plain_texts_share_every_pass(models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +142,17 @@ def test_a_text_joins_when_another_is_over(models: Pair) -> None:
 
     over: list[tuple[int, list[int]]] = []
     with models.engine("plain") as engine:
-        for text in engine.write(watched(), 2):
-            assert len(engine.sessions.lockstep.texts) <= 2
-            over.append((text.request.new, list(taken)))
-        assert not engine.sessions.lockstep.texts
+        for text in engine.generate_batch(watched(), 2):
+            assert len(engine.sessions.executor.sequences) <= 2
+            over.append((text.request.max_new_tokens, list(taken)))
+        assert not engine.sessions.executor.sequences
     assert over == [(4, [0, 1]), (4, [0, 1, 2]), (4, [0, 1, 2, 3]), (40, [0, 1, 2, 3])]
 
 
 def test_a_text_that_fails_leaves_the_others_alone(folders: Folders) -> None:
     asked = requests(GREEDY, SIZES)
     spoilt = Pair(*folders)
-    whole = {**SMALL, "budget": 200}  # lest a draft strays onto what is spoilt
+    whole = {**SMALL, "retrieval_budget": 200}  # lest a draft strays onto what is spoilt
     with spoilt.engine("retrieval", **whole) as engine:
         want = alone(engine, asked)
         used = {token for text in want for token in text} | {
@@ -171,7 +173,7 @@ def test_a_text_that_fails_leaves_the_others_alone(folders: Folders) -> None:
         "the prompt is empty",
         "4090 prompt tokens and 20",
     ]
-    assert all(isinstance(error, DocumentError) for error in errors)
+    assert all(isinstance(error, InvalidRequestError) for error in errors)
     assert tokens([text for text in texts if text.error is None]) == want
 
 
@@ -200,25 +202,28 @@ def test_memory_that_runs_out_together_does_alone(
     asked = requests(FULL, SIZES)
     with models.engine("retrieval", **SMALL) as engine:
         want = alone(engine, asked)
-        read, refused = Llama.read, list[int]()
+        read, refused = Transformer.hidden_states, list[int]()
 
-        def short(model: Llama, tokens: Tensor, cache: Any) -> Tensor:
+        def short(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
             if len(tokens) > 9:
                 refused.append(len(tokens))
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return read(model, tokens, cache)
 
-        monkeypatch.setattr(Llama, "read", short)
+        monkeypatch.setattr(Transformer, "hidden_states", short)
         texts = written(engine, asked, 4)
         assert tokens(texts) == want
         assert len(refused) == 1  # what it left half made is not gone on with
-        assert sum(text.stats.texts_at_once == 1 for text in texts) >= 4
+        assert sum(text.stats.concurrency == 1 for text in texts) >= 4
         monkeypatch.setattr(
             VocabParallelEmbedding, "logits", lambda self, x: (_ for _ in ()).throw(MemoryError())
         )
         texts = written(engine, asked[:2], 2)
-        assert [type(text.error) for text in texts] == [FitError, FitError]
-        assert not engine.sessions.lockstep.texts
+        assert [type(text.error) for text in texts] == [
+            InsufficientMemoryError,
+            InsufficientMemoryError,
+        ]
+        assert not engine.sessions.executor.sequences
 
 
 def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(models: Pair) -> None:
@@ -230,7 +235,7 @@ def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(models
     with models.engine("hierarchical", **SMALL) as engine:
         with pytest.raises(OSError, match="no terminal"):
             written(engine, asked, 3)
-        assert not engine.sessions.lockstep.texts
+        assert not engine.sessions.executor.sequences
         assert tokens(written(engine, asked[:2], 2)) == alone(engine, asked[:2])
 
 
@@ -240,20 +245,20 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
 ) -> None:
     caches: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    opened = Sessions.open
+    opened = SequenceManager.open
 
-    def watched(sessions: Sessions, *arguments: Any, **more: Any) -> Session:
+    def watched(sessions: SequenceManager, *arguments: Any, **more: Any) -> SequenceState:
         alive.append(sum(cache() is not None for cache in caches))
         session = opened(sessions, *arguments, **more)
         caches.extend(weakref.ref(level.cache) for level in session.levels)
         return session
 
-    monkeypatch.setattr(Sessions, "open", watched)
+    monkeypatch.setattr(SequenceManager, "open", watched)
     asked = requests(GREEDY, [(50, 4), (50, 40), (50, 4), (50, 4)])
     with models.engine(mode, **SMALL) as engine:
         list(engine.generate(asked[0].prompt, 3, GREEDY))
-        for text in engine.write(asked, 2):
-            assert text.stats.as_dict()["passes"]
+        for text in engine.generate_batch(asked, 2):
+            assert text.stats.as_dict()["forwards"]
         levels = len(engine.stats.levels)
     # one text has been read when the second is opened, and goes on beside all others
     assert alive == [0, 0, levels, levels, levels]
@@ -263,11 +268,11 @@ def test_giving_up_ends_all_texts(models: Pair) -> None:
     asked = requests(FULL, SIZES)
     with models.engine("hierarchical", **SMALL) as engine:
         want = alone(engine, asked)
-        for _ in engine.write(asked, 3):
+        for _ in engine.generate_batch(asked, 3):
             with pytest.raises(TierForceError, match="one text at a time"):
                 next(engine.generate(asked[0].prompt, 5, GREEDY))
             break
-        assert not engine.sessions.lockstep.texts
+        assert not engine.sessions.executor.sequences
         assert alone(engine, asked) == want
 
 
@@ -276,11 +281,11 @@ def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., 
     models, asked = Pair(deep, deep), requests(GREEDY, [(1200, 6)] * 4)
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         want = alone(engine, asked)
-        whole, weights = engine.check(1200, 6), engine.runtime.weight_bytes
+        whole, weights = engine.plan(1200, 6), engine.runtime.weight_bytes
     assert whole.resident_layers == 8
     limit = weights + 3 * (whole.device_bytes - 1)
     with models.engine("plain", link="emulated:50", device_memory=limit) as engine:
-        assert engine.check(1200, 6) == whole
+        assert engine.plan(1200, 6) == whole
         texts = written(engine, asked, 3)
         assert tokens(texts) == want
         for text in texts:
@@ -299,9 +304,9 @@ def test_a_text_on_the_device_goes_with_one_over_the_link(checkpoint: Callable[.
     models, asked = Pair(deep, deep), requests(GREEDY, [(40, 20), (1000, 14), (950, 8)])
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
         want = alone(engine, asked)
-        whole, weights = engine.check(1000, 14), engine.runtime.weight_bytes
+        whole, weights = engine.plan(1000, 14), engine.runtime.weight_bytes
     limit = weights + 2 * (whole.device_bytes - 1)
-    for place, expected in (({"device_memory": limit}, 8), ({"resident_layers": 2}, 2)):
+    for place, expected in (({"device_memory": limit}, 8), ({"gpu_kv_layers": 2}, 2)):
         with models.engine("plain", link="emulated:50", **place) as engine:
             texts = written(engine, asked, 2)
         resident = [text.stats.plan.resident_layers for text in texts if text.stats.plan]
@@ -315,27 +320,27 @@ def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..
     models, asked = Pair(deep, deep), requests(GREEDY, [(100, 20), (2000, 8), (120, 14), (90, 9)])
     with models.engine("plain", device_memory=10**9) as engine:
         want = alone(engine, asked)
-        need, weights = engine.check(2000, 8).device_bytes, engine.runtime.weight_bytes
-    choices = {"device_memory": weights + need + 1000, "resident_layers": 8}
+        need, weights = engine.plan(2000, 8).device_bytes, engine.runtime.weight_bytes
+    choices = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
     with models.engine("plain", **choices) as engine:
-        texts = list(engine.write(asked, 3))
+        texts = list(engine.generate_batch(asked, 3))
         assert len(engine.sessions._arenas) == 1
-    assert [text.stats.texts_at_once for text in texts] == [3, 3, 3, 1]
+    assert [text.stats.concurrency for text in texts] == [3, 3, 3, 1]
     assert texts[-1].request is asked[1]
     order = {id(request): at for at, request in enumerate(asked)}
     assert tokens(sorted(texts, key=lambda text: order[id(text.request)])) == want
 
 
 def on_a_rank(folders: Folders, mode: str) -> list[list[int]]:
-    models, texts = Pair(*folders, Group.from_environment("cpu")), list[list[int]]()
+    models, texts = Pair(*folders, TensorParallelGroup.from_environment("cpu")), list[list[int]]()
     with models.engine(mode, **SMALL, **PLACES[1]) as engine:
         asked = requests(FULL, SIZES)
         asked.insert(2, Request([], 5, FULL))
-        found = list(engine.write(asked, 3))
+        found = list(engine.generate_batch(asked, 3))
         if models.group.rank == 0:
             order = {id(request): at for at, request in enumerate(asked)}
             found.sort(key=lambda text: order[id(text.request)])
-            assert isinstance(found.pop(2).error, DocumentError)
+            assert isinstance(found.pop(2).error, InvalidRequestError)
             texts += tokens(found)
             texts += alone(engine, asked[:1])
             engine.close()
@@ -362,7 +367,7 @@ def test_texts_share_passes_unasked_where_that_pays(
         ("plain", True, 5),
     ):
         with models.engine(mode, **SMALL, graphs=graphs) as engine:
-            assert engine.texts_that_fit(100, 20, 5) == count
+            assert engine.max_concurrency(100, 20, 5) == count
     monkeypatch.setattr(fit, "SHARED_LAYER_BYTES", 1000)
     with models.engine("retrieval", **SMALL, graphs=True) as engine:
-        assert engine.texts_that_fit(100, 20, 5) == 5
+        assert engine.max_concurrency(100, 20, 5) == 5

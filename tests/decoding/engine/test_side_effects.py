@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from decoding.app.environment import set_defaults
+from decoding.app.environment import set_environment_defaults
 from support.commands import DRAFT, TARGET
 from support.slow import slow_except
 
@@ -57,7 +57,7 @@ else:
 before = surroundings()
 from decoding import GREEDY, Engine, Settings
 check("import")
-engine = Engine.from_pretrained(sys.argv[1], sys.argv[2], Settings(budget=256, keep=sys.argv[4]))
+engine = Engine.from_pretrained(sys.argv[1], sys.argv[2], Settings(retrieval_budget=256, prompt_cache=sys.argv[4]))
 check("making")
 prompt = "It was the best of times. " * 60
 tokens = engine.generate(prompt, 8, GREEDY)
@@ -96,10 +96,10 @@ def test_the_command_line_sets_its_defaults_before_torch_is_there() -> None:
 
 def test_what_the_user_has_set_stays() -> None:
     variables = {"OMP_WAIT_POLICY": "active", "LRU_CACHE_CAPACITY": "7"}
-    set_defaults(variables)
+    set_environment_defaults(variables)
     assert variables["OMP_WAIT_POLICY"] == "active"
     assert variables["LRU_CACHE_CAPACITY"] == "7"
     assert variables["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
     fresh: dict[str, str] = {}
-    set_defaults(fresh)
+    set_environment_defaults(fresh)
     assert fresh["OMP_WAIT_POLICY"] == "passive"

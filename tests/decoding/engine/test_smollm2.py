@@ -23,7 +23,7 @@ from decoding.models.loading import load_tokenizer
 from decoding.text.prompt import Template
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import LAYER, OUTER, halves
 from support.loading import all_logits
 
@@ -56,7 +56,7 @@ def reference() -> Any:
 
     Transformers reads such files too, but takes half a minute for it.
     """
-    reader = GGUFReader(resolve("smollm2", Group()))
+    reader = GGUFReader(resolve("smollm2", TensorParallelGroup()))
     said = {name.removeprefix("llama."): each.contents() for name, each in _fields(reader)}
     config = LlamaConfig(
         vocab_size=said["vocab_size"],
@@ -102,14 +102,14 @@ def hf_name(stem: str) -> str:
 
 
 def test_config_and_name() -> None:
-    config = ModelConfig.find("smollm2")
+    config = ModelConfig.from_name("smollm2")
     assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.vocab, config.context_limit, config.stop_tokens) == (49_152, 8192, {2})
     assert model_name("smollm2") == "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def test_tokenizer_and_chat_template() -> None:
-    tokenizer = load_tokenizer(resolve("smollm2", Group()))
+    tokenizer = load_tokenizer(resolve("smollm2", TensorParallelGroup()))
     for text, wanted in KNOWN.items():
         assert tokenizer(text).input_ids == wanted
     assert len(tokenizer) == 49_152

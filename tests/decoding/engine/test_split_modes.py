@@ -12,34 +12,34 @@ import torch
 
 from bench.harness.decode_loop import PrefilledText
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.engine.session import Session
-from decoding.planning.memory_plan import device_tiers
+from decoding.engine.session import SequenceState
+from decoding.planning.memory_plan import device_breakdown
 from offload.errors import TierForceError
 from offload.memory.host_arena import HostArena
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 from support.ranks import run_ranks
 from support.slow import slow_except
 from support.texts import prompt
 
-MODES = ["sliced", "sliced-retrieval", "sliced-speculative", "sliced-hierarchical"]
+MODES = ["split", "split-retrieval", "split-speculative", "split-hierarchical"]
 TEXT = prompt("argparse")[:700]
 NEW = 40
 
 
-def opened(mode: str, group: Group | None = None, **choices: Any) -> Engine:
+def opened(mode: str, group: TensorParallelGroup | None = None, **choices: Any) -> Engine:
     """An engine of the demo pair with all levels at work behind a few hundred tokens."""
     settings = Settings(
         mode=mode,
         **{
             "dtype": "bfloat16",
-            "budget": 200,
-            "draft_length": 8,
-            "inner_length": 3,
+            "retrieval_budget": 200,
+            "num_draft_tokens": 8,
+            "num_inner_draft_tokens": 3,
             "link": "emulated:50",
-            "resident_layers": 1,
+            "gpu_kv_layers": 1,
             **choices,
         },
     )
@@ -53,11 +53,17 @@ def opened(mode: str, group: Group | None = None, **choices: Any) -> Engine:
 def test_logits_are_bit_for_bit_those_without_slices(length: int) -> None:
     """Forwards of several widths up to this length; any number of their tokens is accepted."""
     rng = random.Random(0)
-    engine = opened("sliced", link="view")
+    engine = opened("split", link="view")
     runtime, tokens = engine.runtime, torch.tensor((3 * prompt("argparse"))[:length])
-    session = Session(runtime, tokens[:300].tolist(), length - 300)
-    shape = replace(runtime.needs.tiers(300, length - 300), packed=False).placed(1)
-    shapes = [shape, shape.placed(1, 0, 5), replace(shape, packed=True).placed(1, 0, 2)]
+    session = SequenceState(runtime, tokens[:300].tolist(), length - 300)
+    shape = replace(
+        runtime.requirements.target_spec(300, length - 300), compressed=False
+    ).with_placement(1)
+    shapes = [
+        shape,
+        shape.with_placement(1, 0, 5),
+        replace(shape, compressed=True).with_placement(1, 0, 2),
+    ]
     caches = [
         TieredCache(
             each, runtime.link, session.target.rotary, HostArena(runtime.link, runtime.dtype)
@@ -82,25 +88,25 @@ def test_logits_are_bit_for_bit_those_without_slices(length: int) -> None:
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, 1, -1))
-@pytest.mark.parametrize("sliced", slow_except([None, 2]))
-def test_what_codes_say_stands_nearly_always(mode: str, sliced: int | None) -> None:
-    engine = opened(mode, sliced_layers=sliced)
+@pytest.mark.parametrize("split", slow_except([None, 2]))
+def test_what_codes_say_stands_nearly_always(mode: str, split: int | None) -> None:
+    engine = opened(mode, split_kv_layers=split)
     assert len(list(engine.generate(TEXT, NEW, GREEDY))) == NEW
     stats = engine.stats
     names = [level.name for level in stats.levels]
-    assert names[:2] == ["target", "sliced"]
+    assert names[:2] == ["target", "split"]
     assert ("retrieval" in names) == ("retrieval" in mode or "hierarchical" in mode)
     assert ("draft" in names) == ("speculative" in mode or "hierarchical" in mode)
     accepted = stats.acceptance["target"]
     assert accepted is not None
-    assert accepted > (0.8 if sliced is None else 0.5)
+    assert accepted > (0.8 if split is None else 0.5)
     assert stats.plan is not None
-    assert stats.plan.sliced_layers == (5 if sliced is None else 2)
+    assert stats.plan.split_layers == (5 if split is None else 2)
     # four of 16 bits of a layer with codes, twelve of the others
-    passes = stats.levels[0].stats.passes
-    layout = engine.runtime.needs.layout
+    passes = stats.levels[0].stats.forwards
+    layout = engine.runtime.requirements.layout
     streamed = stats.traffic["target"].link_in - stats.prefill_link_in
-    bits = 5 * 4 if sliced is None else 2 * 4 + 3 * 12
+    bits = 5 * 4 if split is None else 2 * 4 + 3 * 12
     assert streamed <= passes * layout.bytes(len(TEXT) + NEW, 1) * bits / 16
     assert streamed >= passes * layout.bytes(len(TEXT) - 128, 1) * bits / 16
     engine.close()
@@ -111,30 +117,30 @@ def test_a_text_is_the_same_where_codes_come_late() -> None:
     texts, plans = [], []
     room: int | None = None
     for _ in range(2):
-        engine = opened("sliced", prefill_chunk=2000, device_memory=room)
+        engine = opened("split", prefill_chunk=2000, device_memory=room)
         texts.append(list(engine.generate(TEXT, NEW, Sampling(0.8, top_p=1, seed=3))))
-        stats, needs = engine.stats, engine.runtime.needs
+        stats, needs = engine.stats, engine.runtime.requirements
         assert stats.plan is not None
         plans.append(stats.plan)
-        came = needs.placed(stats.plan, len(TEXT)).late_bytes(len(TEXT))
+        came = needs.planned_spec(stats.plan, len(TEXT)).deferred_bytes(len(TEXT))
         # of resident layers all tokens come, of codes those before the boundary
         assert 0.8 * came <= stats.prefill_link_in <= came
         wanted = needs.memory(len(TEXT), NEW)
-        phases = device_tiers(wanted, 1, 3, 5)
+        phases = device_breakdown(wanted, 1, 3, 5)
         room = needs.weight_bytes + max(sum(tiers.values()) for tiers in phases)
         engine.close()
-    early, late = plans
-    assert (early.late_layers, early.sliced_layers) == (0, 5)
-    assert late.late_layers > late.resident_layers == 1
-    assert late.sliced_layers == 5
+    early, deferred = plans
+    assert (early.deferred_layers, early.split_layers) == (0, 5)
+    assert deferred.deferred_layers > deferred.resident_layers == 1
+    assert deferred.split_layers == 5
     assert texts[0] == texts[1]
 
 
 def on_two_ranks(mode: str, folder: Path) -> None:
-    group = Group.from_environment("cpu")
-    engine = opened(mode, group, sliced_layers=3)
+    group = TensorParallelGroup.from_environment("cpu")
+    engine = opened(mode, group, split_kv_layers=3)
     if group.rank:
-        engine.follow()
+        engine.run_worker()
         return
     tokens = list(engine.generate(TEXT, NEW, GREEDY))
     stats = engine.stats
@@ -148,32 +154,32 @@ def on_two_ranks(mode: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_draft_against_codes_of_their_heads(tmp_path: Path) -> None:
-    run_ranks(2, on_two_ranks, "sliced-hierarchical", tmp_path)
-    assert (tmp_path / "sliced-hierarchical").exists()
+    run_ranks(2, on_two_ranks, "split-hierarchical", tmp_path)
+    assert (tmp_path / "split-hierarchical").exists()
 
 
 def test_slices_of_32_bits_are_refused() -> None:
     with pytest.raises(TierForceError, match="needs elements of 16 bits, found float32"):
-        opened("sliced", dtype="float32")
-    with pytest.raises(TierForceError, match="`packed` saves nothing of float32"):
-        opened("plain", dtype="float32", packed=True)
+        opened("split", dtype="float32")
+    with pytest.raises(TierForceError, match="`compress_offload` saves nothing with float32"):
+        opened("plain", dtype="float32", compress_offload=True)
 
 
 def test_layers_that_are_not_there_get_no_codes() -> None:
-    with pytest.raises(TierForceError, match="`sliced_layers` 9: the model has 6 layers"):
-        opened("sliced", sliced_layers=9)
-    with pytest.raises(TierForceError, match="`resident_layers` 4 and `sliced_layers` 3: the"):
-        opened("sliced", resident_layers=4, sliced_layers=3)
-    with pytest.raises(TierForceError, match="goes with a mode that drafts against codes"):
-        Settings(mode="hierarchical", sliced_layers=3)
+    with pytest.raises(TierForceError, match="`split_kv_layers` 9: the model has 6 layers"):
+        opened("split", split_kv_layers=9)
+    with pytest.raises(TierForceError, match="`gpu_kv_layers` 4 and `split_kv_layers` 3: the"):
+        opened("split", gpu_kv_layers=4, split_kv_layers=3)
+    with pytest.raises(TierForceError, match="needs a split mode"):
+        Settings(mode="hierarchical", split_kv_layers=3)
 
 
-@pytest.mark.parametrize("sliced", slow_except([5, 2], 1))
+@pytest.mark.parametrize("split", slow_except([5, 2], 1))
 @pytest.mark.slow
-def test_a_text_is_gone_through_twice_alike(sliced: int) -> None:
+def test_a_text_is_gone_through_twice_alike(split: int) -> None:
     """Codes, outliers and the retrieval cache of layers without codes come back with the rest."""
-    engine = opened("sliced", sliced_layers=sliced, draft_length=5)
-    session = Session(engine.runtime, TEXT, 70)
+    engine = opened("split", split_kv_layers=split, num_draft_tokens=5)
+    session = SequenceState(engine.runtime, TEXT, 70)
     text = PrefilledText(session)
     first, again = (text.run(Sampling(1.0, top_p=1, seed=1)) for _ in range(2))
     assert first.tokens == again.tokens > 60

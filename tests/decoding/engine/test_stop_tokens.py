@@ -12,7 +12,7 @@ import pytest
 
 from decoding import Engine
 from offload.errors import TierForceError
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 DEMO = Path(__file__).parents[3] / "demo"
 
@@ -42,7 +42,7 @@ def test_stop_tokens_come_from_the_generation_config_first(
         (folder / "generation_config.json").unlink()
     else:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    assert Engine.from_pretrained(folder, group=Group()).stop_tokens == expected
+    assert Engine.from_pretrained(folder, group=TensorParallelGroup()).stop_tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_a_generation_config_that_names_no_ids_is_refused(
     else:
         path.write_text(content)
     with pytest.raises(TierForceError, match=f"generation_config.json.*{message}") as caught:
-        Engine.from_pretrained(folder, group=Group())
+        Engine.from_pretrained(folder, group=TensorParallelGroup())
     assert "\n" not in str(caught.value)

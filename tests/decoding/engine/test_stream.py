@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decoding import GREEDY, Engine, Sampling, Settings
-from decoding.text.detokenizer import pieces
-from offload.errors import DocumentError
-from parallel.ranks.process_group import Group
+from decoding.text.detokenizer import detokenize_stream
+from offload.errors import InvalidRequestError
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 
 TEXT = "Über die Straße: 東京 \U0001f642\U0001f469\u200d\U0001f680 — ¡olé!\n\n  naïve\tend"
@@ -21,7 +21,7 @@ SETTINGS = Settings(mode="plain", dtype="float32", context=100)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    made = Engine.from_pretrained(DEMO / "target", settings=SETTINGS, group=Group())
+    made = Engine.from_pretrained(DEMO / "target", settings=SETTINGS, group=TensorParallelGroup())
     yield made
     made.close()
 
@@ -43,7 +43,7 @@ def test_characters_come_out_whole(kind: str, engine: Engine) -> None:
     tokenizer = engine.tokenizer if kind == "bytes" else by_pieces_of_words()
     tokens = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert len(tokens) > len(TEXT.encode()) // 3
-    shown = list(pieces(tokenizer, iter(tokens)))
+    shown = list(detokenize_stream(tokenizer, iter(tokens)))
     assert "".join(shown) == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
     assert "Straße" in "".join(shown)
     assert all("\ufffd" not in piece for piece in shown)
@@ -52,12 +52,12 @@ def test_characters_come_out_whole(kind: str, engine: Engine) -> None:
 
 def test_a_character_that_is_cut_off_ends_the_text(engine: Engine) -> None:
     tokens = engine.tokenizer("ends \U0001f642", add_special_tokens=False).input_ids[:-1]
-    assert "".join(pieces(engine.tokenizer, tokens)) == "ends \ufffd"
+    assert "".join(detokenize_stream(engine.tokenizer, tokens)) == "ends \ufffd"
 
 
 def test_pieces_are_shown_as_soon_as_they_are_whole(engine: Engine) -> None:
     tokens = iter(engine.tokenizer("one two three", add_special_tokens=False).input_ids)
-    shown = pieces(engine.tokenizer, tokens)
+    shown = detokenize_stream(engine.tokenizer, tokens)
     first = next(shown)
     assert "one".startswith(first)
     assert next(tokens, None) is not None  # it did not wait for the others
@@ -67,15 +67,15 @@ def test_a_text_longer_than_the_context_loses_its_beginning(engine: Engine) -> N
     text = "The sun was low over the hills, and nobody spoke. " * 20
     tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
     written = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
-    assert engine.stats.dropped_tokens == len(tokens) - 80 > 100
+    assert engine.stats.truncated_tokens == len(tokens) - 80 > 100
     assert engine.stats.prompt_tokens == 80
     new = list(engine.generate(tokens[-80:], 20, Sampling(0.7, top_p=1, seed=3)))
     assert written == engine.tokenizer.decode(new, skip_special_tokens=True)
-    assert engine.stats.dropped_tokens == 0
+    assert engine.stats.truncated_tokens == 0
 
 
 def test_a_context_with_no_room_for_text_is_refused(engine: Engine) -> None:
-    with pytest.raises(DocumentError, match="no room left"):
+    with pytest.raises(InvalidRequestError, match="no room left"):
         next(engine.stream("a text", 100, GREEDY))
 
 

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from decoding.config.settings import Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.models.runtime import Runtime
-from decoding.planning.memory_plan import MemoryPlan, device_tiers
-from decoding.planning.memory_requirements import TextNeeds
-from decoding.planning.what_if import Outlook, look_ahead
+from decoding.planning.memory_plan import MemoryPlan, device_breakdown
+from decoding.planning.memory_requirements import Requirements
+from decoding.planning.what_if import PlanReport, plan_request
 from offload.dtypes import dtype_of
-from offload.retrieval.policy_specs import POLICY_TRAITS
-from offload.retrieval.shape import RetrievalShape
-from offload.tiered.shape import TieredShape
+from offload.retrieval.policy_specs import POLICY_SPECS
+from offload.retrieval.shape import RetrievalCacheSpec
+from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import random_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.planning import MODES, Case, case_of, needs_of, with_budget
 
 
@@ -58,13 +58,15 @@ OF_THE_TARGET = (
     "resident layers",
     "ring, in prefill one layer",
     "recent tokens",
-    "codes",
+    "high_bytes",
     "joining slices",
 )
 
 
 @contextmanager
-def session_of(case: Case, link: str, room: int | None = None) -> Iterator[tuple[Session, Outlook]]:
+def session_of(
+    case: Case, link: str, room: int | None = None
+) -> Iterator[tuple[SequenceState, PlanReport]]:
     """Yield a session on real models, and what `tierforce plan` says of it.
 
     `room`: device bytes beside the weights, by default more than enough.
@@ -76,17 +78,19 @@ def session_of(case: Case, link: str, room: int | None = None) -> Iterator[tuple
         # of which a plan uses 0.9
         rich = replace(rich, device_memory=weights + room / 0.9 + 2)
         settings = replace(settings, device_memory=weights + room)
-    dtype, group = dtype_of(settings.dtype), Group()
+    dtype, group = dtype_of(settings.dtype), TensorParallelGroup()
     target, draft = random_model(case.target, group, dtype), None
     if needs_of(case).has_draft:
         draft = random_model(case.draft, group, dtype)
-    runtime = Runtime.make(target, draft, settings.mode, settings)
+    runtime = Runtime.create(target, draft, settings.mode, settings)
     needs = replace(needs_of(replace(case, settings=settings)), copies=runtime.link.copies)
     try:
-        session = Session(runtime, [1] * case.prompt, case.new)
+        session = SequenceState(runtime, [1] * case.prompt, case.new)
         yield (
             session,
-            look_ahead(with_budget(needs, runtime.needs.budget), rich, case.prompt, case.new),
+            plan_request(
+                with_budget(needs, runtime.requirements.budget), rich, case.prompt, case.new
+            ),
         )
     finally:
         runtime.link.close()
@@ -98,7 +102,7 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         assert session.plan == ahead.plan
         rotary, arena, following = session.target.rotary, session.runtime.arena, session.retrieval
         others = (rotary, arena, following)
-        for tiers in (ahead.prefill_tiers, ahead.decode_tiers):
+        for tiers in (ahead.prefill_memory, ahead.decode_memory):
             assert held(session.target, *others) == sum(tiers[name] for name in OF_THE_TARGET)
             with torch.inference_mode():
                 if not session.target.length:
@@ -111,11 +115,11 @@ def check_bytes(case: Case, link: str, room: int | None = None) -> MemoryPlan:
         if following is None:
             assert counted == 0
             return ahead.plan
-        kept_layers = len(session.runtime.needs.retrieval_layers(session.target.shape))
+        kept_layers = len(session.runtime.requirements.retrieval_layers(session.target.shape))
         layout = replace(session.target.layout, layers=kept_layers)
         shape = following.shape
-        traits = POLICY_TRAITS[session.runtime.settings.policy]
-        rows = traits.rows * case.target.heads // case.target.kv_heads
+        traits = POLICY_SPECS[session.runtime.settings.policy]
+        rows = traits.query_rows * case.target.heads // case.target.kv_heads
         remembered = traits.state_bytes(layout, shape.context, shape.chunk)
         # there is room for that of the longest text
         assert held(following.selector.policy) <= remembered
@@ -133,17 +137,17 @@ def tiny(seed: int) -> Case:
     case = case_of(1000 + seed, tiny=True)
     settings = replace(
         case.settings,
-        sliced_layers=None,
-        resident_layers=seed // len(MODES) % (case.target.layers + 1),
-        budget=case.settings.budget or 128,
+        split_kv_layers=None,
+        gpu_kv_layers=seed // len(MODES) % (case.target.layers + 1),
+        retrieval_budget=case.settings.retrieval_budget or 128,
     )
     return replace(case, settings=in_mode(settings, MODES[seed % len(MODES)]))
 
 
 def in_mode(settings: Settings, mode: str) -> Settings:
     """Return the settings in another mode, and in 16 bits where that needs it."""
-    dtype = "bfloat16" if "sliced" in mode else settings.dtype
-    return replace(settings, mode=mode, dtype=dtype, sliced_layers=None)
+    dtype = "bfloat16" if "split" in mode else settings.dtype
+    return replace(settings, mode=mode, dtype=dtype, split_kv_layers=None)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated:50"])
@@ -153,28 +157,28 @@ def test_what_is_counted_is_what_is_allocated(seed: int, link: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "late"), [*((mode, 1) for mode in MODES), ("sliced", 3), ("sliced-hierarchical", 4)]
+    ("mode", "deferred"), [*((mode, 1) for mode in MODES), ("split", 3), ("split-hierarchical", 4)]
 )
-def test_layers_that_come_late_are_counted_too(mode: str, late: int) -> None:
+def test_layers_that_come_late_are_counted_too(mode: str, deferred: int) -> None:
     """In memory that has room for two layers, and maybe codes, but not in prefill."""
     case = tiny(3)
-    settings = replace(in_mode(case.settings, mode), resident_layers=2, prefill_chunk=2000)
+    settings = replace(in_mode(case.settings, mode), gpu_kv_layers=2, prefill_chunk=2000)
     case = replace(case, settings=settings, prompt=2000)
-    needs = with_budget(needs_of(case), settings.budget)
-    sliced = case.target.layers - 2 if needs.has_slices else 0
-    tiers = device_tiers(needs.memory(case.prompt, case.new), 2, late, sliced)
+    needs = with_budget(needs_of(case), settings.retrieval_budget)
+    split = case.target.layers - 2 if needs.has_split else 0
+    tiers = device_breakdown(needs.memory(case.prompt, case.new), 2, deferred, split)
     room = max(sum(phase.values()) for phase in tiers)
     plan = check_bytes(case, "emulated:50", room)
-    assert (plan.resident_layers, plan.late_layers, plan.sliced_layers) == (2, late, sliced)
+    assert (plan.resident_layers, plan.deferred_layers, plan.split_layers) == (2, deferred, split)
 
 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (TieredShape, "device_tiers"),
-        (RetrievalShape, "layer_bytes"),
-        (RetrievalShape, "shared_bytes"),
-        (TextNeeds, "_draft_bytes"),
+        (TieredCacheSpec, "device_breakdown"),
+        (RetrievalCacheSpec, "layer_bytes"),
+        (RetrievalCacheSpec, "shared_bytes"),
+        (Requirements, "_draft_bytes"),
     ],
 )
 def test_the_comparison_sees_a_wrong_count(

@@ -11,13 +11,13 @@ import torch
 
 from bench.harness.dimensions import LLAMA_7B, LLAMA_13B, LLAMA_68M, config_of
 from decoding import Settings
-from decoding.config.defaults import DEFAULT_BUDGET
+from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET
 from decoding.planning.cost import Acceptance, PredictedCosts
 from decoding.planning.forecast import Forecast, forecast
-from decoding.planning.forward_cost import prefill_flops, target_passes
+from decoding.planning.forward_cost import prefill_flops, target_cost
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import TextNeeds
-from decoding.planning.what_if import Outlook, look_ahead, plain, together
+from decoding.planning.memory_requirements import Requirements
+from decoding.planning.what_if import PlanReport, plan_concurrent, plan_plain, plan_request
 from decoding.speculation.draft_length import best_length, expected_tokens
 from parallel.config.model_config import ModelConfig
 
@@ -25,26 +25,26 @@ PROMPT, NEW = 130_048, 512
 SEVEN, THIRTEEN, SMALL = (config_of(each) for each in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
 
 
-def needs_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> TextNeeds:
-    settings = Settings(mode=mode, **{"budget": DEFAULT_BUDGET, **choices})
+def needs_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> Requirements:
+    settings = Settings(mode=mode, **{"retrieval_budget": DEFAULT_RETRIEVAL_BUDGET, **choices})
     draft = SMALL if mode == "hierarchical" else None
-    return TextNeeds(target, draft, mode, settings, torch.float16, ranks, 1, True)
+    return Requirements(target, draft, mode, settings, torch.float16, ranks, 1, True)
 
 
-def predicted(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> Outlook:
+def predicted(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> PlanReport:
     """The 13B's KV takes more host memory than a profile assumes; layers that are set are taken as
     set.
     """
-    machine = replace(HardwareProfile.find(hardware), host_memory=256e9)
-    if "resident_layers" in choices:
+    machine = replace(HardwareProfile.from_name(hardware), host_memory=256e9)
+    if "gpu_kv_layers" in choices:
         machine = replace(machine, device_memory=48e9)
     needs = needs_of(target, mode, int(machine.gpus), **choices)
-    return look_ahead(needs, machine, PROMPT, NEW)
+    return plan_request(needs, machine, PROMPT, NEW)
 
 
 def test_published_plain_offload_of_the_7b() -> None:
     """840 ms a token on two 4090s with 12 resident layers (TriForce, arXiv 2404.11912, table 2)."""
-    seen = predicted(SEVEN, "2x4090", "plain", resident_layers=12).forecast
+    seen = predicted(SEVEN, "2x4090", "plain", gpu_kv_layers=12).forecast
     assert seen.token_s == pytest.approx(0.840, rel=0.05)
     assert seen.verification_bound == "link"
 
@@ -52,7 +52,7 @@ def test_published_plain_offload_of_the_7b() -> None:
 def test_published_plain_offload_of_the_13b_implies_its_resident_layers() -> None:
     """1794 ms a token: of 0 to 10 resident layers, 6 come nearest."""
     times = {
-        count: predicted(THIRTEEN, "2x4090", "plain", resident_layers=count).forecast.token_s
+        count: predicted(THIRTEEN, "2x4090", "plain", gpu_kv_layers=count).forecast.token_s
         for count in range(11)
     }
     assert min(times, key=lambda count: abs(times[count] - 1.794)) == 6
@@ -71,7 +71,7 @@ def test_published_hierarchical_rows(target: ModelConfig, hardware: str, publish
 
 
 def test_texts_at_once_share_weights_and_launches_and_nothing_else() -> None:
-    machine = replace(HardwareProfile.find("1xA100-80"), host_memory=256e9)
+    machine = replace(HardwareProfile.from_name("1xA100-80"), host_memory=256e9)
     plan, needs = predicted(SEVEN, "1xA100-80", "plain").plan, needs_of(SEVEN, "plain", 1)
 
     def of(texts: int, prompt: int = PROMPT) -> Forecast:
@@ -91,25 +91,25 @@ def test_published_gain_of_six_texts_at_once() -> None:
     """1.9 times plain decoding of the same six texts of 19K tokens, on one A100 (the paper,
     greedy); here with the acceptance that the first row of the table of offloading implies.
     """
-    machine = replace(HardwareProfile.find("1xA100-80"), device_memory=128e9)
+    machine = replace(HardwareProfile.from_name("1xA100-80"), device_memory=128e9)
     seconds = {}
     for mode in ("plain", "hierarchical"):
-        needs = needs_of(SEVEN, mode, 1, budget=768, draft_length=6)
-        seconds[mode] = look_ahead(needs, machine, 19_200, 256, at_once=6).forecast.token_s
+        needs = needs_of(SEVEN, mode, 1, retrieval_budget=768, num_draft_tokens=6)
+        seconds[mode] = plan_request(needs, machine, 19_200, 256, concurrency=6).forecast.token_s
     assert seconds["plain"] / seconds["hierarchical"] == pytest.approx(1.9, rel=0.2)
 
 
 def test_as_many_go_together_as_keep_what_each_would_keep_alone() -> None:
-    machine = HardwareProfile.find("1xA100-80")
+    machine = HardwareProfile.from_name("1xA100-80")
     needs = needs_of(SEVEN, "plain", 1)
     for prompt in (2_000, 30_000, 100_000):
-        alone = look_ahead(needs, machine, prompt, NEW)
-        shared = together(needs, alone, 8)
-        count = shared.forecast.texts_at_once
+        alone = plan_request(needs, machine, prompt, NEW)
+        shared = plan_concurrent(needs, alone, 8)
+        count = shared.forecast.concurrency
         assert shared.plan == alone.plan
         assert shared.needs == alone.needs
         if count < 8:
-            more = look_ahead(needs, machine, prompt, NEW, at_once=count + 1)
+            more = plan_request(needs, machine, prompt, NEW, concurrency=count + 1)
             assert more.plan != alone.plan
         assert (count == 8, count == 1) == (prompt == 2_000, prompt == 100_000)
         better = shared.forecast.documents_per_hour > alone.forecast.documents_per_hour
@@ -117,14 +117,14 @@ def test_as_many_go_together_as_keep_what_each_would_keep_alone() -> None:
 
 
 def test_where_short_passes_are_recorded_large_layers_alone_are_worth_sharing() -> None:
-    gpu = HardwareProfile.find("1xA100-80")
+    gpu = HardwareProfile.from_name("1xA100-80")
     cpu = replace(gpu, runs_ahead=False)  # where nothing is recorded
     small = replace(SEVEN, hidden=1024, intermediate=2048)
 
     def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
-        needs = needs_of(target, mode, 1, budget=512)
-        alone = look_ahead(needs, machine, 2_000, 256)
-        return together(needs, alone, 4).forecast.texts_at_once
+        needs = needs_of(target, mode, 1, retrieval_budget=512)
+        alone = plan_request(needs, machine, 2_000, 256)
+        return plan_concurrent(needs, alone, 4).forecast.concurrency
 
     assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
     assert count(small, "retrieval", gpu) == 1
@@ -139,7 +139,7 @@ def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
         return forecast(ahead.needs, ahead.plan, ahead.hardware, PROMPT, NEW, acceptance)
 
     found = [with_rate(rate) for rate in (0.5, 0.8, 0.95)]
-    lengths, times = [each.draft_length for each in found], [each.token_s for each in found]
+    lengths, times = [each.num_draft_tokens for each in found], [each.token_s for each in found]
     assert lengths == sorted(set(lengths))
     assert times == sorted(times, reverse=True)
     assert with_rate(0.0, 0.0).tokens_per_verification == 1
@@ -154,11 +154,11 @@ def test_what_a_draft_model_puts_before_the_target_stands_as_often_as_before_any
 
 
 def test_a_text_that_fits_the_device_waits_for_no_link() -> None:
-    needs, machine = needs_of(SEVEN, "hierarchical", 1), HardwareProfile.find("1xA100-80")
-    ahead = look_ahead(needs, machine, 16_384, NEW)
+    needs, machine = needs_of(SEVEN, "hierarchical", 1), HardwareProfile.from_name("1xA100-80")
+    ahead = plan_request(needs, machine, 16_384, NEW)
     assert ahead.plan.resident_layers == SEVEN.layers
     assert ahead.plan.host_bytes == 0
-    without = plain(ahead)
+    without = plan_plain(ahead)
     assert without is not None
     bounds = (ahead.forecast.verification_bound, without.forecast.verification_bound)
     assert bounds == ("compute", "compute")
@@ -166,8 +166,8 @@ def test_a_text_that_fits_the_device_waits_for_no_link() -> None:
 
 def test_plain_decoding_is_told_with_a_plan_of_its_own() -> None:
     """Memory that a retrieval cache takes is not missing in what it is compared with."""
-    ahead = predicted(SEVEN, "2x4090", "hierarchical", budget=32_768)
-    without, alone = plain(ahead), predicted(SEVEN, "2x4090", "plain")
+    ahead = predicted(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
+    without, alone = plan_plain(ahead), predicted(SEVEN, "2x4090", "plain")
     assert without is not None
     assert without.forecast == alone.forecast
     assert without.plan.resident_layers > ahead.plan.resident_layers
@@ -195,7 +195,7 @@ def test_arithmetic_of_a_prefill() -> None:
 
 def test_a_pass_over_a_retrieval_cache_takes_what_was_measured_of_its_8_bits() -> None:
     """By default a byte of it takes as long as an element of 16 bits."""
-    machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9, kv_rate=5e11)
+    machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
     needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
     kv = needs.layout.bytes(needs.budget)
 
@@ -222,35 +222,37 @@ def test_a_pass_over_a_retrieval_cache_takes_what_was_measured_of_its_8_bits() -
 def test_a_retrieval_cache_in_8_bits_takes_about_half_of_the_memory() -> None:
     needs = needs_of(SEVEN, "retrieval", 2)
     whole = replace(needs, settings=replace(needs.settings, int8_retrieval=False))
-    half, all_of_it = (each.shape(PROMPT, NEW).layer_bytes(each.layout) for each in (needs, whole))
+    half, all_of_it = (
+        each.retrieval_spec(PROMPT, NEW).layer_bytes(each.layout) for each in (needs, whole)
+    )
     assert 0.5 < half / all_of_it < 0.57
     in_host_memory = replace(needs, copies=False)  # where nothing has to leave the device
-    assert not in_host_memory.shape(PROMPT, NEW).quantised
+    assert not in_host_memory.retrieval_spec(PROMPT, NEW).quantised
     in_float32 = replace(needs, dtype=torch.float32)
-    assert not in_float32.shape(PROMPT, NEW).quantised
+    assert not in_float32.retrieval_spec(PROMPT, NEW).quantised
     asked_for = replace(in_float32, settings=replace(needs.settings, int8_retrieval=True))
-    assert asked_for.shape(PROMPT, NEW).quantised
+    assert asked_for.retrieval_spec(PROMPT, NEW).quantised
 
 
 def test_identical_texts_verify_in_blocks_and_draft_as_others_do() -> None:
-    machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9)
+    machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9)
     needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
-    plan = look_ahead(needs, machine, PROMPT, NEW).plan
-    identical = replace(needs, settings=replace(needs.settings, identical=True))
+    plan = plan_request(needs, machine, PROMPT, NEW).plan
+    deterministic = replace(needs, settings=replace(needs.settings, deterministic=True))
     costs = PredictedCosts(machine, Acceptance())
-    one, other = (costs.round_cost(each, plan, PROMPT) for each in (needs, identical))
-    steady = target_passes(machine, needs).steady_seconds(17, PROMPT)
-    selecting = one.compute_s(16) - target_passes(machine, needs).seconds(17, PROMPT)
+    one, other = (costs.round_cost(each, plan, PROMPT) for each in (needs, deterministic))
+    steady = target_cost(machine, needs).batch_invariant_seconds(17, PROMPT)
+    selecting = one.compute_s(16) - target_cost(machine, needs).seconds(17, PROMPT)
     assert other.compute_s(16) - selecting == pytest.approx(steady)
-    assert steady > 1.5 * target_passes(machine, needs).seconds(17, PROMPT)  # three blocks of rows
+    assert steady > 1.5 * target_cost(machine, needs).seconds(17, PROMPT)  # three blocks of rows
     assert (other.link_s, other.drafted_s) == (one.link_s, one.drafted_s)
 
 
 def test_where_noise_is_shared_a_token_is_rejected_twice_as_often_at_most() -> None:
     """Whatever the budget: as often as it would be rejected with it, and what that comes to."""
-    for budget in (1024, DEFAULT_BUDGET, 32_768):
-        needs = needs_of(SEVEN, "retrieval", 2, budget=budget)
-        plan = look_ahead(needs, HardwareProfile.find("2x4090"), 30_000, NEW).plan
+    for budget in (1024, DEFAULT_RETRIEVAL_BUDGET, 32_768):
+        needs = needs_of(SEVEN, "retrieval", 2, retrieval_budget=budget)
+        plan = plan_request(needs, HardwareProfile.from_name("2x4090"), 30_000, NEW).plan
         for seen, coupled in (
             (each.of(needs, plan), other.of(needs, plan))
             for each, other in (
@@ -264,20 +266,20 @@ def test_where_noise_is_shared_a_token_is_rejected_twice_as_often_at_most() -> N
 
 def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
     """By default a code, half of an element, takes half of its time."""
-    machine = replace(HardwareProfile.find("2x4090"), host_memory=256e9, kv_rate=5e11)
-    needs = needs_of(SEVEN, "sliced", int(machine.gpus))
-    plan = look_ahead(needs, machine, PROMPT, NEW).plan
-    kv = needs.layout.bytes(PROMPT, plan.sliced_layers)
+    machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
+    needs = needs_of(SEVEN, "split", int(machine.gpus))
+    plan = plan_request(needs, machine, PROMPT, NEW).plan
+    kv = needs.layout.bytes(PROMPT, plan.split_layers)
     assert kv > 0
 
     def near_s(hardware: HardwareProfile) -> float:
-        return PredictedCosts(hardware, Acceptance()).near_s(needs, plan, PROMPT, 1)
+        return PredictedCosts(hardware, Acceptance()).on_device_s(needs, plan, PROMPT, 1)
 
-    assert near_s(replace(machine, near_rate=1e12)) == near_s(machine)
-    slower = near_s(replace(machine, near_rate=2.5e11)) - near_s(machine)
+    assert near_s(replace(machine, high_bits_rate=1e12)) == near_s(machine)
+    slower = near_s(replace(machine, high_bits_rate=2.5e11)) - near_s(machine)
     assert slower == pytest.approx(1.5 * kv / 5e11, rel=0.01)
     joined = [
-        PredictedCosts(replace(machine, join_rate=rate), Acceptance())
+        PredictedCosts(replace(machine, reconstruct_rate=rate), Acceptance())
         .round_cost(needs, plan, PROMPT)
         .compute_s(8)
         for rate in (1e11, 5e10)
@@ -291,4 +293,4 @@ def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
 def test_a_machine_without_room_for_what_is_written_out_keeps_16_bits(
     machine: str, wanted: bool | None
 ) -> None:
-    assert HardwareProfile.find(machine).int8_retrieval is wanted
+    assert HardwareProfile.from_name(machine).int8_retrieval is wanted

@@ -11,17 +11,17 @@ import torch
 
 from decoding.planning.memory_plan import (
     MemoryPlan,
-    Needs,
-    device_tiers,
+    MemoryRequirements,
+    device_breakdown,
     plan_memory,
 )
-from offload.errors import FitError
+from offload.errors import InsufficientMemoryError
 from offload.layout import KVLayout
 from offload.memory.cpu_link import EmulatedLink
 from offload.memory.host_arena import HostArena
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from offload.tiered.shape import TieredShape
+from offload.tiered.shape import TieredCacheSpec
 from support.links import CPU
 from support.reference import random_rotary
 
@@ -29,16 +29,16 @@ GB = 10**9
 SIZES = 5, 12, 7  # recent tokens, a block, the rows of a pass
 TAIL = sum(SIZES)
 LLAMA_7B = KVLayout(layers=32, heads=16, head_dim=128, dtype=torch.float16)  # a rank of two
-NEEDS = Needs(
-    TieredShape.with_ring(LLAMA_7B, 130_048, 0, 156, 100, copies=True),
+NEEDS = MemoryRequirements(
+    TieredCacheSpec.with_ring(LLAMA_7B, 130_048, 0, 156, 100, copies=True),
     retrieval=GB // 2,
     draft=GB // 10,
     tables=GB // 20,
     hidden=GB,
 )
 LAYOUT, CONTEXT = KVLayout(4, 3, 8, torch.float32), 3000
-SMALL = Needs(
-    TieredShape.with_ring(LAYOUT, CONTEXT, *SIZES, copies=True),
+SMALL = MemoryRequirements(
+    TieredCacheSpec.with_ring(LAYOUT, CONTEXT, *SIZES, copies=True),
     retrieval=1000,
     draft=200,
     tables=30,
@@ -47,12 +47,12 @@ SMALL = Needs(
 LAYER = LAYOUT.bytes(CONTEXT, 1)
 
 
-def without_copies(needs: Needs) -> Needs:
+def without_copies(needs: MemoryRequirements) -> MemoryRequirements:
     return replace(needs, target=replace(needs.target, copies=False))
 
 
 @pytest.mark.parametrize("needs", [NEEDS, SMALL, without_copies(SMALL)])
-def test_more_device_memory_never_means_fewer_resident_layers(needs: Needs) -> None:
+def test_more_device_memory_never_means_fewer_resident_layers(needs: MemoryRequirements) -> None:
     everything = (
         needs.target.layout.bytes(needs.target.capacity)
         + needs.retrieval
@@ -93,25 +93,25 @@ def test_where_the_bytes_go() -> None:
 @pytest.mark.parametrize("resident", range(5))
 # of 3 heads the ring is larger than a layer, of 80 smaller
 @pytest.mark.parametrize("heads", [3, 80])
-@pytest.mark.parametrize("late", [0, 2])
-def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, late: int) -> None:
+@pytest.mark.parametrize("deferred", [0, 2])
+def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, deferred: int) -> None:
     link, layout = EmulatedLink(CPU, 1e12), replace(LAYOUT, heads=heads)
-    late = min(late, resident) if resident < layout.layers else 0
-    shape = TieredShape.with_ring(layout, CONTEXT, *SIZES, copies=True)
-    hidden = late * layout.bytes(CONTEXT, 1)
-    needs = Needs(shape, retrieval=0, draft=0, tables=0, hidden=hidden)
-    room = sum(device_tiers(needs, resident, late)[0].values())
+    deferred = min(deferred, resident) if resident < layout.layers else 0
+    shape = TieredCacheSpec.with_ring(layout, CONTEXT, *SIZES, copies=True)
+    hidden = deferred * layout.bytes(CONTEXT, 1)
+    needs = MemoryRequirements(shape, retrieval=0, draft=0, tables=0, hidden=hidden)
+    room = sum(device_breakdown(needs, resident, deferred)[0].values())
     plan = plan_memory(needs, room, 10**9, resident)
-    assert plan.late_layers == late
+    assert plan.deferred_layers == deferred
     arena = HostArena(link, torch.float32)
     rotary = random_rotary(layout, 8)
-    cache = TieredCache(shape.placed(resident, late), link, rotary, arena)
+    cache = TieredCache(shape.with_placement(resident, deferred), link, rotary, arena)
     with Prefill(cache, 3000):  # the hidden states, the ring and the layer that prefill works on
         assert cache.device_bytes + needs.hidden == room
-    cache.bring_in()
+    cache.onload_deferred()
     assert (
         cache.device_bytes
-        == sum(device_tiers(needs, resident, late)[1].values())
+        == sum(device_breakdown(needs, resident, deferred)[1].values())
         <= plan.device_bytes
     )
     assert arena.nbytes == plan.host_bytes
@@ -119,7 +119,7 @@ def test_the_plan_covers_what_the_cache_allocates(resident: int, heads: int, lat
 
 
 @pytest.mark.parametrize("needs", [NEEDS, replace(SMALL, hidden=3 * LAYER)])
-def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
+def test_what_hidden_states_took_goes_to_late_layers(needs: MemoryRequirements) -> None:
     """No device memory is left that one more layer would fit in when decoding; and no host memory
     is asked for beyond what it takes to keep all but the layers that fit beside the hidden states.
     """
@@ -128,10 +128,10 @@ def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
     for share in range(1, 50):
         room = fixed + share * needs.target.layout.bytes(needs.target.capacity) // 50
         plan = plan_memory(needs, room, 10**15)
-        seen.add(plan.late_layers)
+        seen.add(plan.deferred_layers)
         in_prefill, decoding = (
             sum(tiers.values())
-            for tiers in device_tiers(needs, plan.resident_layers, plan.late_layers)
+            for tiers in device_breakdown(needs, plan.resident_layers, plan.deferred_layers)
         )
         assert max(in_prefill, decoding) == plan.device_bytes <= room
         # hidden states as if they stayed
@@ -139,13 +139,17 @@ def test_what_hidden_states_took_goes_to_late_layers(needs: Needs) -> None:
         assert early.resident_layers <= plan.resident_layers
         assert early.host_bytes >= plan.host_bytes
         assert plan.host_bytes == needs.target.layout.bytes(
-            needs.target.capacity, layers - plan.resident_layers + plan.late_layers
+            needs.target.capacity, layers - plan.resident_layers + plan.deferred_layers
         )
         if plan.resident_layers < layers - 1:
-            assert sum(device_tiers(needs, plan.resident_layers + 1)[1].values()) > room
-        if plan.late_layers:
+            assert sum(device_breakdown(needs, plan.resident_layers + 1)[1].values()) > room
+        if plan.deferred_layers:
             assert (
-                sum(device_tiers(needs, plan.resident_layers, plan.late_layers - 1)[0].values())
+                sum(
+                    device_breakdown(needs, plan.resident_layers, plan.deferred_layers - 1)[
+                        0
+                    ].values()
+                )
                 > room
             )
     assert min(seen) == 0 < max(seen)
@@ -158,21 +162,22 @@ def test_without_far_layers_or_a_link_that_copies_none_comes_late() -> None:
     found = [
         plan_memory(views, least + share * LAYOUT.bytes(3000) // 20, 10**15) for share in range(21)
     ]
-    assert {plan.late_layers for plan in found} == {0}
+    assert {plan.deferred_layers for plan in found} == {0}
     assert {plan.resident_layers for plan in found} == {0, 1, 2, 3, 4}
     # all layers at once have no ring to come through
-    with pytest.raises(FitError, match="fewer `resident_layers`"):
+    with pytest.raises(InsufficientMemoryError, match="fewer `gpu_kv_layers`"):
         plan_memory(roomy, LAYOUT.bytes(3000) + 5000, 10**15, resident_layers=4)
 
 
 def test_resident_layers_can_be_set() -> None:
     for count in range(33):
         assert plan_memory(NEEDS, 10**15, 10**15, resident_layers=count).resident_layers == count
-    with pytest.raises(FitError, match="fewer `resident_layers`"):
+    with pytest.raises(InsufficientMemoryError, match="fewer `gpu_kv_layers`"):
         plan_memory(NEEDS, 24 * GB, 10**15, resident_layers=32)
     for count in (-1, 33):
         with pytest.raises(
-            FitError, match=f"`resident_layers` {count} is not between 0 and the model's 32 layers"
+            InsufficientMemoryError,
+            match=f"`gpu_kv_layers` {count} is not between 0 and the model's 32 layers",
         ):
             plan_memory(NEEDS, 10**15, 10**15, resident_layers=count)
 
@@ -180,15 +185,15 @@ def test_resident_layers_can_be_set() -> None:
 def test_errors_say_what_is_needed_and_available() -> None:
     least = plan_memory(NEEDS, 10**15, 10**15, resident_layers=0).device_bytes
     with pytest.raises(
-        FitError,
+        InsufficientMemoryError,
         match=rf"needs {least / 1e9:.3f} GB of device memory .* and 1\.500 GB are available",
     ):
         plan_memory(NEEDS, 3 * GB // 2, 10**15)
-    with pytest.raises(FitError, match=r"0\.000 GB are available"):
+    with pytest.raises(InsufficientMemoryError, match=r"0\.000 GB are available"):
         plan_memory(NEEDS, -GB, 10**15)  # the weights alone are too much
     host = LLAMA_7B.bytes(130_048)
     with pytest.raises(
-        FitError,
+        InsufficientMemoryError,
         match=rf"130048 tokens needs {host / 1e9:.2f} GB of host memory per rank and 20\.00 GB are",
     ):
         plan_memory(NEEDS, least, 20 * GB)
@@ -207,37 +212,39 @@ def test_llama_7b_on_a_24_gb_card() -> None:
 def test_what_hidden_states_took_goes_to_codes() -> None:
     """No layer more would have codes when decoding, and no layer less would come late."""
     layout = replace(LAYOUT, heads=80, layers=8, dtype=torch.bfloat16)
-    shape = TieredShape.with_ring(layout, CONTEXT, *SIZES, copies=True)
+    shape = TieredCacheSpec.with_ring(layout, CONTEXT, *SIZES, copies=True)
     hidden = 2 * layout.bytes(CONTEXT, 1)
-    needs = Needs(shape, retrieval=0, draft=0, tables=0, hidden=hidden, slices=True)
+    needs = MemoryRequirements(shape, retrieval=0, draft=0, tables=0, hidden=hidden, splitting=True)
 
-    def takes(resident: int, late: int, sliced: int) -> list[int]:
-        phases = device_tiers(needs, resident, late, sliced)
+    def takes(resident: int, deferred: int, split: int) -> list[int]:
+        phases = device_breakdown(needs, resident, deferred, split)
         return [sum(tiers.values()) for tiers in phases]
 
-    def fits(resident: int, sliced: int) -> bool:
-        near = resident + sliced
-        return any(max(takes(resident, late, sliced)) <= room for late in range(near + 1))
+    def fits(resident: int, split: int) -> bool:
+        near = resident + split
+        return any(max(takes(resident, deferred, split)) <= room for deferred in range(near + 1))
 
     least, most = max(takes(0, 0, 0)), max(takes(8, 0, 0))
     seen = set()
     for share in range(101):
         room = least + share * (most - least) // 100
         plan = plan_memory(needs, room, 10**12)
-        resident, late, sliced = plan.resident_layers, plan.late_layers, plan.sliced_layers
-        seen.add((resident > 0, 0 < late <= resident, late > resident))
-        assert max(takes(resident, late, sliced)) == plan.device_bytes <= room
-        if late:
-            assert takes(resident, late - 1, sliced)[0] > room
-        if resident + sliced < 8:
+        resident, deferred, split = plan.resident_layers, plan.deferred_layers, plan.split_layers
+        seen.add((resident > 0, 0 < deferred <= resident, deferred > resident))
+        assert max(takes(resident, deferred, split)) == plan.device_bytes <= room
+        if deferred:
+            assert takes(resident, deferred - 1, split)[0] > room
+        if resident + split < 8:
             assert not resident
-            assert not fits(0, sliced + 1)
-        elif sliced > 0:
-            assert not fits(resident + 1, sliced - 1)
+            assert not fits(0, split + 1)
+        elif split > 0:
+            assert not fits(resident + 1, split - 1)
     assert (False, False, True) in seen  # codes alone, of which some come late
     assert (True, False, True) in seen  # all resident layers come late, and codes
     assert (True, True, False) in seen
-    with pytest.raises(FitError, match=r"fewer `resident_layers`, fewer `sliced_layers`, a"):
+    with pytest.raises(
+        InsufficientMemoryError, match=r"fewer `gpu_kv_layers`, fewer `split_kv_layers`, a"
+    ):
         plan_memory(needs, least // 2, 10**9, 4, 4)
 
 
@@ -245,7 +252,7 @@ def test_what_hidden_states_took_goes_to_codes() -> None:
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_ring(context: int, heads: int) -> None:
     layout = KVLayout(2, heads, 128, torch.float16)
-    shape = TieredShape.with_ring(layout, context, 0, 1, 1, copies=True)
+    shape = TieredCacheSpec.with_ring(layout, context, 0, 1, 1, copies=True)
     slot_heads, slots, head = shape.slot_heads, shape.slots, 2 * context * 128 * 2
     size = slots * slot_heads * head
     assert 1 <= slot_heads <= heads

@@ -18,25 +18,25 @@ from decoding import Engine
 from decoding.models.runtime import Runtime
 from decoding.planning.cost import CostSource, PredictedCosts
 from decoding.planning.fit import fit, memory_of
-from decoding.planning.measured_cost import ObservedCosts
+from decoding.planning.measured_cost import MeasuredCosts
 from decoding.planning.memory_plan import MemoryPlan
-from decoding.planning.memory_requirements import TextNeeds, Way
-from decoding.planning.strategy_selector import WayChooser
-from decoding.planning.what_if import look_ahead
+from decoding.planning.memory_requirements import Requirements, Strategy
+from decoding.planning.strategy_selector import StrategySelector
+from decoding.planning.what_if import plan_request
 from decoding.speculation.draft_length import Adaptive, RoundStats
 from offload.dtypes import dtype_of
-from offload.errors import FitError
-from offload.memory.cpu_link import ViewLink
+from offload.errors import InsufficientMemoryError
+from offload.memory.cpu_link import ZeroCopyLink
 from offload.memory.host_arena import HostArena
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.planning import Case, case_of, needs_of
 from support.slow import slow_except
 
 CPU = torch.device("cpu")
-Decision = tuple[Way, int, int, int, int, int, int]
+Decision = tuple[Strategy, int, int, int, int, int, int]
 
 
-class GivenLink(ViewLink):
+class GivenLink(ZeroCopyLink):
     """A link of a machine that is not there: it copies nothing, and says what memory is free."""
 
     copies = True
@@ -54,7 +54,7 @@ def drawn_case(seed: int) -> Case:
     case = case_of(seed)
     if seed % 3:
         return case
-    return replace(case, settings=replace(case.settings, mode="auto", sliced_layers=None))
+    return replace(case, settings=replace(case.settings, mode="auto", split_kv_layers=None))
 
 
 def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engine:
@@ -63,7 +63,7 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     link = GivenLink(int(case.hardware.device_memory) - needs.weight_bytes)
     patch.setattr(decoding.models.runtime, "host_available", lambda: int(case.hardware.host_memory))
     patch.setattr(Runtime, "link_rate", lambda self: None)
-    group = Group()
+    group = TensorParallelGroup()
     target, draft = (
         SimpleNamespace(config=config, group=group, embed=SimpleNamespace(weight=torch.empty(0)))
         for config in (case.target, case.draft)
@@ -72,7 +72,7 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     arena = HostArena(link, dtype)
     models: Any = (target, draft if needs.has_draft else None)
     engine = Engine(Runtime(*models, needs.mode, case.settings, link, arena), None, frozenset())
-    engine.sessions.chooser = WayChooser(costs)
+    engine.sessions.selector = StrategySelector(costs)
     return engine
 
 
@@ -81,13 +81,13 @@ def costs_of(case: Case, observed: bool) -> CostSource:
     if not observed:
         return PredictedCosts(case.hardware, case.acceptance)
     draw, needs = random.Random(case.prompt), needs_of(case)
-    costs, memory = ObservedCosts(case.hardware.link_in), memory_of(case.hardware, needs)
+    costs, memory = MeasuredCosts(case.hardware.link_in), memory_of(case.hardware, needs)
     for _ in range(3 if needs.may_retrieve else 0):
-        way = Way(draw.choice(needs.modes), draw.choice((64, 512, 2048)))
-        spent = needs.with_way(way)
+        way = Strategy(draw.choice(needs.candidate_modes), draw.choice((64, 512, 2048)))
+        spent = needs.with_strategy(way)
         try:
             plan = fit(spent, memory, case.prompt, case.new)
-        except FitError:
+        except InsufficientMemoryError:
             continue
         past = [
             RoundStats(16, draw.randint(0, 16), 17, draw.uniform(1e-4, 1e-1), draw.uniform(0.01, 1))
@@ -97,26 +97,26 @@ def costs_of(case: Case, observed: bool) -> CostSource:
     return costs
 
 
-def decision(plan: MemoryPlan, costs: CostSource, needs: TextNeeds, prompt: int) -> Decision:
-    """Return mode and budget, resident, late and sliced layers, ring, and draft length."""
+def decision(plan: MemoryPlan, costs: CostSource, needs: Requirements, prompt: int) -> Decision:
+    """Return mode and budget, resident, late and split layers, ring, and draft length."""
     cost = costs.round_cost(needs, plan, prompt)
     length = 0 if cost is None else cost.best_length(needs.draft_lengths)[0]
     ring = (plan.slots, plan.slot_heads)
-    layers = (plan.resident_layers, plan.late_layers, plan.sliced_layers)
-    return needs.way, *layers, *ring, length
+    layers = (plan.resident_layers, plan.deferred_layers, plan.split_layers)
+    return needs.strategy, *layers, *ring, length
 
 
 def by_plan(case: Case, costs: CostSource) -> Decision | None:
     """Return what `tierforce plan` decides; None where nothing fits."""
     needs = needs_of(case)
     try:
-        chooser = WayChooser(costs)
-        ahead = look_ahead(needs, case.hardware, case.prompt, case.new, case.acceptance, chooser)
-    except FitError:
+        chooser = StrategySelector(costs)
+        ahead = plan_request(needs, case.hardware, case.prompt, case.new, case.acceptance, chooser)
+    except InsufficientMemoryError:
         return None
     found = decision(ahead.plan, costs, ahead.needs, case.prompt)
     if isinstance(costs, PredictedCosts) and ahead.needs.mode != "plain":
-        assert found[-1] == ahead.forecast.draft_length
+        assert found[-1] == ahead.forecast.num_draft_tokens
     return found
 
 
@@ -125,11 +125,11 @@ def by_engine(case: Case, costs: CostSource) -> Decision | None:
     with pytest.MonkeyPatch.context() as patch:
         engine = engine_on(case, costs, patch)
         try:
-            plan = engine.check(case.prompt, case.new)
-        except FitError:
+            plan = engine.plan(case.prompt, case.new)
+        except InsufficientMemoryError:
             return None
-        choice = engine.sessions.choose(case.prompt, case.new)
-        needs = engine.runtime.with_way(choice.way).needs
+        choice = engine.sessions.select_strategy(case.prompt, case.new)
+        needs = engine.runtime.with_strategy(choice.strategy).requirements
         return decision(plan, costs, needs, case.prompt)
 
 
@@ -150,7 +150,7 @@ def test_both_decide_the_same(observed: bool) -> None:
     assert len(decided) > 40
     for choices in zip(*decided, strict=True):
         assert len(set(choices)) > 1
-    assert min(left_open["hierarchical"], left_open["sliced-hierarchical"]) > 2, left_open
+    assert min(left_open["hierarchical"], left_open["split-hierarchical"]) > 2, left_open
 
 
 def test_the_comparison_sees_a_difference() -> None:
@@ -169,9 +169,11 @@ def test_the_comparison_sees_a_difference() -> None:
 def test_the_length_that_adapts_is_near_the_one_that_is_planned(seed: int) -> None:
     """Fed with rounds that take and yield what is predicted, without noise."""
     drawn = case_of(seed)
-    drawn_settings = replace(drawn.settings, sliced_layers=None)
-    case = replace(drawn, settings=replace(drawn_settings, mode="hierarchical", budget=64))
-    settings = replace(case.settings, draft_length=None, resident_layers=None)
+    drawn_settings = replace(drawn.settings, split_kv_layers=None)
+    case = replace(
+        drawn, settings=replace(drawn_settings, mode="hierarchical", retrieval_budget=64)
+    )
+    settings = replace(case.settings, num_draft_tokens=None, gpu_kv_layers=None)
     case = replace(case, settings=settings)
     needs, costs = needs_of(case), costs_of(case, observed=False)
     rich = replace(case.hardware, device_memory=1e12, host_memory=1e13)
@@ -180,7 +182,7 @@ def test_the_length_that_adapts_is_near_the_one_that_is_planned(seed: int) -> No
     assert cost is not None
     best, seconds = cost.best_length(needs.draft_lengths)
     adaptive, rate = Adaptive(needs.draft_lengths[-1]), cost.acceptance
-    adaptive.begin(6)
+    adaptive.reset(6)
     for number in range(400):
         drafted = max(1, min(64, adaptive.next() + (-2, 0, 2)[number % 3]))
         # one rejection in so many tokens that were tested: the rate exactly

@@ -16,11 +16,11 @@ import torch
 
 from decoding import GREEDY
 from decoding.prefix_cache import fingerprint as identity
-from decoding.prefix_cache.fingerprint import Weights
-from decoding.prefix_cache.manager import Identity
-from decoding.prefix_cache.store import MAX_TOKENS, KeptPrompt, PromptCache
+from decoding.prefix_cache.fingerprint import WeightDigests
+from decoding.prefix_cache.manager import ModelFingerprint
+from decoding.prefix_cache.store import MAX_TOKENS, CachedPrompt, PromptCache
 from parallel.config.model_config import ModelConfig
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support import engines
 from support.engines import IDENTITY, Pair
 from support.irregular import IRREGULAR
@@ -33,20 +33,20 @@ OTHER = random_tokens(len(PROMPT), seed=2).tolist()
 
 def written(kept: str, models: Pair, *prompts: list[int]) -> list[list[int]]:
     """Read prompts, which are kept, and return what was written behind each."""
-    with models.engine("plain", **SMALL, keep=kept) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
         return [list(engine.generate(prompt, NEW, GREEDY, name="a book")) for prompt in prompts]
 
 
 def check_read_anew(kept: str, models: Pair, wanted: list[int]) -> list[str]:
     """Check that PROMPT is read once more, and kept again; return what was told."""
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         for is_kept in (False, True):
             assert list(engine.generate(PROMPT, NEW, GREEDY, name="a book")) == wanted
             assert bool(engine.stats.loaded_tokens) == is_kept
     return lines
 
 
-def edit_manifest(kept: KeptPrompt, **fields: Any) -> None:
+def edit_manifest(kept: CachedPrompt, **fields: Any) -> None:
     path = kept.folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
@@ -97,10 +97,10 @@ def test_what_is_said_of_an_entry_does_not_make_another_models_kv_this_ones(
     models: Pair, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(engines, "IDENTITY", Identity("4567", "another pair"))
+        patched.setattr(engines, "IDENTITY", ModelFingerprint("4567", "another pair"))
         (wanted,) = written(kept, models, PROMPT)
     (prompt,) = prompts_in(kept)
-    own = Identity.of_text(IDENTITY, models.target.config, len(PROMPT), len(PROMPT) + NEW)
+    own = ModelFingerprint.of_text(IDENTITY, models.target.config, len(PROMPT), len(PROMPT) + NEW)
     edit_manifest(prompt, identity=own)
     assert "of a book is damaged" in check_read_anew(kept, models, wanted)[0]
 
@@ -141,7 +141,7 @@ def test_a_manifest_that_was_edited_is_damage(
     first, second = prompts_in(kept)
     edit_manifest(first, **fields)
     limited = PromptCache(Path(kept), limit=10**9)
-    limited.tidy()
+    limited.collect_garbage()
     assert [each.id for each in limited.prompts()] == [second.id]
     assert check_read_anew(kept, models, wanted) == []
 
@@ -160,16 +160,16 @@ def test_files_of_any_size_are_damage(size: int, name: str, models: Pair, kept: 
 def test_digests_that_are_no_file_are_made_anew(
     kind: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    wanted = Weights.of(checkpoint(), tmp_path)
+    wanted = WeightDigests.of(checkpoint(), tmp_path)
     notes = tmp_path / ".digests.json"
     content = notes.read_bytes()
     notes.unlink()
     IRREGULAR[kind](notes)
-    assert Weights.of(checkpoint(), tmp_path) == wanted
+    assert WeightDigests.of(checkpoint(), tmp_path) == wanted
     if kind != "folder":  # which stays where it is
         assert notes.read_bytes() == content
         os.truncate(notes, 1 << 40)
-        assert Weights.of(checkpoint(), tmp_path) == wanted
+        assert WeightDigests.of(checkpoint(), tmp_path) == wanted
         assert notes.read_bytes() == content
 
 
@@ -185,7 +185,7 @@ def test_what_lies_beside_the_prompts_stops_nothing(models: Pair, kept: str) -> 
     (folder / ("d" * 12)).mkdir()
     (folder / ("e" * 12)).symlink_to(prompts_in(kept)[0].folder)
     os.mkdir(os.fsencode(folder) + b"/\xff\xfe")
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert engine.stats.loaded_tokens
         assert list(engine.generate(OTHER, NEW, GREEDY))
@@ -195,7 +195,7 @@ def test_what_lies_beside_the_prompts_stops_nothing(models: Pair, kept: str) -> 
 
 
 def test_names_of_any_length_are_kept_short(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         list(engine.generate(PROMPT, NEW, GREEDY, name="\ud800" + "n" * 100_000))
     assert not lines
     assert len(prompts_in(kept)[0].manifest.name) == 200
@@ -204,8 +204,8 @@ def test_names_of_any_length_are_kept_short(models: Pair, kept: str) -> None:
 def test_an_entry_of_an_older_layout_is_not_found(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, group = ModelConfig.from_pretrained(checkpoint()), Group()
-    weights = Weights.of(checkpoint(), tmp_path)
+    config, group = ModelConfig.from_pretrained(checkpoint()), TensorParallelGroup()
+    weights = WeightDigests.of(checkpoint(), tmp_path)
     now = identity.digest_of(weights, config, torch.float32, group)
     monkeypatch.setattr(identity, "VERSION", identity.VERSION - 1)
     assert identity.digest_of(weights, config, torch.float32, group) != now

@@ -21,16 +21,16 @@ import offload.tiered.kv_file
 from decoding import GREEDY, Settings
 from decoding.prefix_cache import store as prompt_cache
 from decoding.prefix_cache.files import locked
-from decoding.prefix_cache.fingerprint import Weights, digest_of
-from decoding.prefix_cache.manager import Keeper
+from decoding.prefix_cache.fingerprint import WeightDigests, digest_of
+from decoding.prefix_cache.manager import PrefixCacheManager
 from decoding.prefix_cache.store import PromptCache
-from offload.errors import DamagedError, TierForceError
+from offload.errors import CorruptCacheError, TierForceError
 from offload.layout import KVLayout
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
-from offload.tiered.prefill import LAST_ROWS
+from offload.tiered.prefill import OBSERVED_ROWS
 from parallel.config.model_config import ModelConfig
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import IDENTITY, Folders, Pair
 from support.keeping import (
     NEW,
@@ -52,20 +52,20 @@ from support.slow import slow_except
 def test_answers_are_those_behind_what_was_read(
     mode: str, link: str, resident: int, models: Pair, kept: str
 ) -> None:
-    choices = {**SMALL, "link": link, "resident_layers": resident}
+    choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
     with models.engine(mode, **choices) as engine:
         wanted = answers(engine), answers(engine, SAMPLED)
         read = engine.stats.traffic["target"].link_out
-    with models.engine(mode, **choices, keep=kept) as engine:
+    with models.engine(mode, **choices, prompt_cache=kept) as engine:
         assert answers(engine) == wanted[0]
         assert len(prompts_in(kept)) == 1  # the questions are too short to be kept with it
-    with models.engine(mode, **choices, keep=kept) as engine:
+    with models.engine(mode, **choices, prompt_cache=kept) as engine:
         assert (answers(engine), answers(engine, SAMPLED)) == wanted
         # of the last, all but its own question
         assert engine.stats.loaded_tokens == len(PROMPT)
         assert engine.stats.traffic["target"].link_out < max(1, read)
         list(engine.generate([*PROMPT, *QUESTIONS[0]], NEW, GREEDY))
-        tokens = len(PROMPT) + len(QUESTIONS[0]) - LAST_ROWS  # that followers are to see
+        tokens = len(PROMPT) + len(QUESTIONS[0]) - OBSERVED_ROWS  # that followers are to see
         assert engine.stats.loaded_tokens == tokens
 
 
@@ -73,8 +73,8 @@ def test_placements_do_not_matter_to_what_is_kept(models: Pair, kept: str) -> No
     with models.engine("hierarchical", **SMALL) as engine:
         wanted = answers(engine)
     for link, resident in PLACES:
-        choices = {**SMALL, "link": link, "resident_layers": resident}
-        with models.engine("hierarchical", **choices, keep=kept) as engine:
+        choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
+        with models.engine("hierarchical", **choices, prompt_cache=kept) as engine:
             assert answers(engine) == wanted
     assert len(prompts_in(kept)) == 1
 
@@ -84,19 +84,19 @@ def test_so_in_slices(folders: Folders, kept: str) -> None:
     on as behind what plain decoding has kept.
     """
     models = Pair(*folders, dtype="bfloat16")
-    choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
+    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
     whole = f"{kept}-whole"
-    with models.engine("plain", **choices, keep=whole) as engine:
+    with models.engine("plain", **choices, prompt_cache=whole) as engine:
         answers(engine)
-    with models.engine("plain", **choices, keep=whole) as engine:
+    with models.engine("plain", **choices, prompt_cache=whole) as engine:
         wanted, loaded = answers(engine), engine.stats.loaded_tokens
     assert loaded
-    with models.engine("sliced-retrieval", **choices, keep=kept) as engine:
+    with models.engine("split-retrieval", **choices, prompt_cache=kept) as engine:
         answers(engine)
-    with models.engine("plain", **choices, keep=kept) as engine:
+    with models.engine("plain", **choices, prompt_cache=kept) as engine:
         assert answers(engine) == wanted
         assert engine.stats.loaded_tokens == loaded
-    with models.engine("plain", **choices, packed=True, keep=kept) as engine:
+    with models.engine("plain", **choices, compress_offload=True, prompt_cache=kept) as engine:
         assert answers(engine) == wanted
 
 
@@ -105,7 +105,7 @@ def test_the_longest_beginning_is_found_token_by_token(models: Pair, kept: str) 
         prompts = [PROMPT[:length] + [3] * 40 for length in (310, 500, 640)]
         prompts += [PROMPT[:200] + [4] * 200, [5, *PROMPT]]
         wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
-    with models.engine("plain", **SMALL, keep=kept) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
         list(engine.generate(PROMPT[:400], NEW, GREEDY))
         list(engine.generate(PROMPT, NEW, GREEDY))
         assert [each.manifest.tokens for each in prompts_in(kept)] == [700]  # it has the other one
@@ -137,7 +137,7 @@ def damaged(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 @pytest.mark.parametrize("link", slow_except(["view", "emulated:50"], 1))
 @pytest.mark.parametrize("which", range(6))
 def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept: str) -> None:
-    choices = {**SMALL, "link": link, "resident_layers": 1, "keep": kept}
+    choices = {**SMALL, "link": link, "gpu_kv_layers": 1, "prompt_cache": kept}
     with models.engine("hierarchical", **choices) as engine, told(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY, name="a book"))
         (prompt,) = prompts_in(kept)
@@ -156,7 +156,7 @@ def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept:
 def test_what_cannot_be_found_is_kept_again(
     name: str, content: bytes | None, models: Pair, kept: str
 ) -> None:
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
         (prompt,) = prompts_in(kept)
         if content is None:
@@ -171,7 +171,7 @@ def test_what_cannot_be_found_is_kept_again(
 
 
 def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
         busy = OSError(errno.EMFILE, "Too many open files")
         with patch.object(offload.tiered.kv_file._Reader, "__call__", side_effect=busy):
@@ -183,12 +183,12 @@ def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) ->
         # a folder that is gone keeps nobody from reading
         shutil.rmtree(kept)
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
-        assert "not kept: `keep`" in lines[1]
+        assert "not kept: `prompt_cache`" in lines[1]
         assert "No such file" in lines[1]
 
 
 def test_what_the_disk_cannot_read_is_kept_again(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY, name="a book"))
         broken = OSError(errno.EIO, "Input/output error")
         with patch.object(offload.tiered.kv_file._Reader, "__call__", side_effect=broken):
@@ -204,7 +204,7 @@ def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
     other.mkdir(parents=True)
     (other / "manifest.json").write_text('{"name": "holiday"}')
     (Path(kept) / "notes.txt").write_text("notes")
-    with models.engine("plain", **SMALL, keep=kept, keep_limit=400_000) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept, prompt_cache_limit=400_000) as engine:
         list(engine.generate(PROMPT, NEW, GREEDY))
     assert (other / "manifest.json").exists()
     assert (Path(kept) / "notes.txt").exists()
@@ -213,16 +213,16 @@ def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
 def test_models_are_told_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(checkpoint(), folder)
-    config, group = ModelConfig.from_pretrained(folder), Group()
+    config, group = ModelConfig.from_pretrained(folder), TensorParallelGroup()
 
     def digest(**other: Any) -> str:
         says = {"config": config, "dtype": torch.float32, "group": group, **other}
-        return digest_of(Weights.of(folder, tmp_path), **says)
+        return digest_of(WeightDigests.of(folder, tmp_path), **says)
 
     same = digest()
     with patch.object(decoding.prefix_cache.fingerprint, "_digest", side_effect=AssertionError):
         assert digest() == same  # what was digested once is not read again
-    two = Group()
+    two = TensorParallelGroup()
     two.size = 2
     others = [
         digest(config=replace(config, rope={**config.rope, "rope_theta": 5e5})),
@@ -237,18 +237,18 @@ def test_models_are_told_apart(checkpoint: Callable[..., Path], tmp_path: Path) 
     os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
     others.append(digest())
     assert len({same, *others}) == 5
-    now = Weights.of(folder, tmp_path)
+    now = WeightDigests.of(folder, tmp_path)
     for notes in ("[1]", "{", '{"a": 1}', "[" * 100_000):
         (tmp_path / ".digests.json").write_text(notes)
-        assert Weights.of(folder, tmp_path) == now
-    now.refuse_changed()
+        assert WeightDigests.of(folder, tmp_path) == now
+    now.check_unchanged()
     weights.write_bytes(raw)
     with pytest.raises(TierForceError, match="was changed while it was loaded"):
-        now.refuse_changed()
+        now.check_unchanged()
 
 
 def test_pipes_and_absurd_numbers_are_no_prompts(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, keep=kept) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
         list(engine.generate(PROMPT, NEW, GREEDY))
     (prompt,) = prompts_in(kept)
     manifest = prompt.folder / "manifest.json"
@@ -265,28 +265,28 @@ def test_pipes_and_absurd_numbers_are_no_prompts(models: Pair, kept: str) -> Non
     assert PromptCache(Path(kept)).prompts() == []
     layout = KVLayout(1, 1, 4, torch.float32)
     (read,) = KVFile(layer, layout, 3).readers(3, [0])
-    with pytest.raises(DamagedError, match="no regular file"):
+    with pytest.raises(CorruptCacheError, match="no regular file"):
         read()
 
 
 def test_a_lock_that_is_never_let_go_of_is_told(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_cache, "_LOCKED_S", 0.1)
+    monkeypatch.setattr(prompt_cache, "_LOCK_TIMEOUT_S", 0.1)
     cache = PromptCache(Path(kept))
-    cache.make()
+    cache.create()
     lock = Path(kept) / ".lock"
     with locked(lock), pytest.raises(TierForceError, match=r"job has held its .lock for 0.1 s"):
-        cache.make()
-    cache.make()
+        cache.create()
+    cache.create()
     lock.unlink()
     os.mkfifo(lock)
     with pytest.raises(TierForceError, match=r".lock in it is no regular file"):
-        cache.make()
+        cache.create()
 
 
 def test_what_was_used_longest_ago_goes_first(models: Pair, kept: str) -> None:
     size = 500 * models.target.config.kv_layout(1, torch.float32).bytes(1)
     texts = [random_tokens(500, seed=10 + seed).tolist() for seed in range(4)]
-    limited = models.engine("plain", **SMALL, keep=kept, keep_limit=2 * size)
+    limited = models.engine("plain", **SMALL, prompt_cache=kept, prompt_cache_limit=2 * size)
     with limited as engine, told(engine) as lines:
         for name, text in zip("abc", texts, strict=False):
             list(engine.generate(text, NEW, GREEDY, name=name))
@@ -297,7 +297,7 @@ def test_what_was_used_longest_ago_goes_first(models: Pair, kept: str) -> None:
         assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
         assert not lines
         list(engine.generate(PROMPT * 2, NEW, GREEDY))
-        assert "more than `keep_limit`" in lines[0]
+        assert "more than `prompt_cache_limit`" in lines[0]
         assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
 
 
@@ -305,7 +305,7 @@ def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None
     with models.engine("plain", **SMALL) as engine:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
     full = OSError(errno.ENOSPC, "No space left on device")
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         with patch.object(KVFile, "write", side_effect=full):
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "not kept" in lines[0]
@@ -315,7 +315,7 @@ def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "0.00 GB free" in lines[1]
         for trouble in (ValueError("odd"), MemoryError()):
-            with patch.object(TieredCache, "excerpts", side_effect=trouble):
+            with patch.object(TieredCache, "host_readers", side_effect=trouble):
                 if isinstance(trouble, MemoryError):
                     assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
             with patch.object(KVFile, "write", side_effect=trouble):
@@ -329,10 +329,12 @@ def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(TierForceError, match=r"`keep` .*file cannot be used"):
-        Keeper(str(tmp_path / "file"), None, IDENTITY, Group())
-    with pytest.raises(TierForceError, match="`keep_limit` is a limit of the folder `keep`"):
-        Settings(keep_limit=1)
+    with pytest.raises(TierForceError, match=r"`prompt_cache` .*file cannot be used"):
+        PrefixCacheManager(str(tmp_path / "file"), None, IDENTITY, TensorParallelGroup())
+    with pytest.raises(
+        TierForceError, match="`prompt_cache_limit` limits the folder of `prompt_cache`"
+    ):
+        Settings(prompt_cache_limit=1)
 
 
 def test_the_weights_are_those_that_the_index_names(
@@ -345,4 +347,4 @@ def test_the_weights_are_those_that_the_index_names(
     (folder / "consolidated.safetensors").write_bytes(b"nobody loads it")
     index = {"weight_map": {"lm_head.weight": "shards/1.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert list(Weights.of(folder, tmp_path).digests) == ["shards/1.safetensors"]
+    assert list(WeightDigests.of(folder, tmp_path).digests) == ["shards/1.safetensors"]

@@ -22,13 +22,13 @@ import torch
 
 from decoding import GREEDY, Engine
 from decoding.engine.request import Request
-from decoding.prefix_cache.store import KeptPrompt, PromptCache
-from decoding.prefix_cache.writer import files_of, saved
-from offload.errors import DocumentError
+from decoding.prefix_cache.store import CachedPrompt, PromptCache
+from decoding.prefix_cache.writer import files_of, load_saved
+from offload.errors import InvalidRequestError
 from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVFile
-from offload.tiered.prefill import LAST_ROWS
-from parallel.ranks.process_group import Group
+from offload.tiered.prefill import OBSERVED_ROWS
+from parallel.ranks.process_group import TensorParallelGroup
 from support import batches
 from support.engines import Folders, Pair
 from support.keeping import (
@@ -88,11 +88,11 @@ def test_turns_go_on_while_the_text_is_written(
     wanted_of_turns: list[list[int]],
 ) -> None:
     """Later turns, a text that outgrows its caches, and another from inside what is written."""
-    choices = {**SMALL, "link": link, "resident_layers": resident}
+    choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
     wanted = wanted_of_turns
     with (
         slow_writes(0.05),
-        models.engine(mode, **choices, keep=kept) as engine,
+        models.engine(mode, **choices, prompt_cache=kept) as engine,
         engine.conversation(room=100),
     ):
         found, prompt = take_turns(engine)
@@ -101,24 +101,24 @@ def test_turns_go_on_while_the_text_is_written(
     texts = sorted((each.tokens().tolist() for each in prompts_in(kept)), key=len)
     assert texts == [OTHER, prompt[:-NEW]]
     assert all(whole(each, models) for each in prompts_in(kept))
-    with models.engine(mode, **choices, keep=kept) as engine:
+    with models.engine(mode, **choices, prompt_cache=kept) as engine:
         assert list(engine.generate(prompt[:-NEW], NEW, GREEDY)) == wanted[2]
-        assert engine.stats.loaded_tokens == len(prompt) - NEW - LAST_ROWS
+        assert engine.stats.loaded_tokens == len(prompt) - NEW - OBSERVED_ROWS
 
 
 def test_a_text_given_up_is_kept_all_the_same(models: Pair, kept: str) -> None:
-    with slow_writes(0.02), models.engine("plain", **SMALL, keep=kept) as engine:
+    with slow_writes(0.02), models.engine("plain", **SMALL, prompt_cache=kept) as engine:
         assert list(islice(engine.generate(PROMPT, NEW, GREEDY), 1))
     assert len(prompts_in(kept)) == 1
 
 
 def test_texts_together_are_kept_too(models: Pair, kept: str) -> None:
     prompts = [[*random_tokens(400, seed=seed).tolist(), 7] for seed in range(3)]
-    choices = {**SMALL, "link": "emulated:50", "resident_layers": 0}
+    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
     with models.engine("retrieval", **choices) as engine:
         wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
     for turn in range(2):
-        with models.engine("retrieval", **choices, keep=kept) as engine:
+        with models.engine("retrieval", **choices, prompt_cache=kept) as engine:
             asked = [Request(prompt, NEW, GREEDY) for prompt in prompts]
             texts = batches.written(engine, asked, 2)
             assert batches.tokens(texts) == wanted
@@ -126,18 +126,18 @@ def test_texts_together_are_kept_too(models: Pair, kept: str) -> None:
     assert len(prompts_in(kept)) == 3
 
 
-def whole(prompt: KeptPrompt, models: Pair) -> bool:
+def whole(prompt: CachedPrompt, models: Pair) -> bool:
     """Read all that is kept of a prompt; raises where it is not what was written."""
     layout, tokens = models.target.config.kv_layout(1, torch.float32), prompt.manifest.tokens
     files = files_of(prompt.folder, 0, layout, tokens, prompt.digest())
-    for _, pieces in saved(prompt.folder, 0, files, tokens):
+    for _, pieces in load_saved(prompt.folder, 0, files, tokens):
         assert list(pieces)
     return len(prompt.tokens()) == tokens
 
 
 def read_for_ever(folders: Folders, kept: str, seed: int) -> None:
     models = Pair(*folders)
-    with models.engine("plain", **SMALL, keep=kept, keep_limit=2_000_000) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept, prompt_cache_limit=2_000_000) as engine:
         for number in count(1000 * seed):
             list(engine.generate(random_tokens(400, seed=number).tolist(), 2, GREEDY))
 
@@ -168,17 +168,17 @@ def test_a_kill_leaves_whole_prompts_or_none(
         assert not list(Path(kept).glob(".dropped-*"))
     assert left or kills < 20  # some were killed while they wrote
     assert seen
-    with models.engine("plain", **SMALL, keep=kept) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
         list(engine.generate(prompts_in(kept)[-1].tokens().tolist(), NEW, GREEDY))
         assert engine.stats.loaded_tokens
 
 
 def test_what_is_no_number_is_not_kept(models: Pair, kept: str) -> None:
     weight = models.target.embed.weight
-    with models.engine("plain", **SMALL, keep=kept) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
         good = weight.data.clone()
         weight.data[PROMPT[-1]] = float("nan")
-        with pytest.raises(DocumentError):
+        with pytest.raises(InvalidRequestError):
             list(engine.generate(PROMPT, NEW, GREEDY))
         weight.data.copy_(good)
         assert not prompts_in(kept)
@@ -193,18 +193,18 @@ def test_an_interrupt_gives_up_what_is_being_written(models: Pair, kept: str) ->
     join, interrupts = Thread.join, iter([True])
 
     def interrupted(thread: Thread, timeout: float | None = None) -> None:
-        if thread.name == "keep" and next(interrupts, False):
+        if thread.name == "prompt-cache-writer" and next(interrupts, False):
             raise KeyboardInterrupt
         join(thread, timeout)
 
-    with models.engine("plain", **SMALL, keep=kept) as engine, told(engine) as lines:
+    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
         with (
             slow_writes(0.1),
             patch.object(Thread, "join", interrupted),
             pytest.raises(KeyboardInterrupt),
         ):
             list(engine.generate(PROMPT, NEW, GREEDY))
-        assert not [each for each in threading.enumerate() if each.name == "keep"]
+        assert not [each for each in threading.enumerate() if each.name == "prompt-cache-writer"]
         assert not prompts_in(kept)
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert not lines
@@ -221,7 +221,7 @@ def harmed(how: str, rank: int, kept: str) -> Any:
     if how == "disk" and rank:
         return patch.object(KVFile, "write", side_effect=OSError(errno.ENOSPC, "full"))
     if how == "memory" and rank:
-        return patch.object(TieredCache, "excerpts", side_effect=MemoryError())
+        return patch.object(TieredCache, "host_readers", side_effect=MemoryError())
     return nullcontext()
 
 
@@ -230,13 +230,13 @@ Kept = tuple[list[list[int]], list[Any]]  # what three turns wrote; tokens loade
 
 def on_two_ranks(folders: Folders, kept: dict[str, str]) -> dict[str, Kept]:
     """What comes of each that goes wrong, in a folder of its own."""
-    models = Pair(*folders, Group.from_environment("cpu"))
+    models = Pair(*folders, TensorParallelGroup.from_environment("cpu"))
     return {how: three_turns(models, folder, how) for how, folder in kept.items()}
 
 
 def three_turns(models: Pair, kept: str, how: str) -> Kept:
     rank, found, loaded = models.group.rank, list[list[int]](), list[Any]()
-    choices = {**SMALL, "link": "emulated:50", "resident_layers": 1, "keep": kept}
+    choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 1, "prompt_cache": kept}
     first = 0 if how in ("disk", "memory") else 1
     for turn in range(3):
         with (
@@ -245,7 +245,7 @@ def three_turns(models: Pair, kept: str, how: str) -> Kept:
             harmed(how, rank, kept) if turn == first else nullcontext(),
         ):
             if rank:
-                engine.follow()
+                engine.run_worker()
                 continue
             found.append(list(engine.generate([*PROMPT, turn], NEW, GREEDY)))
             loaded.append((engine.stats.loaded_tokens, len(lines)))
@@ -254,7 +254,7 @@ def three_turns(models: Pair, kept: str, how: str) -> Kept:
     return found, loaded
 
 
-TOKENS = len(PROMPT) + 1 - LAST_ROWS
+TOKENS = len(PROMPT) + 1 - OBSERVED_ROWS
 LOADED = {
     "damage": [(0, 0), (0, 1), (TOKENS, 0)],
     "memory": [(0, 1), (0, 0), (TOKENS, 0)],

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig
 
 from bench.checks.predictions import SETTINGS, acceptance_of
 from decoding.planning.forward_cost import (
-    Passes,
+    ForwardCost,
     attention_flops,
     head_flops,
     matmul_flops,
@@ -23,7 +23,7 @@ from decoding.probe import kernels
 from decoding.probe.kernels import _Kernels, pass_rates
 from decoding.speculation.draft_length import expected_tokens
 from offload.errors import TierForceError
-from offload.kernels.batch_invariant_shape import KEYS, WIDTH
+from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 from parallel.config.model_config import ModelConfig
 from support.measuring import measure_briefly
@@ -38,7 +38,7 @@ SERIAL = HardwareProfile(
 
 
 def seconds(machine: HardwareProfile, rows: int, attended: int) -> float:
-    return Passes(machine, TARGET, 1, torch.float32).seconds(rows, attended)
+    return ForwardCost(machine, TARGET, 1, torch.float32).seconds(rows, attended)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
     for name, value in (
         ("kv_rate", 1e10),
         ("attention", 1e11),
-        ("pass_s", 0.0),
+        ("forward_s", 0.0),
         ("sample_s", 0.0),
         ("draw_s", 0.0),
     ):
@@ -106,7 +106,7 @@ def test_numbers_a_profile_has_are_taken_and_others_stand_in() -> None:
     for name, value in (
         ("kv_rate", 1e9),
         ("attention", 1e10),
-        ("pass_s", 0.1),
+        ("forward_s", 0.1),
         ("sample_s", 0.1),
         ("draw_s", 0.1),
     ):
@@ -120,29 +120,31 @@ def test_a_steady_pass_takes_whole_blocks() -> None:
     """Of 8 rows and of 2,048 keys, and so many of them as lie between."""
 
     def steady_s(machine: HardwareProfile, rows: int, attended: int = 5000) -> float:
-        return Passes(machine, TARGET, 1, torch.float32).steady_seconds(rows, attended)
+        return ForwardCost(machine, TARGET, 1, torch.float32).batch_invariant_seconds(
+            rows, attended
+        )
 
-    block = seconds(SERIAL, WIDTH, 3 * KEYS)
+    block = seconds(SERIAL, ROW_BLOCK, 3 * KEY_BLOCK)
     assert steady_s(SERIAL, 1) == pytest.approx(block)
     # nine rows begin at any of eight places of a block
-    mean = sum(ceil_div(place + 9, WIDTH) for place in range(WIDTH)) / WIDTH
+    mean = sum(ceil_div(place + 9, ROW_BLOCK) for place in range(ROW_BLOCK)) / ROW_BLOCK
     assert steady_s(SERIAL, 9) == pytest.approx(mean * block)
     pieces = TARGET.layers * TARGET.kv_heads * 3
-    with_launches = steady_s(replace(SERIAL, piece_s=1e-3), 1)
+    with_launches = steady_s(replace(SERIAL, chunk_s=1e-3), 1)
     assert with_launches - block == pytest.approx(pieces * 1e-3)
     drawn = replace(SERIAL, sample_s=1e-3, draw_s=1e-2)
     assert steady_s(drawn, 9) - steady_s(SERIAL, 9) == pytest.approx(9e-3 + 1e-2)
     # what a pass takes beside its layers comes once
-    assert steady_s(replace(SERIAL, pass_s=0.1), 9) - steady_s(SERIAL, 9) == pytest.approx(0.1)
+    assert steady_s(replace(SERIAL, forward_s=0.1), 9) - steady_s(SERIAL, 9) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(("ranks", "sums"), [(1, 0), (2, 1), (4, 2)])
 def test_blocks_of_rows_are_summed_up_at_once_where_there_is_one_order(
     ranks: int, sums: float
 ) -> None:
-    passes = Passes(replace(SERIAL, all_reduce_rate=1e29), TARGET, ranks, torch.float32)
-    slow = Passes(replace(passes.hardware, all_reduce_s=1e-3), TARGET, ranks, torch.float32)
-    more = slow.steady_seconds(9, 5000) - passes.steady_seconds(9, 5000)
+    passes = ForwardCost(replace(SERIAL, all_reduce_rate=1e29), TARGET, ranks, torch.float32)
+    slow = ForwardCost(replace(passes.hardware, all_reduce_s=1e-3), TARGET, ranks, torch.float32)
+    more = slow.batch_invariant_seconds(9, 5000) - passes.batch_invariant_seconds(9, 5000)
     assert more == pytest.approx(sums * 2 * TARGET.layers * 1e-3)
 
 
@@ -151,10 +153,10 @@ def test_a_block_of_keys_is_measured_unless_fused_kernels_take_all(
 ) -> None:
     torch.set_num_threads(1)
     measured = _Kernels(TARGET, CPU, torch.float32)
-    assert 0 < measured.piece_seconds({"kv_rate": 1e30}) < 1
-    assert measured.piece_seconds({"kv_rate": 1.0}) == 0  # reading is all that it takes
-    monkeypatch.setattr(kernels, "steady_kernels", lambda *_: (kernels, ""))
-    assert measured.piece_seconds({"kv_rate": 1e30}) == 0
+    assert 0 < measured.chunk_seconds({"kv_rate": 1e30}) < 1
+    assert measured.chunk_seconds({"kv_rate": 1.0}) == 0  # reading is all that it takes
+    monkeypatch.setattr(kernels, "batch_invariant_kernels", lambda *_: (kernels, ""))
+    assert measured.chunk_seconds({"kv_rate": 1e30}) == 0
 
 
 def test_a_steady_pass_reads_the_experts_of_each_row() -> None:
@@ -162,12 +164,12 @@ def test_a_steady_pass_reads_the_experts_of_each_row() -> None:
         Qwen3MoeConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4)
     )
     machine = replace(SERIAL, layer_s=0.0, matmul=1e29)
-    passes = Passes(machine, mixture, 1, torch.float32)
+    passes = ForwardCost(machine, mixture, 1, torch.float32)
     others = read_bytes(mixture, 1, torch.float32, 0)
     one = read_bytes(mixture, 1, torch.float32, 1)
-    kv = mixture.kv_layout(1, torch.float32).bytes(KEYS)
-    wanted = others + WIDTH * (one - others) + kv
-    assert passes.steady_seconds(1, 100) == pytest.approx(wanted / machine.memory_rate)
+    kv = mixture.kv_layout(1, torch.float32).bytes(KEY_BLOCK)
+    wanted = others + ROW_BLOCK * (one - others) + kv
+    assert passes.batch_invariant_seconds(1, 100) == pytest.approx(wanted / machine.memory_rate)
 
 
 def test_further_rows_take_what_was_measured_of_so_many() -> None:

@@ -20,9 +20,9 @@ from decoding.planning.hardware_profile import HardwareProfile
 from decoding.probe.advice import COPY_ENGINES, warning_of_sums, warnings
 from decoding.probe.probe import profile
 from decoding.probe.survey import Gpu, Machine, iommu_of
-from offload.memory.bandwidth import Copies
+from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.cpu_link import EmulatedLink
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import TARGET, forked, refused
 from support.measuring import measure_briefly
 from support.ranks import run_ranks
@@ -45,7 +45,7 @@ def test_a_probe_can_be_planned_for(tmp_path: Path) -> None:
         if name not in ("machine", "warnings", "runs_ahead")
     )
     assert found["runs_ahead"]["value"] is False
-    machine = HardwareProfile.find(str(path))
+    machine = HardwareProfile.from_name(str(path))
     assert machine.gpus == 1
     assert machine.link_in > 0
     assert 1e-7 < machine.layer_s < 0.1
@@ -103,16 +103,16 @@ def test_two_ranks_agree_on_the_numbers() -> None:
 
 def on_a_rank() -> dict[str, Any]:
     measure_briefly()
-    return profile(Group.from_environment("cpu"), str(TARGET))
+    return profile(TensorParallelGroup.from_environment("cpu"), str(TARGET))
 
 
 def test_the_rate_of_a_link_is_measured() -> None:
     link = EmulatedLink(torch.device("cpu"), 2e8)
-    copies = Copies(link, size=4 << 20)
+    copies = BandwidthProbe(link, size=4 << 20)
     for out in (False, True):
         # never faster than the link, and slower when the machine is busy
         assert 6e7 < copies.rate(out, seconds=0.1) < 2.2e8
-    assert copies.meanwhile(lambda: 7) == 7
+    assert copies.call_while_copying(lambda: 7) == 7
     copies.close()
     link.close()
 
@@ -159,7 +159,7 @@ def test_the_ranks_gpus_are_found_wherever_nvml_counts_them() -> None:
         ),
         (replace(HOST, gpus=[FINE, replace(FINE, numa_node=1)]), 2, "different NUMA nodes"),
         (
-            replace(HOST, gpus=[FINE, replace(FINE, near=False)]),
+            replace(HOST, gpus=[FINE, replace(FINE, nearby=False)]),
             2,
             "GPU 1 (RTX 4090) hangs on NUMA node 0, where this process may not",
         ),
@@ -251,7 +251,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
-    machine = Machine.here()
+    machine = Machine.detect()
     assert machine.gpus == [
         Gpu(
             "RTX 4090",
@@ -262,7 +262,7 @@ def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
             16,
             1,
             "0000:41:00.0",
-            near=False,
+            nearby=False,
             iommu="DMA",
             peers=(),
         ),
@@ -275,7 +275,7 @@ def test_gpus_are_what_the_driver_says(driver: list[str]) -> None:
             16,
             1,
             "0000:c1:00.0",
-            near=False,
+            nearby=False,
             iommu=None,
             peers=(0,),
         ),
@@ -306,6 +306,6 @@ def test_a_gpu_that_does_not_answer_ends_nothing(
         return answer(index)
 
     monkeypatch.setattr(FakeDriver, question, lost, raising=False)
-    machine = Machine.here()
+    machine = Machine.detect()
     assert [gpu.address for gpu in machine.gpus] == ["0000:c1:00.0"]
     assert "580.00, GPU 0 does not answer" in machine.driver

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from decoding import GREEDY, Sampling
-from decoding.speculation.coroutines import Passes, drive
+from decoding.speculation.coroutines import Steps, run
 from decoding.speculation.decoders import Autoregressive, Decoder, Proposer, Speculative
 from decoding.speculation.draft_length import Fixed
-from decoding.speculation.randomness import Independent
+from decoding.speculation.randomness import IndependentNoise
 from decoding.speculation.rejection_sampler import Draft
-from decoding.speculation.sequence import Text
+from decoding.speculation.sequence import TokenSequence
 from offload.cache.base import Cache
 from support.toys import (
     PROMPT,
@@ -58,8 +58,8 @@ def test_caches_hold_the_text_of_their_level(lengths: list[int]) -> None:
     decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
     text = list(PROMPT)
     for step in range(300):
-        text += drive(decoder.round(1 + step % 7), answer)
-        assert known(decoder) == decoder.text.since(0) == text
+        text += run(decoder.round(1 + step % 7), answer)
+        assert known(decoder) == decoder.text.tokens_from(0) == text
         assert decoder.cache.length == len(text) - 1
         assert all(consistent(level) for level in decoder.levels())
         if step % 50 == 49:
@@ -75,7 +75,7 @@ def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None
     def checked(above: Speculative) -> None:
         propose = above.inner.propose
 
-        def call(n: int) -> Passes[Draft]:
+        def call(n: int) -> Steps[Draft]:
             nonlocal drafts
             drafts += 1
             assert known(above.inner) == known(above)
@@ -106,7 +106,7 @@ def test_the_law_reported_for_a_token_is_the_model_law_there(
         assert known(decoder) == [*text, *draft.tokens.tolist()]
         before = [known(decoder)[: len(text) + i] for i in range(n)]
         assert torch.equal(
-            draft.probs, sampling.law(torch.stack([models[0].logits(each) for each in before]))
+            draft.probs, sampling.probs(torch.stack([models[0].logits(each) for each in before]))
         )
 
 
@@ -133,7 +133,7 @@ def test_greedy_text_is_the_target_own(lengths: list[int]) -> None:
 @pytest.mark.parametrize(("lengths", "limit"), list(product([[], [1], [4], [4, 2]], [1, 2, 3, 9])))
 def test_a_round_writes_one_token_to_its_limit(lengths: list[int], limit: int) -> None:
     decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
-    sizes = {len(drive(decoder.round(limit), answer)) for _ in range(200)}
+    sizes = {len(run(decoder.round(limit), answer)) for _ in range(200)}
     most = min(limit, lengths[0] + 1) if lengths else 1
     assert sizes == set(range(1, most + 1))
 
@@ -146,13 +146,13 @@ def test_counts_of_all_levels_add_up(lengths: list[int]) -> None:
     for above, below in pairwise(levels):
         # a level is asked for exactly what is verified
         assert above.stats.proposed == below.stats.produced
-        assert above.stats.produced == above.stats.accepted + above.stats.passes
+        assert above.stats.produced == above.stats.accepted + above.stats.forwards
         assert (
             above.stats.acceptance_rate == above.stats.accepted / above.stats.proposed
             if above.stats.proposed
             else True
         )
-    assert levels[-1].stats.passes == levels[-1].stats.produced
+    assert levels[-1].stats.forwards == levels[-1].stats.produced
 
 
 def test_a_draft_of_no_tokens_is_refused() -> None:
@@ -169,9 +169,11 @@ def test_a_level_not_asked_for_long_catches_up_in_passes_it_can_make() -> None:
         return model(tokens, cache, rows)
 
     cache, text = HistoryCache(), [*PROMPT, *([1, 2, 3] * 40)]
-    leaf = Autoregressive("leaf", forward, cache, Text(text), FULL, Independent(generator()))
+    leaf = Autoregressive(
+        "leaf", forward, cache, TokenSequence(text), FULL, IndependentNoise(generator())
+    )
     leaf.sync([])
     draft = propose(leaf, 3)
     assert sizes == [32, 32, 32, 27, 1, 1]
     want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]
-    assert torch.equal(draft.probs, FULL.law(torch.stack(want)))
+    assert torch.equal(draft.probs, FULL.probs(torch.stack(want)))

@@ -56,7 +56,7 @@ WORLDS = {
 
 def begun(start: int, most: int = MOST) -> Adaptive:
     length = Adaptive(most)
-    length.begin(start)
+    length.reset(start)
     return length
 
 
@@ -119,7 +119,7 @@ def test_the_next_text_begins_with_what_was_learnt(world: World) -> None:
     for _ in range(60):
         length.record(world.round(length.next(), rng))
     learnt = length.next()
-    length.begin(1)
+    length.reset(1)
     assert length.next() == learnt
 
 
@@ -129,7 +129,7 @@ def test_the_next_text_soon_counts_more_than_the_one_before() -> None:
     for _ in range(200):
         length.record(World(rate=0.97, draft=0.002, verify=0.02).round(length.next(), rng))
     now = World(rate=0.5, draft=0.002, verify=0.2)
-    length.begin(16)
+    length.reset(16)
     for _ in range(30):
         length.record(now.round(length.next(), rng))
     assert now.per_second(length.next()) > 0.9 * now.best
@@ -141,7 +141,7 @@ def test_a_context_that_costs_a_hundred_times_as_much_is_believed_at_once() -> N
     for _ in range(40):
         length.record(World(rate=0.9, draft=0.002, verify=0.01).round(length.next(), rng))
     now = World(rate=0.9, draft=0.002, verify=1.0)
-    length.begin(32)
+    length.reset(32)
     for _ in range(3):
         length.record(now.round(length.next(), rng))
     assert now.per_second(length.next()) > 0.9 * now.best

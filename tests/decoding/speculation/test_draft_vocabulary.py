@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from decoding import GREEDY, Engine, Settings
 from offload.errors import TierForceError
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO, EVERY_LEVEL, Pair, lead
 from support.ranks import run_ranks
 from support.slow import slow_except
@@ -84,7 +84,9 @@ def test_the_text_is_the_target_own(
 ) -> None:
     assert max(prompt("typing")[:READ]) >= FEWER  # the draft is to read what it lacks
     settings = Settings(mode=mode, **EVERY_LEVEL)
-    engine = Engine.from_pretrained(DEMO / "target", drafts[kind], settings, group=Group())
+    engine = Engine.from_pretrained(
+        DEMO / "target", drafts[kind], settings, group=TensorParallelGroup()
+    )
     engine.stop_tokens = frozenset()
     assert list(engine.generate(prompt("typing")[:READ], NEW, GREEDY)) == plain
     draft = engine.stats.levels[-2 if mode == "hierarchical" else 0]
@@ -94,7 +96,7 @@ def test_the_text_is_the_target_own(
 
 def split(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
     """What a rank writes with each draft, split over the ranks."""
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     settings = Settings(mode="hierarchical", shard_draft=True, **EVERY_LEVEL)
     texts = []
     for draft in drafts:
@@ -120,12 +122,14 @@ def test_another_tokenizer_is_refused_and_the_first_difference_named(
 ) -> None:
     draft = rename(rename(draft_of(rows, tmp_path / "draft"), 650, "other"), 500, "another")
     with pytest.raises(TierForceError, match=r"token 500 is 'another' for the draft and '.*' for"):
-        Engine.from_pretrained(DEMO / "target", draft, Settings(dtype="float32"), group=Group())
+        Engine.from_pretrained(
+            DEMO / "target", draft, Settings(dtype="float32"), group=TensorParallelGroup()
+        )
 
 
 def test_a_difference_behind_the_rows_both_have_does_not_count(tmp_path: Path) -> None:
     draft = rename(draft_of(FEWER, tmp_path / "draft"), FEWER, "another")
     engine = Engine.from_pretrained(
-        DEMO / "target", draft, Settings(dtype="float32"), group=Group()
+        DEMO / "target", draft, Settings(dtype="float32"), group=TensorParallelGroup()
     )
     engine.close()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import decoding.speculation.rejection_sampler
 from decoding import Sampling
-from decoding.speculation.coroutines import Passes
+from decoding.speculation.coroutines import Steps
 from decoding.speculation.decoders import Decoder, Speculative
 from decoding.speculation.draft_length import DraftLength
 from decoding.speculation.rejection_sampler import Draft
@@ -94,12 +94,12 @@ def test_a_plain_redraw_at_one_level_is_found_out(
     # law it drew from
     models = family(below)
     decoder = nest(models, [3, 2], sampling, generator(7))
-    right, asking = decoding.speculation.rejection_sampler.residual, trace(decoder)
+    right, asking = decoding.speculation.rejection_sampler.residual_probs, trace(decoder)
 
     def plain_redraw(p: Tensor, q: Tensor) -> Tensor:
         return p if asking[-1] is decoder.levels()[level] else right(p, q)
 
-    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual", plain_redraw)
+    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual_probs", plain_redraw)
     assert p_value(text_counts(decoder), models[0].text_law(sampling, TOKENS)) < BROKEN
 
 
@@ -110,7 +110,7 @@ def test_a_long_text_follows_the_target_law_after_every_history(below: str) -> N
     counts = torch.zeros(2, VOCAB, VOCAB, VOCAB)
     for end in range(len(PROMPT), len(text)):
         counts[end % 2, text[end - 2], text[end - 1], text[end]] += 1
-    law = FULL.law(models[0].table.flatten(0, -2))
+    law = FULL.probs(models[0].table.flatten(0, -2))
     p_values = [p_value(*each) for each in zip(counts.flatten(0, -2), law, strict=True)]
     assert min(p_values) > LIKELY / len(p_values)
 
@@ -122,7 +122,7 @@ def test_any_depth_of_nesting_follows_the_target_law(lengths: list[int]) -> None
     models = [Toy(seed, 1.5) for seed in range(len(lengths) + 1)]
     decoder = nest(models, lengths, FULL, generator(6))
     counts = text_counts(decoder, tokens)
-    assert all(level.stats.passes for level in decoder.levels())
+    assert all(level.stats.forwards for level in decoder.levels())
     assert p_value(counts, models[0].text_law(FULL, tokens)) > LIKELY
 
 
@@ -155,10 +155,10 @@ def test_a_length_that_follows_the_token_under_test_is_found_out() -> None:
     assert isinstance(decoder, Speculative)
     propose = decoder.inner.propose
 
-    def choosy(n: int) -> Passes[Draft]:
+    def choosy(n: int) -> Steps[Draft]:
         draft = yield from propose(n)
         if int(draft.tokens[0]) == 0:
-            decoder.inner.sync(decoder.ahead)
+            decoder.inner.sync(decoder.unverified)
             draft = yield from propose(n)
         return draft
 

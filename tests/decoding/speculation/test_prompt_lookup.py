@@ -11,9 +11,9 @@ import torch
 
 from decoding import GREEDY, Sampling
 from decoding.speculation.decoders import Autoregressive
-from decoding.speculation.prompt_lookup import Lookup
-from decoding.speculation.randomness import chance_of
-from decoding.speculation.sequence import Text
+from decoding.speculation.prompt_lookup import PromptLookup
+from decoding.speculation.randomness import make_randomness
+from decoding.speculation.sequence import TokenSequence
 from support.toys import PROMPT, VOCAB, HistoryCache, Toy, go_on, known, nest, propose
 
 CPU = torch.device("cpu")
@@ -47,14 +47,14 @@ def test_the_longest_agreement_is_continued(ngram: int, vocab: int) -> None:
     for _ in range(300):
         text = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
         n = rng.randint(1, 6)
-        draft = propose(Lookup(Text(text), ngram, vocab, CPU), n)
+        draft = propose(PromptLookup(TokenSequence(text), ngram, vocab, CPU), n)
         assert draft.tokens.tolist() == by_hand(text, ngram, n)
 
 
 def test_it_follows_proposals_that_are_taken_back() -> None:
     rng, stands, ahead = random.Random(0), [1, 2, 3], list[int]()
-    text = Text(stands)
-    lookup = Lookup(text, 2, 5, CPU)
+    text = TokenSequence(stands)
+    lookup = PromptLookup(text, 2, 5, CPU)
     for _ in range(500):
         if rng.random() < 0.5:
             stands += ahead[:7]
@@ -69,31 +69,31 @@ def test_it_follows_proposals_that_are_taken_back() -> None:
         assert draft == by_hand([*stands, *ahead], 2, n)
         assert known(lookup) == [*stands, *ahead, *draft]
         ahead = [*ahead, *draft[: rng.randint(0, len(draft))]]
-        assert text.since(0) == stands
+        assert text.tokens_from(0) == stands
     assert len(known(lookup)) > 1024  # more than there was room for
 
 
 def test_its_law_is_one_hot() -> None:
-    draft = propose(Lookup(Text([1, 2, 3, 0, 1, 2]), 2, 7, CPU), 3)
+    draft = propose(PromptLookup(TokenSequence([1, 2, 3, 0, 1, 2]), 2, 7, CPU), 3)
     assert draft.tokens.tolist() == [3, 0, 1]
     assert torch.equal(draft.probs, torch.nn.functional.one_hot(draft.tokens, 7).float())
 
 
 def test_nothing_found_is_nothing_proposed() -> None:
     for text in ([1], [1, 2], [1, 2, 3, 4]):
-        draft = propose(Lookup(Text(text), 2, 7, CPU), 5)
+        draft = propose(PromptLookup(TokenSequence(text), 2, 7, CPU), 5)
         assert draft.tokens.shape == (0,)
         assert draft.probs.shape == (0, 7)
 
 
 def test_what_is_new_is_left_to_the_level_below() -> None:
-    model, sampling, text = Toy(0, 1.5), Sampling(1.0, top_p=1), Text(PROMPT)
-    chance = chance_of(sampling, CPU, is_coupled=False)
+    model, sampling, text = Toy(0, 1.5), Sampling(1.0, top_p=1), TokenSequence(PROMPT)
+    chance = make_randomness(sampling, CPU, is_coupled=False)
     leaf = Autoregressive("leaf", model, HistoryCache(), text, sampling, chance)
-    lookup = Lookup(text, 3, VOCAB, CPU, leaf)
+    lookup = PromptLookup(text, 3, VOCAB, CPU, leaf)
     rng, asked = random.Random(1), 0
     for _ in range(200):
-        stands = text.since(0)
+        stands = text.tokens_from(0)
         continuation, before = by_hand(stands, 3, 3), leaf.stats.produced
         draft = propose(lookup, 3)
         tokens = draft.tokens.tolist()
@@ -104,7 +104,7 @@ def test_what_is_new_is_left_to_the_level_below() -> None:
             asked += 1
             assert known(leaf) == known(lookup) == [*stands, *tokens]
             want = [model.logits([*stands, *tokens[:end]]) for end in range(3)]
-            assert torch.equal(draft.probs, sampling.law(torch.stack(want)))
+            assert torch.equal(draft.probs, sampling.probs(torch.stack(want)))
         text.append([*tokens[: rng.randint(0, 2)], rng.randrange(VOCAB)])
         lookup.sync([])
     assert 10 < asked < 190
@@ -115,9 +115,9 @@ def test_a_text_that_repeats_itself_is_copied() -> None:
     decoder = nest([Toy(3, 20.0)], [8], certain, torch.Generator(), ngram=2)
     plain = nest([Toy(3, 20.0)], [], certain, torch.Generator())
     assert go_on(decoder, 200) == go_on(plain, 200)
-    assert decoder.stats.passes < 40
+    assert decoder.stats.forwards < 40
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
-        Lookup(Text([1]), 0, 7, CPU)
+        PromptLookup(TokenSequence([1]), 0, 7, CPU)

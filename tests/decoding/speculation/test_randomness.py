@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from decoding.speculation.randomness import Coupled
+from decoding.speculation.randomness import GumbelCoupled
 from decoding.speculation.rejection_sampler import Draft
 from decoding.speculation.sampling import GREEDY, Sampling
-from offload.errors import DocumentError
+from offload.errors import InvalidRequestError
 from support.laws import LIKELY, frequencies, p_value
 from support.slow import slow_except
 from support.toys import VOCAB, Toy, go_on, nest, number
@@ -27,11 +27,11 @@ def strangers(levels: int) -> list[Toy]:
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_text_is_that_of_plain_decoding(sampling: Sampling) -> None:
     for seed in range(1 if sampling is GREEDY else 2):  # greedily there is no noise
-        plain = go_on(nest(strangers(1), [], sampling, Coupled(seed, CPU)), 40)
+        plain = go_on(nest(strangers(1), [], sampling, GumbelCoupled(seed, CPU)), 40)
         for lengths in LENGTHS:
             models = strangers(len(lengths) + 1)
             for ngram in (0, 2):
-                decoder = nest(models, lengths, sampling, Coupled(seed, CPU), ngram)
+                decoder = nest(models, lengths, sampling, GumbelCoupled(seed, CPU), ngram)
                 assert go_on(decoder, 40) == plain
 
 
@@ -42,7 +42,7 @@ def test_texts_follow_the_law(count: int, lengths: list[int], sampling: Sampling
     models = strangers(len(lengths) + 1)
     texts = []
     for seed in range(count):
-        decoder = nest(models, lengths, sampling, Coupled(seed, CPU))
+        decoder = nest(models, lengths, sampling, GumbelCoupled(seed, CPU))
         texts.append(number(go_on(decoder, 3)))
     counts = frequencies(texts, VOCAB**3)
     assert p_value(counts, models[0].text_law(sampling, 3)) > LIKELY
@@ -51,14 +51,14 @@ def test_texts_follow_the_law(count: int, lengths: list[int], sampling: Sampling
 def test_positions_and_seeds_have_noise_of_their_own() -> None:
     """Neighbours in either are as unlike as any."""
     law = torch.ones(8)
-    one = [int(Coupled(seed, CPU).draw(law, 5)) for seed in range(4000)]
-    chance = Coupled(3, CPU)
+    one = [int(GumbelCoupled(seed, CPU).draw(law, 5)) for seed in range(4000)]
+    chance = GumbelCoupled(3, CPU)
     other = [int(chance.draw(law, position)) for position in range(4000)]
     for drawn in (one, other):
         assert p_value(frequencies(drawn, 8), law) > LIKELY
         pairs = [8 * a + b for a, b in pairwise(drawn)]
         assert p_value(frequencies(pairs, 64), torch.ones(64)) > LIKELY
-    again = Coupled(3, CPU)
+    again = GumbelCoupled(3, CPU)
     assert [int(again.draw(law, position)) for position in reversed(range(100))] == other[99::-1]
 
 
@@ -68,9 +68,9 @@ def test_a_proposal_stands_as_often_as_the_coupling_says() -> None:
     laws = torch.stack((p, p))
     stood = 0
     for seed in range(4000):
-        chance = Coupled(seed, CPU)
+        chance = GumbelCoupled(seed, CPU)
         token = chance.draw(q, 7)
-        accepted, _ = chance.verify(Draft(token, q[None]), laws, 7)
+        accepted, _ = chance.rejection_sample(Draft(token, q[None]), laws, 7)
         stood += accepted
     differ = float((p - q).clamp(min=0).sum())
     expected = float(sum(1 / torch.maximum(p / p[i], q / q[i]).sum() for i in range(3)))
@@ -79,11 +79,11 @@ def test_a_proposal_stands_as_often_as_the_coupling_says() -> None:
 
 
 def test_what_is_no_number_is_refused_where_it_is_looked_at() -> None:
-    chance = Coupled(1, CPU)
+    chance = GumbelCoupled(1, CPU)
     good = torch.tensor([0.0, 1.0, 0.0])
     bad = good * torch.nan
     draft = Draft(torch.tensor([1, 1]), torch.stack((good, good)))
-    with pytest.raises(DocumentError, match="not numbers"):
-        chance.verify(draft, torch.stack((good, bad, good)), 0)
+    with pytest.raises(InvalidRequestError, match="not numbers"):
+        chance.rejection_sample(draft, torch.stack((good, bad, good)), 0)
     wrong = Draft(torch.tensor([2, 1]), torch.stack((good, good)))
-    assert chance.verify(wrong, torch.stack((good, bad, bad)), 0) == (0, 1)
+    assert chance.rejection_sample(wrong, torch.stack((good, bad, bad)), 0) == (0, 1)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.speculation.rejection_sampler import Draft, residual, verify
+from decoding.speculation.rejection_sampler import Draft, rejection_sample, residual_probs
 from decoding.speculation.sampling import draw
-from offload.errors import DocumentError
+from offload.errors import InvalidRequestError
 from support.laws import LIKELY, frequencies, p_value
 
 VOCAB = 5
@@ -46,7 +46,7 @@ def let_out(laws: Tensor, rounds: int, source: torch.Generator) -> list[list[int
     texts = []
     for _ in range(rounds):
         draft = propose(laws, source)
-        accepted, following = verify(draft, P[: len(laws) + 1], source)
+        accepted, following = rejection_sample(draft, P[: len(laws) + 1], source)
         texts.append([*draft.tokens[:accepted].tolist(), following])
     return texts
 
@@ -89,7 +89,7 @@ def test_the_example_the_published_middle_level_gets_wrong() -> None:
     # q = (1, 0), p = (1/2, 1/2): redrawing from p itself would give token 0 three times out of four
     source, q, p = generator(4), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5], [0.5, 0.5]])
     tokens = torch.zeros(1, dtype=torch.int64)
-    found = [verify(Draft(tokens, q), p, source) for _ in range(ROUNDS)]
+    found = [rejection_sample(Draft(tokens, q), p, source) for _ in range(ROUNDS)]
     # the residual has token 1 alone
     assert all(following == 1 for accepted, following in found if not accepted)
     first = [0 if accepted else following for accepted, following in found]
@@ -98,7 +98,7 @@ def test_the_example_the_published_middle_level_gets_wrong() -> None:
 
 def test_an_empty_draft_is_a_draw_from_the_target() -> None:
     source, nothing = generator(5), Draft(torch.empty(0, dtype=torch.int64), torch.empty(0, 0))
-    found = [verify(nothing, P[:1], source) for _ in range(ROUNDS)]
+    found = [rejection_sample(nothing, P[:1], source) for _ in range(ROUNDS)]
     assert {accepted for accepted, _ in found} == {0}
     assert p_value(frequencies([following for _, following in found], VOCAB), P[0]) > LIKELY
 
@@ -109,13 +109,16 @@ def test_the_target_own_law_is_never_rejected() -> None:
 
 def test_greedy_laws_accept_what_agrees_and_correct_what_does_not() -> None:
     target, drafted = torch.eye(VOCAB)[[2, 0, 4, 1]], torch.tensor([2, 0, 3])
-    assert verify(Draft(drafted, torch.eye(VOCAB)[drafted]), target, generator()) == (2, 4)
+    assert rejection_sample(Draft(drafted, torch.eye(VOCAB)[drafted]), target, generator()) == (
+        2,
+        4,
+    )
 
 
 def test_a_residual_lost_to_rounding_falls_back_to_the_law() -> None:
-    assert torch.equal(residual(P[0], P[0]), P[0])
+    assert torch.equal(residual_probs(P[0], P[0]), P[0])
     # q above p everywhere, as rounding can leave it
-    assert torch.equal(residual(P[0], P[0].clamp(min=0.1)), P[0])
+    assert torch.equal(residual_probs(P[0], P[0].clamp(min=0.1)), P[0])
 
 
 NAN = torch.full((VOCAB,), torch.nan)
@@ -125,8 +128,8 @@ NAN = torch.full((VOCAB,), torch.nan)
 def test_a_nan_in_a_target_law_that_is_needed_raises(row: int) -> None:
     spoilt = P.clone()
     spoilt[row] = NAN
-    with pytest.raises(DocumentError, match="not numbers"):
-        verify(propose(P[:3], generator()), spoilt, generator())
+    with pytest.raises(InvalidRequestError, match="not numbers"):
+        rejection_sample(propose(P[:3], generator()), spoilt, generator())
 
 
 @pytest.mark.parametrize("row", range(3))
@@ -134,11 +137,14 @@ def test_a_nan_in_a_draft_law_that_is_needed_raises(row: int) -> None:
     draft = propose(P[:3], generator())
     spoilt = P[:3].clone()
     spoilt[row] = NAN
-    with pytest.raises(DocumentError, match="not numbers"):
-        verify(Draft(draft.tokens, spoilt), P, generator())
+    with pytest.raises(InvalidRequestError, match="not numbers"):
+        rejection_sample(Draft(draft.tokens, spoilt), P, generator())
 
 
 def test_a_nan_behind_a_rejected_token_is_of_no_consequence() -> None:
     target, drafted = torch.eye(VOCAB)[[2, 0, 4, 1]], torch.tensor([2, 3, 4])
     target[2:] = NAN
-    assert verify(Draft(drafted, torch.eye(VOCAB)[drafted]), target, generator()) == (1, 0)
+    assert rejection_sample(Draft(drafted, torch.eye(VOCAB)[drafted]), target, generator()) == (
+        1,
+        0,
+    )

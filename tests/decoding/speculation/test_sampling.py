@@ -37,7 +37,7 @@ def test_law_is_that_of_transformers_warpers(temperature: float, top_k: int, top
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
     want = warpers(None, logits()).softmax(-1)
-    found = Sampling(temperature, top_k, top_p).law(logits())
+    found = Sampling(temperature, top_k, top_p).probs(logits())
     assert torch.equal(found == 0, want == 0)
     torch.testing.assert_close(found, want, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.sum(1), torch.ones(len(found)))
@@ -50,7 +50,7 @@ def test_top_p_is_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> N
     # quarters are exact in float32, so the threshold itself is tested: a mass of exactly top_p is
     # enough
     level = torch.zeros(1, 4)
-    law = Sampling(temperature=1, top_p=top_p).law(level)
+    law = Sampling(temperature=1, top_p=top_p).probs(level)
     assert (
         int((law > 0).sum()) == kept == int(TopPLogitsWarper(top_p)(None, level).isfinite().sum())
     )
@@ -59,7 +59,7 @@ def test_top_p_is_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> N
 
 def test_top_k_keeps_ties() -> None:
     tied = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
-    assert (Sampling(1, top_k=2, top_p=1).law(tied) > 0).tolist() == [[True, True, True, False]]
+    assert (Sampling(1, top_k=2, top_p=1).probs(tied) > 0).tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.9, 0.999])
@@ -68,9 +68,9 @@ def test_a_large_vocabulary_is_cut_row_by_row_as_if_it_were_sorted(top_p: float)
     flat += 0.01 * torch.rand(2, 5000, generator=generator())
     broken = torch.full((1, 5000), torch.nan)
     rows = torch.cat((flat[:1], 4 * sharp, broken, flat[1:], 0.5 * sharp))
-    found = Sampling(1.0, top_p=top_p).law(rows)
+    found = Sampling(1.0, top_p=top_p).probs(rows)
     for row, law in zip(rows, found, strict=True):
-        alone = Sampling(1.0, top_p=top_p).law(row[None])[0]
+        alone = Sampling(1.0, top_p=top_p).probs(row[None])[0]
         assert torch.equal(law, alone) or row.isnan().all()
         kept = TopPLogitsWarper(top_p)(None, row[None]).softmax(1)[0]
         torch.testing.assert_close(law, kept, equal_nan=True)
@@ -83,13 +83,13 @@ def test_a_large_vocabulary_is_cut_row_by_row_as_if_it_were_sorted(top_p: float)
 
 def test_top_k_comes_before_top_p() -> None:
     masses = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
-    law = Sampling(temperature=1, top_k=2, top_p=0.5).law(masses.log())
+    law = Sampling(temperature=1, top_k=2, top_p=0.5).probs(masses.log())
     # 0.4 / 0.7 reaches 0.5 alone; 0.4 does not
     torch.testing.assert_close(law, torch.tensor([[1.0, 0, 0, 0]]))
 
 
 def test_greedy_is_one_hot_at_the_greatest_logit() -> None:
-    law = GREEDY.law(logits())
+    law = GREEDY.probs(logits())
     assert torch.equal(law.argmax(1), logits().argmax(1))
     assert torch.equal(law.sort(1).values[:, -2:], torch.tensor([0.0, 1.0]).expand(len(law), 2))
 
@@ -107,9 +107,9 @@ def test_greedy_is_one_hot_at_the_greatest_logit() -> None:
 def test_a_row_with_a_nan_stays_nan_and_spares_the_others(sampling: Sampling) -> None:
     spoilt = logits(3)
     spoilt[1, 17] = torch.nan
-    law = sampling.law(spoilt)
+    law = sampling.probs(spoilt)
     assert law[1].isnan().all()
-    assert torch.equal(law[[0, 2]], sampling.law(logits(3))[[0, 2]])
+    assert torch.equal(law[[0, 2]], sampling.probs(logits(3))[[0, 2]])
 
 
 @pytest.mark.parametrize("scale", [1.0, 37.0, 1e-6])

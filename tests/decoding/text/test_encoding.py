@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from bench.harness.text import long_text
-from decoding.text.encoding import ContextLengthError, check_length, clipped, cut_to, plain_tokens
+from decoding.text.encoding import ContextLengthError, check_length, clip, plain_tokens, truncate_to
 from decoding.text.prompt import Template, chat_tokens
-from offload.errors import DocumentError
+from offload.errors import InvalidRequestError
 from support.chat_templates import CHAT_MODELS
 from support.commands import TARGET
 from support.slow import slow_except
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_cut_as_if_all_had_been_tokenised(
     tokenizer.wrapped.chat_template = chat
     template = Template.summary(tokenizer)
     tokenizer.longest = 0
-    tokens, dropped = template.fill(tokenizer, text, LIMIT, keep_end)
+    tokens, dropped = template.build(tokenizer, text, LIMIT, keep_end)
     assert tokenizer.longest < 200_000
     assert LIMIT - 2 <= len(tokens) <= LIMIT
     around = len(template.around(tokenizer)[0]) + len(template.around(tokenizer)[1])
@@ -89,17 +89,17 @@ def test_what_does_not_fit_is_cut_as_if_all_had_been_tokenised(
 
 
 def test_a_clipped_text_is_its_beginning_or_its_end(tokenizer: Any, text: str) -> None:
-    first, dropped = clipped(tokenizer, text, LIMIT, keep_end=False)
+    first, dropped = clip(tokenizer, text, LIMIT, keep_end=False)
     assert text.startswith(first)
     assert len(first) < len(text)
     assert dropped > 100_000
-    last, _ = clipped(tokenizer, text, LIMIT, keep_end=True)
+    last, _ = clip(tokenizer, text, LIMIT, keep_end=True)
     assert text.endswith(last)
-    assert clipped(tokenizer, text, len(text), keep_end=False) == (text, 0)
+    assert clip(tokenizer, text, len(text), keep_end=False) == (text, 0)
     tokens = plain_tokens(tokenizer, first)
-    cut, excess = cut_to(tokenizer, first, len(tokens) - 5)
+    cut, excess = truncate_to(tokenizer, first, len(tokens) - 5)
     assert (plain_tokens(tokenizer, cut), excess) == (tokens[:-5], 5)
-    cut, excess = cut_to(tokenizer, first, len(tokens) - 5, keep_end=True)
+    cut, excess = truncate_to(tokenizer, first, len(tokens) - 5, keep_end=True)
     assert (plain_tokens(tokenizer, cut), excess) == (tokens[5:], 5)
 
 
@@ -128,11 +128,11 @@ def test_every_text_is_cut_to_every_room(name: str, text: str, keep_end: bool) -
     """Also inside characters of several tokens, and behind a tokenizer's own blank."""
     tokenizer = CHAT_MODELS[name].tokenizer()
     template = Template.chat(tokenizer)
-    whole, _ = template.fill(tokenizer, text, 1000)
+    whole, _ = template.build(tokenizer, text, 1000)
     fewest = sum(map(len, template.around(tokenizer)))
     for room in range(len(whole), fewest + 3, -1):
-        tokens, dropped = template.fill(tokenizer, text, room, keep_end)
+        tokens, dropped = template.build(tokenizer, text, room, keep_end)
         assert len(tokens) <= room
         assert dropped >= len(whole) - room
-    with pytest.raises(DocumentError, match="no room left"):
-        template.fill(tokenizer, text, 1, keep_end)
+    with pytest.raises(InvalidRequestError, match="no room left"):
+        template.build(tokenizer, text, 1, keep_end)

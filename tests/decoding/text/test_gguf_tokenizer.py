@@ -26,7 +26,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 import decoding.text.gguf_tokenizer
 from bench.harness.text import long_text
-from decoding.text.detokenizer import pieces
+from decoding.text.detokenizer import detokenize_stream
 from decoding.text.gguf_tokenizer import SPLITS, gguf_tokenizer
 from decoding.text.gguf_vocabulary import MAX_MERGES, MAX_TOKENS, check_vocabulary
 from decoding.text.prompt import Template
@@ -124,7 +124,7 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     assert rendered == "<|start|>x"
     # in a document what looks special is plain text
-    plain, _ = Template.plain(tokenizer).fill(tokenizer, "a<|start|>b", 100)
+    plain, _ = Template.plain(tokenizer).build(tokenizer, "a<|start|>b", 100)
     assert 1 not in plain
     assert tokenizer.decode(plain) == "a<|start|>b"
 
@@ -152,10 +152,10 @@ def test_nothing_that_ends_a_text_stands_before_a_prompt(
     tokenizer = gguf_tokenizer(path)
     text = [tokens.index(letter) for letter in "hi"]
     template = Template.plain(tokenizer)
-    assert template.fill(tokenizer, "hi", 10) == ([*prefix, *text], 0)
+    assert template.build(tokenizer, "hi", 10) == ([*prefix, *text], 0)
     assert template.fit(tokenizer, "hi", 10) == [*prefix, *text]
     tokenizer.chat_template = None
-    summary, _ = Template.summary(tokenizer, "Why?").fill(tokenizer, "hi", 100)
+    summary, _ = Template.summary(tokenizer, "Why?").build(tokenizer, "hi", 100)
     assert summary[: len(prefix) + 2] == [*prefix, *text]
     assert 0 not in summary[len(prefix) :]
 
@@ -210,7 +210,7 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     assert tokenizer("of course", add_special_tokens=False).input_ids == [len(tokens) - 1]
     text = "na\u00efve \u4f60\u597d \U0001f600 and of course"
     ids = tokenizer(text).input_ids
-    assert "".join(pieces(tokenizer, iter(ids))) == text
+    assert "".join(detokenize_stream(tokenizer, iter(ids))) == text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from offload import attention
 from offload.attention import cpu, cuda, masked_attention, partial_attention
 from offload.attention.cuda import cuda_flash, cuda_float32, flash_attn_kernel, matmul_op
-from offload.attention.folding import Kernel, Partial, attend_causally, attend_with_mask, merge
+from offload.attention.folding import Kernel, Partial, attend_causal, attend_masked, merge
 from offload.layout import ceil_div
 from support.reference import reference_attention
 
@@ -83,7 +83,7 @@ def test_a_lone_row_of_a_block(heads: tuple[int, int], rows: int) -> None:
     agree(cpu.attend(q, k, v, False), q, k, v, causal=False)
     mask = draw_mask(rows, len(k))
     by_head = mask.repeat_interleave(heads[0] // heads[1], 0)
-    agree(attend_with_mask(cpu.op, q, k, v, by_head), q, k, v, False, mask)
+    agree(attend_masked(cpu.op, q, k, v, by_head), q, k, v, False, mask)
 
 
 @heads
@@ -209,8 +209,8 @@ def test_matmul_serves_a_mask_as_the_fused_kernel_does(
     """The path that a GPU takes; its scores are rounded to q's dtype."""
     q, k, v = draw(rows, 90 + rows, heads, dtype)
     mask = draw_mask(rows, len(k)).repeat_interleave(heads[0] // heads[1], 0)
-    out, lse = attend_with_mask(matmul_op, q, k, v, mask)
-    want, want_lse = attend_with_mask(cpu.op, q, k, v, mask)
+    out, lse = attend_masked(matmul_op, q, k, v, mask)
+    want, want_lse = attend_masked(cpu.op, q, k, v, mask)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
         want.dtype,
@@ -230,8 +230,8 @@ def test_causal_segments_on_either_side_of_one_masked_call(
     masked = []
     monkeypatch.setattr(
         cpu,
-        "attend_causally",
-        lambda *arguments, real=attend_causally: masked.append(1) or real(*arguments),
+        "attend_causal",
+        lambda *arguments, real=attend_causal: masked.append(1) or real(*arguments),
     )
     for rows, keys in ((16, 4096), (16, 4097), (256, 256), (257, 257)):
         assert (rows * keys <= cpu._SMALL_MASK) == (keys in (4096, 256))

@@ -12,8 +12,8 @@ from support.slow import slow_except
 
 CODE = """
 import ctypes
-from decoding.app.environment import set_defaults
-set_defaults()
+from decoding.app.environment import set_environment_defaults
+set_environment_defaults()
 import torch
 
 class Allocated(ctypes.Structure):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.cache.static_shape import FixedPass, SlotCache
+from offload.cache.static_shape import StaticCache, StaticForward
 from offload.cache.streaming import StreamingCache
-from offload.cache.streaming_shape import StreamingShape
+from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from support.driving import (
     BLOCK,
     CAPACITY,
@@ -33,30 +33,30 @@ from support.reference import random_rotary
 from support.slow import slow_except
 
 DRAFT = 6
-SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
+SHAPE = RetrievalCacheSpec(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 
 
 class Fixed:
     """The fixed passes of a cache, one for each number of rows, for as long as the cache lives."""
 
-    def __init__(self, cache: SlotCache):
+    def __init__(self, cache: StaticCache):
         self.cache = cache
-        self.passes: dict[int, FixedPass] = {}
+        self.passes: dict[int, StaticForward] = {}
 
     def forward(self, tokens: list[QKV]) -> Tensor:
         rows = len(tokens[0][0])
-        fixed = self.passes.setdefault(rows, FixedPass(self.cache, rows))
+        fixed = self.passes.setdefault(rows, StaticForward(self.cache, rows))
         fixed.prepare()
-        fixed.begin(rows)
+        fixed.begin_forward(rows)
         return torch.stack(
             [fixed.attend(layer, *qkv, fixed.length) for layer, qkv in enumerate(tokens)]
         )
 
 
-def same(cache: SlotCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> None:
+def same(cache: StaticCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) -> None:
     """Right after a pass as it is: the fixed pass gives the same, and leaves the same behind."""
-    slot, _ = cache.place(cache.length)
-    slot -= cache.first_own
+    slot, _ = cache.slot_and_position(cache.length)
+    slot -= cache.window_offset
     rows, left = slice(slot, slot + len(tokens[0][0])), []
     for layer in range(LAYOUT.layers):
         kv, raw = cache.buffers(layer)
@@ -93,7 +93,7 @@ def test_on_a_retrieval_cache(start: int, chunk: int, policy: str, quantised: bo
 
 
 def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
-    cache = StreamingCache(LAYOUT, StreamingShape(3, 16, 8), random_rotary(LAYOUT, 27), CPU)
+    cache = StreamingCache(LAYOUT, StreamingCacheSpec(3, 16, 8), random_rotary(LAYOUT, 27), CPU)
     fixed, rng = Fixed(cache), random.Random(0)
     while cache.length < 100:
         tokens = text(rng.randint(1, 5))
@@ -106,7 +106,7 @@ def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
 def test_a_pass_past_the_buffer_is_refused() -> None:
     target, middle = pair(make_test_link("view"), 2, replace(SHAPE, append_room=0, rows=1))
     prefill(target, text(70), 32)
-    room = middle.slots - middle.place(middle.length)[0]
+    room = middle.slots - middle.slot_and_position(middle.length)[0]
     Fixed(middle).forward(text(room))
     with pytest.raises(ValueError, match=f"do not fit a buffer of {middle.slots}"):
         Fixed(middle).forward(text(room + 1))

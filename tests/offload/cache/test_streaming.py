@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from offload.cache.streaming import StreamingCache
-from offload.cache.streaming_shape import StreamingShape
+from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
 from support.driving import GROUPS, LAYOUT, QKV, forward, forward_alike, plain, text
 from support.links import CPU
 from support.reference import random_rotary, reference_attention
 
 SINKS, WINDOW, SLACK = 3, 16, 8
-SHAPE = StreamingShape(SINKS, WINDOW, SLACK)
+SHAPE = StreamingCacheSpec(SINKS, WINDOW, SLACK)
 SLOTS = SINKS + WINDOW + SLACK
 ROTARY = random_rotary(LAYOUT, SLOTS)  # no longer than the slots, however long the text
 
@@ -129,10 +129,10 @@ def test_skipped_tokens_take_no_room(skipped: int) -> None:
         cache.advance(len(tokens[0][0]))
         want.keep(tokens, len(tokens[0][0]))
         if index == 0:
-            cache.skip(skipped)
+            cache.skip_tokens(skipped)
     assert cache.length == SINKS + 29 + skipped
     with pytest.raises(ValueError, match="right behind the 3 sinks only, not at"):
-        cache.skip(1)
+        cache.skip_tokens(1)
 
 
 def test_tokens_cannot_be_skipped_before_the_sinks_are_in() -> None:
@@ -140,7 +140,7 @@ def test_tokens_cannot_be_skipped_before_the_sinks_are_in() -> None:
     forward(cache, text(SINKS - 1))
     cache.advance(SINKS - 1)
     with pytest.raises(ValueError, match="right behind the 3 sinks only, not at 2"):
-        cache.skip(5)
+        cache.skip_tokens(5)
 
 
 def test_a_pass_larger_than_the_slack_is_refused() -> None:
@@ -155,7 +155,7 @@ def test_a_pass_larger_than_the_slack_is_refused() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_sizes_of_nothing_are_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        StreamingShape(*sizes)
+        StreamingCacheSpec(*sizes)
 
 
 def test_bfloat16_rotates_by_slot_as_float32_does() -> None:

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.codec.format import OUTLIER_BYTES, SliceFormat, slice_format
+from offload.codec.format import OUTLIER_BYTES, SplitFormat, split_format
 from offload.codec.outliers import Outliers
-from offload.codec.split_float import SliceCodec
+from offload.codec.split_float import SplitFloatCodec
 
 ALL = torch.arange(1 << 16).to(torch.int16)  # every pattern of 16 bits
 DTYPES = [torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def codec_of(dtype: torch.dtype) -> SliceCodec:
-    found = slice_format(dtype)
+def codec_of(dtype: torch.dtype) -> SplitFloatCodec:
+    found = split_format(dtype)
     assert found is not None
-    return SliceCodec(found)
+    return SplitFloatCodec(found)
 
 
 def every_pattern(dtype: torch.dtype) -> Tensor:
@@ -27,16 +27,18 @@ def every_pattern(dtype: torch.dtype) -> Tensor:
     return torch.stack([keys, keys.flip(0, 1)]).view(dtype)
 
 
-def came_back(codec: SliceCodec, kv: Tensor, offsets: list[list[int]]) -> tuple[Tensor, Tensor]:
+def came_back(
+    codec: SplitFloatCodec, kv: Tensor, offsets: list[list[int]]
+) -> tuple[Tensor, Tensor]:
     """What split and join make of kv, outliers put in, and which elements were outliers."""
     codes, lows, chosen = codec.split(kv, offsets)
     assert codes.dtype == lows.dtype == torch.uint8
     assert codes.shape == kv.shape
     assert len(lows) == codec.format.low_planes
     out = torch.empty_like(kv)
-    codec.join(codes, lows, offsets, out)
+    codec.reconstruct(codes, lows, offsets, out)
     outliers = Outliers(int(chosen.sum()), kv.shape[1], kv.device)
-    outliers.put(kv, chosen, 0)
+    outliers.append(kv, chosen, 0)
     outliers.apply(out, 0, 2)
     return out, chosen
 
@@ -63,7 +65,7 @@ def test_a_code_is_the_nearest_float8(dtype: torch.dtype) -> None:
     offsets = codec.offsets(kv)
     codes, _, chosen = codec.split(kv, offsets)
     near = torch.empty_like(kv)
-    codec.join(codes, None, offsets, near)
+    codec.reconstruct(codes, None, offsets, near)
     ordinary = ~chosen
     mantissa = 3 if dtype == torch.bfloat16 else 2
     error = (near.float() - kv.float()).abs() / kv.float().abs()
@@ -84,7 +86,7 @@ def test_codes_are_finite_whatever_they_stand_for(dtype: torch.dtype) -> None:
     offsets = codec.offsets(kv)
     codes, _, _ = codec.split(kv, offsets)
     near = torch.empty_like(kv)
-    codec.join(codes, None, offsets, near)
+    codec.reconstruct(codes, None, offsets, near)
     assert near.isfinite().all()
     float8 = torch.float8_e4m3fn if dtype == torch.bfloat16 else torch.float8_e5m2
     assert codes.view(float8).float().isfinite().all()
@@ -100,12 +102,12 @@ def test_fourteen_octaves_below_the_largest_element_need_no_list() -> None:
     codes, _, chosen = codec.split(4 * kv, offsets)  # later tokens may exceed what was seen
     assert chosen[0, 0, :2, 0].all()
     assert not chosen[0, 0, 2:15].any()
-    assert (codes[0, 0, :2] == codec.format.largest).all()
+    assert (codes[0, 0, :2] == codec.format.max_code).all()
 
 
 def test_what_has_not_16_bits_has_no_slices() -> None:
-    assert slice_format(torch.float32) is None
-    assert isinstance(slice_format(torch.float16), SliceFormat)
+    assert split_format(torch.float32) is None
+    assert isinstance(split_format(torch.float16), SplitFormat)
 
 
 @every_dtype
@@ -113,9 +115,9 @@ def test_outliers_of_tokens_written_again_are_forgotten(dtype: torch.dtype) -> N
     kv = torch.randn(2, 3, 40, 8).to(dtype)
     chosen = torch.rand(kv.shape) < 0.2
     outliers = Outliers(kv.numel(), 3, kv.device)
-    outliers.put(kv, chosen, 0)
+    outliers.append(kv, chosen, 0)
     again, other = torch.randn(2, 3, 7, 8).to(dtype), torch.rand(2, 3, 7, 8) < 0.2
-    outliers.put(again, other, 20)
+    outliers.append(again, other, 20)
     kv[:, :, 20:27], chosen[:, :, 20:27] = again, other
     for head, heads in [(0, 3), (1, 1), (1, 2)]:
         out = torch.zeros(2, heads, 40, 8, dtype=dtype)
@@ -131,15 +133,15 @@ def test_outliers_come_in_any_number_of_pieces() -> None:
     outliers = Outliers(5, 3, kv.device)
     for start in [*range(0, 60, 2), *range(40, 200, 2)]:
         part = slice(start, start + 2)
-        outliers.put(kv[:, :, part], chosen[:, :, part], start)
+        outliers.append(kv[:, :, part], chosen[:, :, part], start)
     for end in (200, 77):
-        outliers.forget(end, 8)
+        outliers.truncate(end, 8)
         out = torch.zeros(2, 3, 200, 8).bfloat16()
         outliers.apply(out, 0, 3)
         assert torch.equal(out[:, :, :end], torch.where(chosen, kv, 0)[:, :, :end])
         assert not out[:, :, end:].any()
     copy = torch.zeros(2, 2, 200, 8).bfloat16()
-    outliers.on_host().apply(copy, 1, 2)
+    outliers.to_host().apply(copy, 1, 2)
     assert torch.equal(copy, out[:, 1:])
 
 
@@ -150,7 +152,7 @@ def test_a_list_grows_where_there_are_more_than_planned(dtype: torch.dtype) -> N
     assert outliers.nbytes == 5 * OUTLIER_BYTES
     everything = torch.ones(2, 2, 20, 8, dtype=torch.bool)
     for start in range(0, 60, 20):
-        outliers.put(kv[:, :, start : start + 20], everything, start)
+        outliers.append(kv[:, :, start : start + 20], everything, start)
     out = torch.zeros_like(kv)
     outliers.apply(out, 0, 2)
     assert torch.equal(bits(out), bits(kv))

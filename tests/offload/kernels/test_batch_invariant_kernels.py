@@ -15,12 +15,12 @@ from torch import Tensor
 
 from offload.kernels import batch_invariant_attention as steady
 from offload.kernels import selection as fused
-from offload.kernels.batch_invariant_attention import steady_attention
-from offload.kernels.batch_invariant_shape import KEYS, WIDTH, working_bytes
-from offload.kernels.selection import steady_kernels
+from offload.kernels.batch_invariant_attention import batch_invariant_attention
+from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK, working_bytes
+from offload.kernels.selection import batch_invariant_kernels
 from offload.layout import KVLayout
 from offload.memory.link import Link
-from offload.traffic import Traffic
+from offload.traffic import ByteCounters
 from support.driving import LAYOUT, forward, prefill, text, tiered
 from support.interpreter import interpreted
 from support.slow import slow_except
@@ -58,14 +58,21 @@ def cut(kv: Tensor, *bounds: int) -> Sequence[Tensor]:
 @every_dtype
 @pytest.mark.parametrize(
     ("end", "rows", "boundary"),
-    [(1, 1, 1), (3, 3, 0), (100, 19, 80), (100, 19, 90), (KEYS + 3, 9, KEYS - 5), (KEYS, 2, KEYS)],
+    [
+        (1, 1, 1),
+        (3, 3, 0),
+        (100, 19, 80),
+        (100, 19, 90),
+        (KEY_BLOCK + 3, 9, KEY_BLOCK - 5),
+        (KEY_BLOCK, 2, KEY_BLOCK),
+    ],
 )
 def test_it_is_attention(
     end: int, rows: int, boundary: int, dtype: torch.dtype, kernels: ModuleType
 ) -> None:
     kv, q = inputs(end, dtype)
     found = kernels.attend(q[-rows:], cut(kv, 0, boundary, end))
-    wanted = steady_attention(q[-rows:], [kv], Traffic())
+    wanted = batch_invariant_attention(q[-rows:], [kv], ByteCounters())
     assert found.dtype == dtype
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
@@ -79,7 +86,7 @@ def test_it_is_attention(
 def test_a_row_is_the_same_in_every_company(
     end: int, keys: int, dtype: torch.dtype, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "KEYS", keys)  # shorter blocks: an interpreter takes its time
+    monkeypatch.setattr(kernels, "KEY_BLOCK", keys)  # shorter blocks: an interpreter takes its time
     kv, q = inputs(end, dtype)
     first = end - 11
     alone = torch.cat(
@@ -108,7 +115,9 @@ def test_query_heads_may_be_few_or_many(groups: int, kernels: ModuleType) -> Non
     kv, _ = inputs(150, torch.float32)
     q = torch.randn(13, HEADS * groups, DIM)
     found = kernels.attend(q, cut(kv, 0, 141, 150))
-    torch.testing.assert_close(found, steady_attention(q, [kv], Traffic()), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found, batch_invariant_attention(q, [kv], ByteCounters()), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("link", slow_except(["view", "emulated"], 1), indirect=True)
@@ -116,10 +125,14 @@ def test_layers_attend_with_them_wherever_their_kv_lives(
     link: Link, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit as if all were in one buffer, in passes of any width."""
-    monkeypatch.setattr(steady, "steady_kernels", lambda *_: (kernels, ""))
+    monkeypatch.setattr(steady, "batch_invariant_kernels", lambda *_: (kernels, ""))
     layout = replace(LAYOUT, layers=3, heads=2, dtype=torch.bfloat16)
-    places = [{"resident": 3}, {"resident": 1}, {"resident": 1, "sliced": 1, "packed": True}]
-    caches = [tiered(link, **place, layout=layout, steady=True) for place in places]
+    places = [
+        {"resident": 3},
+        {"resident": 1},
+        {"resident": 1, "split": 1, "compressed": True},
+    ]
+    caches = [tiered(link, **place, layout=layout, batch_invariant=True) for place in places]
     prompt = text(50, layout)
     for cache in caches:
         cache.rotary = caches[0].rotary
@@ -136,16 +149,16 @@ def test_layers_attend_with_them_wherever_their_kv_lives(
 def test_bytes_are_those_that_blocks_of_rows_read(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steady, "steady_kernels", lambda *_: (kernels, ""))
+    monkeypatch.setattr(steady, "batch_invariant_kernels", lambda *_: (kernels, ""))
     kv, q = inputs(100, torch.float32)
-    traffic = Traffic()
-    steady_attention(q[-13:], cut(kv, 0, 80, 100), traffic)
+    traffic = ByteCounters()
+    batch_invariant_attention(q[-13:], cut(kv, 0, 80, 100), traffic)
     # rows from 87 on, of the blocks that begin at 80, 88 and 96
     assert traffic.attended == kv.nbytes // 100 * (88 + 96 + 100)
 
 
 def test_what_they_hold_is_planned(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv, q = inputs(KEYS + 3, torch.float32)
+    kv, q = inputs(KEY_BLOCK + 3, torch.float32)
     taken: list[int] = []
     empty = torch.empty
 
@@ -155,11 +168,11 @@ def test_what_they_hold_is_planned(kernels: ModuleType, monkeypatch: pytest.Monk
         return made
 
     monkeypatch.setattr(torch, "empty", counted)
-    kernels.attend(q[-WIDTH:], [kv])
+    kernels.attend(q[-ROW_BLOCK:], [kv])
     layout = KVLayout(1, HEADS, DIM, torch.float32)
     *partials, out = taken
-    assert out == q[-WIDTH:].nbytes
-    planned = working_bytes(layout, KEYS + 3, WIDTH, GROUPS) - 2 * layout.bytes(KEYS)
+    assert out == q[-ROW_BLOCK:].nbytes
+    planned = working_bytes(layout, KEY_BLOCK + 3, ROW_BLOCK, GROUPS) - 2 * layout.bytes(KEY_BLOCK)
     assert sum(partials) == planned
 
 
@@ -167,22 +180,24 @@ def test_memory_that_is_short_says_nothing_of_them(monkeypatch: pytest.MonkeyPat
     def short(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(fused, "_try_steadily", short)
-    steady_kernels.cache_clear()
+    monkeypatch.setattr(fused, "_test_batch_invariant", short)
+    batch_invariant_kernels.cache_clear()
     with pytest.raises(torch.OutOfMemoryError):
-        steady_kernels("cuda", torch.float32, 64, 1)
+        batch_invariant_kernels("cuda", torch.float32, 64, 1)
 
 
-@pytest.mark.parametrize("keys", slow_except([128, KEYS]))
+@pytest.mark.parametrize("keys", slow_except([128, KEY_BLOCK]))
 def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
     keys: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert steady_kernels("cpu", torch.float32, 64, 1) == (None, "there are none for cpu")
-    monkeypatch.setattr(kernels, "KEYS", keys)
-    monkeypatch.setattr(fused, "_STEADY_TOKENS", fused._STEADY_TOKENS - KEYS + keys)
+    assert batch_invariant_kernels("cpu", torch.float32, 64, 1) == (None, "there are none for cpu")
+    monkeypatch.setattr(kernels, "KEY_BLOCK", keys)
+    monkeypatch.setattr(
+        fused, "_BATCH_INVARIANT_TOKENS", fused._BATCH_INVARIANT_TOKENS - KEY_BLOCK + keys
+    )
 
     def trial(dtype: torch.dtype) -> None:
-        fused._try_steadily(kernels, torch.device("cpu"), dtype, 32, 2)
+        fused._test_batch_invariant(kernels, torch.device("cpu"), dtype, 32, 2)
 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         trial(dtype)

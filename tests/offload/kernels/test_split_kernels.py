@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from offload.attention import partial_attention
-from offload.codec.format import SliceFormat, slice_format
-from offload.codec.split_float import Offsets, SliceCodec
+from offload.codec.format import SplitFormat, split_format
+from offload.codec.split_float import Offsets, SplitFloatCodec
 from offload.kernels import selection as fused
-from offload.kernels.selection import fused_kernels
+from offload.kernels.selection import split_kernels
 from offload.memory.link import Link
 from offload.tiered import split as sliced_layer
 from offload.tiered.cache import TieredCache
-from offload.traffic import Traffic
+from offload.traffic import ByteCounters
 from support.driving import LAYOUT, forward, prefill, text, tiered
 from support.interpreter import interpreted
 from support.slow import slow_except
@@ -41,17 +41,17 @@ def kernels() -> Any:
     return interpreted("offload.kernels.split_float")
 
 
-def format_of(dtype: torch.dtype) -> SliceFormat:
-    found = slice_format(dtype)
+def format_of(dtype: torch.dtype) -> SplitFormat:
+    found = split_format(dtype)
     assert found is not None
     return found
 
 
 def cut(
     dtype: torch.dtype, heads: int, tokens: int, dim: int
-) -> tuple[SliceCodec, Tensor, Tensor, Offsets, Tensor]:
+) -> tuple[SplitFloatCodec, Tensor, Tensor, Offsets, Tensor]:
     """Codec, codes and low bits with room behind each head's tokens, offsets, and their table."""
-    codec = SliceCodec(format_of(dtype))
+    codec = SplitFloatCodec(format_of(dtype))
     # heads differ in scale, so that their offsets do
     scale = torch.tensor([0.01, 1.0, 30.0])[:heads, None, None]
     kv = (torch.randn(2, heads, tokens + 9, dim) * scale).to(dtype)
@@ -68,8 +68,8 @@ def test_joined_elements_are_those_of_plain_operations(
     codec, codes, lows, offsets, table = cut(dtype, heads, tokens, dim)
     found, wanted = (torch.zeros(2, heads, tokens + 20, dim, dtype=dtype) for _ in range(2))
     parts = codes[:, :, :tokens], lows[:, :, :tokens]
-    codec.join(*parts, offsets, wanted[:, :, :tokens])
-    kernels.join(codec.format, *parts, table, found[:, :, :tokens])
+    codec.reconstruct(*parts, offsets, wanted[:, :, :tokens])
+    kernels.reconstruct(codec.format, *parts, table, found[:, :, :tokens])
     assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
 
 
@@ -84,7 +84,7 @@ def test_attention_to_codes_is_that_to_what_they_stand_for(
     codec, codes, _, offsets, table = cut(dtype, 2, tokens, dim)
     codes = codes[:, :, :tokens]
     near = torch.empty(codes.shape, dtype=dtype)
-    codec.join(codes, None, offsets, near)
+    codec.reconstruct(codes, None, offsets, near)
     q = torch.randn(rows, 2 * groups, dim).to(dtype)
     out, lse = kernels.attend(codec.format, q, codes, table)
     keys, values = (each.transpose(0, 1).float() for each in near)
@@ -96,20 +96,20 @@ def test_attention_to_codes_is_that_to_what_they_stand_for(
 
 @every_dtype
 @pytest.mark.parametrize("link", slow_except(["view", "emulated"], 1), indirect=True)
-@pytest.mark.parametrize(("layers", "packed"), [(3, False), (1, True)])
+@pytest.mark.parametrize(("layers", "compressed"), [(3, False), (1, True)])
 def test_layers_say_the_same_with_them(
     link: Link,
     dtype: torch.dtype,
     layers: int,
-    packed: bool,
+    compressed: bool,
     kernels: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout = replace(LAYOUT, dtype=dtype)
 
     def cache(found: ModuleType | None) -> TieredCache:
-        monkeypatch.setattr(sliced_layer, "fused_kernels", lambda *_: (found, ""))
-        return tiered(link, resident=1, sliced=layers, layout=layout, packed=packed)
+        monkeypatch.setattr(sliced_layer, "split_kernels", lambda *_: (found, ""))
+        return tiered(link, resident=1, split=layers, layout=layout, compressed=compressed)
 
     fast, want = cache(kernels), cache(None)
     want.rotary = fast.rotary
@@ -117,13 +117,13 @@ def test_layers_say_the_same_with_them(
     assert torch.equal(prefill(fast, prompt, chunk=16), prefill(want, prompt, chunk=16))
     assert torch.equal(forward(fast, tokens), forward(want, tokens))
     for layer, (q, k, v) in enumerate(tokens):
-        if not fast.layers[layer].is_near:
+        if not fast.layers[layer].is_on_device:
             continue
         outs = []
         for each in (fast, want):
-            each.layers[layer].put(each.rotary(k, 70, layer), v, 70, each.boundary)
+            each.layers[layer].append(each.rotary(k, 70, layer), v, 70, each.boundary)
             rotated = each.rotary(q, 70, layer)
-            near = each.layers[layer].attend_near(rotated, 75, each.boundary, Traffic())
+            near = each.layers[layer].attend_on_device(rotated, 75, each.boundary, ByteCounters())
             outs.append(near.float())
         torch.testing.assert_close(*outs, atol=2e-2, rtol=2e-2)
 
@@ -155,7 +155,7 @@ def test_a_trial_compiles_all_that_a_model_launches(
 
     real = kernels._attend
     monkeypatch.setattr(kernels, "_attend", Spy())
-    fused._try(kernels, torch.device("cpu"), torch.bfloat16, 32, groups)
+    fused._test_split(kernels, torch.device("cpu"), torch.bfloat16, 32, groups)
     assert {(groups, rows) for rows in (16, 32, 64)} == {each[:2] for each in launched}
     assert max(blocks for *_, blocks in launched) == 2
 
@@ -164,20 +164,20 @@ def test_a_trial_compiles_all_that_a_model_launches(
 def test_a_device_is_given_them_only_where_a_trial_shows_that_they_are_right(
     dim: int, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fused_kernels("cpu", torch.bfloat16, 64, 1) == (None, "there are none for cpu")
-    _, why = fused_kernels("cuda", torch.float32, 64, 1)
-    assert why == "elements of torch.float32 are not cut into slices"
+    assert split_kernels("cpu", torch.bfloat16, 64, 1) == (None, "there are none for cpu")
+    _, why = split_kernels("cuda", torch.float32, 64, 1)
+    assert why == "elements of torch.float32 cannot be split"
     device = torch.device("cpu")
-    fused._try(kernels, device, torch.bfloat16, dim, 2)
-    fused._try(kernels, device, torch.float16, dim, 2)
-    monkeypatch.setattr(kernels, "join", lambda *_: None)
+    fused._test_split(kernels, device, torch.bfloat16, dim, 2)
+    fused._test_split(kernels, device, torch.float16, dim, 2)
+    monkeypatch.setattr(kernels, "reconstruct", lambda *_: None)
     with pytest.raises(RuntimeError, match="are joined wrongly"):
-        fused._try(kernels, device, torch.bfloat16, dim, 2)
+        fused._test_split(kernels, device, torch.bfloat16, dim, 2)
     monkeypatch.undo()
     attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda *each: (attend(*each)[0] + 0.1, None))
     with pytest.raises(RuntimeError, match=r"codes of torch\.float16 is off by 0\.1"):
-        fused._try(kernels, device, torch.float16, dim, 2)
+        fused._test_split(kernels, device, torch.float16, dim, 2)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_a_machine_that_cannot_compile_is_told_what_it_lacks(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(fused, "_try", fails)
-    fused_kernels.cache_clear()
-    kernels, why = fused_kernels("cuda", torch.bfloat16, 64, 1)
-    fused_kernels.cache_clear()
+    monkeypatch.setattr(fused, "_test_split", fails)
+    split_kernels.cache_clear()
+    kernels, why = split_kernels("cuda", torch.bfloat16, 64, 1)
+    split_kernels.cache_clear()
     assert kernels is None
     assert why.endswith("triton needs gcc and Python.h here: install gcc and python3-dev")

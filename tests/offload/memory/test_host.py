@@ -12,7 +12,7 @@ import torch
 
 from offload.memory import host as host_memory
 from offload.memory.cuda_link import CudaLink
-from offload.memory.host import allocate, host_available, touch
+from offload.memory.host import allocate, host_available, prefault
 from standin import standin
 
 
@@ -33,7 +33,7 @@ def resident(buffer: torch.Tensor) -> int:
 def test_all_of_a_new_buffer_is_there_once_it_was_touched() -> None:
     buffer = allocate(64 << 20, torch.uint8)
     before = resident(buffer)
-    touch(buffer)
+    prefault(buffer)
     if resident(buffer) == before:
         pytest.skip("this kernel is older than MADV_POPULATE_WRITE")
     assert before < 1 << 20
@@ -45,7 +45,7 @@ def test_what_stands_in_a_buffer_stays(numel: int) -> None:
     buffer = allocate(numel, torch.int16)
     want = torch.randint(0, 1000, (numel,), dtype=torch.int16)
     buffer.copy_(want)
-    touch(buffer)
+    prefault(buffer)
     assert torch.equal(buffer, want)
 
 
@@ -60,11 +60,11 @@ def test_threads_that_touch_it_run_where_their_caller_may(monkeypatch: pytest.Mo
     buffer, every = torch.empty(10_000, dtype=torch.uint8), os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(every)})
-        touch(buffer)
+        prefault(buffer)
     finally:
         os.sched_setaffinity(0, every)
     assert seen == [({min(every)}, 10_000)]
-    touch(buffer)
+    prefault(buffer)
     assert sum(nbytes for _, nbytes in seen[1:]) == 10_000
     assert len(seen[1:]) == min(8, len(every))
 

@@ -12,12 +12,12 @@ import psutil
 import pytest
 import torch
 
-from offload.errors import FitError, TierForceError
-from offload.memory.cpu_link import EmulatedLink, ViewLink
-from offload.memory.host import host_available, process_peak
+from offload.errors import InsufficientMemoryError, TierForceError
+from offload.memory.cpu_link import EmulatedLink, ZeroCopyLink
+from offload.memory.host import host_available, process_peak_bytes
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
-from offload.memory.link_spec import make_link, refuse_on_gpu
+from offload.memory.link_spec import check_device, make_link
 from support.links import CPU, every_link, make_test_link
 
 
@@ -67,7 +67,7 @@ def test_a_closed_link_leaves_no_thread() -> None:
 @every_link
 def test_more_host_memory_than_there_is(link: Link) -> None:
     with pytest.raises(
-        FitError,
+        InsufficientMemoryError,
         match=r"needs \d+\.\d\d GB of host memory on this rank and \d+\.\d\d GB are available",
     ):
         link.host_empty(host_available(), torch.float32)
@@ -79,28 +79,28 @@ def test_an_arena_that_grew_in_a_pass_is_filled_outside_of_one(link: Link) -> No
     """As from disk, for the next text."""
     arena = HostArena(link, torch.float32)
     with torch.inference_mode():
-        arena.take((4, 2)).fill_(1)
-    arena.take((4, 2)).copy_(torch.ones(4, 2))
+        arena.allocate((4, 2)).fill_(1)
+    arena.allocate((4, 2)).copy_(torch.ones(4, 2))
 
 
 @every_link
 def test_the_arena_grows_to_the_largest_and_stays(link: Link) -> None:
     arena = HostArena(link, torch.float32)
-    assert arena.take((0, 5)).numel() == 0
-    first = arena.take((4, 25))
+    assert arena.allocate((0, 5)).numel() == 0
+    first = arena.allocate((4, 25))
     assert arena.nbytes == 400
-    assert arena.take((2, 3, 4)).data_ptr() == first.data_ptr()
+    assert arena.allocate((2, 3, 4)).data_ptr() == first.data_ptr()
     assert arena.nbytes == 400
-    assert arena.take((101,)).shape == (101,)
+    assert arena.allocate((101,)).shape == (101,)
     assert arena.nbytes == 404
-    with pytest.raises(FitError):
-        arena.take((host_available(),))
-    assert arena.take((7,)).shape == (7,)  # and goes on
+    with pytest.raises(InsufficientMemoryError):
+        arena.allocate((host_available(),))
+    assert arena.allocate((7,)).shape == (7,)  # and goes on
 
 
 def test_links_by_name() -> None:
-    assert isinstance(make_link("auto", CPU), ViewLink)
-    assert isinstance(make_link("view", CPU), ViewLink)
+    assert isinstance(make_link("auto", CPU), ZeroCopyLink)
+    assert isinstance(make_link("view", CPU), ZeroCopyLink)
     link = make_link("emulated:0.5", CPU)
     assert isinstance(link, EmulatedLink)
     assert link.rate == 5e8
@@ -121,23 +121,23 @@ def test_names_of_no_link(spec: str) -> None:
 
 
 def test_a_link_for_a_cpu_is_refused_on_a_gpu() -> None:
-    refuse_on_gpu("emulated:1", "cpu")
-    refuse_on_gpu("auto", "cuda")
+    check_device("emulated:1", "cpu")
+    check_device("auto", "cuda")
     for name in ("view", "emulated:1"):
         with pytest.raises(TierForceError, match=f"`link` {name} is for a CPU: leave it out on"):
-            refuse_on_gpu(name, "cuda")
+            check_device(name, "cuda")
         with pytest.raises(TierForceError, match="is for a CPU"):
             make_link(name, torch.device("cuda"))
 
 
 def test_the_peak_is_what_came_and_went_since_the_last_call() -> None:
     gc.collect()  # what tests before have left would go in the middle
-    assert process_peak() is not None
+    assert process_peak_bytes() is not None
     rest = psutil.Process().memory_info().rss
     # Fresh pages, each touched: an allocator may hand out what earlier tests left resident.
     with mmap.mmap(-1, 1 << 28) as block:
         block[:: mmap.PAGESIZE] = bytes(len(block) // mmap.PAGESIZE)
-    peaks = process_peak(), process_peak()
+    peaks = process_peak_bytes(), process_peak_bytes()
     assert peaks[0] is not None
     assert peaks[1] is not None
     assert peaks[0] >= rest + (250 << 20)
@@ -149,7 +149,7 @@ def test_what_is_sent_goes_beside_what_is_copied() -> None:
     link = EmulatedLink(CPU, rate=1e6)
     there, back = torch.zeros(50_000), torch.zeros(25)
     copied = link.copy([(there, torch.ones(50_000))])
-    sent = link.send([(back, torch.full((25,), 2.0))])
+    sent = link.copy_out([(back, torch.full((25,), 2.0))])
     link.wait(sent)
     assert back.sum() == 50
     assert not copied.is_set()
@@ -163,6 +163,6 @@ def test_what_is_sent_goes_beside_what_is_copied() -> None:
 def test_what_is_sent_keeps_its_order_and_is_drained(link: Link) -> None:
     target = torch.zeros(1000)
     for value in range(1, 30):
-        link.send([(target, torch.full((1000,), float(value)))])
+        link.copy_out([(target, torch.full((1000,), float(value)))])
     link.drain()
     assert (target == 29).all()

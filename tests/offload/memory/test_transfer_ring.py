@@ -33,7 +33,7 @@ def host_chunks(count: int, rng: random.Random, host: Tensor | None = None) -> l
 
 def consume(ring: TransferRing, chunks: list[Tensor], rng: random.Random) -> None:
     for wanted in chunks:
-        chunk = ring.next()
+        chunk = ring.next_chunk()
         assert torch.equal(chunk, wanted)
         if rng.random() < 0.3:
             time.sleep(rng.random() * 5e-4)
@@ -50,7 +50,7 @@ def test_chunks_come_whole_and_in_order(link: Link, slots: int) -> None:
         ring.start(chunks)
         consume(ring, chunks, rng)
         with pytest.raises(IndexError):
-            ring.next()
+            ring.next_chunk()
 
 
 @every_link
@@ -69,7 +69,7 @@ def test_views_are_not_copied() -> None:
     ring = TransferRing(make_test_link("view"), 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
     ring.start(chunks)
     assert ring.nbytes == 0
-    assert [ring.next().data_ptr() for _ in chunks] == [chunk.data_ptr() for chunk in chunks]
+    assert [ring.next_chunk().data_ptr() for _ in chunks] == [chunk.data_ptr() for chunk in chunks]
 
 
 def test_slots_are_all_the_memory_there_is() -> None:
@@ -78,7 +78,7 @@ def test_slots_are_all_the_memory_there_is() -> None:
     chunks = host_chunks(20, random.Random(0))
     ring.start(chunks)
     assert ring.nbytes == 3 * 2 * HEADS * CAPACITY * DIM * 4
-    assert len({ring.next().data_ptr() for _ in chunks}) == 3
+    assert len({ring.next_chunk().data_ptr() for _ in chunks}) == 3
     link.close()
 
 
@@ -98,7 +98,7 @@ def test_slots_fill_ahead_of_the_consumer() -> None:
     ring.start(host_chunks(5, random.Random(0)))
     asked = [link.asked]
     for _ in range(5):
-        ring.next()
+        ring.next_chunk()
         asked.append(link.asked)
     # before the first chunk all slots; then one more each time a chunk is done with
     assert asked == [3, 3, 4, 5, 5, 5]
@@ -127,7 +127,7 @@ def test_cuda_copies_wait_for_compute_and_compute_for_copies(gpu: Machine | None
         ring.start(chunks)
         found = []
         for _ in taken:
-            chunk = ring.next()
+            chunk = ring.next_chunk()
             for _ in range(rng.randint(0, 4)):
                 # the read below is late: a refill that did not wait would be seen
                 busy = (busy @ busy).tanh_()

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offload.cache.static_shape import FixedPass
+from offload.cache.static_shape import StaticForward
 from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.retrieval import cache as retrieval
 from offload.retrieval import shape as retrieval_shape
-from offload.retrieval.selection import POLICIES, ObservedRows
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.selection import POLICIES, QuerySample
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from support.driving import (
     BLOCK,
@@ -37,7 +37,7 @@ from support.slow import slow_except
 
 ROTARY = random_rotary(LAYOUT, CAPACITY)
 DRAFT = 6
-SHAPE = RetrievalShape(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
+SHAPE = RetrievalCacheSpec(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 sizes = pytest.mark.parametrize("chunk", [1, 4])
 both_stores = pytest.mark.parametrize("quantised", [False, True])
@@ -49,7 +49,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def started(
-    target: TieredCache, shape: RetrievalShape, policy: str, prompt: list[QKV], chunk: int = 32
+    target: TieredCache, shape: RetrievalCacheSpec, policy: str, prompt: list[QKV], chunk: int = 32
 ) -> RetrievalByHand:
     """The prompt is read, and the same cache by hand has seen the last prefill chunk of it."""
     tokens, hand = len(prompt[0][0]), RetrievalByHand(shape, policy, ROTARY)
@@ -220,7 +220,7 @@ def test_a_cache_need_not_be_prefilled(quantised: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shorten", ["target.crop", "middle.crop", "target.settle", "middle.settle"]
+    "shorten", ["target.crop", "middle.crop", "target.set_length", "middle.set_length"]
 )
 def test_lengths_follow_the_target(shorten: str) -> None:
     target, middle = pair(make_test_link("view"), 2, SHAPE)
@@ -237,7 +237,7 @@ def test_lengths_follow_the_target(shorten: str) -> None:
     getattr({"target": target, "middle": middle}[which], verb)(65)
     assert middle.length == 65
     close(forward(middle, probe), hand.attend(joined(prompt, first(tokens, 2), probe), 2))
-    middle.settle(68)
+    middle.set_length(68)
     assert middle.length == 68
 
 
@@ -309,7 +309,7 @@ def test_bfloat16_does_as_float32_does(chunk: int) -> None:
     torch.testing.assert_close(outs[0].float(), outs[1], atol=5e-2, rtol=5e-2)
 
 
-def latest(rows: ObservedRows, layer: int, head: int, chunk: int, count: int) -> Tensor:
+def latest(rows: QuerySample, layer: int, head: int, chunk: int, count: int) -> Tensor:
     """The last chunks of the prefix, as `SelectionPolicy.select` returns them."""
     heads, tokens, _ = rows.keys.shape
     end = tokens // chunk
@@ -333,9 +333,9 @@ def test_heads_that_are_written_out_in_turn_give_what_all_give_at_once(
         forward(target, tokens)
         target.advance(7)
         outs.append(forward(middle, probe))
-        fixed = FixedPass(middle, 3)
+        fixed = StaticForward(middle, 3)
         fixed.prepare()
-        fixed.begin(3)
+        fixed.begin_forward(3)
         by_layer = [fixed.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
         outs.append(torch.stack(by_layer))
         sizes.append(middle.device_bytes)
@@ -350,5 +350,5 @@ def test_heads_are_written_out_in_parts_of_about_one_size() -> None:
     wanted = {(16, 4096): 8, (32, 4096): 11, (16, 32_768): 2, (1, 1 << 20): 1, (3, 64): 3}
     for (heads, budget), at_once in wanted.items():
         layout = KVLayout(32, heads, 128, torch.bfloat16)
-        shape = RetrievalShape.of(budget, 8, 1 << 20, 66, 134)
+        shape = RetrievalCacheSpec.of(budget, 8, 1 << 20, 66, 134)
         assert replace(shape, quantised=True).shared_heads(layout) == at_once

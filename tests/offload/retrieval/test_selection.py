@@ -10,8 +10,8 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.retrieval import selection
-from offload.retrieval.policy_specs import POLICY_NAMES, POLICY_TRAITS
-from offload.retrieval.selection import KEPT_OF_ATTENTION, POLICIES, ObservedRows
+from offload.retrieval.policy_specs import POLICY_NAMES, POLICY_SPECS
+from offload.retrieval.selection import POLICIES, SCORE_DECAY, QuerySample
 from support.reference import chosen_by_hand, worths_by_hand
 
 HEADS, GROUPS, DIM = 3, 2, 8
@@ -34,14 +34,14 @@ def evenly(rows: int, count: int) -> list[int]:
 def worths(policy: str, seen: Seen, head: int, chunk: int) -> Tensor:
     """The worth of a head's chunks, by hand."""
     q, keys, recent = seen
-    kept = evenly(len(q), POLICY_TRAITS[policy].rows)
+    kept = evenly(len(q), POLICY_SPECS[policy].query_rows)
     queries = q[kept].unflatten(1, (HEADS, GROUPS))[:, head]
     behind = [recent[head, : recent.shape[1] - len(q) + row + 1] for row in kept]
     return worths_by_hand(policy, queries, keys[head], behind, chunk)
 
 
-def observed(policy: str, seen: Seen) -> ObservedRows:
-    return ObservedRows(*seen, POLICY_TRAITS[policy].rows)
+def observed(policy: str, seen: Seen) -> QuerySample:
+    return QuerySample(*seen, POLICY_SPECS[policy].query_rows)
 
 
 def tokens_of(picked: Tensor, chunk: int) -> list[int]:
@@ -63,7 +63,7 @@ def test_rows_are_evenly_spaced_and_the_last_is_among_them(
     rows: int, wanted: int, kept: list[int]
 ) -> None:
     q, keys, recent = draw(rows, 10)
-    found = ObservedRows(q, keys, recent, wanted).q  # (Hkv, G, R, D)
+    found = QuerySample(q, keys, recent, wanted).q  # (Hkv, G, R, D)
     by_head = q[kept].unflatten(1, (HEADS, GROUPS))
     torch.testing.assert_close(found, by_head.permute(1, 2, 0, 3) * DIM**-0.5)
 
@@ -75,9 +75,9 @@ def test_rows_are_evenly_spaced_and_the_last_is_among_them(
 def test_attention_is_that_of_the_softmax_over_all_a_row_sees(
     before: int, dtype: torch.dtype, widened: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selection, "multiplies_bfloat16", lambda: not widened)
+    monkeypatch.setattr(selection, "has_native_bf16", lambda: not widened)
     q, keys, recent = (x.to(dtype) for x in draw(5, 40, before))
-    found = ObservedRows(q, keys, recent, 3).attention
+    found = QuerySample(q, keys, recent, 3).attention
     for head in range(HEADS):
         for place, row in enumerate([0, 2, 4]):
             own = torch.cat((keys[head], recent[head, : before + row + 1]))
@@ -94,7 +94,7 @@ def test_attention_is_that_of_the_softmax_over_all_a_row_sees(
 def test_rows_of_the_prefix_itself_have_no_say() -> None:
     q, keys, recent = draw(9, 40, 0)
     some = recent[:, 6:]  # the first six rows stand in the prefix
-    found, wanted = (ObservedRows(rows, keys, some, 8).attention for rows in (q, q[6:]))
+    found, wanted = (QuerySample(rows, keys, some, 8).attention for rows in (q, q[6:]))
     assert torch.equal(found, wanted)
 
 
@@ -115,18 +115,18 @@ def test_the_first_chunk_is_always_kept_and_none_twice(policy: str) -> None:
     q, keys, recent = draw(1, 40)
     keys[:, :4] = -100 * q[0].unflatten(0, (HEADS, GROUPS)).sum(1)[:, None]  # nothing scores worse
     for count in range(1, 11):
-        rows = ObservedRows(q, keys, recent, 8)
+        rows = QuerySample(q, keys, recent, 8)
         picked = POLICIES[policy]().select(rows, 0, 0, 4, count)
         assert (picked == 0).any(1).all()
         assert all(len(set(row)) == count for row in picked.tolist())
 
 
 def test_only_the_static_choice_is_made_once_and_by_the_last_row() -> None:
-    once = [(name, each.rows) for name, each in POLICY_TRAITS.items() if not each.reselects]
+    once = [(name, each.query_rows) for name, each in POLICY_SPECS.items() if not each.reselects]
     assert once == [("static", 1)]
     q, keys, recent = draw(7, 40)
     one, other = (
-        POLICIES["static"]().select(ObservedRows(rows, keys, recent, 1), 0, 0, 4, 4)
+        POLICIES["static"]().select(QuerySample(rows, keys, recent, 1), 0, 0, 4, 4)
         for rows in (q, q[-1:])
     )
     assert torch.equal(one, other)
@@ -139,7 +139,7 @@ def test_attention_remembers_ever_less_of_what_was_seen_before(chunk: int) -> No
     one, sums = POLICIES["attention"](), torch.zeros(HEADS, 60 // chunk)
     for seen in passes:
         picked = one.select(observed("attention", seen), 0, 0, chunk, 4)
-        sums *= KEPT_OF_ATTENTION
+        sums *= SCORE_DECAY
         count = seen[1].shape[1] // chunk
         for head in range(HEADS):
             sums[head, :count] += worths("attention", seen, head, chunk)
@@ -155,17 +155,17 @@ def test_heads_may_be_seen_together_or_apart_and_layers_are_strangers(policy: st
     together, apart = POLICIES[policy](), POLICIES[policy]()
     for groups in ([3], [2, 1], [1, 1, 1], [1, 2]):
         q, keys, recent = draw(2, 40)
-        want = together.select(ObservedRows(q, keys, recent, 8), 0, 0, 4, 4)
+        want = together.select(QuerySample(q, keys, recent, 8), 0, 0, 4, 4)
         found, head = [], 0
         for heads in groups:
             end = head + heads
             rows = q[:, head * GROUPS : end * GROUPS]
-            part = ObservedRows(rows, keys[head:end], recent[head:end], 8)
+            part = QuerySample(rows, keys[head:end], recent[head:end], 8)
             found.append(apart.select(part, 0, head, 4, 4))
             head = end
         assert torch.equal(torch.cat(found).sort(1).values, want.sort(1).values)
         # another layer: no business of this one's
-        apart.select(ObservedRows(*draw(2, 40), 8), 1, 0, 4, 4)
+        apart.select(QuerySample(*draw(2, 40), 8), 1, 0, 4, 4)
 
 
 def test_what_a_policy_remembers_is_what_it_says_it_takes() -> None:
@@ -173,11 +173,11 @@ def test_what_a_policy_remembers_is_what_it_says_it_takes() -> None:
     policy.select(observed("attention", draw(4, 60)), 0, 0, 4, 4)
     held = {each.untyped_storage().data_ptr(): each for each in policy._worth.values()}
     taken = sum(each.untyped_storage().nbytes() for each in held.values())
-    assert taken == policy.traits.state_bytes(layout, 60, 4) > 0
-    remembering = [name for name, each in POLICY_TRAITS.items() if each.state_bytes(layout, 60, 4)]
+    assert taken == policy.spec.state_bytes(layout, 60, 4) > 0
+    remembering = [name for name, each in POLICY_SPECS.items() if each.state_bytes(layout, 60, 4)]
     assert remembering == ["attention"]
 
 
 def test_plans_and_caches_know_the_same_policies() -> None:
     assert tuple(POLICIES) == POLICY_NAMES
-    assert {name: policy.traits for name, policy in POLICIES.items()} == POLICY_TRAITS
+    assert {name: policy.spec for name, policy in POLICIES.items()} == POLICY_SPECS

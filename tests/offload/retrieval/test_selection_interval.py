@@ -15,7 +15,7 @@ from torch import Tensor
 from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from support.driving import (
     BLOCK,
     CAPACITY,
@@ -33,7 +33,7 @@ from support.driving import (
 )
 from support.links import every_link, make_test_link
 
-SHAPE = RetrievalShape(48, 4, 5, 12, CAPACITY, 7, CAPACITY)
+SHAPE = RetrievalCacheSpec(48, 4, 5, 12, CAPACITY, 7, CAPACITY)
 TINY = KVLayout(layers=2, heads=2, head_dim=4, dtype=torch.float32)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
@@ -54,11 +54,12 @@ def test_a_budget_is_spent_whole_and_never_exceeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "chunk"), [(1, 1), (8, 8), (13, 4), (48, 1), (200, 8), (4096, 1), (4096, 8)]
+    ("budget", "chunk"),
+    [(1, 1), (8, 8), (13, 4), (48, 1), (200, 8), (4096, 1), (4096, 8)],
 )
 @pytest.mark.parametrize("context", [1, 300, 130_000])
 def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
-    shape = RetrievalShape.of(budget, chunk, context, rows=7, append_room=20)
+    shape = RetrievalCacheSpec.of(budget, chunk, context, rows=7, append_room=20)
     quantised = replace(shape, quantised=True)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk
     assert 1 <= shape.window <= max(1, budget // 8)
@@ -83,7 +84,7 @@ def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(policy: str, 
         before = middle.traffic.attended
         forward(middle, text(1))
         spent = (middle.traffic.attended - before) // LAYOUT.bytes(1) - 1
-        if POLICIES[policy].traits.reselects or not rows:
+        if POLICIES[policy].spec.reselects or not rows:
             assert 48 - chunk < spent <= 48
             assert spent == 48 or chunk > 1
 
@@ -101,8 +102,8 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
         rng = random.Random(budget + every)
         draft, prompt, new = rng.randint(1, 9), rng.randint(20, 90), 200
         rows = draft + 2
-        fresh = min(every + 2 * rows, new) if POLICIES[policy].traits.reselects else new
-        shape = RetrievalShape.of(budget, chunk, prompt + new, rows, fresh)
+        fresh = min(every + 2 * rows, new) if POLICIES[policy].spec.reselects else new
+        shape = RetrievalCacheSpec.of(budget, chunk, prompt + new, rows, fresh)
         shape = replace(shape, quantised=rng.random() < 0.5)
         target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
         story = text(prompt, TINY)
@@ -113,7 +114,7 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
             story, _ = speculate(target, middle, story, draft, rng, sound)
         assert (
             middle.selector.selections > new / draft / every / 4
-            or not POLICIES[policy].traits.reselects
+            or not POLICIES[policy].spec.reselects
         )
         assert middle.device_bytes == shape.device_bytes(TINY)
 
@@ -146,9 +147,11 @@ def test_between_choices_what_was_chosen_stays(policy: str, quantised: bool) -> 
     prefill(target, story, chunk=32)
 
     def in_front() -> Tensor:
-        end = middle.place(middle.selector.base)[0]
+        end = middle.slot_and_position(middle.selector.base)[0]
         layers = range(LAYOUT.layers)
-        parts = [middle._store.parts(layer, middle.first_seen(), end) for layer in layers]
+        parts = [
+            middle._store.head_groups(layer, middle.first_valid_slot(), end) for layer in layers
+        ]
         return torch.cat([kv.clone() for layer in parts for _, kv in layer], dim=1)
 
     chosen = {middle.selector.selections: in_front()}
@@ -192,11 +195,13 @@ class Witness:
         self.shown: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.lengths: list[int] = []
 
-    def follow(self, boundary: int, length: int, end: int) -> None:
+    def on_forward(self, boundary: int, length: int, end: int) -> None:
         self.passes.append((boundary, length, end))
         self.shown = {}
 
-    def observe(self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
+    def on_attention(
+        self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
+    ) -> None:
         assert prefix.shape[2] == self.passes[-1][0]
         kv, groups = torch.cat((prefix, recent), dim=2), q.shape[1] // prefix.shape[1]
         for index in range(kv.shape[1]):
@@ -206,7 +211,7 @@ class Witness:
                 kv[:, index].clone(),
             )
 
-    def advanced(self, length: int) -> None:
+    def on_advance(self, length: int) -> None:
         self.lengths.append(length)
 
 
@@ -217,7 +222,7 @@ def test_a_follower_is_shown_every_key_of_every_pass(
     link: Link, resident: int, slot_heads: int
 ) -> None:
     cache, want, witness = tiered(link, resident, slot_heads=slot_heads), plain(), Witness()
-    cache.followers.append(witness)
+    cache.observers.append(witness)
     for rows in (50, 1, 9, 24, 3):
         tokens, start = text(rows), cache.length
         if start:

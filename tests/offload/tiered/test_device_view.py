@@ -11,26 +11,26 @@ import torch
 from offload.memory.link import Link
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
-from offload.tiered.device_view import NearCache
+from offload.tiered.device_view import OnDeviceCache
 from support.driving import LAYOUT, forward, prefill, text, tiered
 from support.links import every_link, make_test_link, worst_link
 from support.slow import slow_except
 
 LAYOUT_16 = replace(LAYOUT, dtype=torch.bfloat16)
-SHAPE = RetrievalShape(
+SHAPE = RetrievalCacheSpec(
     budget=40, chunk=4, window=8, block=12, context=400, rows=12, append_room=200
 )
 
 
-def target_of(link: Link, sliced: int) -> TieredCache:
+def target_of(link: Link, split: int) -> TieredCache:
     """One resident layer, and of three far ones some with codes on the device."""
     return tiered(
         link,
         resident=1,
-        sliced=sliced,
-        packed=True,
+        split=split,
+        compressed=True,
         layout=LAYOUT_16,
         capacity=SHAPE.context,
         recent=SHAPE.window,
@@ -39,27 +39,27 @@ def target_of(link: Link, sliced: int) -> TieredCache:
     )
 
 
-def near_of(target: TieredCache, quantised: bool = False) -> NearCache:
+def near_of(target: TieredCache, quantised: bool = False) -> OnDeviceCache:
     """What the device has of a target; a retrieval cache of the layers without codes."""
-    layers = [index for index, layer in enumerate(target.layers) if not layer.is_near]
+    layers = [index for index, layer in enumerate(target.layers) if not layer.is_on_device]
     retrieval = None
     if layers:
         policy, device = POLICIES["attention"](), target.link.device
         rotary = target.rotary
         shape = replace(SHAPE, quantised=quantised)
         retrieval = RetrievalCache(LAYOUT_16, shape, policy, rotary, device, 1, layers)
-        target.followers.append(retrieval)
-    return NearCache(target, retrieval)
+        target.observers.append(retrieval)
+    return OnDeviceCache(target, retrieval)
 
 
 @worst_link
 @pytest.mark.parametrize("quantised", slow_except([False, True], 1))
-@pytest.mark.parametrize("sliced", [3, 1, 0])
+@pytest.mark.parametrize("split", [3, 1, 0])
 def test_what_is_drafted_changes_nothing_of_the_target(
-    link: Link, sliced: int, quantised: bool
+    link: Link, split: int, quantised: bool
 ) -> None:
-    rng = random.Random(sliced)
-    target, alone = target_of(link, sliced), target_of(link, sliced)
+    rng = random.Random(split)
+    target, alone = target_of(link, split), target_of(link, split)
     alone.rotary = target.rotary
     near = near_of(target, quantised)
     prompt = text(90, LAYOUT_16)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import offload.tiered.kv_file
-from offload.errors import DamagedError
+from offload.errors import CorruptCacheError
 from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.tiered.cache import TieredCache
@@ -21,15 +21,15 @@ from support.links import make_test_link, worst_link
 
 ONE = KVLayout(layers=1, heads=3, head_dim=8, dtype=torch.bfloat16)
 TOKENS = 50
-# resident layers, late ones, sliced ones, whether the others are packed
+# resident layers, late ones, split ones, whether the others are packed
 PLACES = [(0, 0, 0, False), (1, 0, 0, False), (2, 2, 0, False), (4, 0, 0, False)]
-SLICED = [(1, 0, 2, False), (0, 0, 4, False), (1, 0, 1, True), (2, 1, 0, True), (1, 3, 2, True)]
+SPLIT = [(1, 0, 2, False), (0, 0, 4, False), (1, 0, 1, True), (2, 1, 0, True), (1, 3, 2, True)]
 BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload.tiered.kv_file, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(offload.tiered.kv_file, "BLOCK_TOKENS", 16)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_any_bit_that_changes_is_noticed_where_it_is_read(kv: Tensor, tmp_path: 
         file.path.write_bytes(bad)
         # pieces of a head are behind one another, each with its keys and values
         first = at % (len(good) // ONE.heads) // (ONE.head_dim * 2 * 2 * 16) * 16
-        with pytest.raises(DamagedError, match="not what was written"):
+        with pytest.raises(CorruptCacheError, match="not what was written"):
             read(file, first + 1, checksums)
         if first:
             assert torch.equal(read(file, first, checksums), kv[:, :, :first])
@@ -78,11 +78,11 @@ def test_any_bit_that_changes_is_noticed_where_it_is_read(kv: Tensor, tmp_path: 
 def test_other_damage_is_noticed_too(kv: Tensor, tmp_path: Path) -> None:
     file, checksums = written(tmp_path, kv)
     good = file.path.read_bytes()
-    with pytest.raises(DamagedError, match="checksums"):
+    with pytest.raises(CorruptCacheError, match="checksums"):
         read(file, TOKENS, checksums[:-1])
     for bad in (b"", good[:-1], good + b"0"):
         file.path.write_bytes(bad)
-        with pytest.raises(DamagedError, match=f"{len(bad)} of {len(good)} bytes"):
+        with pytest.raises(CorruptCacheError, match=f"{len(bad)} of {len(good)} bytes"):
             read(file, 1, checksums)
     file.path.unlink()
     with pytest.raises(OSError, match="No such file"):
@@ -99,7 +99,7 @@ def moved(cache: TieredCache, other: TieredCache, folder: Path, tokens: int, wri
     """Let `other` hold the first tokens of `cache`, by way of files written behind `writes` more
     passes.
     """
-    layout, length, excerpts = cache.layout, cache.length, cache.excerpts()
+    layout, length, excerpts = cache.layout, cache.length, cache.host_readers()
     for _ in range(writes):
         forward(cache, text(ROWS // 2, layout))
         cache.advance(ROWS // 2)
@@ -107,24 +107,24 @@ def moved(cache: TieredCache, other: TieredCache, folder: Path, tokens: int, wri
     checksums = [file.write(excerpt) for file, excerpt in zip(files, excerpts, strict=True)]
     with Prefill(other, tokens) as way:
         for layer, (file, sums) in enumerate(zip(files, checksums, strict=True)):
-            way.fill(layer, (reader() for reader in file.readers(tokens, sums)))
+            way.load_blocks(layer, (reader() for reader in file.readers(tokens, sums)))
 
 
 def check(link: Link, placed: tuple[int, int, int, bool], layout: KVLayout, folder: Path) -> None:
     """What is moved from each placement to another one, and back, is what was read there."""
-    resident, late, sliced, packed = placed
-    late = late if link.copies else 0
+    resident, deferred, split, compressed = placed
+    deferred = deferred if link.copies else 0
     for seed in range(3):
         rng = random.Random(seed)
         story = text(rng.randint(20, 120), layout)
         length = len(story[0][0])
         tokens = rng.randint(1, length)
         want = tiered(make_test_link("view"), layout.layers, layout=layout)
-        cache = tiered(link, resident, late, sliced, packed=packed, layout=layout)
+        cache = tiered(link, resident, deferred, split, compressed=compressed, layout=layout)
         near = tiered(make_test_link("view"), layout.layers, layout=layout)
-        back = tiered(link, resident, late, sliced, packed=packed, layout=layout)
+        back = tiered(link, resident, deferred, split, compressed=compressed, layout=layout)
         prefill(cache, story, chunk=rng.choice([7, 32]))
-        cache.bring_in()
+        cache.onload_deferred()
         for each, (source, count) in enumerate([(cache, tokens), (near, tokens)]):
             other = (near, back)[each]
             path = folder / f"{seed}-{each}"
@@ -135,7 +135,7 @@ def check(link: Link, placed: tuple[int, int, int, bool], layout: KVLayout, fold
         expected = prefill(want, rest, chunk=10)
         for each in (near, back):
             found = prefill(each, rest, chunk=10)
-            each.bring_in()
+            each.onload_deferred()
             assert each.length == want.length
             if each is near:
                 assert torch.equal(found, expected)
@@ -153,7 +153,7 @@ def test_layers_are_kept_from_anywhere_to_anywhere(
 
 
 @worst_link
-@pytest.mark.parametrize("placed", SLICED)
+@pytest.mark.parametrize("placed", SPLIT)
 def test_so_are_layers_in_slices(
     link: Link, placed: tuple[int, int, int, bool], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offload.layout import KVLayout
 from offload.memory.link import Link
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
 from support.driving import (
@@ -32,9 +32,9 @@ from support.slow import slow_except
 
 every_seed = pytest.mark.parametrize("seed", slow_except([0, 1]))
 BFLOAT16 = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, torch.bfloat16)
-# resident layers, late ones, sliced ones, whether the others are packed
+# resident layers, late ones, split ones, whether the others are packed
 PLACES = [(0, 0, 0, False), (1, 0, 0, False), (2, 2, 0, False), (4, 0, 0, False)]
-SLICED = [
+SPLIT = [
     (1, 0, 2, False),
     (0, 0, 4, False),
     (1, 0, 1, True),
@@ -48,12 +48,12 @@ SLICED = [
 def read_on(cache: TieredCache, tokens: list[QKV], rng: random.Random) -> Tensor:
     """Read tokens behind what the cache holds, in a pass where that is possible; (L, T, Hq, D)."""
     rows = len(tokens[0][0])
-    if rows <= ROWS and cache.is_in_blocks and rng.random() < 0.5:
+    if rows <= ROWS and cache.is_block_aligned and rng.random() < 0.5:
         out = forward(cache, tokens)
         cache.advance(rows)
         return out
     out = prefill(cache, tokens, chunk=rng.choice([7, 16, 64]))
-    cache.bring_in()
+    cache.onload_deferred()
     return out
 
 
@@ -66,13 +66,13 @@ def turns(cache: TieredCache, want: TieredCache, seed: int, close: bool) -> None
     for _ in range(9):
         most = min(len(story[0][0]), 140)
         kept = rng.choice([most, rng.randint(0, most)])
-        cache.go_back(kept)
+        cache.truncate(kept)
         turn = text(rng.randint(1, 50), layout)
         story = joined(first(story, kept), turn)
         found = read_on(cache, turn, rng)
         want.crop(0)
         expected = prefill(want, story, chunk=32)[:, kept:]
-        want.bring_in()
+        want.onload_deferred()
         for _ in range(rng.randint(0, 3)):
             tokens = text(rng.randint(1, ROWS), layout)
             if cache.length + ROWS > cache.shape.capacity:
@@ -90,38 +90,42 @@ def turns(cache: TieredCache, want: TieredCache, seed: int, close: bool) -> None
 
 @every_seed
 @worst_link
-@pytest.mark.parametrize(("resident", "late", "sliced", "packed"), PLACES)
+@pytest.mark.parametrize(("resident", "deferred", "split", "compressed"), PLACES)
 def test_outputs_are_those_of_a_text_read_at_once(
-    link: Link, resident: int, late: int, sliced: int, packed: bool, seed: int
+    link: Link, resident: int, deferred: int, split: int, compressed: bool, seed: int
 ) -> None:
-    late = late if link.copies else 0
-    cache = tiered(link, resident, late, sliced, packed=packed)
+    deferred = deferred if link.copies else 0
+    cache = tiered(link, resident, deferred, split, compressed=compressed)
     turns(cache, tiered(make_test_link("view"), LAYOUT.layers), seed, close=True)
 
 
 @every_seed
 @worst_link
-@pytest.mark.parametrize(("resident", "late", "sliced", "packed"), slow_except(SLICED, 1, 4, 6))
+@pytest.mark.parametrize(
+    ("resident", "deferred", "split", "compressed"), slow_except(SPLIT, 1, 4, 6)
+)
 def test_so_are_those_of_layers_in_slices(
-    link: Link, resident: int, late: int, sliced: int, packed: bool, seed: int
+    link: Link, resident: int, deferred: int, split: int, compressed: bool, seed: int
 ) -> None:
-    late = late if link.copies else 0
-    cache = tiered(link, resident, late, sliced, packed=packed, layout=BFLOAT16)
+    deferred = deferred if link.copies else 0
+    cache = tiered(link, resident, deferred, split, compressed=compressed, layout=BFLOAT16)
     want = tiered(make_test_link("view"), LAYOUT.layers, layout=BFLOAT16)
     turns(cache, want, seed, close=False)
 
 
 @every_seed
 @worst_link
-@pytest.mark.parametrize(("resident", "late", "sliced", "packed"), slow_except(SLICED, 1, 4, 6))
+@pytest.mark.parametrize(
+    ("resident", "deferred", "split", "compressed"), slow_except(SPLIT, 1, 4, 6)
+)
 def test_slices_are_joined_to_the_very_elements(
-    link: Link, resident: int, late: int, sliced: int, packed: bool, seed: int
+    link: Link, resident: int, deferred: int, split: int, compressed: bool, seed: int
 ) -> None:
     """Where passes are the same, so are their outputs, bit for bit, wherever the text went back."""
-    late = late if link.copies else 0
+    deferred = deferred if link.copies else 0
     rng = random.Random(seed)
-    cache = tiered(link, resident, late, sliced, packed=packed, layout=BFLOAT16)
-    want = tiered(link, resident, min(late, resident), layout=BFLOAT16)
+    cache = tiered(link, resident, deferred, split, compressed=compressed, layout=BFLOAT16)
+    want = tiered(link, resident, min(deferred, resident), layout=BFLOAT16)
     want.rotary = cache.rotary
     walk = [(0, 70), (70, 30), (100, 1), (97, 2), (98, 5), (103, 1), (99, 3), (102, 40)]
     for kept, count in walk + [(None, rng.randint(1, 40)) for _ in range(8)]:
@@ -132,13 +136,13 @@ def test_slices_are_joined_to_the_very_elements(
         in_passes = rng.random() < 0.3 and count <= ROWS
         outs = []
         for each in (cache, want):
-            each.go_back(kept)
-            if in_passes and each.is_in_blocks:
+            each.truncate(kept)
+            if in_passes and each.is_block_aligned:
                 outs.append(forward(each, turn))
                 each.advance(count)
             else:
                 outs.append(prefill(each, turn, chunk=20))
-            each.bring_in()
+            each.onload_deferred()
         assert torch.equal(*outs)
 
 
@@ -168,7 +172,7 @@ def test_what_is_held_crosses_the_link_once(link: Link, resident: int) -> None:
 @every_link
 def test_a_retrieval_cache_begins_anew(link: Link) -> None:
     """It holds what one holds behind a text that was read at once."""
-    shape = RetrievalShape.of(24, 4, 200, ROWS, 60)
+    shape = RetrievalCacheSpec.of(24, 4, 200, ROWS, 60)
     target, retrieval = pair(link, 1, shape)
     story = text(90)
     prefill(target, story, chunk=200)
@@ -176,7 +180,7 @@ def test_a_retrieval_cache_begins_anew(link: Link) -> None:
         for _ in range(3):
             forward(target, text(3))
             target.advance(3)
-        target.go_back(kept)
+        target.truncate(kept)
         turn = text(count)
         prefill(target, turn, chunk=200)
         story = joined(first(story, kept), turn)
@@ -193,7 +197,7 @@ def test_refusals() -> None:
     prefill(cache, text(150), chunk=64)
     with pytest.raises(ValueError, match="150 tokens and 51 more do not fit"), Prefill(cache, 51):
         pass
-    cache.go_back(100)  # inside a block: passes may not go on from there
-    assert not cache.is_in_blocks
+    cache.truncate(100)  # inside a block: passes may not go on from there
+    assert not cache.is_block_aligned
     prefill(cache, text(3), chunk=3)
-    assert cache.is_in_blocks
+    assert cache.is_block_aligned

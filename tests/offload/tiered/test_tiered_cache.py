@@ -18,7 +18,7 @@ from offload.memory.host_arena import HostArena
 from offload.memory.link import Copy, Link
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from offload.tiered.shape import TieredShape
+from offload.tiered.shape import TieredCacheSpec
 from support.driving import (
     BLOCK,
     CAPACITY,
@@ -59,7 +59,7 @@ def boundary_at(length: int) -> int:
 
 def on_host(cache: TieredCache) -> Tensor:
     """What the host holds of layers that are streamed, (L, 2, Hkv, capacity, D)."""
-    return cache.host.view(cache.layout.shape(cache.shape.far_layers, cache.shape.capacity))
+    return cache.host.view(cache.layout.shape(cache.shape.offloaded_layers, cache.shape.capacity))
 
 
 @every_link
@@ -102,7 +102,7 @@ def test_a_pass_given_up_halfway_leaves_nothing_behind(link: Link) -> None:
     forward(want, prompt)
     want.advance(50)
     for layers, rows in product([1, 2, 3], [1, 4]):
-        cache.begin(rows)
+        cache.begin_forward(rows)
         for layer, qkv in enumerate(text(rows)[:layers]):
             cache.attend(layer, *qkv, cache.length)
         tokens = text(7)
@@ -125,7 +125,9 @@ def test_a_cache_can_start_over(link: Link) -> None:
         torch.testing.assert_close(
             forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
         )
-        cache.begin(1)  # copies are on their way into the slots that prefill is about to use
+        cache.begin_forward(
+            1
+        )  # copies are on their way into the slots that prefill is about to use
         cache.crop(0)
 
 
@@ -135,8 +137,8 @@ class RememberingLink(DelayingLink):
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
         return self._noted(super().copy(pairs))
 
-    def send(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._noted(super().send(pairs))
+    def copy_out(self, pairs: Sequence[Copy]) -> threading.Event:
+        return self._noted(super().copy_out(pairs))
 
     def _noted(self, ticket: threading.Event) -> threading.Event:
         self.tickets = [*getattr(self, "tickets", []), ticket]
@@ -146,15 +148,15 @@ class RememberingLink(DelayingLink):
 def test_copies_are_over_before_their_memory_is_anothers() -> None:
     link = RememberingLink(delay=1e-2)
     arena = HostArena(link, LAYOUT.dtype)
-    cache = TieredCache(TieredShape(LAYOUT, 90, 1, block=16), link, plain().rotary, arena)
+    cache = TieredCache(TieredCacheSpec(LAYOUT, 90, 1, block=16), link, plain().rotary, arena)
     prefill(cache, text(80), chunk=16)
     assert all(ticket.is_set() for ticket in link.tickets)
-    cache.begin(1)
+    cache.begin_forward(1)
     cache.crop(0)
     with Prefill(cache, 80):  # builds its layers in the memory of the slots
         assert all(ticket.is_set() for ticket in link.tickets)
-    cache.begin(1)
-    arena.take((5,))
+    cache.begin_forward(1)
+    arena.allocate((5,))
     assert all(ticket.is_set() for ticket in link.tickets)
     link.close()
 
@@ -164,7 +166,7 @@ def test_documents_share_an_arena(link: Link) -> None:
     arena = HostArena(link, LAYOUT.dtype)
     for capacity in (90, 40, 120):
         want = plain()
-        shape = TieredShape(LAYOUT, capacity, 1, recent=3, block=8, rows=5, copies=link.copies)
+        shape = TieredCacheSpec(LAYOUT, capacity, 1, recent=3, block=8, rows=5, copies=link.copies)
         cache = TieredCache(shape, link, want.rotary, arena)
         prompt, tokens = text(capacity - 10), text(5)
         prefill(cache, prompt, chunk=16)
@@ -173,7 +175,7 @@ def test_documents_share_an_arena(link: Link) -> None:
         torch.testing.assert_close(
             forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
         )
-        cache.begin(1)  # its copies are on their way when the next document begins
+        cache.begin_forward(1)  # its copies are on their way when the next document begins
     assert arena.nbytes == LAYOUT.bytes(120, LAYERS - 1)
 
 
@@ -199,8 +201,8 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
 @pytest.mark.parametrize("layers", [1, 2, 6, 32, 40])
 def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> None:
     for resident in range(layers + 1):
-        shape = TieredShape(replace(LAYOUT, layers=layers), CAPACITY, resident)
-        near = [layer for layer, kind in enumerate(shape.kinds()) if kind == "resident"]
+        shape = TieredCacheSpec(replace(LAYOUT, layers=layers), CAPACITY, resident)
+        near = [layer for layer, kind in enumerate(shape.placement()) if kind == "resident"]
         assert len(near) == resident
         assert not resident or near[0] == 0
         gaps = [after - before for before, after in pairwise([*near, layers])]
@@ -311,6 +313,6 @@ def test_refusals() -> None:
         forward(cache, text(TAIL + 1))
     prefill(cache, text(CAPACITY - 3), chunk=64)
     with pytest.raises(ValueError, match="197 tokens and 4 more do not fit a cache of 200"):
-        cache.begin(4)
+        cache.begin_forward(4)
     with pytest.raises(ValueError, match="197 tokens and 4 more do not"), Prefill(cache, 4):
         pass

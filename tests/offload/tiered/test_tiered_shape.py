@@ -13,16 +13,16 @@ from torch import Tensor
 
 from offload.cache.base import Cache
 from offload.cache.streaming import StreamingCache
-from offload.cache.streaming_shape import StreamingShape
+from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
 from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from offload.tiered.shape import TieredShape
+from offload.tiered.shape import TieredCacheSpec
 from support.links import CPU, make_test_link
 from support.reference import random_rotary
 
@@ -54,17 +54,17 @@ def random_layout(rng: random.Random) -> KVLayout:
     return KVLayout(rng.randint(1, 6), rng.randint(1, 5), rng.choice([2, 8, 16]), dtype)
 
 
-def random_tiers(rng: random.Random, copies: bool) -> TieredShape:
+def random_tiers(rng: random.Random, copies: bool) -> TieredCacheSpec:
     sizes = [rng.randint(1, 300), rng.randint(0, 9), rng.randint(1, 40), rng.randint(1, 20)]
-    shape = TieredShape.with_ring(random_layout(rng), *sizes, copies=copies)
+    shape = TieredCacheSpec.with_ring(random_layout(rng), *sizes, copies=copies)
     resident = rng.randint(0, shape.layout.layers)
-    shape = shape.placed(resident)
-    sliced = 0
+    shape = shape.with_placement(resident)
+    split = 0
     if shape.format is not None:
-        sliced = rng.randint(0, shape.far_layers)
-        shape = replace(shape, packed=rng.random() < 0.5)
-    late = rng.randint(0, resident + sliced) if shape.streams else 0
-    return shape.placed(resident, late, sliced)
+        split = rng.randint(0, shape.offloaded_layers)
+        shape = replace(shape, compressed=rng.random() < 0.5)
+    deferred = rng.randint(0, resident + split) if shape.streams else 0
+    return shape.with_placement(resident, deferred, split)
 
 
 @every_link
@@ -77,7 +77,7 @@ def test_tiers_take_what_their_shape_counts(link: Link) -> None:
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(prefill=True)
         with Prefill(cache, rng.randint(1, shape.capacity)):
             assert allocated(cache) == shape.device_bytes(prefill=True)
-        cache.bring_in()
+        cache.onload_deferred()
         assert allocated(cache) == cache.device_bytes == shape.device_bytes()
         assert arena.nbytes == shape.host_bytes
 
@@ -89,8 +89,8 @@ def test_packing_is_told_of_where_it_makes_anything_smaller() -> None:
         shape = random_tiers(rng, copies=True)
         smaller = False
         if shape.format is not None:
-            smaller = replace(shape, packed=True).host_bytes < shape.host_bytes
-        assert shape.may_be_packed == smaller
+            smaller = replace(shape, compressed=True).host_bytes < shape.host_bytes
+        assert shape.may_be_compressed == smaller
         told.add(smaller)
     assert told == {False, True}
 
@@ -107,7 +107,7 @@ def test_a_retrieval_cache_takes_what_its_shape_counts() -> None:
     rng = random.Random(1)
     for _ in range(60):
         layout, budget = random_layout(rng), rng.randint(8, 200)
-        shape = RetrievalShape.of(budget, rng.randint(1, 8), rng.randint(1, 900), 7, 20)
+        shape = RetrievalCacheSpec.of(budget, rng.randint(1, 8), rng.randint(1, 900), 7, 20)
         shape = replace(shape, quantised=rng.random() < 0.5)
         policy = POLICIES["attention"]()
         cache = RetrievalCache(layout, shape, policy, random_rotary(layout, 4), CPU)
@@ -118,6 +118,6 @@ def test_a_drafts_cache_takes_what_its_shape_counts() -> None:
     rng = random.Random(2)
     for _ in range(60):
         layout = random_layout(rng)
-        shape = StreamingShape(*(rng.randint(1, 40) for _ in range(3)))
+        shape = StreamingCacheSpec(*(rng.randint(1, 40) for _ in range(3)))
         cache = StreamingCache(layout, shape, random_rotary(layout, 4), CPU)
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(layout)

@@ -118,7 +118,7 @@ def both(path: Path) -> list[ModelConfig | str]:
     said: list[ModelConfig | str] = []
     for read in (
         lambda: ModelConfig.from_pretrained(path.parent),
-        lambda: ModelConfig.find(str(path)),
+        lambda: ModelConfig.from_name(str(path)),
     ):
         try:
             said.append(read())
@@ -165,7 +165,7 @@ def test_frequencies_are_those_of_transformers(family: str, tmp_path: Path) -> N
                 answer = embedding.compute_default_rope_parameters(hf)
             else:
                 answer = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=tokens)
-            frequencies, factor = ModelConfig.find(str(path)).inverse_frequencies(tokens)
+            frequencies, factor = ModelConfig.from_name(str(path)).inverse_frequencies(tokens)
             assert torch.equal(frequencies, answer[0]), (rope, fields)
             assert factor == answer[1]
 
@@ -227,7 +227,7 @@ def test_what_an_engine_would_refuse_is_refused_without_one(
     with pytest.raises(ConfigError):
         ModelConfig.from_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=words):
-        ModelConfig.find(str(path))
+        ModelConfig.from_name(str(path))
 
 
 def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_config_is_read_without_torch(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
     code = (
         "import sys; from parallel.config.model_config import ModelConfig; "
-        f"assert ModelConfig.find({str(path)!r}).layers == 2; "
+        f"assert ModelConfig.from_name({str(path)!r}).layers == 2; "
         "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -246,7 +246,7 @@ def test_what_names_no_token_ids_is_refused(tmp_path: Path, ids: object) -> None
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **NEEDED, "eos_token_id": ids}))
     with pytest.raises(ConfigError, match="must be a token id or a list of them, found"):
-        ModelConfig.find(str(path))
+        ModelConfig.from_name(str(path))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -255,10 +255,10 @@ def test_stretching_is_what_the_config_would_say(family: str, tmp_path: Path) ->
     fields = {"model_type": family, **NEEDED, "rope_theta": 1e5, "max_position_embeddings": 8192}
     fields["num_key_value_heads"] = 4
     path.write_text(json.dumps(fields))
-    stretched = ModelConfig.find(str(path)).stretched("yarn:4")
+    stretched = ModelConfig.from_name(str(path)).with_rope_scaling("yarn:4")
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     path.write_text(json.dumps({**fields, "rope_scaling": yarn, "max_position_embeddings": 32_768}))
-    said = ModelConfig.find(str(path))
+    said = ModelConfig.from_name(str(path))
     for config in (stretched, said):
         config.rope.pop("type", None)
     assert stretched == said
@@ -273,20 +273,20 @@ def test_what_is_no_stretching_is_refused(rope: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **NEEDED}))
     with pytest.raises(ConfigError, match=f"`rope` {rope} is not known: use yarn:FACTOR"):
-        ModelConfig.find(str(path)).stretched(rope)
+        ModelConfig.from_name(str(path)).with_rope_scaling(rope)
 
 
 def test_a_model_that_is_stretched_is_not_stretched_again(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     scaling = {"type": "linear", "factor": 2.0}
     path.write_text(json.dumps({"model_type": "llama", **NEEDED, "rope_scaling": scaling}))
-    linear = ModelConfig.find(str(path))
+    linear = ModelConfig.from_name(str(path))
     with pytest.raises(ConfigError, match="stretches its positions itself, by RoPE type 'linear'"):
-        linear.stretched("yarn:4")
+        linear.with_rope_scaling("yarn:4")
     # as a GGUF file of Llama 3.1 says it
     factors = {"rope_type": "default", "rope_theta": 1e4, "frequency_factors": [1.0, 2.0, 4.0, 8.0]}
     with pytest.raises(ConfigError, match="or by factors of its own"):
-        replace(linear, rope=factors).stretched("yarn:4")
+        replace(linear, rope=factors).with_rope_scaling("yarn:4")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn import Module
 from parallel.config.model_config import FAMILIES, ModelConfig
 from parallel.config.parameter_count import parameter_count
 from parallel.model.loading import load_model, random_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.models import tiny_config
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,9 @@ def test_parameters_are_counted_as_they_are_allocated(family: str, variant: str)
         counts = []
         for rank in range(ranks):
             count = parameter_count(config, ranks, rank)
-            assert count == allocated(random_model(config, Group(rank, ranks), torch.float32))
+            assert count == allocated(
+                random_model(config, TensorParallelGroup(rank, ranks), torch.float32)
+            )
             counts.append(count)
         assert parameter_count(config, ranks) == max(counts)
 
@@ -51,7 +53,7 @@ def test_parameters_are_counted_as_they_are_loaded(checkpoint: Callable[..., Pat
     folder = checkpoint(family="qwen2")
     config = ModelConfig.from_pretrained(folder)
     for rank in range(2):
-        model = load_model(folder, Group(rank, 2))
+        model = load_model(folder, TensorParallelGroup(rank, 2))
         assert parameter_count(config, 2, rank) == allocated(model)
 
 

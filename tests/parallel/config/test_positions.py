@@ -126,7 +126,7 @@ def read(folder: Path, **fields: Any) -> ModelConfig:
     """Return what a plan and an engine read of a config, which is the same."""
     path = folder / "config.json"
     path.write_text(json.dumps({"model_type": "llama", **DIMENSIONS, **fields}))
-    config = ModelConfig.find(str(path))
+    config = ModelConfig.from_name(str(path))
     assert ModelConfig.from_pretrained(folder) == config
     return config
 
@@ -136,9 +136,9 @@ def test_the_context_of_published_configs(name: str, tmp_path: Path) -> None:
     fields, context = PUBLISHED[name]
     config = read(tmp_path, **fields)
     assert config.context_limit == context
-    config.refuse_context(context)
+    config.check_context(context)
     with pytest.raises(ConfigError, match="is more than the model's"):
-        config.refuse_context(config.max_context + 1)
+        config.check_context(config.max_context + 1)
     assert (config.max_context == context) == (name != "Qwen2.5-1M")
 
 
@@ -165,35 +165,38 @@ def test_an_early_name_of_longrope_means_the_same(tmp_path: Path) -> None:
 
 
 def test_more_than_the_default_may_be_asked_of_dual_chunk_attention(tmp_path: Path) -> None:
-    read(tmp_path, **PUBLISHED["Qwen2.5-1M"][0]).refuse_context(1_000_000)
+    read(tmp_path, **PUBLISHED["Qwen2.5-1M"][0]).check_context(1_000_000)
 
 
 def test_the_stretching_that_the_config_names_may_be_named_again(tmp_path: Path) -> None:
     config = read(tmp_path, **PUBLISHED["Qwen2.5, its recipe"][0])
-    assert config.stretched("yarn:4") == config
+    assert config.with_rope_scaling("yarn:4") == config
     with pytest.raises(ConfigError, match=r"by RoPE type 'yarn'.*: it has 131072"):
-        config.stretched("yarn:2")
+        config.with_rope_scaling("yarn:2")
 
 
 def test_a_window_spans_the_positions_and_limits_what_they_are_stretched_to(tmp_path: Path) -> None:
     fields = {"model_type": "mistral", "max_position_embeddings": 32_768}
     yarn = rope("yarn", factor=4.0, original_max_position_embeddings=32_768)
     plain = read(tmp_path, **fields, sliding_window=65_536)
-    assert plain.stretched("yarn:2").context_limit == 65_536
+    assert plain.with_rope_scaling("yarn:2").context_limit == 65_536
     with pytest.raises(ConfigError, match="positions; `rope` yarn:2 would stretch them"):
-        plain.refuse_context(40_000)
+        plain.check_context(40_000)
     with pytest.raises(ConfigError, match=r"is more than the model's 32768 positions\.$"):
-        plain.refuse_context(80_000)
+        plain.check_context(80_000)
     with pytest.raises(ConfigError, match="131072 positions, but the model's attention sees 65536"):
-        plain.stretched("yarn:4")
+        plain.with_rope_scaling("yarn:4")
     for window in (32_768, 65_536):
         capped = read(tmp_path, **fields, sliding_window=window, rope_scaling=yarn)
         assert capped.context_limit == capped.max_context == window
         with pytest.raises(ConfigError, match=rf"is more than the model's {window} positions\.$"):
-            capped.refuse_context(window + 1)
+            capped.check_context(window + 1)
     with pytest.raises(ConfigError, match="sliding_window = 32767, of 32768 positions"):
         read(tmp_path, **fields, sliding_window=32_767, rope_scaling=yarn)
-    assert read(tmp_path, **fields, sliding_window=None).stretched("yarn:4").max_context == 131_072
+    assert (
+        read(tmp_path, **fields, sliding_window=None).with_rope_scaling("yarn:4").max_context
+        == 131_072
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +216,7 @@ def test_a_gguf_file_with_yarn(
     folder = checkpoint(
         "qwen2", max_position_embeddings=positions, rope_parameters=rope("yarn", **parameters)
     )
-    config = ModelConfig.find(str(convert(folder, tmp_path / "model.gguf")))
+    config = ModelConfig.from_name(str(convert(folder, tmp_path / "model.gguf")))
     assert config.context_limit == context == ModelConfig.from_pretrained(folder).context_limit
 
 
@@ -223,5 +226,5 @@ def test_a_gguf_file_with_linear_scaling(
 ) -> None:
     linear = rope("linear", factor=8.0)
     folder = checkpoint(max_position_embeddings=positions, rope_parameters=linear)
-    config = ModelConfig.find(str(convert(folder, tmp_path / "model.gguf")))
+    config = ModelConfig.from_name(str(convert(folder, tmp_path / "model.gguf")))
     assert config.context_limit == context

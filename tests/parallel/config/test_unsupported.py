@@ -30,7 +30,7 @@ def refusal(folder: Path, **fields: Any) -> str:
     """Return what is said of a config, the same by a plan and by an engine."""
     (folder / "config.json").write_text(json.dumps({**DIMENSIONS, **fields}))
     said = set()
-    for read in (ModelConfig.from_pretrained, lambda folder: ModelConfig.find(str(folder))):
+    for read in (ModelConfig.from_pretrained, lambda folder: ModelConfig.from_name(str(folder))):
         with pytest.raises((ConfigError, CheckpointError)) as caught:
             read(folder)
         said.add(str(caught.value))

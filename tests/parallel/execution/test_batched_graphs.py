@@ -15,12 +15,12 @@ import torch
 import parallel.execution.cuda_graphs
 from decoding import GREEDY
 from offload.cache.streaming import StreamingCache
-from parallel.config.parameter_count import MAX_FIXED_TOKENS
-from parallel.execution.batched_forward import Pass, make
+from parallel.config.parameter_count import MAX_STATIC_TOKENS
+from parallel.execution.batched_forward import ForwardRequest, run_forward
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.batches import SMALL, alone, requests, tokens, written
 from support.engines import DEMO, Pair
 from support.models import random_tokens
@@ -40,11 +40,11 @@ TEXTS = 3
 
 
 @pytest.fixture(scope="module")
-def draft() -> Llama:
-    return load_model(DEMO / "draft", Group(), "float32")
+def draft() -> Transformer:
+    return load_model(DEMO / "draft", TensorParallelGroup(), "float32")
 
 
-def caches_at(model: Llama, lengths: Sequence[int]) -> list[StreamingCache]:
+def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache]:
     """Caches that stand behind so many tokens of texts of their own."""
     caches = [streaming(model) for _ in lengths]
     for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
@@ -54,19 +54,19 @@ def caches_at(model: Llama, lengths: Sequence[int]) -> list[StreamingCache]:
 
 
 def asked(
-    model: Llama,
+    model: Transformer,
     caches: Sequence[StreamingCache],
     counts: Sequence[int],
     seed: int,
     rows: int = 1,
-) -> list[Pass]:
+) -> list[ForwardRequest]:
     return [
-        Pass(model, cache, random_tokens(count, seed=100 * seed + text), rows)
+        ForwardRequest(model, cache, random_tokens(count, seed=100 * seed + text), rows)
         for text, (cache, count) in enumerate(zip(caches, counts, strict=True))
     ]
 
 
-def advance(passes: Sequence[Pass]) -> None:
+def advance(passes: Sequence[ForwardRequest]) -> None:
     for each in passes:
         each.cache.advance(len(each.tokens))
 
@@ -74,7 +74,7 @@ def advance(passes: Sequence[Pass]) -> None:
 @pytest.mark.parametrize("lengths", [(5, 31, 120), (120, 31, 5)])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_texts_of_any_lengths_are_replayed_together(
-    lengths: tuple[int, ...], rows: int, draft: Llama
+    lengths: tuple[int, ...], rows: int, draft: Transformer
 ) -> None:
     """Where a window slides, be it for the sake of others, where tokens are taken back, and of
     texts that read more tokens than others.
@@ -85,9 +85,9 @@ def test_texts_of_any_lengths_are_replayed_together(
     for seed in range(16):
         counts = (2, 2, 3) if seed % 2 else (2, 2, 2)
         for cache in plain:
-            cache.begin(max(counts))
-        found = runner.make(asked(draft, caches, counts, seed, rows))
-        wanted = make(asked(draft, plain, counts, seed, rows))
+            cache.begin_forward(max(counts))
+        found = runner.run(asked(draft, caches, counts, seed, rows))
+        wanted = run_forward(asked(draft, plain, counts, seed, rows))
         for logits, want in zip(found, wanted, strict=True):
             assert len(logits) == rows
             torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
@@ -99,20 +99,20 @@ def test_texts_of_any_lengths_are_replayed_together(
     assert max(cache._dropped for cache in caches) > 0
 
 
-def test_it_is_compared_where_no_text_stood_when_it_was_made(draft: Llama) -> None:
+def test_it_is_compared_where_no_text_stood_when_it_was_made(draft: Transformer) -> None:
     runner, caches = GraphRunner(True, Scripted(baked), USES), caches_at(draft, (5, 31, 40))
     for seed in range(USES + 3):
-        runner.make(asked(draft, caches, (1, 1, 1), seed))
+        runner.run(asked(draft, caches, (1, 1, 1), seed))
         for cache in caches[1:]:
             cache.advance(1)
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 0)
     caches[0].advance(1)
-    runner.make(asked(draft, caches, (1, 1, 1), 99))
+    runner.run(asked(draft, caches, (1, 1, 1), 99))
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
     assert "off by" in runner.counts["why"]
 
 
-def test_a_text_that_is_over_takes_what_it_shared_along(draft: Llama) -> None:
+def test_a_text_that_is_over_takes_what_it_shared_along(draft: Transformer) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -121,27 +121,27 @@ def test_a_text_that_is_over_takes_what_it_shared_along(draft: Llama) -> None:
         for seed in range(USES + 2):
             for some in (caches, caches[:2]):
                 passes = asked(draft, some, [1] * len(some), seed)
-                runner.make(passes)
+                runner.run(passes)
                 advance(passes)
         assert recorder.count == runner.counts["replayed"] == 2
         gone = weakref.ref(caches[2])
-        runner.forget([caches.pop()])
+        runner.evict([caches.pop()])
         del passes, some
         assert gone() is None
         assert recorder.count == 1
         seconds = runner.counts["seconds"]
-        runner.make(asked(draft, caches, (1, 1), 99))
+        runner.run(asked(draft, caches, (1, 1), 99))
         assert runner.counts["seconds"] == seconds  # it was a replay
-        runner.forget(caches[1:])
+        runner.evict(caches[1:])
         assert recorder.count == 0
     finally:
         gc.enable()
 
 
 def test_shared_recordings_are_limited_and_others_are_not(
-    draft: Llama, monkeypatch: pytest.MonkeyPatch
+    draft: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel.execution.cuda_graphs, "MOST_RECORDINGS", 2)
+    monkeypatch.setattr(parallel.execution.cuda_graphs, "MAX_GRAPHS", 2)
     recorder = Scripted(faithful)
     runner, caches = GraphRunner(True, recorder, 1), caches_at(draft, (5, 31))
 
@@ -149,27 +149,27 @@ def test_shared_recordings_are_limited_and_others_are_not(
         """How many recordings there are behind such passes."""
         for seed in range(2):
             passes = asked(draft, some, [count] * len(some), seed)
-            runner.make(passes)
+            runner.run(passes)
             advance(passes)
         return recorder.count
 
     assert [come(count, caches) for count in (1, 2, 3)] == [1, 2, 2]
     assert [come(count, caches[:1]) for count in (1, 2)] == [3, 4]
-    runner.forget(caches[1:])
+    runner.evict(caches[1:])
     caches[1:] = caches_at(draft, (9,))
     assert recorder.count == 2
-    runner.forget(caches[:1])
+    runner.evict(caches[:1])
     assert come(3, caches) == 1
     assert (runner.counts["replayed"], runner.counts["refused"]) == (5, 0)
 
 
-def test_a_pass_of_many_tokens_in_all_goes_as_it_is(draft: Llama) -> None:
+def test_a_pass_of_many_tokens_in_all_goes_as_it_is(draft: Transformer) -> None:
     recorder, lengths = Scripted(faithful), [5] * 5
     runner, caches = GraphRunner(True, recorder, 1), caches_at(draft, lengths)
-    most = MAX_FIXED_TOKENS // len(lengths)
+    most = MAX_STATIC_TOKENS // len(lengths)
     for count in (most + 1, most):
         assert recorder.made == 0
-        runner.make(asked(draft, caches, [1] * 4 + [count], 0))
+        runner.run(asked(draft, caches, [1] * 4 + [count], 0))
     assert recorder.made == 1
 
 
@@ -190,12 +190,12 @@ def test_texts_at_once_are_those_alone(
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     replays, want = count_replays(monkeypatch), requests(GREEDY, SIZES)
-    with demo.engine(mode, graphs=False, resident_layers=resident, **SMALL) as engine:
+    with demo.engine(mode, graphs=False, gpu_kv_layers=resident, **SMALL) as engine:
         wanted = alone(engine, want)
-    with demo.engine(mode, graphs=True, resident_layers=resident, **SMALL) as engine:
+    with demo.engine(mode, graphs=True, gpu_kv_layers=resident, **SMALL) as engine:
         texts = written(engine, want, TEXTS)
     assert tokens(texts) == wanted
-    counts = [text.stats.fixed_shapes for text in texts]
+    counts = [text.stats.cuda_graphs for text in texts]
     assert all(each is not None and each["refused"] == 0 for each in counts)
     assert (TEXTS, 1) in replays
 
@@ -206,21 +206,21 @@ Found = list[tuple[list[list[int]], dict[str, Any], list[tuple[int, int]]]]
 def on_a_rank() -> Found:
     """Texts at once on two ranks, of which the second records as it is told."""
     parallel.execution.cuda_graphs.USES = 2
-    group, found = Group.from_environment("cpu"), Found()
+    group, found = TensorParallelGroup.from_environment("cpu"), Found()
     pair = Pair(DEMO / "target", DEMO / "draft", group)
     for record in RECORDS:
-        group.recorder = Scripted(record if group.rank else faithful)
+        group.graph_capturer = Scripted(record if group.rank else faithful)
         with pytest.MonkeyPatch.context() as patch:
             replays = count_replays(patch)
             with pair.engine("hierarchical", graphs=True, **SMALL) as engine:
                 if group.rank:
-                    engine.follow()
+                    engine.run_worker()
                     found.append(([], {}, replays))
                     continue
                 texts = written(engine, requests(GREEDY, SIZES[:TEXTS]), TEXTS)
                 engine.close()
-        assert texts[0].stats.fixed_shapes is not None
-        found.append((tokens(texts), texts[0].stats.fixed_shapes, replays))
+        assert texts[0].stats.cuda_graphs is not None
+        found.append((tokens(texts), texts[0].stats.cuda_graphs, replays))
     return found
 
 

@@ -16,11 +16,11 @@ import torch
 import parallel.execution.cuda_graphs
 from decoding import GREEDY, Engine, Settings
 from parallel.config.parameter_count import MAX_GRAPH_TOKENS
-from parallel.execution.cuda_graphs import GraphRunner, graphs_work
+from parallel.execution.cuda_graphs import GraphRunner, cuda_graphs_supported
 from parallel.model.loading import load_model
-from parallel.model.transformer import Llama
-from parallel.ranks.graph_capture import Recorder
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.graph_capture import GraphCapturer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.driving import tiered
 from support.engines import DEMO, Pair
 from support.links import CPU, make_test_link
@@ -43,11 +43,11 @@ from support.texts import prompt
 
 
 @pytest.fixture(scope="module")
-def draft() -> Llama:
-    return load_model(DEMO / "draft", Group(), "float32")
+def draft() -> Transformer:
+    return load_model(DEMO / "draft", TensorParallelGroup(), "float32")
 
 
-def compared(runner: GraphRunner, model: Llama, passes: int) -> None:
+def compared(runner: GraphRunner, model: Transformer, passes: int) -> None:
     """Passes of one token and of two in turn give the logits of an ordinary cache."""
     cache, plain = streaming(model), streaming(model)
     for seed in range(passes):
@@ -69,7 +69,7 @@ def compared(runner: GraphRunner, model: Llama, passes: int) -> None:
     ],
 )
 def test_a_recording_is_compared_before_it_is_trusted(
-    record: Any, why: str | None, draft: Llama
+    record: Any, why: str | None, draft: Transformer
 ) -> None:
     runner = GraphRunner(True, Scripted(record), USES)
     compared(runner, draft, 24)
@@ -79,16 +79,18 @@ def test_a_recording_is_compared_before_it_is_trusted(
     assert (counts["why"] is None) if why is None else (why in counts["why"])
 
 
-def test_what_was_recorded_is_what_runs(draft: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_recorded_is_what_runs(
+    draft: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replayed, launched = [], []
 
     def counting(function: Made) -> Made:
         return lambda: replayed.append(1) or function()
 
     runner, cache = GraphRunner(True, Scripted(counting), USES), streaming(draft)
-    whole = Llama.forward
+    whole = Transformer.forward
     monkeypatch.setattr(
-        Llama, "forward", lambda *arguments: launched.append(1) or whole(*arguments)
+        Transformer, "forward", lambda *arguments: launched.append(1) or whole(*arguments)
     )
     for seed in range(10):
         runner(draft, random_tokens(1, seed=seed), cache, 1)
@@ -98,7 +100,7 @@ def test_what_was_recorded_is_what_runs(draft: Llama, monkeypatch: pytest.Monkey
     assert len(launched) == (USES - 1) + 1 + (1 + 1 + 1) + (10 - USES - 1)
 
 
-def test_it_is_compared_where_it_was_not_made(draft: Llama) -> None:
+def test_it_is_compared_where_it_was_not_made(draft: Transformer) -> None:
     """A draft that was rejected whole makes the next pass at the same place, where what is baked in
     does not show.
     """
@@ -111,14 +113,14 @@ def test_it_is_compared_where_it_was_not_made(draft: Llama) -> None:
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
 
 
-def test_a_kind_can_be_warmed_up(draft: Llama) -> None:
-    runner, cache = GraphRunner(True, Recorder(CPU)), streaming(draft)
-    runner.warm(draft, random_tokens(2), cache, 1)
+def test_a_kind_can_be_warmed_up(draft: Transformer) -> None:
+    runner, cache = GraphRunner(True, GraphCapturer(CPU)), streaming(draft)
+    runner.warm_up(draft, random_tokens(2), cache, 1)
     assert runner.counts["replayed"] == 1
     assert cache.length == 0
 
 
-def test_a_recorder_that_broke_is_not_asked_again(draft: Llama) -> None:
+def test_a_recorder_that_broke_is_not_asked_again(draft: Transformer) -> None:
     recorder = Scripted(faithful)
     recorder.broken = "a capture before this one"
     runner = GraphRunner(True, recorder, USES)
@@ -127,7 +129,7 @@ def test_a_recorder_that_broke_is_not_asked_again(draft: Llama) -> None:
     assert runner.counts["why"] == "a capture before this one"
 
 
-def test_logits_outlive_the_next_pass(draft: Llama) -> None:
+def test_logits_outlive_the_next_pass(draft: Transformer) -> None:
     out = torch.zeros(1, draft.config.vocab)
 
     def in_place(function: Made) -> Made:  # as a graph does
@@ -145,7 +147,7 @@ def test_logits_outlive_the_next_pass(draft: Llama) -> None:
     assert not torch.equal(outs[-1], outs[-2])
 
 
-def test_long_passes_and_other_caches_go_as_they_are(draft: Llama) -> None:
+def test_long_passes_and_other_caches_go_as_they_are(draft: Transformer) -> None:
     recorder = Scripted(impossible)
     runner, cache = GraphRunner(True, recorder, 1), streaming(draft)
     whole = tiered(make_test_link("view"), 2)
@@ -156,19 +158,19 @@ def test_long_passes_and_other_caches_go_as_they_are(draft: Llama) -> None:
     assert torch.equal(runner(lambda *_: logits, random_tokens(1), whole, 1), logits)  # type: ignore[arg-type]
 
 
-def test_a_text_that_is_over_leaves_nothing_behind(draft: Llama) -> None:
+def test_a_text_that_is_over_leaves_nothing_behind(draft: Transformer) -> None:
     """Memory for the next text is planned right away: nobody waits for a collector of cycles."""
     gc.collect()
     gc.disable()
     try:
-        runner, cache = GraphRunner(True, Recorder(CPU), USES), streaming(draft)
+        runner, cache = GraphRunner(True, GraphCapturer(CPU), USES), streaming(draft)
         for seed in range(USES + 3):
             runner(draft, random_tokens(1, seed=seed), cache, 1)
             cache.advance(1)
         runner(draft, random_tokens(2), cache, 1)  # of a kind that was not recorded yet
         assert runner.counts["replayed"] == 1
         gone = weakref.ref(cache)
-        runner.forget()
+        runner.evict()
         del cache
         assert gone() is None
     finally:
@@ -196,17 +198,17 @@ def test_every_level_proposes_the_same(
     """Greedy text would be the target's whatever is proposed; what stood of it would not."""
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     choices: dict[str, Any] = {
-        "budget": budget,
+        "retrieval_budget": budget,
         "link": "emulated:4",
-        "resident_layers": 1,
+        "gpu_kv_layers": 1,
         "device_memory": 1 << 30,
     }
-    choices |= {"draft_length": 7, "inner_length": 3, "lookup": 0}
+    choices |= {"num_draft_tokens": 7, "num_inner_draft_tokens": 3, "prompt_lookup_ngram": 0}
     runs = []
     for graphs in (True, False):
         with demo.engine(mode, graphs=graphs, **choices) as engine:
             text = list(engine.generate(prompt("typing"), 20, GREEDY))
-            kinds = engine.stats.as_dict()["fixed_shapes"]
+            kinds = engine.stats.as_dict()["cuda_graphs"]
             if graphs:
                 assert kinds["replayed"] > 0
                 assert (kinds["refused"], kinds["why"]) == (0, None)
@@ -232,7 +234,7 @@ def reports() -> list[dict[Any, Any]]:
 
 
 def on_a_rank(tokens: list[int]) -> dict[Any, Any]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     return {
         **{("broken", rank): broken_on_one(group, rank) for rank in (0, 1)},
         **{case: failing_on_one(group, *case) for case in FAILURES},
@@ -241,18 +243,18 @@ def on_a_rank(tokens: list[int]) -> dict[Any, Any]:
 
 
 def text_of(
-    group: Group, tokens: list[int], shard: bool
+    group: TensorParallelGroup, tokens: list[int], shard: bool
 ) -> tuple[list[int], bool, dict[str, Any] | None]:
     parallel.execution.cuda_graphs.USES = 2
-    settings = Settings(dtype="float32", budget=300, graphs=True, shard_draft=shard)
+    settings = Settings(dtype="float32", retrieval_budget=300, graphs=True, shard_draft=shard)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
     engine.stop_tokens = frozenset()
     if group.rank:
-        engine.follow()
-        return [], graphs_work(group), None
+        engine.run_worker()
+        return [], cuda_graphs_supported(group), None
     text = list(engine.generate(tokens, FEW, GREEDY))
     engine.close()
-    return text, graphs_work(group), engine.stats.fixed_shapes
+    return text, cuda_graphs_supported(group), engine.stats.cuda_graphs
 
 
 @pytest.mark.parametrize("shard", [False, True])
@@ -269,14 +271,16 @@ def test_over_two_ranks(shard: bool, demo: Pair, reports: list[dict[Any, Any]]) 
 FAILURES = [(0, impossible), (1, impossible), (1, not_a_number)]
 
 
-def failing_on_one(group: Group, fails: int, record: Callable[[Made], Made]) -> dict[str, Any]:
+def failing_on_one(
+    group: TensorParallelGroup, fails: int, record: Callable[[Made], Made]
+) -> dict[str, Any]:
     model = load_model(DEMO / "draft", group, "float32")
     runner = GraphRunner(True, Scripted(record if group.rank == fails else faithful), USES)
     compared(runner, model, 20)
     return runner.counts
 
 
-def broken_on_one(group: Group, breaks: int) -> tuple[int, dict[str, Any]]:
+def broken_on_one(group: TensorParallelGroup, breaks: int) -> tuple[int, dict[str, Any]]:
     recorder = Scripted(faithful)
     recorder.broken = "a capture before this one" if group.rank == breaks else None
     runner = GraphRunner(True, recorder, USES)
@@ -302,6 +306,6 @@ def test_what_one_rank_cannot_record_no_rank_replays(
 
 
 def test_by_default_a_cpu_does_without() -> None:
-    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", Settings(budget=300))
+    engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", Settings(retrieval_budget=300))
     assert engine.runtime.settings.graphs is False
     engine.close()

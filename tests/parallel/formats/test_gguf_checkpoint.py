@@ -22,8 +22,8 @@ import parallel.formats.gguf_checkpoint
 from parallel.config.model_config import ModelConfig
 from parallel.formats.gguf_checkpoint import KINDS, GgufCheckpoint
 from parallel.model.loading import load_model, open_checkpoint, resolve
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.gguf import convert
 from support.loading import all_logits, load_and_watch
 from support.models import random_tokens, rope
@@ -62,7 +62,7 @@ def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
 def test_every_slice_is_that_of_the_whole_tensor(
     checkpoint: Checkpoints, tmp_path: Path, kind: Kind, at_once: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(parallel.formats.gguf_checkpoint, "_AT_ONCE", at_once)
+    monkeypatch.setattr(parallel.formats.gguf_checkpoint, "_ROWS_AT_ONCE", at_once)
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", kind)
     wholes = {each.name: each for each in GGUFReader(path).tensors}
     weights = GgufCheckpoint(path)
@@ -109,22 +109,24 @@ def close(path: Path) -> None:
     with torch.inference_mode():
         wanted = theirs(tokens[None]).logits[0]
     assert wanted.std() > 0.1
-    logits = all_logits(load_model(path, Group(), "float32"), tokens)
+    logits = all_logits(load_model(path, TensorParallelGroup(), "float32"), tokens)
     torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
 
 
-def logits_of(path: Path, group: Group) -> Tensor:
+def logits_of(path: Path, group: TensorParallelGroup) -> Tensor:
     return all_logits(load_model(path, group, "float32"), random_tokens(60))
 
 
 def on_this_rank(path: Path) -> Tensor:
-    return logits_of(path, Group.from_environment("cpu"))
+    return logits_of(path, TensorParallelGroup.from_environment("cpu"))
 
 
 def test_two_ranks_are_one(checkpoint: Checkpoints, tmp_path: Path) -> None:
     path = convert(checkpoint(**WIDE), tmp_path / "model.gguf", Kind.Q3_K)
     for logits in run_ranks(2, on_this_rank, path):
-        torch.testing.assert_close(logits, logits_of(path, Group()), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            logits, logits_of(path, TensorParallelGroup()), atol=1e-4, rtol=1e-4
+        )
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -148,7 +150,7 @@ def test_a_file_is_the_folder_it_was_made_of(
     folder = checkpoint(**MODELS[name])
     path = convert(folder, tmp_path / "model.gguf")
     theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
-    assert ours == ModelConfig.find(str(path))
+    assert ours == ModelConfig.from_name(str(path))
     assert ours.norm_eps == pytest.approx(theirs.norm_eps)
     # a file of Mistral says llama
     assert (ours.family, theirs.family) in (("llama", "mistral"), (theirs.family, ours.family))
@@ -160,11 +162,11 @@ def test_a_file_is_the_folder_it_was_made_of(
     }
     assert replace(ours, rope={}) == replace(theirs, rope={}, **known)
     torch.testing.assert_close(ours.inverse_frequencies(99), theirs.inverse_frequencies(99))
-    for group in (Group(), Group(1, 2)):
+    for group in (TensorParallelGroup(), TensorParallelGroup(1, 2)):
         same(load_model(folder, group, "float32"), load_model(path, group, "float32"))
 
 
-def same(one: Llama, other: Llama) -> None:
+def same(one: Transformer, other: Transformer) -> None:
     """Both have the very same parameters."""
     parameters = dict(other.named_parameters())
     assert [name for name, _ in one.named_parameters()] == list(parameters)
@@ -191,7 +193,7 @@ def test_the_factors_of_llama3_are_its_rope(checkpoint: Checkpoints, tmp_path: P
     torch.testing.assert_close(frequencies, wanted, rtol=1e-6, atol=0)
     assert ours_scale == scale
     assert ours.context_limit == theirs.context_limit
-    load_model(path, Group())  # the tensor of factors has its place
+    load_model(path, TensorParallelGroup())  # the tensor of factors has its place
 
 
 def test_stop_tokens_are_the_files(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -218,7 +220,10 @@ def test_the_dtype_is_that_of_the_matrices(
     assert open_checkpoint(path).dtype == dtype
     # as for any checkpoint, a CPU takes float16 as float32
     loaded = torch.float32 if dtype == torch.float16 else dtype
-    model, whole = load_model(path, Group()), load_model(path, Group(), "float32")
+    model, whole = (
+        load_model(path, TensorParallelGroup()),
+        load_model(path, TensorParallelGroup(), "float32"),
+    )
     for parameter, unrounded in zip(model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(parameter, unrounded.to(loaded))
 
@@ -246,7 +251,9 @@ def test_what_a_name_stands_for(checkpoint: Checkpoints, tmp_path: Path) -> None
     one.mkdir()
     path = convert(folder, one / "model.GGUF")
     for name in (path, one):
-        assert resolve(str(name), Group()) == path
-        assert ModelConfig.find(str(name)) == ModelConfig.from_pretrained(path)
+        assert resolve(str(name), TensorParallelGroup()) == path
+        assert ModelConfig.from_name(str(name)) == ModelConfig.from_pretrained(path)
     (one / "config.json").write_text((folder / "config.json").read_text())
-    assert resolve(str(one), Group()) == one  # a Hugging Face folder, whatever else it holds
+    assert (
+        resolve(str(one), TensorParallelGroup()) == one
+    )  # a Hugging Face folder, whatever else it holds

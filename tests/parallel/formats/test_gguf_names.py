@@ -22,7 +22,7 @@ from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import read_header
 from parallel.formats.gguf_tensors import TYPES
 from parallel.model.loading import load_model, resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import DEMO
 from support.gguf import Kind, convert
 from support.gguf_bytes import ABSENT, rewrite_header
@@ -42,7 +42,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(path: Path) -> str:
     """Return what both a plan and loading say of a file, in one line."""
     said = set()
-    for read in (lambda: ModelConfig.find(str(path)), lambda: load_model(path, Group())):
+    for read in (
+        lambda: ModelConfig.from_name(str(path)),
+        lambda: load_model(path, TensorParallelGroup()),
+    ):
         with pytest.raises((ConfigError, CheckpointError)) as caught:
             read()
         said.add(str(caught.value))
@@ -99,7 +102,7 @@ def test_no_metadata_raise_anything_else(part: int, whole: Path, tmp_path: Path)
         for value in (*ANYTHING, ABSENT):
             rewrite_header(whole, path, {key: value})
             try:
-                ModelConfig.find(str(path))
+                ModelConfig.from_name(str(path))
                 load_tokenizer(path)("Some text.")
             except TierForceError as error:
                 lines.add(str(error))
@@ -134,7 +137,7 @@ def test_two_tensors_of_one_meaning(whole: Path, tmp_path: Path) -> None:
     name = {"output_norm.weight": "model.layers.0.input_layernorm.weight"}
     path = rewrite_header(whole, tmp_path / "model.gguf", names=name)
     with pytest.raises(CheckpointError, match=r"are both tensor model\.layers\.0\.input_"):
-        load_model(path, Group())
+        load_model(path, TensorParallelGroup())
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
@@ -188,9 +191,9 @@ def test_a_file_of_another_name_is_known_by_its_first_bytes(
     """As Ollama keeps them."""
     path = tmp_path / name
     path.write_bytes(whole.read_bytes())
-    assert resolve(str(path), Group()) == path
-    assert ModelConfig.find(str(path)) == ModelConfig.find(str(whole))
-    ours, theirs = load_model(path, Group()), load_model(whole, Group())
+    assert resolve(str(path), TensorParallelGroup()) == path
+    assert ModelConfig.from_name(str(path)) == ModelConfig.from_name(str(whole))
+    ours, theirs = load_model(path, TensorParallelGroup()), load_model(whole, TensorParallelGroup())
     assert torch.equal(ours.embed.weight, theirs.embed.weight)
     assert load_tokenizer(path).get_vocab() == load_tokenizer(whole).get_vocab()
 
@@ -200,4 +203,4 @@ def test_a_file_that_begins_otherwise_is_none(tmp_path: Path) -> None:
         path = tmp_path / "sha256-1"
         path.write_bytes(content)
         with pytest.raises(ConfigError, match="is no GGUF file and no config"):
-            ModelConfig.find(str(path))
+            ModelConfig.from_name(str(path))

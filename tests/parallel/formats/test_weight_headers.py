@@ -17,7 +17,7 @@ from parallel.config.parameter_count import parameter_count
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.weight_headers import stored_tensors
 from parallel.model.loading import load_model, parameter_bytes
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.loading import all_logits
 from support.models import random_tokens, reference_logits
 
@@ -56,14 +56,14 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(
     tied = checkpoint(family, tie_word_embeddings=True)
     head = torch.randn(101, 32, generator=torch.Generator().manual_seed(7))
     folder = with_head(tied, tmp_path / "model", head, shards=shards)
-    model = load_model(folder, Group())
+    model = load_model(folder, TensorParallelGroup())
     assert torch.equal(model.head.weight, head)
     tokens = random_tokens(20)
     torch.testing.assert_close(
         all_logits(model, tokens), reference_logits(folder, tokens), atol=1e-4, rtol=1e-4
     )
     # and a plan counts it
-    config = ModelConfig.find(str(folder))
+    config = ModelConfig.from_name(str(folder))
     assert not config.tied
     assert config == ModelConfig.from_pretrained(folder)
     assert 4 * parameter_count(config, 1) == parameter_bytes(model)
@@ -73,7 +73,7 @@ def test_one_number_is_enough(checkpoint: Checkpoints, tmp_path: Path) -> None:
     tied = checkpoint(tie_word_embeddings=True)
     head = load_file(tied / "model.safetensors")[EMBEDDING]
     head[-1, -1] += 1
-    assert not ModelConfig.find(str(with_head(tied, tmp_path / "model", head))).tied
+    assert not ModelConfig.from_name(str(with_head(tied, tmp_path / "model", head))).tied
 
 
 @pytest.mark.parametrize("shards", [0, 2])
@@ -82,8 +82,8 @@ def test_a_copy_of_the_embedding_stays_tied(
 ) -> None:
     tied = checkpoint(tie_word_embeddings=True)
     folder = with_head(tied, tmp_path / "model", None, shards=shards)
-    assert ModelConfig.find(str(folder)) == ModelConfig.from_pretrained(tied)
-    model = load_model(folder, Group())
+    assert ModelConfig.from_name(str(folder)) == ModelConfig.from_pretrained(tied)
+    model = load_model(folder, TensorParallelGroup())
     assert model.head is model.embed
 
 
@@ -91,7 +91,7 @@ def test_a_head_of_another_size_is_refused(checkpoint: Checkpoints, tmp_path: Pa
     tied = checkpoint(tie_word_embeddings=True)
     folder = with_head(tied, tmp_path / "model", torch.zeros(100, 32))
     with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \(100, 32\)"):
-        load_model(folder, Group())
+        load_model(folder, TensorParallelGroup())
 
 
 def test_files_that_only_some_are_there_of_leave_a_plan_to_the_config(
@@ -99,13 +99,13 @@ def test_files_that_only_some_are_there_of_leave_a_plan_to_the_config(
 ) -> None:
     tied = checkpoint(tie_word_embeddings=True)
     folder = with_head(tied, tmp_path / "model", torch.zeros(101, 32), shards=2)
-    assert not ModelConfig.find(str(folder)).tied
+    assert not ModelConfig.from_name(str(folder)).tied
     content = (folder / "b.safetensors").read_bytes()
     for broken in (content[:4], content[:-1], content[:8] + b"{}", b"\xff" * 100):
         (folder / "b.safetensors").write_bytes(broken)
-        assert ModelConfig.find(str(folder)).tied
+        assert ModelConfig.from_name(str(folder)).tied
     (folder / "b.safetensors").unlink()
-    assert ModelConfig.find(str(folder)).tied
+    assert ModelConfig.from_name(str(folder)).tied
 
 
 def test_headers_are_read_as_the_library_does(checkpoint: Checkpoints) -> None:
@@ -132,7 +132,7 @@ def test_a_file_beside_an_index_that_does_not_name_it(
     shutil.copytree(checkpoint(max_shard_size="10KB"), folder)
     shutil.copy(checkpoint(seed=1) / "model.safetensors", folder)
     with pytest.raises(CheckpointError, match="only one of the two can be meant"):
-        load_model(folder, Group())
+        load_model(folder, TensorParallelGroup())
 
 
 @pytest.mark.parametrize("name", ["hf_quant_config.json", "config.json"])
@@ -144,19 +144,19 @@ def test_compressed_weights_are_refused_by_a_plan(
     shutil.copytree(checkpoint(), folder)
     if name != "config.json":
         (folder / name).write_text("{}")
-    ModelConfig.find(str(folder))
+    ModelConfig.from_name(str(folder))
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(48, 4, dtype=torch.int32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"/.*/.*up_proj\.weight is I32; only BF16, F16, F32"):
-        ModelConfig.find(str(folder))
+        ModelConfig.from_name(str(folder))
 
 
 def test_an_adapter_alone_is_no_model(checkpoint: Checkpoints, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ConfigError, match=r"holds an adapter .* merge it into that model"):
-        load_model(tmp_path, Group())
+        load_model(tmp_path, TensorParallelGroup())
     shutil.copy(checkpoint() / "config.json", tmp_path)  # as trainers write it
     with pytest.raises(CheckpointError, match="holds the weights of an adapter"):
-        load_model(tmp_path, Group())
+        load_model(tmp_path, TensorParallelGroup())

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from parallel.model.loading import load_model
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from support.loading import load_and_watch
 from support.models import build_checkpoint
 from support.ranks import run_ranks
@@ -36,8 +36,11 @@ def test_peak_memory_is_the_ranks_share(tmp_path: Path) -> None:
 def test_ranks_shares_are_parts_of_the_whole(tmp_path: Path) -> None:
     """Rows and columns of one rank's matrices, put beside the other's, give the whole model's."""
     folder = build_checkpoint(tmp_path, family="qwen2")
-    whole = dict(load_model(folder, Group()).named_parameters())
-    parts = [dict(load_model(folder, Group(rank, 2)).named_parameters()) for rank in range(2)]
+    whole = dict(load_model(folder, TensorParallelGroup()).named_parameters())
+    parts = [
+        dict(load_model(folder, TensorParallelGroup(rank, 2)).named_parameters())
+        for rank in range(2)
+    ]
     for name, parameter in whole.items():
         first, second = (part[name] for part in parts)
         if name.endswith(("norm.weight", "o.bias", "down.bias")):
@@ -57,5 +60,8 @@ def test_ranks_shares_are_parts_of_the_whole(tmp_path: Path) -> None:
 def test_the_same_file_is_read_from_any_folder(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model")
     os.symlink(folder, tmp_path / "link")  # as hub caches are
-    one, two = load_model(folder, Group()), load_model(tmp_path / "link", Group())
+    one, two = (
+        load_model(folder, TensorParallelGroup()),
+        load_model(tmp_path / "link", TensorParallelGroup()),
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))

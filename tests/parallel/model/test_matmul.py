@@ -20,7 +20,7 @@ def test_widening_rounds_once(
     monkeypatch.setattr(products, "_WIDENED_VALUES", 1 << 16)
     # of few rows the other way round, of 200 not
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "has_native_bf16", lambda: False)
     x, weight = torch.randn(rows, shape[1]).bfloat16(), torch.randn(shape).bfloat16()
     bias = torch.randn(shape[0]).bfloat16() if has_bias else None
     out = products.linear(x, weight, bias)
@@ -57,7 +57,7 @@ def test_few_rows_the_other_way_round_are_the_product(
 def test_many_rows_in_few_shapes_are_the_product(
     rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(products, "has_native_bf16", lambda: True)
     x, weight = torch.randn(rows, 40).bfloat16(), torch.randn(30, 40).bfloat16()
     bias = torch.randn(30).bfloat16() if has_bias else None
     out = products.linear(x, weight, bias)
@@ -73,7 +73,7 @@ def test_numbers_of_rows_that_are_compiled_are_few(monkeypatch: pytest.MonkeyPat
         seen.add(len(rows))
         out.zero_()
 
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(products, "has_native_bf16", lambda: True)
     monkeypatch.setattr(torch, "mm", noting)
     weight = torch.zeros(2, 3).bfloat16()
     for rows in range(9, 2049):
@@ -83,9 +83,9 @@ def test_numbers_of_rows_that_are_compiled_are_few(monkeypatch: pytest.MonkeyPat
 
 def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = torch.randn(40, 64).half(), torch.randn(50, 64).half()
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(products, "has_native_bf16", lambda: False)
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
-    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(products, "has_native_bf16", lambda: True)
     x, weight = x.bfloat16(), weight.bfloat16()
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
 
@@ -94,6 +94,6 @@ def test_other_dtypes_and_processors_are_left_alone(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_logits_are_not_rounded_to_16_bits(rows: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, 300).to(dtype), torch.randn(2500, 300).to(dtype)
-    out = products.unrounded_linear(x, weight)
+    out = products.linear_fp32_out(x, weight)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)

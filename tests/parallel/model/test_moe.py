@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.model.moe import mix_by_expert, mix_in_fixed_shapes, route
+from parallel.model.moe import moe_by_expert, route, static_moe
 
 HIDDEN, COLUMNS = 12, 10
 Mix = Callable[..., Tensor]
@@ -29,7 +29,7 @@ def by_hand(x: Tensor, scores: Tensor, k: int, gate_up: Tensor, down: Tensor) ->
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("mix", [mix_by_expert, mix_in_fixed_shapes])
+@pytest.mark.parametrize("mix", [moe_by_expert, static_moe])
 # of the first two, weights are gathered; of the last, some experts have no token
 @pytest.mark.parametrize(
     ("tokens", "experts", "k"),

@@ -81,7 +81,7 @@ def test_no_more_chunks_are_begun_than_there_are_stages() -> None:
 
     gc.disable()
     try:
-        for _ in pipelined(chunks(), [Chunk.settle] * 3):
+        for _ in pipelined(chunks(), [Chunk.finish_sum] * 3):
             assert len(alive) <= 3
     finally:
         gc.enable()
@@ -89,17 +89,17 @@ def test_no_more_chunks_are_begun_than_there_are_stages() -> None:
 
 def test_a_chunk_settles_once() -> None:
     chunk, waits = Chunk(torch.ones(2, 3), 5), []
-    chunk.add(lambda: waits.append(1) or torch.full((2, 3), 2.0))
-    assert chunk.settle().tolist() == [[3.0] * 3] * 2
-    assert chunk.settle().tolist() == [[3.0] * 3] * 2
+    chunk.start_sum(lambda: waits.append(1) or torch.full((2, 3), 2.0))
+    assert chunk.finish_sum().tolist() == [[3.0] * 3] * 2
+    assert chunk.finish_sum().tolist() == [[3.0] * 3] * 2
     assert len(waits) == 1
 
 
 def test_a_sum_that_was_added_is_let_go() -> None:
     chunk, total = Chunk(torch.ones(2, 3), 0), torch.ones(2, 3)
     gone = weakref.ref(total)
-    chunk.add(lambda total=total: total)  # type: ignore[misc]
+    chunk.start_sum(lambda total=total: total)  # type: ignore[misc]
     del total
     assert gone() is not None
-    chunk.settle()
+    chunk.finish_sum()
     assert gone() is None

@@ -17,10 +17,10 @@ from offload.memory.host_arena import HostArena
 from offload.memory.link import Link
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from offload.tiered.shape import TieredShape
+from offload.tiered.shape import TieredCacheSpec
 from parallel.model.loading import load_model
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.links import CPU, make_test_link
 from support.models import long_rope, random_tokens, reference_logits, rope
 from support.ranks import run_ranks
@@ -113,7 +113,7 @@ Checkpoints = Callable[..., Path]
 
 
 def resident(
-    model: Llama,
+    model: Transformer,
     tokens: int,
     link: Link | None = None,
     resident_layers: int | None = None,
@@ -126,15 +126,15 @@ def resident(
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     count = layout.layers if resident_layers is None else resident_layers
     rotary = model.config.rotary(tokens, tokens, torch.float32, CPU)
-    shape = TieredShape(layout, tokens, count, copies=link.copies, **sizes)
+    shape = TieredCacheSpec(layout, tokens, count, copies=link.copies, **sizes)
     return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
 
 
-def in_one_pass(model: Llama, tokens: Tensor) -> Tensor:
+def in_one_pass(model: Transformer, tokens: Tensor) -> Tensor:
     return model(tokens, resident(model, len(tokens)), len(tokens))
 
 
-def in_passes(model: Llama, tokens: Tensor, cache: TieredCache, sizes: list[int]) -> Tensor:
+def in_passes(model: Transformer, tokens: Tensor, cache: TieredCache, sizes: list[int]) -> Tensor:
     """Token-major: every row's logits, from passes of these sizes."""
     logits = []
     for part in tokens.split(sizes):
@@ -154,7 +154,10 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
     if name == "sharded":
         assert len(list(folder.glob("model-*.safetensors"))) > 2
-    close(in_one_pass(load_model(folder, Group()), tokens), reference_logits(folder, tokens))
+    close(
+        in_one_pass(load_model(folder, TensorParallelGroup()), tokens),
+        reference_logits(folder, tokens),
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_layer_major_prefill_is_token_major_prefill(
     checkpoint: Checkpoints, name: str, chunk: int
 ) -> None:
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
-    model, seen = load_model(folder, Group()), []
+    model, seen = load_model(folder, TensorParallelGroup()), []
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
     cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
     with Prefill(cache, TOKENS) as reading:
@@ -185,16 +188,16 @@ def test_layer_major_prefill_is_token_major_prefill(
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
 # of 2, the second is the last layer
-@pytest.mark.parametrize(("layers", "late"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("layers", "deferred"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])
 @pytest.mark.parametrize("chunk", [25, 60])
 def test_tiers_do_not_change_logits(
-    checkpoint: Checkpoints, link: Link, layers: int, late: int, chunk: int
+    checkpoint: Checkpoints, link: Link, layers: int, deferred: int, chunk: int
 ) -> None:
-    late = late if link.copies else 0
+    deferred = deferred if link.copies else 0
     folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
-    model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
+    model, wanted = load_model(folder, TensorParallelGroup()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
-    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, late_layers=late)
+    cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, deferred_layers=deferred)
     with Prefill(cache, 60) as reading:
         close(model.prefill(tokens[:60], reading, chunk), wanted[59:60])
     close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
@@ -203,7 +206,7 @@ def test_tiers_do_not_change_logits(
 
 
 def test_the_last_rows_are_the_ones_asked_for(checkpoint: Checkpoints) -> None:
-    model, tokens = load_model(checkpoint(), Group()), random_tokens(20)
+    model, tokens = load_model(checkpoint(), TensorParallelGroup()), random_tokens(20)
     every = in_one_pass(model, tokens)
     for rows in (1, 7):
         close(model(tokens, resident(model, 20), rows), every[-rows:])
@@ -211,12 +214,12 @@ def test_the_last_rows_are_the_ones_asked_for(checkpoint: Checkpoints) -> None:
 
 def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
     folder, tokens = checkpoint(dtype=torch.bfloat16), random_tokens(TOKENS)
-    model = load_model(folder, Group())
+    model = load_model(folder, TensorParallelGroup())
     assert model.embed.weight.dtype == torch.bfloat16
     layout = model.config.kv_layout(1, torch.bfloat16)
     rotary = model.config.rotary(TOKENS, TOKENS, torch.bfloat16, CPU)
     link = make_test_link("view")
-    shape = TieredShape(layout, TOKENS, 1, copies=link.copies)
+    shape = TieredCacheSpec(layout, TOKENS, 1, copies=link.copies)
     cache = TieredCache(shape, link, rotary, HostArena(link, torch.bfloat16))
     exact = reference_logits(folder, tokens)
     ours = (model(tokens, cache, TOKENS) - exact).abs().mean()
@@ -226,7 +229,7 @@ def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
 
 
 def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     results = []
     for folder in folders:
         model = load_model(folder, group)
@@ -261,7 +264,7 @@ def test_two_ranks_are_one(part: int, checkpoint: Checkpoints) -> None:
     tokens = random_tokens(TOKENS)
     by_rank = run_ranks(2, on_a_rank, folders, tokens)
     for index, folder in enumerate(folders):
-        model, wanted = load_model(folder, Group()), reference_logits(folder, tokens)
+        model, wanted = load_model(folder, TensorParallelGroup()), reference_logits(folder, tokens)
         close(in_one_pass(model, tokens), wanted)
         for rank in range(2):
             got = by_rank[rank][index]
@@ -274,7 +277,7 @@ def test_two_ranks_are_one(part: int, checkpoint: Checkpoints) -> None:
         assert shares[1] == model.config.kv_heads
 
 
-class NotingGroup(Group):
+class NotingGroup(TensorParallelGroup):
     """Notes when a sum over ranks starts, and when it is waited for."""
 
     def __init__(self) -> None:
@@ -313,7 +316,7 @@ def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoi
 def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
     checkpoint: Checkpoints, chunk: int, rows: int
 ) -> None:
-    model = load_model(checkpoint(), Group(), "float32")
+    model = load_model(checkpoint(), TensorParallelGroup(), "float32")
     cache, attended = resident(model, TOKENS), Counter()
     with Prefill(cache, TOKENS) as reading:
         attend = reading.attend

@@ -10,7 +10,7 @@ import torch
 
 from offload.errors import TierForceError
 from parallel.ranks.driver import unseen_gpus
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 INSTALL = "--index-url https://download.pytorch.org/whl/"
@@ -55,15 +55,15 @@ def test_a_build_that_does_not_fit_the_driver(
     driver(monkeypatch, cuda)
     monkeypatch.setattr(torch.version, "cuda", build)
     with pytest.warns(match=wanted):
-        group = Group.from_environment()
+        group = TensorParallelGroup.from_environment()
     assert group.device.type == "cpu"
     said: list[str] = []
-    Group.from_environment("auto", said.append)
+    TensorParallelGroup.from_environment("auto", said.append)
     assert len(said) == 1
     assert "\n" not in said[0]
     assert "(NVIDIA GeForce RTX 4090)" in said[0]
     with pytest.raises(TierForceError, match=wanted):
-        Group.from_environment("cuda")
+        TensorParallelGroup.from_environment("cuda")
 
 
 def test_gpus_that_a_variable_names_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,11 +94,11 @@ def test_a_gpu_that_does_not_answer_silences_no_other(monkeypatch: pytest.Monkey
 def test_nothing_is_said_where_no_gpu_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Group.from_environment()  # of a machine without a driver
+        TensorParallelGroup.from_environment()  # of a machine without a driver
         driver(monkeypatch, 13000)
-        Group.from_environment("cpu")
+        TensorParallelGroup.from_environment("cpu")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        Group.from_environment()
+        TensorParallelGroup.from_environment()
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
         driver(monkeypatch, 13000, gpus=0)
-        Group.from_environment()
+        TensorParallelGroup.from_environment()

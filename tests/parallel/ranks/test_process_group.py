@@ -10,21 +10,25 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from offload.errors import FitError, TierForceError
+from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.errors import CheckpointError
 from parallel.ranks.environment import RankLost
-from parallel.ranks.process_group import Group, _refuse_shared_gpus
+from parallel.ranks.process_group import TensorParallelGroup, _check_distinct_gpus
 from standin import standin
 from support.ranks import run_ranks
 
 
 def collectives() -> dict[str, Any]:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     rank, x = group.rank, torch.arange(6.0).view(2, 3)
     errors = []
-    for raised in ({}, {1: FitError("one")}, {0: CheckpointError("zero"), 1: FitError("one")}):
+    for raised in (
+        {},
+        {1: InsufficientMemoryError("one")},
+        {0: CheckpointError("zero"), 1: InsufficientMemoryError("one")},
+    ):
         try:
-            with group.together():
+            with group.sync_errors():
                 if rank in raised:
                     raise raised[rank]
             errors.append(None)
@@ -36,7 +40,7 @@ def collectives() -> dict[str, Any]:
         "gathered": group.all_gather(x + 10 * rank),
         "columns": group.all_gather((x + 10 * rank).t()),  # not contiguous
         "value": group.broadcast({"text": "from 0"} if rank == 0 else None),
-        "numbers": group.broadcast_numbers([3, -1, 2**40] if rank == 0 else [], 3),
+        "numbers": group.broadcast_ints([3, -1, 2**40] if rank == 0 else [], 3),
         "errors": errors,
     }
 
@@ -52,11 +56,15 @@ def test_collectives() -> None:
         )
         assert results["value"] == {"text": "from 0"}
         assert results["numbers"] == [3, -1, 2**40]
-        assert results["errors"] == [None, (FitError, "one"), (CheckpointError, "zero")]
+        assert results["errors"] == [
+            None,
+            (InsufficientMemoryError, "one"),
+            (CheckpointError, "zero"),
+        ]
 
 
 def leave_or_wait() -> str:
-    group = Group.from_environment("cpu")
+    group = TensorParallelGroup.from_environment("cpu")
     group.all_reduce(torch.zeros(1))
     if group.rank == 1:
         return "left"  # and takes its connections along
@@ -83,21 +91,24 @@ def test_a_lost_rank_is_noticed() -> None:
 )
 def test_a_collective_that_fails_says_why(reason: str, said: str) -> None:
     """Unless the reason is that the other end is gone."""
-    with pytest.raises(RankLost, match=said), Group()._peers():
+    with pytest.raises(RankLost, match=said), TensorParallelGroup()._guarded():
         raise RuntimeError(reason)
 
 
 def test_memory_that_the_system_refuses_is_told_as_such() -> None:
-    with pytest.raises(FitError, match="rank 0: out of memory"), Group().together():
+    with (
+        pytest.raises(InsufficientMemoryError, match="rank 0: out of memory"),
+        TensorParallelGroup().sync_errors(),
+    ):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
-    with pytest.raises(FileNotFoundError), Group().together():
+    with pytest.raises(FileNotFoundError), TensorParallelGroup().sync_errors():
         raise FileNotFoundError(errno.ENOENT, "none")
 
 
 @pytest.mark.parametrize("total", [0, 1, 7, 64])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_shares_are_a_partition(total: int, size: int) -> None:
-    shares = [Group(rank, size).share(total) for rank in range(size)]
+    shares = [TensorParallelGroup(rank, size).share(total) for rank in range(size)]
     assert [index for share in shares for index in range(total)[share]] == list(range(total))
     lengths = [share.stop - share.start for share in shares]
     assert max(lengths) - min(lengths) <= 1
@@ -106,24 +117,24 @@ def test_shares_are_a_partition(total: int, size: int) -> None:
 def test_one_rank_is_a_group_of_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    group, x = Group.from_environment("cpu"), torch.randn(2, 3)
+    group, x = TensorParallelGroup.from_environment("cpu"), torch.randn(2, 3)
     assert (group.rank, group.size, group.device.type) == (0, 1, "cpu")
     assert torch.get_num_threads() == 1  # as the program has set it
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
     assert group.broadcast("text") == "text"
-    assert group.broadcast_numbers([1, 2], 2) == [1, 2]
-    with pytest.raises(FitError, match="mine"), group.together():
-        raise FitError("mine")
+    assert group.broadcast_ints([1, 2], 2) == [1, 2]
+    with pytest.raises(InsufficientMemoryError, match="mine"), group.sync_errors():
+        raise InsufficientMemoryError("mine")
     group.close()
 
 
 def test_devices_that_are_not_there() -> None:
     with pytest.raises(TierForceError, match="`device` tpu is not known: use auto, cpu or cuda"):
-        Group.from_environment("tpu")
+        TensorParallelGroup.from_environment("tpu")
     if not torch.cuda.is_available():
         with pytest.raises(TierForceError, match="`device` cuda, but torch sees no GPU"):
-            Group.from_environment("cuda")
+            TensorParallelGroup.from_environment("cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a stand-in")
@@ -131,11 +142,11 @@ def test_one_rank_leaves_the_settings_of_nccl_alone(monkeypatch: pytest.MonkeyPa
     with standin(), patch.dict(os.environ):
         os.environ.pop("NCCL_P2P_DISABLE", None)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 4090")
-        assert Group.from_environment("cuda").device.type == "cuda"
+        assert TensorParallelGroup.from_environment("cuda").device.type == "cuda"
         assert "NCCL_P2P_DISABLE" not in os.environ
 
 
-class _OnHosts(Group):
+class _OnHosts(TensorParallelGroup):
     """A group whose ranks all see a GPU at this address, each on the host that is named."""
 
     def __init__(self, *hosts: str):
@@ -148,6 +159,6 @@ class _OnHosts(Group):
 
 def test_gpus_of_two_machines_may_have_the_same_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallel.ranks.process_group.gpu_address", lambda _: "0000:01:00.0")
-    _refuse_shared_gpus(_OnHosts("a", "b"))
+    _check_distinct_gpus(_OnHosts("a", "b"))
     with pytest.raises(TierForceError, match=r"ranks 0 and 2 .*0000:01:00.0 of a\): use `gpus` 1,"):
-        _refuse_shared_gpus(_OnHosts("a", "b", "a"))
+        _check_distinct_gpus(_OnHosts("a", "b", "a"))

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import TCPStore
 
 from parallel.ranks import watchdog
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 from parallel.ranks.watchdog import Watchdog
 from support.ranks import free_port, run_ranks
 
@@ -126,7 +126,7 @@ def stand_still() -> list[str]:
     watchdog.SILENT_S = 3.0  # two processes may wait for each other's core
     said = io.StringIO()
     with redirect_stderr(said):
-        group = Group.from_environment("cpu")
+        group = TensorParallelGroup.from_environment("cpu")
         pids = group.gather(os.getpid())
         if group.rank == 0:
 

@@ -72,7 +72,9 @@ class HttpServer(uvicorn.Server):
         not been read from yet.
         """
         held = Counter(each.address for each in connections)
-        closable = [each for each in connections if each.is_waiting_for_client and not each.is_new]
+        closable = [
+            each for each in connections if each.is_waiting_for_client and not each.has_sent_nothing
+        ]
         order = list[tuple[int, Connection]]()  # each with what its client holds at its turn
         for each in sorted(closable, key=lambda each: each.since):
             order.append((held[each.address], each))
@@ -199,7 +201,7 @@ class Connection(H11Protocol):
             self._probe()
 
     @property
-    def is_new(self) -> bool:
+    def has_sent_nothing(self) -> bool:
         return self.loop.time() - self.since < limits.NEW_S
 
     @property

@@ -47,7 +47,7 @@ class Refused(Exception):
         return JSONResponse(error_of(self.failed), status, _HEADERS.get(status))
 
 
-class Guards:
+class RequestGuard:
     """Lets requests through to an application, and refuses others before their body is read."""
 
     def __init__(

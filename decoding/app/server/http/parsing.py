@@ -12,7 +12,7 @@ from decoding.app.server.http.bodies import AnyBody, ChatBody, CompletionBody, S
 from decoding.app.server.http.guards import Refused
 from decoding.app.server.http.receiving import parse_json
 from decoding.app.server.worker import limits
-from decoding.app.server.worker.jobs import Asked
+from decoding.app.server.worker.jobs import GenerationParams
 from decoding.app.server.worker.prompts import Prompts
 from decoding.speculation.sampling import Sampling
 from decoding.text.encoding import ContextLengthError
@@ -23,7 +23,7 @@ _SEEDS = 2**63
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """The model of a server, and how it answers where a request does not say."""
 
     model: str  # what clients call it
@@ -37,10 +37,12 @@ class Served:
 class RequestParser:
     """Makes of a request's body what the engine takes; safe to call from several threads."""
 
-    def __init__(self, prompts: Prompts, served: Served):
+    def __init__(self, prompts: Prompts, served: ServedModel):
         self._prompts, self._served = prompts, served
 
-    def parse(self, text: bytes, kind: type[AnyBody]) -> tuple[Asked, StreamOptions | None]:
+    def parse(
+        self, text: bytes, kind: type[AnyBody]
+    ) -> tuple[GenerationParams, StreamOptions | None]:
         """Return what a body asks for; options only if the answer is to be streamed.
 
         It takes a while for a long prompt. Raises Refused for what cannot be done.
@@ -84,7 +86,7 @@ class RequestParser:
             )
         return body.prompt
 
-    def _asked(self, body: AnyBody, prompt: list[int], param: str) -> Asked:
+    def _asked(self, body: AnyBody, prompt: list[int], param: str) -> GenerationParams:
         """Return what a body asks for. Raises Refused for what cannot be done."""
         context, length = self._served.context, len(prompt)
         if not prompt:
@@ -113,7 +115,7 @@ class RequestParser:
             sampling = replace(self._served.sampling, **own)
         except TierForceError as error:
             raise Refused(400, str(error)) from error
-        return Asked(array("i", prompt), new, sampling, body.stops, body.top)
+        return GenerationParams(array("i", prompt), new, sampling, body.stops, body.top)
 
     def _too_long(self, message: str, param: str, tokens: int) -> Refused:
         length = {"prompt_tokens": tokens, "context": self._served.context}

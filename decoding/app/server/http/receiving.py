@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from decoding.app.server.http.guards import Refused
 from decoding.app.server.worker import limits
-from offload.memory.host import give_back
+from offload.memory.host import trim_heap
 
 _POLL_S = 0.05  # between two looks at whether there is memory
 
@@ -62,7 +62,7 @@ class Uploads:
         finally:
             self._uploads.remove(upload)
             if upload.size > limits.SMALL_BODY:
-                give_back()  # glibc would keep it for each of the threads that parse
+                trim_heap()  # glibc would keep it for each of the threads that parse
 
     async def _receive(self, upload: _Upload, request: Request) -> bytes:
         if int(request.headers.get("content-length", 0)) > self._max_body:

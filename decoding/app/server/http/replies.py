@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from decoding.app.server.worker.jobs import Failed, TokenLaw
+from decoding.app.server.worker.jobs import Failed, TokenLogprobs
 
-Laws = Sequence[tuple[int, TokenLaw]]
+Logprobs = Sequence[tuple[int, TokenLogprobs]]
 
 
 def usage_of(counts: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def error_of(failed: Failed) -> dict[str, Any]:
     }
 
 
-class Replies(ABC):
+class ResponseBuilder(ABC):
     """The replies to one request."""
 
     name: str  # of the whole answer
@@ -53,7 +53,7 @@ class Replies(ABC):
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(self, text: str, laws: Laws | None, reason: str, counts: dict[str, Any]) -> Any:
+    def whole(self, text: str, laws: Logprobs | None, reason: str, counts: dict[str, Any]) -> Any:
         """Return the answer; `laws` None where no probabilities are wanted."""
         return {**self._reply(self.name, self.said(text), laws, reason), **usage_of(counts)}
 
@@ -61,7 +61,7 @@ class Replies(ABC):
         """Return what a stream begins with."""
         return None
 
-    def piece(self, text: str, laws: Laws | None) -> dict[str, Any]:
+    def piece(self, text: str, laws: Logprobs | None) -> dict[str, Any]:
         """Return a piece of a stream."""
         return self._reply(self.piece_name, self.added(text), laws, None)
 
@@ -82,11 +82,11 @@ class Replies(ABC):
         """Return a piece of text, as a stream has it."""
 
     @abstractmethod
-    def logprobs(self, laws: Laws) -> dict[str, Any]:
+    def logprobs(self, laws: Logprobs) -> dict[str, Any]:
         """Return the probabilities of tokens."""
 
     def _reply(
-        self, name: str, said: dict[str, Any], laws: Laws | None, reason: str | None
+        self, name: str, said: dict[str, Any], laws: Logprobs | None, reason: str | None
     ) -> dict[str, Any]:
         logprobs = None if laws is None else self.logprobs(laws)
         choice = {"index": 0, **said, "logprobs": logprobs, "finish_reason": reason}
@@ -96,7 +96,7 @@ class Replies(ABC):
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
 
-class ChatReplies(Replies):
+class ChatResponseBuilder(ResponseBuilder):
     """Replies to a conversation."""
 
     name, piece_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -111,12 +111,12 @@ class ChatReplies(Replies):
     def added(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, laws: Laws) -> dict[str, Any]:
+    def logprobs(self, laws: Logprobs) -> dict[str, Any]:
         return {
             "content": [
                 {
                     **_told(law.token, law.logprob),
-                    "law_logprob": law.law_logprob,
+                    "sampled_logprob": law.sampled_logprob,
                     "top_logprobs": [_told(*each) for each in law.top],
                 }
                 for _, law in laws
@@ -125,7 +125,7 @@ class ChatReplies(Replies):
         }
 
 
-class TextReplies(Replies):
+class CompletionResponseBuilder(ResponseBuilder):
     """Replies to a text that is continued."""
 
     name = piece_name = "text_completion"
@@ -136,11 +136,11 @@ class TextReplies(Replies):
 
     added = said
 
-    def logprobs(self, laws: Laws) -> dict[str, Any]:
+    def logprobs(self, laws: Logprobs) -> dict[str, Any]:
         return {
             "tokens": [_name(law.token) for _, law in laws],
             "token_logprobs": [law.logprob for _, law in laws],
-            "law_logprobs": [law.law_logprob for _, law in laws],
+            "sampled_logprobs": [law.sampled_logprob for _, law in laws],
             "top_logprobs": [{_name(token): p for token, p in law.top} for _, law in laws],
             "text_offset": [at for at, _ in laws],
         }

@@ -19,21 +19,26 @@ from starlette.requests import ClientDisconnect
 from decoding.app.server.http.bodies import AnyBody, ChatBody, CompletionBody, StreamOptions
 from decoding.app.server.http.guards import Refused
 from decoding.app.server.http.page import PAGE, POLICY
-from decoding.app.server.http.parsing import RequestParser, Served
+from decoding.app.server.http.parsing import RequestParser, ServedModel
 from decoding.app.server.http.receiving import Uploads
-from decoding.app.server.http.replies import ChatReplies, Replies, TextReplies, error_of
+from decoding.app.server.http.replies import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    error_of,
+)
 from decoding.app.server.worker import limits
 from decoding.app.server.worker.jobs import (
     BROKEN,
-    Asked,
-    Done,
     Event,
     Failed,
-    Job,
-    JobQueue,
+    Finished,
+    GenerationParams,
+    QueuedRequest,
     QueueFull,
-    TokenLaw,
-    Wrote,
+    RequestQueue,
+    TextDelta,
+    TokenLogprobs,
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.prompts import Prompts
@@ -49,7 +54,12 @@ class Server:
     """Answers requests through the queue of one engine; in the event loop."""
 
     def __init__(
-        self, queue: JobQueue, prompts: Prompts, metrics: Metrics, served: Served, max_body: int
+        self,
+        queue: RequestQueue,
+        prompts: Prompts,
+        metrics: Metrics,
+        served: ServedModel,
+        max_body: int,
     ):
         """Serve one model, whose jobs go into `queue`; a request has `max_body` bytes at most."""
         self.queue, self.metrics, self.served = queue, metrics, served
@@ -108,17 +118,21 @@ class Server:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        return await self._answer(request, ChatBody, ChatReplies(self.served.model))
+        return await self._answer(request, ChatBody, ChatResponseBuilder(self.served.model))
 
     async def complete(self, request: Request) -> Response:
         """Continue a text."""
-        return await self._answer(request, CompletionBody, TextReplies(self.served.model))
+        return await self._answer(
+            request, CompletionBody, CompletionResponseBuilder(self.served.model)
+        )
 
-    async def _answer(self, request: Request, kind: type[AnyBody], replies: Replies) -> Response:
+    async def _answer(
+        self, request: Request, kind: type[AnyBody], replies: ResponseBuilder
+    ) -> Response:
         """Put what is asked in the queue, and answer it."""
         # of the body nothing is left in memory once this is known
         asked, stream_options = await self._receive(request, kind)
-        job = Job(asked)
+        job = QueuedRequest(asked)
         try:
             self.queue.put(job)
         except QueueFull as error:
@@ -132,47 +146,49 @@ class Server:
 
     async def _receive(
         self, request: Request, kind: type[AnyBody]
-    ) -> tuple[Asked, StreamOptions | None]:
+    ) -> tuple[GenerationParams, StreamOptions | None]:
         """Return what a request asks for; options only if the answer is to be streamed."""
         async with self._uploads.received(request) as body, self._parsing:
             return await run_sync(self._parser.parse, body, kind)
 
-    async def _whole(self, job: Job, replies: Replies, request: Request) -> Response:
+    async def _whole(
+        self, job: QueuedRequest, replies: ResponseBuilder, request: Request
+    ) -> Response:
         """Wait for the whole answer, unless the client is gone before."""
-        text, laws = list[str](), list[tuple[int, TokenLaw]]()
+        text, laws = list[str](), list[tuple[int, TokenLogprobs]]()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._watch_client, job, request)
             async for event in _events_of(job):
-                if isinstance(event, Wrote):
+                if isinstance(event, TextDelta):
                     text.append(event.text)
-                    laws += event.laws
+                    laws += event.logprobs
             tasks.cancel_scope.cancel()
-        self.queue.give_up(job)
+        self.queue.cancel(job)
         if isinstance(event, Failed):
             return JSONResponse(error_of(event), event.status)
-        assert isinstance(event, Done)
-        shown = None if job.asked.top_logprobs is None else laws
+        assert isinstance(event, Finished)
+        shown = None if job.params.top_logprobs is None else laws
         return JSONResponse(replies.whole("".join(text), shown, event.reason, event.counts))
 
-    async def _watch_client(self, job: Job, request: Request) -> None:
+    async def _watch_client(self, job: QueuedRequest, request: Request) -> None:
         """End a job whose client is gone."""
         while not await request.is_disconnected():
             await anyio.sleep(_LOOK_S)
-        self.queue.give_up(job)
+        self.queue.cancel(job)
         job.fail(Failed(499, "the client is gone."))
 
     async def _streamed(
-        self, job: Job, replies: Replies, with_usage: bool
+        self, job: QueuedRequest, replies: ResponseBuilder, with_usage: bool
     ) -> AsyncIterator[ServerSentEvent]:
         """Yield the answer as it is written; what else happens goes into comments."""
-        has_laws = job.asked.top_logprobs is not None
+        has_laws = job.params.top_logprobs is not None
         try:
             if (first := replies.first()) is not None:
                 yield _data(first)
             async for event in _events_of(job):
-                if isinstance(event, Wrote):
-                    yield _data(replies.piece(event.text, event.laws if has_laws else None))
-                elif isinstance(event, Done):
+                if isinstance(event, TextDelta):
+                    yield _data(replies.piece(event.text, event.logprobs if has_laws else None))
+                elif isinstance(event, Finished):
                     yield _data(replies.last(event.reason))
                     if with_usage:
                         yield _data(replies.counts(event.counts))
@@ -182,7 +198,7 @@ class Server:
                 else:
                     yield ServerSentEvent(comment=json.dumps(event.said), sep=_SEPARATOR)
         finally:
-            self.queue.give_up(job)
+            self.queue.cancel(job)
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -194,12 +210,12 @@ class Server:
         }
 
 
-async def _events_of(job: Job) -> AsyncIterator[Event]:
+async def _events_of(job: QueuedRequest) -> AsyncIterator[Event]:
     """Yield what happens to a job, to its end."""
     while True:
         event = await job.events.get()
         yield event
-        if isinstance(event, Done | Failed):
+        if isinstance(event, Finished | Failed):
             return
 
 

@@ -15,35 +15,41 @@ from decoding.app.options import as_flags
 from decoding.app.server.worker.counts import counts_of
 from decoding.app.server.worker.jobs import (
     BROKEN,
-    Asked,
-    Done,
     Failed,
-    Job,
-    JobQueue,
-    Note,
-    TokenLaw,
-    Wrote,
+    Finished,
+    GenerationParams,
+    QueuedRequest,
+    QueueUpdate,
+    RequestQueue,
+    TextDelta,
+    TokenLogprobs,
 )
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.names import name_of
 from decoding.app.server.worker.stop_strings import StopStrings
 from decoding.app.server.worker.token_texts import TokenTexts
-from decoding.app.terminal.messages import describe
+from decoding.app.terminal.messages import summary_line
 from decoding.app.terminal.streams import say
 from decoding.engine.engine import Engine
 from decoding.engine.request import Request
 from decoding.engine.stats import Stats
-from decoding.text.detokenizer import pieces
-from offload.errors import DocumentError, FitError, GivenUpError, TierForceError, one_line
+from decoding.text.detokenizer import detokenize_stream
+from offload.errors import (
+    InsufficientMemoryError,
+    InvalidRequestError,
+    RequestCancelled,
+    TierForceError,
+    one_line,
+)
 from parallel.ranks.environment import RankLost
 
 _LEAST_S = 0.1  # between two reports of how far something is
 
 
-class Answering:
+class EngineWorker:
     """Answers jobs; the caches of one text stay until the next, which may go on from it."""
 
-    def __init__(self, engine: Engine, queue: JobQueue, metrics: Metrics):
+    def __init__(self, engine: Engine, queue: RequestQueue, metrics: Metrics):
         self.engine, self.queue, self.metrics = engine, queue, metrics
         self._texts = TokenTexts(engine.tokenizer)
 
@@ -54,21 +60,21 @@ class Answering:
         """
         with self.engine.conversation():
             while True:
-                with self.engine.idle():
+                with self.engine.keep_workers_alive():
                     job = self.queue.take()
                 if job is None:
                     return
                 self._answer(job)
 
-    def _answer(self, job: Job) -> None:
+    def _answer(self, job: QueuedRequest) -> None:
         """Answer a job; what is wrong with it is told to its client."""
         started, before = time.perf_counter(), self.engine.stats
         try:
             with closing(_Answer(self.engine, job, self._texts)) as answer:
                 is_complete = answer.write()
-            said = describe(self.engine.stats)
+            said = summary_line(self.engine.stats)
             say(said if is_complete else f"given up: {said}")
-        except GivenUpError:
+        except RequestCancelled:
             say("given up while its prompt was read")
         except RankLost:
             raise
@@ -86,9 +92,9 @@ class Answering:
 
 def _told(error: TierForceError) -> Failed:
     """Return what a client is told of an error; of what is wrong with this machine not much."""
-    if isinstance(error, DocumentError):
+    if isinstance(error, InvalidRequestError):
         return Failed(400, str(error))
-    if isinstance(error, FitError):
+    if isinstance(error, InsufficientMemoryError):
         return Failed(503, as_flags(str(error)), "out_of_memory")
     return BROKEN
 
@@ -96,13 +102,13 @@ def _told(error: TierForceError) -> Failed:
 class _Answer:
     """The answer to one job, as it is written."""
 
-    def __init__(self, engine: Engine, job: Job, texts: TokenTexts):
-        asked = job.asked
+    def __init__(self, engine: Engine, job: QueuedRequest, texts: TokenTexts):
+        asked = job.params
         self.engine, self.job = engine, job
-        self._laws = None if asked.top_logprobs is None else _Laws(asked, texts)
+        self._laws = None if asked.top_logprobs is None else _Logprobs(asked, texts)
         self._stops = StopStrings(asked.stops)
-        self._new: list[TokenLaw] = []  # whose text is still to come
-        self._told: deque[tuple[int, TokenLaw]] = deque()  # whose text is held back
+        self._new: list[TokenLogprobs] = []  # whose text is still to come
+        self._told: deque[tuple[int, TokenLogprobs]] = deque()  # whose text is held back
         self._length = 0  # characters that were written, those that are held back among them
         self._shown = 0  # of which so many were told
         self._next_report = 0.0
@@ -111,16 +117,16 @@ class _Answer:
             asked.new,
             asked.sampling,
             progress=self._read,
-            name=name_of(engine.tokenizer, asked.prompt) if engine.sessions.keeper else "",
-            watch=self._watch,
-            observe=self._laws.observe if self._laws is not None else None,
-            is_given_up=lambda: job.is_over,
+            name=name_of(engine.tokenizer, asked.prompt) if engine.sessions.prefix_cache else "",
+            on_stats=self._watch,
+            on_logits=self._laws.on_logits if self._laws is not None else None,
+            is_cancelled=lambda: job.is_over,
         )
-        self._tokens = engine.respond(request)
+        self._tokens = engine.submit(request)
 
     def write(self) -> bool:
         """Write it as long as anybody waits for it; return whether it came to its end."""
-        for piece in pieces(self.engine.tokenizer, self._noted()):
+        for piece in detokenize_stream(self.engine.tokenizer, self._noted()):
             self._told.extend((self._length, law) for law in self._new)
             self._new.clear()
             self._length += len(piece)
@@ -134,7 +140,7 @@ class _Answer:
             self._show(self._stops.rest(), self._length + 1)
         stats = self.engine.stats
         reason = "stop" if self._stops.is_hit else stats.finish_reason
-        self.job.tell(Done(reason or "stop", self._counts(stats)))
+        self.job.send(Finished(reason or "stop", self._counts(stats)))
         return True
 
     def close(self) -> None:
@@ -158,18 +164,18 @@ class _Answer:
         while self._told and self._told[0][0] < end:
             laws.append(self._told.popleft())
         if text or laws:
-            self.job.tell(Wrote(text, laws))
+            self.job.send(TextDelta(text, laws))
 
     def _read(self, done: int, total: int) -> None:
         if self._may_report() or done == total:
-            self.job.tell(Note({"reading": [done, total]}))
+            self.job.send(QueueUpdate({"prefill": [done, total]}))
 
     def _watch(self, stats: Stats) -> None:
         if self._may_report():
-            self.job.tell(Note({"counts": self._counts(stats)}))
+            self.job.send(QueueUpdate({"counts": self._counts(stats)}))
 
     def _counts(self, stats: Stats) -> dict[str, Any]:
-        return counts_of(stats, self.engine, self.job.asked.sampling.seed)
+        return counts_of(stats, self.engine, self.job.params.sampling.seed)
 
     def _may_report(self) -> bool:
         now = time.monotonic()
@@ -179,26 +185,26 @@ class _Answer:
         return True
 
 
-class _Laws:
+class _Logprobs:
     """The target's probabilities of the tokens that are written, from the passes that made them."""
 
-    def __init__(self, asked: Asked, texts: TokenTexts):
+    def __init__(self, asked: GenerationParams, texts: TokenTexts):
         self._top, self._sampling, self._texts = asked.top_logprobs or 0, asked.sampling, texts
         self._rows: deque[Tensor] = deque()  # (V,) of each token that is still to come
         self._laws: deque[Tensor] = deque()  # (V,) likewise
 
     @torch.inference_mode()
-    def observe(self, logits: Tensor) -> None:
+    def on_logits(self, logits: Tensor) -> None:
         """Take the logits (n, V) of the next n tokens."""
         self._rows.extend(logits.float().log_softmax(-1))
-        self._laws.extend(self._sampling.law(logits))
+        self._laws.extend(self._sampling.probs(logits))
 
     @torch.inference_mode()
-    def of(self, token: int) -> TokenLaw:
+    def of(self, token: int) -> TokenLogprobs:
         """Return what is told of the next token, which is this one."""
         row, law = self._rows.popleft(), self._laws.popleft()
         values, tokens = row.topk(min(self._top, len(row)))
         names = map(self._texts.bytes_of, tokens.tolist())
         top = list(zip(names, values.tolist(), strict=True))
         name = self._texts.bytes_of(token)
-        return TokenLaw(name, row[token].item(), law[token].log().item(), top)
+        return TokenLogprobs(name, row[token].item(), law[token].log().item(), top)

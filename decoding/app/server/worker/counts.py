@@ -38,6 +38,6 @@ def _layers(stats: Stats, engine: Engine) -> dict[str, int] | None:
     far = layers - plan.resident_layers
     return {
         "device": plan.resident_layers,
-        "codes": plan.sliced_layers,
-        "host": far - plan.sliced_layers,
+        "split": plan.split_layers,
+        "host": far - plan.split_layers,
     }

@@ -17,7 +17,7 @@ from offload.errors import TierForceError
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationParams:
     """What a request asks for, as the engine takes it."""
 
     prompt: array[int]  # of 4 bytes: many may wait
@@ -28,20 +28,20 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class TokenLaw:
+class TokenLogprobs:
     """The log-probability of a token that was written, and those of the likeliest in its place."""
 
     token: bytes
     logprob: float  # by the target's logits
-    law_logprob: float  # by the law that it was drawn from: warped by temperature, top-k, top-p
+    sampled_logprob: float  # by the law that it was drawn from: warped by temperature, top-k, top-p
     top: list[tuple[bytes, float]]
 
 
 @dataclass(frozen=True)
-class Note:
+class QueueUpdate:
     """Progress, as a comment in a stream has it.
 
-    `{"waiting": N}` requests come first, the one that is being answered among them; `{"reading":
+    `{"waiting": N}` requests come first, the one that is being answered among them; `{"prefill":
     [done, total]}` of the prompt; or `{"counts": {...}}`, what the answer took so far.
     """
 
@@ -49,15 +49,17 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Wrote:
+class TextDelta:
     """More of the answer, with the tokens that it ends with."""
 
     text: str
-    laws: Sequence[tuple[int, TokenLaw]] = ()  # each behind where it stands in the whole answer
+    logprobs: Sequence[
+        tuple[int, TokenLogprobs]
+    ] = ()  # each behind where it stands in the whole answer
 
 
 @dataclass(frozen=True)
-class Done:
+class Finished:
     """The answer is complete."""
 
     reason: str  # "stop" or "length"
@@ -76,24 +78,24 @@ class Failed:
 
 
 BROKEN = Failed(500, "the server failed at this request; its log says how.")
-Event = Note | Wrote | Done | Failed
+Event = QueueUpdate | TextDelta | Finished | Failed
 
 
 @dataclass(eq=False)
-class Job:
+class QueuedRequest:
     """A request that waits or is being answered; made in the event loop that its client is in."""
 
-    asked: Asked
+    params: GenerationParams
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     is_over: bool = False  # nobody waits for more of it
 
-    def tell(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
         """Let the client hear of something; from any thread.
 
         A client that is too far behind gets no more: what it has not read is in memory.
         """
-        if self.events.qsize() >= limits.UNREAD_EVENTS and not isinstance(event, Done | Failed):
+        if self.events.qsize() >= limits.UNREAD_EVENTS and not isinstance(event, Finished | Failed):
             if not self.is_over:
                 self.fail(Failed(503, "the answer was read too slowly and ends here."))
             return
@@ -103,25 +105,25 @@ class Job:
     def fail(self, failed: Failed) -> None:
         """End it; from any thread."""
         self.is_over = True
-        self.tell(failed)
+        self.send(failed)
 
 
 class QueueFull(TierForceError):
     """More requests wait than may."""
 
 
-class JobQueue:
+class RequestQueue:
     """The requests that wait for the one engine, in their order; for any thread."""
 
     def __init__(self, limit: int):
         """Let at most `limit` wait."""
         self.limit = limit
-        self._waiting: deque[Job] = deque()
-        self._current: Job | None = None
+        self._waiting: deque[QueuedRequest] = deque()
+        self._current: QueuedRequest | None = None
         self._changed = Condition()
         self._closed: Failed | None = None
 
-    def put(self, job: Job) -> None:
+    def put(self, job: QueuedRequest) -> None:
         """Let a job wait its turn. Raises QueueFull."""
         with self._changed:
             if self._closed is not None:
@@ -132,10 +134,10 @@ class JobQueue:
                     f"{self.limit} requests wait already: try again when some are answered."
                 )
             self._waiting.append(job)
-            self._tell_places()
+            self._send_positions()
             self._changed.notify()
 
-    def take(self) -> Job | None:
+    def take(self) -> QueuedRequest | None:
         """Return the next job, which is the current one from then on; None when it is closed."""
         with self._changed:
             self._current = None
@@ -143,16 +145,16 @@ class JobQueue:
             if self._closed is not None:
                 return None
             self._current = self._waiting.popleft()
-            self._tell_places()
+            self._send_positions()
             return self._current
 
-    def give_up(self, job: Job) -> None:
+    def cancel(self, job: QueuedRequest) -> None:
         """Let nothing more be done for a job: its client is gone, or has what it wants."""
         with self._changed:
             job.is_over = True
             if job in self._waiting:
                 self._waiting.remove(job)
-                self._tell_places()
+                self._send_positions()
 
     def close(self, failed: Failed) -> None:
         """End all jobs, and those that come later, with what they are told."""
@@ -180,6 +182,6 @@ class JobQueue:
         """Return how many are being answered: 0 or 1."""
         return int(self._current is not None)
 
-    def _tell_places(self) -> None:
+    def _send_positions(self) -> None:
         for before, job in enumerate(self._waiting):
-            job.tell(Note({"waiting": before + self.running}))
+            job.send(QueueUpdate({"waiting": before + self.running}))

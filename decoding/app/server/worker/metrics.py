@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from decoding.app.server.worker.jobs import JobQueue
+from decoding.app.server.worker.jobs import RequestQueue
 from decoding.engine.stats import Stats
 
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -13,29 +13,31 @@ _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """What a server has done since it was started."""
 
-    def __init__(self, queue: JobQueue):
+    def __init__(self, queue: RequestQueue):
         self._registry = registry = CollectorRegistry()
         self.replies = Counter(
             "tierforce_replies", "Replies by their HTTP status.", ["status"], registry=registry
         )
         self._tokens = Counter(
             "tierforce_tokens",
-            "Tokens: read, reused from caches, loaded from disk, written.",
+            "Tokens: prefilled, reused from caches, loaded from disk, generated.",
             ["kind"],
             registry=registry,
         )
         self._link = Counter(
-            "tierforce_link_bytes", "Bytes over one rank's link, for the target.", registry=registry
+            "tierforce_link_bytes",
+            "Bytes over one rank's host link, for the target.",
+            registry=registry,
         )
         self._first = Histogram(
             "tierforce_time_to_first_token_seconds",
-            "From a text's turn to its first token.",
+            "From admission to the first token.",
             buckets=_SECONDS,
             registry=registry,
         )
         self._whole = Histogram(
             "tierforce_answer_seconds",
-            "From a text's turn to its end.",
+            "From admission to the end of the answer.",
             buckets=_SECONDS,
             registry=registry,
         )
@@ -50,10 +52,10 @@ class Metrics:
     def count(self, stats: Stats, seconds: float) -> None:
         """Count a text that is over."""
         known = stats.reused_tokens + stats.loaded_tokens
-        self._tokens.labels("read").inc(max(0, stats.prompt_tokens - known))
+        self._tokens.labels("prefilled").inc(max(0, stats.prompt_tokens - known))
         self._tokens.labels("reused").inc(stats.reused_tokens)
         self._tokens.labels("loaded").inc(stats.loaded_tokens)
-        self._tokens.labels("written").inc(stats.new_tokens)
+        self._tokens.labels("generated").inc(stats.new_tokens)
         if (traffic := stats.traffic.get("target")) is not None:
             self._link.inc(traffic.link_in + traffic.link_out)
         if stats.new_tokens:

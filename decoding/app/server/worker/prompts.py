@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 from decoding.text.prompt import Template, chat_tokens
-from offload.errors import DocumentError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 
 
 class Prompts:
@@ -29,7 +29,7 @@ class Prompts:
     def of_text(self, text: str) -> list[int]:
         """Return the tokens of a text that is to be continued.
 
-        Raises DocumentError for one far longer than the context.
+        Raises InvalidRequestError for one far longer than the context.
         """
         with self._lock:
             return Template.plain(self._tokenizer).fit(self._tokenizer, text, self._context)
@@ -38,12 +38,12 @@ class Prompts:
         """Return the tokens of a conversation, which an answer is to follow.
 
         What looks like a special token in a message is plain text. Raises TierForceError where the
-        model's template cannot take them, and DocumentError where they are far longer than the
+        model's template cannot take them, and InvalidRequestError where they are far longer than the
         context.
         """
         with self._lock:
             if not self._tokenizer.chat_template:
-                raise DocumentError(
+                raise InvalidRequestError(
                     "this model has no chat template: ask /v1/completions to continue a text."
                 )
             return chat_tokens(self._tokenizer, messages, self._context)

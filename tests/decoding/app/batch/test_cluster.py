@@ -26,7 +26,7 @@ import pytest
 
 from decoding import Settings
 from decoding.app.batch import cluster_worker as machine
-from decoding.app.batch.cluster import Cluster, _Machines, _readable, _write
+from decoding.app.batch.cluster import Cluster, _ClusterWorkers, _readable, _write
 from decoding.app.batch.documents import find_documents
 from decoding.app.batch.job import model_digest
 from decoding.app.batch.records import Records
@@ -94,7 +94,7 @@ def test_a_machine_that_is_lost_leaves_its_documents_to_others(tmp_path: Path) -
     source, output = documents(tmp_path / "in", 6), tmp_path / "out.jsonl"
     alone = tmp_path / "alone.jsonl"
     assert forked(tmp_path / "a", *asked(source, alone)).code == 1
-    ways = ("--cluster", "local", "--machines", "2", "--gpus", "2", "--texts-at-once", "2")
+    ways = ("--cluster", "local", "--machines", "2", "--gpus", "2", "--concurrency", "2")
     job = Job(*asked(source, output), *ways)
     job.wait_for(lambda: len(records(output)) >= 3, every=0.1)
     job.wait_for(lambda: len(actors(job)) == 2, every=0.1)
@@ -113,7 +113,7 @@ def test_a_machine_that_is_lost_leaves_its_documents_to_others(tmp_path: Path) -
         if "summary" in record:
             assert record["ranks"] == 2
     # those of the machine that was lost are written one at a time
-    assert {record.get("texts_at_once") for record in found} >= {2}
+    assert {record.get("concurrency") for record in found} >= {2}
     # what is finished is not done again, and no machine is asked
     again = forked(tmp_path, *asked(source, output), "--cluster", "nowhere")
     assert again.code == 1
@@ -262,13 +262,13 @@ def test_a_machine_writes_what_the_command_writes(
         sampling=Sampling(0.0),
     )
     texts = [(source / f"{number}.txt").read_text() for number in range(3)]
-    one = machine.Machine(common, job_of(common, TARGET, "Sum up."), 2)
+    one = machine.ClusterWorker(common, job_of(common, TARGET, "Sum up."), 2)
     answer = one({"place": np.array([4, 7, 5]), "text": np.array(texts, dtype=object)})
     assert answer["place"] == [4, 7, 5]
     assert answer["machine"] == ["first"] * 3
     written = [json.loads(record) for record in answer["record"]]
     assert [each["id"] for each in written] == ["4", "7", "5"]
-    assert {each["texts_at_once"] for each in written} >= {2}
+    assert {each["concurrency"] for each in written} >= {2}
     wanted = {each["id"]: each for each in records(output)}
     for number, each in enumerate(written):
         for name in ("summary", "kind", "digest", "prompt_tokens"):
@@ -291,7 +291,7 @@ def test_a_machine_that_can_do_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
         ("0" * 8, "other weights"),
     ):
         job = job_of(common, TARGET, "Summarise.")
-        answer = machine.Machine(common, replace(job, weights=weights), 1)(batch)
+        answer = machine.ClusterWorker(common, replace(job, weights=weights), 1)(batch)
         assert answer["place"] == [4, 7]
         assert answer["record"] == ["", ""]
         assert answer["machine"] == ["first", "first"]
@@ -344,7 +344,7 @@ def test_a_guard_is_dismissed_whatever_ray_raises(
     job = job_of(common, TARGET, "Summarise.")
     # it sets variables for Ray
     with patch.dict(os.environ), pytest.raises(KeyError, match="anything"):
-        _Machines(Cluster("auto"), common, job).close()
+        _ClusterWorkers(Cluster("auto"), common, job).close()
     assert Guard.dismissed == 1
 
 
@@ -382,7 +382,7 @@ def test_where_ray_is_missing_a_line_says_how_to_get_it(tmp_path: Path) -> None:
 def test_machines_are_those_of_a_cluster(tmp_path: Path) -> None:
     source = documents(tmp_path / "in", 1)
     result = forked(tmp_path, *asked(source, tmp_path / "out.jsonl"), "--machines", "2")
-    assert "--machines is for --cluster" in refused(result)
+    assert "--machines needs --cluster" in refused(result)
 
 
 def _few_files() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from decoding.app.batch import documents
 from decoding.app.batch.documents import Document, find_documents
-from offload.errors import DocumentError, TierForceError
+from offload.errors import InvalidRequestError, TierForceError
 from support.irregular import IRREGULAR
 
 
@@ -79,12 +79,12 @@ def test_what_is_no_text_is_told_when_it_is_read(
 ) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     (document,) = find_documents(tmp_path).documents
-    with pytest.raises(DocumentError, match=reason):
+    with pytest.raises(InvalidRequestError, match=reason):
         document.read()
 
 
 def test_a_document_that_went_away_is_told_when_it_is_read(tmp_path: Path) -> None:
-    with pytest.raises(DocumentError, match=r"gone\.txt cannot be read: No such file"):
+    with pytest.raises(InvalidRequestError, match=r"gone\.txt cannot be read: No such file"):
         Document("gone.txt", tmp_path / "gone.txt", 3).read()
 
 
@@ -111,7 +111,7 @@ def test_a_bad_line_is_a_document_that_cannot_be_read(
     good, bad = find_documents(path).documents
     assert (good.id, good.read()) == ("good", "x")
     assert bad.id == name
-    with pytest.raises(DocumentError, match=reason):
+    with pytest.raises(InvalidRequestError, match=reason):
         bad.read()
 
 
@@ -120,7 +120,7 @@ def test_a_line_that_is_not_utf_8_is_a_document_that_cannot_be_read(tmp_path: Pa
     path.write_bytes(b'{"id": "caf\xe9", "text": "x"}\n')
     (document,) = find_documents(path).documents
     assert document.id == "line 1"
-    with pytest.raises(DocumentError, match="not UTF-8"):
+    with pytest.raises(InvalidRequestError, match="not UTF-8"):
         document.read()
 
 
@@ -152,7 +152,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(TierForceError, match="pipe or a device"):
         find_documents(tmp_path / "pipe.txt")
-    with pytest.raises(DocumentError, match="no regular file"):
+    with pytest.raises(InvalidRequestError, match="no regular file"):
         Document("pipe.txt", tmp_path / "pipe.txt", 0).read()
     with pytest.raises(TierForceError, match="nothing to summarise"):
         find_documents(tmp_path)
@@ -174,7 +174,7 @@ def test_no_more_of_a_document_is_read_than_a_context_may_hold(
     assert [each.id for each in found] == ["a", "line 2", "c"]
     assert [found[0].read(), found[2].read()] == ["first", "last"]
     for large in (Document("a.txt", book, 0), found[1]):
-        with pytest.raises(DocumentError, match="more than any context holds: split it"):
+        with pytest.raises(InvalidRequestError, match="more than any context holds: split it"):
             large.read()
     monkeypatch.setattr(documents, "MAX_DOCUMENTS", 2)
     with pytest.raises(TierForceError, match="more than 2 documents: split it into parts"):
@@ -187,10 +187,10 @@ def test_what_takes_a_files_place_meanwhile_fails_alone(kind: str, tmp_path: Pat
     path.write_text("It was")
     (document,) = find_documents(tmp_path).documents
     path.unlink()
-    with pytest.raises(DocumentError, match="cannot be read: No such file"):
+    with pytest.raises(InvalidRequestError, match="cannot be read: No such file"):
         document.read()
     IRREGULAR[kind](path)
-    with pytest.raises(DocumentError, match="is no regular file"):
+    with pytest.raises(InvalidRequestError, match="is no regular file"):
         document.read()
 
 
@@ -199,7 +199,7 @@ def test_an_id_may_be_as_long_as_a_path(tmp_path: Path) -> None:
     path.write_text("".join(f'{{"id": "{"x" * count}", "text": "a"}}\n' for count in (4096, 4097)))
     first, second = find_documents(path).documents
     assert first.read() == "a"
-    with pytest.raises(DocumentError, match="at most 4,096 characters"):
+    with pytest.raises(InvalidRequestError, match="at most 4,096 characters"):
         second.read()
 
 
@@ -215,7 +215,7 @@ def test_a_line_that_is_anothers_by_now_is_not_read(tmp_path: Path) -> None:
     path.write_text('{"id": "a", "text": "x"}\n{"id": "b", "text": "y"}\n')
     first, second = find_documents(path).documents
     path.write_text('{"id": "b", "text": "y"}\n{"id": "b", "text": "z"}\n')
-    with pytest.raises(DocumentError, match="has changed since it was listed"):
+    with pytest.raises(InvalidRequestError, match="has changed since it was listed"):
         first.read()
     assert second.read() == "z"
 

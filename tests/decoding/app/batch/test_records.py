@@ -22,7 +22,7 @@ def record(name: str, **more: Any) -> dict[str, Any]:
 
 
 def failure(name: str) -> dict[str, Any]:
-    return {"id": name, "error": "empty", "kind": "DocumentError", "versions": {}}
+    return {"id": name, "error": "empty", "kind": "InvalidRequestError", "versions": {}}
 
 
 def written(path: Path, *content: dict[str, Any]) -> Path:
@@ -138,6 +138,7 @@ def test_a_second_job_is_refused_while_one_holds_the_file(tmp_path: Path) -> Non
         '["id", "summary", "versions"]\n',
         "7\n",
         "\0\0a\n",
+        '{"id": "a", "summary": "Of a.", "versions": {}, "texts_at_once": 1}\n',
     ],
 )
 def test_a_file_of_another_kind_is_refused_and_left_as_it_is(content: str, tmp_path: Path) -> None:

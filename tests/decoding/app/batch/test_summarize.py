@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from decoding.app.batch.job import Job, model_digest, model_name
+from decoding.app.batch.job import BatchJob, model_digest, model_name
 from decoding.app.terminal.streams import printable
 from decoding.speculation.sampling import GREEDY
 from offload.errors import TierForceError
-from parallel.model.transformer import Llama
-from parallel.ranks.environment import Place, ignored_variables, place_of
+from parallel.model.transformer import Transformer
+from parallel.ranks.environment import RankInfo, ignored_variables, rank_from_env
 from support.commands import (
     DRAFT,
     MODELS,
@@ -118,7 +118,7 @@ def test_progress_that_nobody_reads_ends_nothing(before: Any, tmp_path: Path) ->
 
 def test_the_start_says_what_runs_where_and_the_end_how_many_were_cut(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD * 20, b=GOOD, c=GOOD * 30)
-    result, _ = summarize(tmp_path, source, "--context", "150", "--resident-layers", "2")
+    result, _ = summarize(tmp_path, source, "--context", "150", "--gpu-kv-layers", "2")
     lines = result.err.splitlines()
     assert (
         lines[0]
@@ -145,14 +145,21 @@ def test_gpus_that_are_not_there_are_warned_of(tmp_path: Path) -> None:
 def test_a_document_that_does_not_fit_is_told_and_the_others_are_summarised(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, large=GOOD * 800, z=GOOD)
     result, found = summarize(
-        tmp_path, source, "--device-memory", "0.045", "--resident-layers", "6", "--budget", "64"
+        tmp_path,
+        source,
+        "--device-memory",
+        "0.045",
+        "--gpu-kv-layers",
+        "6",
+        "--retrieval-budget",
+        "64",
     )
     assert [record["id"] for record in found if "summary" in record] == [
         "a.txt",
         "z.txt",
     ], result.err
     (failed,) = (record for record in found if "error" in record)
-    assert failed["kind"] == "FitError"
+    assert failed["kind"] == "InsufficientMemoryError"
     assert "warning: large.txt, of " in result.err
     assert "will get a record that says: this job needs" in result.err
     assert result.code == 1
@@ -179,9 +186,9 @@ def test_a_single_text_that_does_not_fit_is_refused_with_figures(tmp_path: Path)
 
 
 def _no_host_memory_for_long_texts() -> None:
-    real = Llama.prefill
+    real = Transformer.prefill
 
-    def prefill(self: Llama, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def prefill(self: Transformer, tokens: torch.Tensor, *arguments: Any) -> torch.Tensor:
         if len(tokens) > 500:
             raise RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
@@ -189,14 +196,14 @@ def _no_host_memory_for_long_texts() -> None:
             )
         return real(self, tokens, *arguments)
 
-    Llama.prefill = prefill
+    Transformer.prefill = prefill
 
 
 def test_host_memory_that_runs_out_fails_one_document(tmp_path: Path) -> None:
     source = write(tmp_path / "in", a=GOOD, large=GOOD * 60, z=GOOD)
     result, found = summarize(tmp_path, source, before=_no_host_memory_for_long_texts)
     kinds = {record["id"]: record.get("kind") for record in found}
-    assert kinds == {"a.txt": None, "large.txt": "FitError", "z.txt": None}
+    assert kinds == {"a.txt": None, "large.txt": "InsufficientMemoryError", "z.txt": None}
     (error,) = (record["error"] for record in found if "error" in record)
     assert "out of memory: [enforce fail" in error
     assert result.code == 1
@@ -242,7 +249,14 @@ def test_a_record_of_another_job_is_not_taken_for_finished(
 def test_what_shapes_no_law_leaves_a_record_finished(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_bytes((finished / "out.jsonl").read_bytes())
     result, found = summarize(
-        tmp_path, finished / "in", "--mode", "plain", "--resident-layers", "1", "--budget", "64"
+        tmp_path,
+        finished / "in",
+        "--mode",
+        "plain",
+        "--gpu-kv-layers",
+        "1",
+        "--retrieval-budget",
+        "64",
     )
     assert "all 1 documents were finished before" in result.err
     (record,) = found
@@ -279,7 +293,7 @@ def test_a_model_is_known_by_its_files_and_named_without_its_folder(tmp_path: Pa
     assert model_name("someone/model") == "someone/model"
     with pytest.raises(TierForceError, match="No such file"):
         model_digest(tmp_path / "missing")
-    job = Job("m", None, "w", "i", 8, None, "auto", None, GREEDY)
+    job = BatchJob("m", None, "w", "i", 8, None, "auto", None, GREEDY)
     assert job.digest("half a pair: \ud800") != job.digest("half a pair: \ud801")
 
 
@@ -322,7 +336,7 @@ def test_left_over_variables_of_a_launcher_are_named_and_ignored(
     assert result.code == 0
     assert ["summary" in record for record in found] == [True]
     assert next(iter(left_over)) in result.err.splitlines()[0]
-    assert "is ignored: this process works alone" in result.err.splitlines()[0]
+    assert "is ignored: this process runs alone" in result.err.splitlines()[0]
 
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -352,7 +366,7 @@ def test_variables_that_name_no_rank_are_refused(
     variables: dict[str, str], word: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TierForceError, match=word):
-        place_of(variables)
+        rank_from_env(variables)
     line = refused(
         forked(tmp_path, "generate", *MODELS, "--prompt", "It was", before=_Environment(variables))
     )
@@ -361,10 +375,12 @@ def test_variables_that_name_no_rank_are_refused(
 
 def test_a_rank_is_read_from_a_launchers_variables() -> None:
     there = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert place_of(there) == Place(3, 4, 3, 4)
-    assert place_of({**there, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Place(3, 4, 1, 2)
+    assert rank_from_env(there) == RankInfo(3, 4, 3, 4)
+    assert rank_from_env({**there, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == RankInfo(
+        3, 4, 1, 2
+    )
     assert ignored_variables(there) is None
-    assert place_of({}) == place_of({"RANK": "0", "WORLD_SIZE": "1"}) == Place()
+    assert rank_from_env({}) == rank_from_env({"RANK": "0", "WORLD_SIZE": "1"}) == RankInfo()
     assert ignored_variables({"RANK": "0", "WORLD_SIZE": "1"}) is None
 
 

@@ -199,11 +199,11 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
         tmp_path,
         source,
         *choice,
-        "--resident-layers",
+        "--gpu-kv-layers",
         "2",
         "--link",
         "emulated:50",
-        "--budget",
+        "--retrieval-budget",
         "64",
     )
     record = found["a.txt"]
@@ -218,11 +218,11 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     # four far layers, keys and values of four heads of 64 in float32, all of the prompt but a
     # window for each pass of the target
     pass_bytes = 4 * 2 * 4 * 64 * 4 * (record["prompt_tokens"] - 32)
-    assert record["link_bytes_per_token"] >= record["passes"]["target"] * pass_bytes / 23
-    assert record["draft_lengths"].keys() == {"target", "retrieval"}
-    assert 0 < record["draft_lengths"]["target"] <= 64
+    assert record["link_bytes_per_token"] >= record["forwards"]["target"] * pass_bytes / 23
+    assert record["num_draft_tokens"].keys() == {"target", "retrieval"}
+    assert 0 < record["num_draft_tokens"]["target"] <= 64
     # one behind the prompt, one a verification
-    assert record["retrieval_refreshes"] == record["passes"]["target"] + 1
+    assert record["retrieval_selections"] == record["forwards"]["target"] + 1
     assert (record["temperature"], record["top_k"], record["top_p"], record["seed"]) == (
         0.7,
         9,
@@ -232,8 +232,8 @@ def test_a_record_has_what_it_takes_to_judge_and_repeat_it(tmp_path: Path) -> No
     assert (
         record["mode"],
         record["ranks"],
-        record["resident_layers"],
-        record["dropped_tokens"],
+        record["gpu_kv_layers"],
+        record["truncated_tokens"],
     ) == ("hierarchical", 1, 2, 0)
     assert record["versions"].keys() == {"tierforce", "torch", "transformers"}
     assert all(version[0].isdigit() for version in record["versions"].values())
@@ -245,13 +245,13 @@ def test_a_document_longer_than_the_context_is_cut_with_a_warning(tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     count = partial(lambda text: len(tokenizer(text).input_ids))
     dropped = count(GOOD * 20) + count("\n\nSummarize the text above.\n\n") - (150 - 8)
-    assert found["long.txt"]["dropped_tokens"] == dropped
+    assert found["long.txt"]["truncated_tokens"] == dropped
     assert found["long.txt"]["prompt_tokens"] == 142
     assert (
         f"warning: long.txt: longer than the context of 150 tokens; the last {dropped} tokens were "
         "dropped\n" in result.err
     )
-    assert found["short.txt"]["dropped_tokens"] == 0
+    assert found["short.txt"]["truncated_tokens"] == 0
     assert "short.txt: longer" not in result.err
 
 

@@ -15,12 +15,12 @@ import torch
 
 from decoding import Settings
 from decoding.app.hardware.plan_view import duration
-from decoding.config.defaults import BUDGETS
-from decoding.engine.session import Session
+from decoding.config.defaults import RETRIEVAL_BUDGETS
+from decoding.engine.session import SequenceState
 from decoding.planning.hardware_profile import HardwareProfile
-from decoding.planning.memory_requirements import TextNeeds, weight_bytes
-from decoding.planning.what_if import look_ahead
-from offload.errors import FitError, TierForceError
+from decoding.planning.memory_requirements import Requirements, weight_bytes
+from decoding.planning.what_if import plan_request
+from offload.errors import InsufficientMemoryError, TierForceError
 from parallel.formats.gguf_header import read_header
 from parallel.model.loading import parameter_bytes
 from support.commands import Finished, forked, refused
@@ -53,14 +53,16 @@ def pair() -> Pair:
 def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pair) -> None:
     """Tier by tier, from the configs alone."""
     prompt, new = 700, 60
-    settings = Settings(mode=mode, dtype="float32", budget=200, resident_layers=resident)
+    settings = Settings(mode=mode, dtype="float32", retrieval_budget=200, gpu_kv_layers=resident)
     draft = pair.draft.config if pair.draft is not None else None
-    needs = TextNeeds(pair.target.config, draft, mode, settings, torch.float32, 1, 1, True)
+    needs = Requirements(pair.target.config, draft, mode, settings, torch.float32, 1, 1, True)
     machine = HardwareProfile("here", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    ahead = look_ahead(needs, machine, prompt, new)
-    plan, tiers = ahead.plan, ahead.prefill_tiers
-    with pair.engine(mode, budget=200, resident_layers=resident, link="emulated:50") as engine:
-        session = Session(engine.runtime, random_tokens(prompt).tolist(), new)
+    ahead = plan_request(needs, machine, prompt, new)
+    plan, tiers = ahead.plan, ahead.prefill_memory
+    with pair.engine(
+        mode, retrieval_budget=200, gpu_kv_layers=resident, link="emulated:50"
+    ) as engine:
+        session = SequenceState(engine.runtime, random_tokens(prompt).tolist(), new)
         moving = (
             tiers["resident layers"] + tiers["ring, in prefill one layer"] + tiers["recent tokens"]
         )
@@ -73,8 +75,8 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
         )
         assert tiers["draft cache"] == (session.draft.device_bytes if session.draft else 0)
         if session.retrieval is not None:  # with what choosing takes for a while, and remembers
-            shape, traits = session.retrieval.shape, session.retrieval.selector.policy.traits
-            choosing = shape.scratch_bytes(session.target.layout, traits.rows)
+            shape, traits = session.retrieval.shape, session.retrieval.selector.policy.spec
+            choosing = shape.scratch_bytes(session.target.layout, traits.query_rows)
             choosing += traits.state_bytes(session.target.layout, shape.context, shape.chunk)
             assert tiers["retrieval cache"] == session.retrieval.device_bytes + choosing
         else:
@@ -103,7 +105,7 @@ def test_one_document_for_machines(tmp_path: Path, pair: Pair) -> None:
         str(DEMO / "draft"),
         "--context",
         "16384",
-        "--budget",
+        "--retrieval-budget",
         "512",
         "--hardware",
         str(hardware),
@@ -123,10 +125,10 @@ def test_one_document_for_machines(tmp_path: Path, pair: Pair) -> None:
     assert pair.draft is not None  # in float32 here, and in the plan in 16 bits
     weights = parameter_bytes(pair.target, pair.draft) // 2
     assert [phase["weights"] for phase in phases] == [weights, weights]
-    assert found["plan"]["late_layers"] > 0
+    assert found["plan"]["deferred_layers"] > 0
     assert found["forecast"]["token_s"] < found["plain"]["token_s"]
     # over a link, texts at once would keep less on the device
-    assert found["at once"] == {"plan": found["plan"], "forecast": found["forecast"]}
+    assert found["concurrent"] == {"plan": found["plan"], "forecast": found["forecast"]}
     shown = plan(tmp_path, *options[:-1]).out
     assert "documents an hour  " in shown
     assert found["first document"] == found["forecast"]  # where nothing is left to choose
@@ -135,11 +137,11 @@ def test_one_document_for_machines(tmp_path: Path, pair: Pair) -> None:
 
 def test_what_the_first_document_of_a_run_takes(tmp_path: Path) -> None:
     """It goes by the machine's numbers: where these were measured, as all documents do."""
-    numbers = NUMBERS | {"join_rate": 6e9, "near_rate": 2e10}
+    numbers = NUMBERS | {"reconstruct_rate": 6e9, "high_bits_rate": 2e10}
     (tmp_path / "mine.json").write_text(json.dumps(numbers))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "16384"]
     found = json.loads(plan(tmp_path, *options, "--json").out)
-    assert found["job"]["mode"] == "sliced-retrieval"
+    assert found["job"]["mode"] == "split-retrieval"
     assert found["first document"] == found["forecast"]
     assert "the first document of a run" not in plan(tmp_path, *options).out
 
@@ -150,9 +152,9 @@ def test_it_has_no_slices_on_a_machine_that_is_only_known_by_name(tmp_path: Path
     (tmp_path / "wide.json").write_text(json.dumps(wide))
     options = ["--model", str(tmp_path / "wide.json"), "--hardware", "1x4090"]
     found = json.loads(plan(tmp_path, *options, "--json").out)
-    assert found["job"]["mode"] == "sliced-retrieval"
+    assert found["job"]["mode"] == "split-retrieval"
     alone = json.loads(plan(tmp_path, *options, "--mode", "retrieval", "--json").out)
-    assert alone["job"]["budget"] > 4096
+    assert alone["job"]["retrieval_budget"] > 4096
     assert found["first document"] == alone["forecast"]
     assert "the first document of a run" in plan(tmp_path, *options).out
 
@@ -161,25 +163,26 @@ def test_short_texts_are_planned_at_once_or_as_many_as_asked(tmp_path: Path) -> 
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "1024", "--mode", "plain"]
     found = json.loads(plan(tmp_path, *options, "--json").out)
-    count = found["at once"]["forecast"]["texts_at_once"]
+    count = found["concurrent"]["forecast"]["concurrency"]
     assert count > 1
-    assert found["at once"]["plan"] == found["plan"]
+    assert found["concurrent"]["plan"] == found["plan"]
     assert f"documents an hour, {count} at once" in plan(tmp_path, *options).out
-    asked = json.loads(plan(tmp_path, *options, "--texts-at-once", "2", "--json").out)
-    assert asked["at once"]["forecast"]["texts_at_once"] == 2
+    asked = json.loads(plan(tmp_path, *options, "--concurrency", "2", "--json").out)
+    assert asked["concurrent"]["forecast"]["concurrency"] == 2
     assert asked["forecast"] == found["forecast"]
-    assert plan(tmp_path, *options, "--texts-at-once", "0").code == 2
+    assert plan(tmp_path, *options, "--concurrency", "0").code == 2
 
 
 def test_identical_texts_are_planned_one_at_a_time_and_take_longer(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
     options = ["--hardware", str(tmp_path / "mine.json"), "--context", "1024", "--mode", "plain"]
     usual, found = (
-        json.loads(plan(tmp_path, *options, *more, "--json").out) for more in ([], ["--identical"])
+        json.loads(plan(tmp_path, *options, *more, "--json").out)
+        for more in ([], ["--deterministic"])
     )
-    assert found["job"]["identical"]
-    assert found["at once"]["forecast"] == found["forecast"]
-    assert usual["at once"]["forecast"]["texts_at_once"] > 1
+    assert found["job"]["deterministic"]
+    assert found["concurrent"]["forecast"] == found["forecast"]
+    assert usual["concurrent"]["forecast"]["concurrency"] > 1
     assert found["forecast"]["token_s"] > usual["forecast"]["token_s"]
     assert found["job"]["acceptance"] == pytest.approx(0.9 / 1.1)
 
@@ -188,16 +191,16 @@ def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Pa
     """With what it would itself be planned to take, and not where there is nothing to gain."""
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS))
     options = ["--draft", str(DEMO / "draft"), "--hardware", str(tmp_path / "mine.json")]
-    far, sliced = ["--context", "16384", "--budget", "512"], "sliced-hierarchical"
+    far, split = ["--context", "16384", "--retrieval-budget", "512"], "split-hierarchical"
     whole = ["--mode", "hierarchical"]
     told = json.loads(plan(tmp_path, *options, *far, *whole, "--json").out)
-    itself = json.loads(plan(tmp_path, *options, *far, "--mode", sliced, "--json").out)
-    assert told["forecast"] != told[sliced] == itself["forecast"]
-    assert sliced not in itself
-    assert f"a token, {sliced}" in plan(tmp_path, *options, *far, *whole).out
+    itself = json.loads(plan(tmp_path, *options, *far, "--mode", split, "--json").out)
+    assert told["forecast"] != told[split] == itself["forecast"]
+    assert split not in itself
+    assert f"a token, {split}" in plan(tmp_path, *options, *far, *whole).out
     # what is not set is the faster one, and the other is told of
     best = json.loads(plan(tmp_path, *options, *far, "--json").out)
-    assert best["job"]["mode"] == sliced
+    assert best["job"]["mode"] == split
     assert best["forecast"] == itself["forecast"]
     assert best["hierarchical"] == told["forecast"]
     assert best["forecast"]["token_s"] < told["forecast"]["token_s"]
@@ -207,14 +210,14 @@ def test_a_mode_with_slices_is_told_of_where_layers_are_on_the_host(tmp_path: Pa
     for other in (near, uncut, [*far, "--mode", "plain"]):
         done = plan(tmp_path, *options, *other)
         assert done.code == 0, done.err
-        assert "sliced" not in done.out
+        assert "split" not in done.out
 
 
 def test_packed_layers_take_three_quarters(tmp_path: Path) -> None:
-    options = ["--hardware", "1x4090", "--context", "100000", "--resident-layers", "0", "--json"]
-    options += ["--mode", "retrieval", "--budget", "512"]
+    options = ["--hardware", "1x4090", "--context", "100000", "--gpu-kv-layers", "0", "--json"]
+    options += ["--mode", "retrieval", "--retrieval-budget", "512"]
     whole = json.loads(plan(tmp_path, *options).out)
-    packed = json.loads(plan(tmp_path, *options, "--packed").out)
+    packed = json.loads(plan(tmp_path, *options, "--compress-offload", "on").out)
     assert packed["plan"]["host_bytes"] == 0.75 * whole["plan"]["host_bytes"]
     assert packed["forecast"]["token_s"] < whole["forecast"]["token_s"]
 
@@ -232,12 +235,12 @@ def test_the_budget_that_is_predicted_to_pay_is_taken(tmp_path: Path) -> None:
         "--json",
     ]
     best, times = json.loads(plan(tmp_path, *options).out), {}
-    for budget in BUDGETS:
-        done = plan(tmp_path, *options, "--budget", str(budget))
+    for budget in RETRIEVAL_BUDGETS:
+        done = plan(tmp_path, *options, "--retrieval-budget", str(budget))
         if done.code == 0:
             times[budget] = json.loads(done.out)["forecast"]["token_s"]
     assert len(times) > 3
-    assert best["job"]["budget"] == min(times, key=times.__getitem__)
+    assert best["job"]["retrieval_budget"] == min(times, key=times.__getitem__)
     assert best["forecast"]["token_s"] == min(times.values())
 
 
@@ -308,19 +311,25 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
         (["--model", " "], "a model's name is empty: give a folder, a GGUF file or a hub name"),
         (["--context", "100"], "--context 100 leaves no room for a prompt before 512 new tokens"),
         (["--acceptance", "1.5"], "--acceptance must be between 0 and 1, found 1.5"),
-        (["--budget", "-1"], "--budget must be at least 1, found -1"),
+        (["--retrieval-budget", "-1"], "--retrieval-budget must be at least 1, found -1"),
         (["--host-memory", "-3"], "--host-memory must be 0 or more GB, found -3.0"),
         (
-            ["--host-memory", "0.01", "--context", "131072", "--resident-layers", "0"],
+            ["--host-memory", "0.01", "--context", "131072", "--gpu-kv-layers", "0"],
             "tokens of context would fit",
         ),
-        (["--resident-layers", "99"], "--resident-layers 99: the model has 6 layers"),
-        (["--identical", "--texts-at-once", "2"], "--identical texts share no passes"),
-        (["--dtype", "int4"], "--dtype int4 is not known"),
-        (["--packed", "--dtype", "float32"], "--packed saves nothing of float32"),
+        (["--gpu-kv-layers", "99"], "--gpu-kv-layers 99: the model has 6 layers"),
         (
-            ["--host-memory", "0.01", "--mode", "plain", "--resident-layers", "0"],
-            "It would take --packed, a shorter --context, more host memory",
+            ["--deterministic", "--concurrency", "2"],
+            "--deterministic requests cannot share forwards",
+        ),
+        (["--dtype", "int4"], "--dtype int4 is not known"),
+        (
+            ["--compress-offload", "on", "--dtype", "float32"],
+            "--compress-offload saves nothing with float32",
+        ),
+        (
+            ["--host-memory", "0.01", "--mode", "plain", "--gpu-kv-layers", "0"],
+            "It would take --compress-offload, a shorter --context, more host memory",
         ),
         (
             ["--hardware", "1x4090", "--plot", "/dev/null/plan.png"],
@@ -467,6 +476,7 @@ def test_a_draft_whose_tokenizer_is_here_is_compared(tmp_path: Path) -> None:
         ({"gpus": 2000}, "gpus must be .*, found 2000; at most 1024 is taken"),
         ({"gpus": True}, "gpus must be a number of 0 or more, found True"),
         ({"matmul": None}, "matmul must be a number of 0 or more, found None"),
+        ({"near_rate": 1e9}, "was written by tierforce 0.1, .* run `tierforce probe` again"),
     ],
 )
 def test_hardware_that_makes_no_sense_is_refused(
@@ -474,7 +484,7 @@ def test_hardware_that_makes_no_sense_is_refused(
 ) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(NUMBERS | change))
     with pytest.raises(TierForceError, match=line):
-        HardwareProfile.find(str(tmp_path / "mine.json"))
+        HardwareProfile.from_name(str(tmp_path / "mine.json"))
 
 
 def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
@@ -482,34 +492,34 @@ def test_hardware_with_gaps_is_refused(tmp_path: Path) -> None:
         json.dumps({name: value for name, value in NUMBERS.items() if name != "matmul"})
     )
     with pytest.raises(TierForceError, match="hardware mine lacks matmul"):
-        HardwareProfile.find(str(tmp_path / "mine.json"))
+        HardwareProfile.from_name(str(tmp_path / "mine.json"))
 
 
 def test_what_is_shipped_is_complete() -> None:
     path = Path(__file__).parents[4] / "decoding" / "planning" / "profiles.json"
     for name, numbers in json.loads(path.read_text()).items():
-        assert HardwareProfile.find(name).name == name
+        assert HardwareProfile.from_name(name).name == name
         assert all(number["source"] for number in numbers.values())
 
 
 def test_weights_too_large_are_said_to_be(pair: Pair) -> None:
     machine = HardwareProfile("tiny", 1, 1e6, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    needs = TextNeeds(
+    needs = Requirements(
         pair.target.config, None, "plain", Settings(mode="plain"), torch.float32, 1, 1, True
     )
-    with pytest.raises(FitError, match="the weights alone take"):
-        look_ahead(needs, machine, 1000, 10)
+    with pytest.raises(InsufficientMemoryError, match="the weights alone take"):
+        plan_request(needs, machine, 1000, 10)
 
 
 def test_a_plan_needs_neither_torch_nor_transformers() -> None:
     code = (
         "import sys\n"
         "from decoding.app.hardware.plan import _needs\n"
-        "from decoding.planning.what_if import look_ahead\n"
+        "from decoding.planning.what_if import plan_request\n"
         "from decoding.planning.hardware_profile import HardwareProfile\n"
         "from decoding.config.settings import Settings\n"
         f"needs = _needs({str(DEMO / 'target')!r}, None, Settings(dtype='bfloat16'), 1)\n"
-        "look_ahead(needs, HardwareProfile.find('1x4090'), 16_384, 512)\n"
+        "plan_request(needs, HardwareProfile.from_name('1x4090'), 16_384, 512)\n"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

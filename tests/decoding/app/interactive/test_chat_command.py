@@ -24,7 +24,7 @@ def type_from(path: Path) -> None:
 def type_hastily(path: Path) -> None:
     from decoding.app.interactive import chat
 
-    chat.TWICE_S = SOON_S
+    chat.DOUBLE_INTERRUPT_S = SOON_S
     type_from(path)
 
 
@@ -87,7 +87,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_program(
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    slow = ("--link", "emulated:0.05", "--resident-layers", "0", "--mode", "plain")
+    slow = ("--link", "emulated:0.05", "--gpu-kv-layers", "0", "--mode", "plain")
     command = ("chat", *model, *story, *slow, *ranks, "--max-new-tokens", "900")
     job = Fork(tmp_path, *command, before=partial(type_from, fifo))
     out, err = job.folder / "out", job.folder / "err"
@@ -115,7 +115,7 @@ def test_a_second_interrupt_ends_all(
 ) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    slow = ("--link", "emulated:0.01", "--resident-layers", "0", "--mode", "plain")
+    slow = ("--link", "emulated:0.01", "--gpu-kv-layers", "0", "--mode", "plain")
     job = Fork(tmp_path, "chat", *model, *story, *slow, before=partial(type_hastily, fifo))
     out = job.folder / "out"
     with fifo.open("w") as keyboard:

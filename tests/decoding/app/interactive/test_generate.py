@@ -52,7 +52,7 @@ def test_a_prompt_may_come_from_a_file(tmp_path: Path) -> None:
 
 def test_a_seed_repeats_a_text_and_another_seed_does_not(tmp_path: Path) -> None:
     texts = [
-        forked(tmp_path, *JOB, "--identical", "--temperature", "1", "--seed", seed).out
+        forked(tmp_path, *JOB, "--deterministic", "--temperature", "1", "--seed", seed).out
         for seed in ("1", "1", "2")
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -101,7 +101,7 @@ def test_a_model_without_a_chat_template_cannot_be_asked(tmp_path: Path) -> None
 
 def test_text_arrives_while_it_is_written_and_a_reader_may_leave(tmp_path: Path) -> None:
     slow = (
-        "--resident-layers",
+        "--gpu-kv-layers",
         "0",
         "--link",
         "emulated:0.01",
@@ -132,27 +132,27 @@ COMMON = {
         "--top-k",
         "--top-p",
         "--seed",
-        "--identical",
+        "--deterministic",
     ),
     *(
         "--mode",
         "--context",
         "--rope",
         "--chunk-size",
-        "--budget",
-        "--draft-length",
-        "--packed",
-        "--resident-layers",
-        "--sliced-layers",
+        "--retrieval-budget",
+        "--num-draft-tokens",
+        "--compress-offload",
+        "--gpu-kv-layers",
+        "--split-kv-layers",
     ),
     *(
         "--device-memory",
         "--hardware",
         "--link",
-        "--lookup",
+        "--prompt-lookup-ngram",
         "--graphs",
-        "--keep",
-        "--keep-limit",
+        "--prompt-cache",
+        "--prompt-cache-limit",
     ),
 }
 
@@ -166,7 +166,7 @@ COMMON = {
                 "--input",
                 "--output",
                 "--instruction",
-                "--texts-at-once",
+                "--concurrency",
                 "--cluster",
                 "--machines",
             },

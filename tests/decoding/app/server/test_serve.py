@@ -67,7 +67,7 @@ def test_a_client_gets_what_the_command_line_writes(
     tokens = last.usage.prompt_tokens
     assert (tokens, last.usage.completion_tokens) == (answer.usage.prompt_tokens, 12)
     assert last.usage.prompt_tokens_details.cached_tokens == tokens - 1
-    assert last.tierforce["layers"] == {"device": 6, "codes": 0, "host": 0}
+    assert last.tierforce["layers"] == {"device": 6, "split": 0, "host": 0}
     # the next question goes on behind it, and what was said is not read again
     talk = [*WHO, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
     more = client.chat.completions.create(model=server.model, messages=talk, max_tokens=3)
@@ -133,8 +133,8 @@ def test_probabilities_are_those_of_the_model(
     laws = logits.log_softmax(-1)
     own = laws.gather(1, torch.tensor(new)[:, None]).flatten()
     assert torch.allclose(torch.tensor(told.token_logprobs), own, atol=1e-4)
-    law = Sampling(temperature, top_p=0.9).law(logits).gather(1, torch.tensor(new)[:, None])
-    assert torch.allclose(torch.tensor(told.law_logprobs), law.log().flatten(), atol=1e-4)
+    law = Sampling(temperature, top_p=0.9).probs(logits).gather(1, torch.tensor(new)[:, None])
+    assert torch.allclose(torch.tensor(told.sampled_logprobs), law.log().flatten(), atol=1e-4)
     for top, row in zip(told.top_logprobs, laws, strict=True):
         best = sorted(top.values(), reverse=True)
         assert torch.allclose(torch.tensor(best), row.topk(3).values, atol=1e-4)
@@ -292,13 +292,13 @@ def test_who_goes_away_frees_the_engine(model: tuple[str, ...], tmp_path: Path) 
         wait_for(lambda: server.ask("/health")["waiting"] == 0)
         stream.close()
         wait_for(lambda: server.ask("/health")["running"] == 0)
-        written = server.metric('tierforce_tokens_total{kind="written"}')
+        written = server.metric('tierforce_tokens_total{kind="generated"}')
         assert 0 < written < 500
         # without a stream, too
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.5).completions.create(**long)
         wait_for(lambda: server.ask("/health")["running"] == 0)
-        assert server.metric('tierforce_tokens_total{kind="written"}') < written + 500
+        assert server.metric('tierforce_tokens_total{kind="generated"}') < written + 500
         assert client.completions.create(**{**long, "max_tokens": 2}).choices[0].text
 
 
@@ -346,7 +346,7 @@ def test_what_a_server_cannot_start_with(model: tuple[str, ...], tmp_path: Path)
     good = tmp_path / "good"
     good.write_text(KEY)
     good.chmod(0o600)
-    assert "holds no key" in told("--api-key-file", str(empty))
+    assert "contains no key" in told("--api-key-file", str(empty))
     assert "at least 16 characters" in told("--api-key-file", str(short))
     assert "secret" not in told("--api-key-file", str(short))
     assert "no regular file" in told("--api-key-file", str(tmp_path))
@@ -404,6 +404,6 @@ def test_comments_tell_how_far_it_is(server: Serving) -> None:
     lines = server.ask(CHAT, body).splitlines()
     told = [json.loads(line[2:]) for line in lines if line.startswith(": {")]
     kinds = {next(iter(each)) for each in told}
-    assert {"waiting", "reading", "counts"} <= kinds
-    done = [each["reading"] for each in told if "reading" in each]
+    assert {"waiting", "prefill", "counts"} <= kinds
+    done = [each["prefill"] for each in told if "prefill" in each]
     assert done[-1][0] == done[-1][1]

@@ -16,12 +16,18 @@ pytest.importorskip("prometheus_client")
 from starlette.requests import Request
 from starlette.types import Message
 
-from decoding.app.server.http.guards import Guards, Refused
-from decoding.app.server.http.parsing import Served
+from decoding.app.server.http.guards import Refused, RequestGuard
+from decoding.app.server.http.parsing import ServedModel
 from decoding.app.server.http.receiving import Uploads, parse_json
 from decoding.app.server.http.routes import Server
 from decoding.app.server.worker import limits
-from decoding.app.server.worker.jobs import Failed, Job, JobQueue, Note, Wrote
+from decoding.app.server.worker.jobs import (
+    Failed,
+    QueuedRequest,
+    QueueUpdate,
+    RequestQueue,
+    TextDelta,
+)
 from decoding.app.server.worker.metrics import Metrics
 from decoding.speculation.sampling import Sampling
 
@@ -217,11 +223,11 @@ def test_nothing_of_a_body_is_kept_while_its_request_waits() -> None:
         await app({**POST, "asgi": {}, "query_string": b""}, receive, send)
 
     async def run() -> None:
-        queue = JobQueue(limit=4)
+        queue = RequestQueue(limit=4)
         metrics = Metrics(queue)
-        served = Served("model", "model", 1000, 10, Sampling(), 5)
+        served = ServedModel("model", "model", 1000, 10, Sampling(), 5)
         server = Server(queue, _Prompts(), metrics, served, 16_000_000)  # type: ignore[arg-type]
-        app = Guards(server.app(), None, [], metrics)
+        app = RequestGuard(server.app(), None, [], metrics)
         tracemalloc.start()
         asking = [asyncio.create_task(ask(app, streamed)) for streamed in (True, False)]
         while queue.waiting < 2:
@@ -246,19 +252,19 @@ def test_an_answer_that_is_not_read_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(limits, "UNREAD_EVENTS", 10)
 
     async def run() -> None:
-        job = Job(None)  # type: ignore[arg-type]
+        job = QueuedRequest(None)  # type: ignore[arg-type]
         for _ in range(100):
-            job.tell(Wrote("a"))
+            job.send(TextDelta("a"))
             await asyncio.sleep(0)
         assert job.is_over  # so the engine stops
         events = [job.events.get_nowait() for _ in range(job.events.qsize())]
-        assert events[:10] == [Wrote("a")] * 10
+        assert events[:10] == [TextDelta("a")] * 10
         assert isinstance(events[10], Failed)
         assert len(events) == 11
-        read = Job(None)  # type: ignore[arg-type]
+        read = QueuedRequest(None)  # type: ignore[arg-type]
         for before in range(100):
-            read.tell(Note({"waiting": before}))
-            assert await read.events.get() == Note({"waiting": before})
+            read.send(QueueUpdate({"waiting": before}))
+            assert await read.events.get() == QueueUpdate({"waiting": before})
         assert not read.is_over
 
     asyncio.run(run())

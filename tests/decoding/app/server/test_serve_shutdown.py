@@ -35,7 +35,7 @@ def test_what_was_read_is_on_disk_when_it_ends(
 ) -> None:
     """SIGTERM ends the answer that is under way at once, and no writing; who waits is told."""
     kept = tmp_path / "kept"
-    command = (*model, *ranks, "--keep", str(kept), "--max-new-tokens", "5000")
+    command = (*model, *ranks, "--prompt-cache", str(kept), "--max-new-tokens", "5000")
     failed: list[str] = []
 
     def wait_in_queue(server: Serving) -> None:
@@ -110,15 +110,15 @@ def test_a_lost_rank_ends_it(model: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def never_ending() -> None:
-    from decoding.app.server.worker.answering import Answering
+    from decoding.app.server.worker.answering import EngineWorker
 
-    run = Answering.run
+    run = EngineWorker.run
 
-    def run_on(answering: Answering) -> None:
+    def run_on(answering: EngineWorker) -> None:
         run(answering)
         time.sleep(PATIENCE)
 
-    Answering.run = run_on  # type: ignore[method-assign]
+    EngineWorker.run = run_on  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("number", slow_except([signal.SIGINT, signal.SIGTERM], 1))

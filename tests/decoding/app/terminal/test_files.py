@@ -15,15 +15,15 @@ from decoding.app.batch.job import model_digest
 from decoding.app.interactive import generate
 from decoding.app.interactive.chat import read_conversation
 from decoding.app.server.options import read_keys
-from decoding.app.terminal.files import refuse_other_than_json
+from decoding.app.terminal.files import check_json_suffix
 from decoding.planning.hardware_profile import HardwareProfile
 from offload.errors import TierForceError
 from support.irregular import IRREGULAR
 
 READERS: dict[str, Callable[[Path], object]] = {
     "/load": read_conversation,
-    "--hardware": lambda path: HardwareProfile.find(str(path)),
-    "--stats": lambda path: refuse_other_than_json("--stats", path),
+    "--hardware": lambda path: HardwareProfile.from_name(str(path)),
+    "--stats": lambda path: check_json_suffix("--stats", path),
     "--api-key-file": read_keys,
     "--model": lambda path: model_digest(path.parent),
 }

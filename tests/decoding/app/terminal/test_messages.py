@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from decoding.app.options import Common
-from decoding.app.terminal.messages import doubts
+from decoding.app.terminal.messages import sanity_warnings
 from decoding.config.settings import Settings
 from decoding.speculation.sampling import Sampling
 from support.commands import DRAFT, MODELS, forked
@@ -37,14 +37,14 @@ def pair(checkpoint: Callable[..., Path]) -> Pair:
 def test_models_that_go_together_raise_no_doubt(pair: Pair) -> None:
     with pair.engine("hierarchical", stop=[3]) as engine:
         engine.tokenizer = OtherTokenizer(pair.target.config.vocab)
-        assert doubts(engine, COMMON) == []
+        assert sanity_warnings(engine, COMMON) == []
 
 
 def test_what_cannot_be_meant_is_told(pair: Pair) -> None:
     vocab = pair.target.config.vocab
     with pair.engine("plain") as engine:
         engine.tokenizer = OtherTokenizer(vocab // 3)
-        other, endless, unused = doubts(engine, COMMON)
+        other, endless, unused = sanity_warnings(engine, COMMON)
         assert f"a has {vocab:,} tokens, its tokenizer {vocab // 3:,}" in other
         assert "no token that ends a text" in endless
         assert unused == "--draft b has no part in --mode plain."
@@ -59,7 +59,7 @@ def test_a_context_that_was_guessed_is_told(
     pair = Pair(folder, folder)
     with pair.engine("plain", stop=[3], context=context) as engine:
         engine.tokenizer = OtherTokenizer(pair.target.config.vocab)
-        told = doubts(engine, replace(COMMON, draft=None))
+        told = sanity_warnings(engine, replace(COMMON, draft=None))
         assert engine.context == (context or 16_384)
     assert [line.startswith("a: RoPE type 'linear' stretches") for line in told] == [True] * is_told
 

@@ -28,7 +28,7 @@ from support.commands import (
 from support.slow import slow_except
 
 SOON = 30.0  # seconds in which all processes of an interrupted job have to be gone
-OFFLOADED = ("--resident-layers", "0", "--max-new-tokens", "16", "--budget", "4096")
+OFFLOADED = ("--gpu-kv-layers", "0", "--max-new-tokens", "16", "--retrieval-budget", "4096")
 # a second or so for a document, of which two ranks have half each; nearly all of it is waiting
 SLOW, SLOW_ALONE = ("--link", "emulated:0.004"), ("--link", "emulated:0.008")
 TWO = ("--gpus", "2")
@@ -44,8 +44,8 @@ def write(folder: Path, documents: int) -> tuple[str, ...]:
     return "summarize", *MODELS, *OFFLOADED, "--input", str(folder / "in")
 
 
-def at_once(count: int) -> tuple[str, str]:
-    return "--texts-at-once", str(count)
+def concurrency(count: int) -> tuple[str, str]:
+    return "--concurrency", str(count)
 
 
 def uninterrupted(folder: Path, *command: str) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def test_a_single_process_ends_at_a_signal_and_goes_on_with_the_same_seed(
 ) -> None:
     command = (
         *write(tmp_path, documents=3),
-        *at_once(texts),
+        *concurrency(texts),
         "--seed",
         "3",
-        "--draft-length",
+        "--num-draft-tokens",
         "5",
         "--mode",
         "speculative",  # has no other length, which would go by the clock
@@ -126,7 +126,7 @@ def test_two_ranks_end_whatever_happens_to_them_and_go_on(
     interrupts: list[str], tmp_path: Path
 ) -> None:
     count = len(interrupts)
-    command = (*write(tmp_path, documents=count + 1), *STEADY, *at_once(1))
+    command = (*write(tmp_path, documents=count + 1), *STEADY, *concurrency(1))
     output = tmp_path / "out.jsonl"
     for finished_before, name in enumerate(interrupts):
         code, words, start, how, interrupt = INTERRUPTS[name]

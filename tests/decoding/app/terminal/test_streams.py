@@ -13,13 +13,13 @@ import pytest
 
 from decoding.app.interactive import generate
 from decoding.app.terminal.files import check_writable
-from decoding.app.terminal.streams import Output, advice_after_loss
+from decoding.app.terminal.streams import CheckedStdout, advice_after_loss
 from offload.errors import TierForceError
 from support.commands import TARGET, Fork, wait_for
 
 
 def test_what_is_closed_takes_nothing_and_says_so_once() -> None:
-    output = Output(None)
+    output = CheckedStdout(None)
     output.flush()
     with pytest.raises(TierForceError, match="standard output cannot be written: it is closed"):
         output.write("text")
@@ -28,7 +28,7 @@ def test_what_is_closed_takes_nothing_and_says_so_once() -> None:
 
 
 def test_what_is_full_says_so_once() -> None:
-    output = Output(open("/dev/full", "w"))  # noqa: SIM115
+    output = CheckedStdout(open("/dev/full", "w"))  # noqa: SIM115
     output.write("text")
     with pytest.raises(TierForceError, match="cannot be written: No space left on device"):
         output.flush()
@@ -38,7 +38,7 @@ def test_what_is_full_says_so_once() -> None:
 
 def test_characters_that_the_encoding_lacks_are_spelt_out() -> None:
     raw = io.BytesIO()
-    output = Output(io.TextIOWrapper(raw, encoding="ascii"))
+    output = CheckedStdout(io.TextIOWrapper(raw, encoding="ascii"))
     output.write("né 😀")
     output.flush()
     assert raw.getvalue() == b"n\\xe9 \\U0001f600"
@@ -61,7 +61,7 @@ def test_a_terminal_is_not_steered_by_a_model(
     for is_terminal in (True, False):
         stream = io.StringIO(newline="")
         stream.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
-        monkeypatch.setattr(sys, "stdout", Output(stream))
+        monkeypatch.setattr(sys, "stdout", CheckedStdout(stream))
         generate._write(text)
         assert stream.getvalue() == (shown if is_terminal and shown else text)
 
@@ -76,7 +76,7 @@ def _until_there(path: Path) -> None:
         ("--help",),
         ("summarize", "--help"),
         ("--version",),
-        ("keep", "list", str(Path(__file__).parent), "--json"),
+        ("prompt-cache", "list", str(Path(__file__).parent), "--json"),
         ("plan", "--model", str(TARGET)),
         ("plan", "--model", str(TARGET), "--json"),
         ("generate", "--model", str(TARGET), "--device", "cpu", "--prompt", "It was"),

@@ -19,19 +19,23 @@ from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens
 from decoding import Engine, Settings
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from offload.cache.base import Cache
-from offload.cache.static_shape import SlotCache
+from offload.cache.static_shape import StaticCache
 from parallel.execution.cuda_graphs import GraphRunner
-from parallel.model.transformer import Llama
+from parallel.model.transformer import Transformer
 
 # makes logits (rows, V) of model, tokens, cache and rows: the model itself, or a GraphRunner
-PassRunner = Callable[[Llama, torch.Tensor, Cache, int], torch.Tensor]
+PassRunner = Callable[[Transformer, torch.Tensor, Cache, int], torch.Tensor]
 DRAFTED = 64  # tokens of text behind the prompt that there is room for
 
 
 def median_ms(
-    model: Llama, cache: Cache, tokens: torch.Tensor, repeats: int, run: PassRunner = Llama.__call__
+    model: Transformer,
+    cache: Cache,
+    tokens: torch.Tensor,
+    repeats: int,
+    run: PassRunner = Transformer.__call__,
 ) -> float:
     """Return the median time of a pass over these tokens, after one that warms up.
 
@@ -45,19 +49,19 @@ def median_ms(
     return statistics.median(times[1:])
 
 
-def passes(session: Session, repeats: int) -> dict[str, float]:
+def passes(session: SequenceState, repeats: int) -> dict[str, float]:
     """Time passes of every level; milliseconds by level and rows.
 
     A refresh chooses the retrieval cache anew. "Not recorded" is a short pass without CUDA graphs,
     where it is recorded otherwise.
     """
     target, model, tokens = session.target, session.runtime.target, session.prompt
-    followers, target.followers = target.followers, []
+    followers, target.observers = target.observers, []
     times = {
         f"target_{rows}": median_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
     }
-    target.followers = followers
-    short: list[tuple[str, Llama, SlotCache, int]] = []
+    target.observers = followers
+    short: list[tuple[str, Transformer, StaticCache, int]] = []
     if session.retrieval is not None:
         # the text stands still, and is chosen from all the same
         session.retrieval.selector.min_interval = 0
@@ -72,38 +76,40 @@ def passes(session: Session, repeats: int) -> dict[str, float]:
 
 
 def short_passes(
-    run: GraphRunner, model: Llama, cache: SlotCache, tokens: torch.Tensor, repeats: int
+    run: GraphRunner, model: Transformer, cache: StaticCache, tokens: torch.Tensor, repeats: int
 ) -> dict[str, float]:
     """Time passes as a session makes them and, where these are recorded, without recordings."""
-    run.warm(model, tokens, cache, len(tokens))
+    run.warm_up(model, tokens, cache, len(tokens))
     times = {"": median_ms(model, cache, tokens, repeats, run)}
     if run.enabled:
         times["_not_recorded"] = median_ms(model, cache, tokens, repeats)
     return times
 
 
-@benchmark("Milliseconds a pass, by level and rows: {dtype}, budget {budget}, {threads} threads")
+@benchmark(
+    "Milliseconds a pass, by level and rows: {dtype}, budget {retrieval_budget}, {threads} threads"
+)
 def main(
     target: opt.Target = opt.SMOLLM2,
     draft: opt.Draft = None,
     rope: opt.Rope = None,
     text: opt.Text = None,
     contexts: opt.Contexts = "1856,3712,7424",
-    budget: opt.Budget = 1024,
+    retrieval_budget: opt.Budget = 1024,
     dtype: opt.Dtype = "bfloat16",
     threads: opt.Threads = 0,
     repeats: opt.Repeats = 9,
     output: opt.Output = Path("results/passes.json"),
 ) -> Measurement:
     """Read prompts of growing length, and time every kind of pass behind each."""
-    settings = Settings(rope=rope, dtype=dtype, budget=budget)
+    settings = Settings(rope=rope, dtype=dtype, retrieval_budget=retrieval_budget)
     engine = Engine.from_pretrained(target, draft, settings)
     lengths = opt.integers(contexts)
     tokens = prompt_tokens(engine.tokenizer, max(lengths), text)
     rows, peak = list[Row](), 0
     for context in lengths:
         started = time.perf_counter()
-        session = Session(engine.runtime, tokens[:context], DRAFTED)
+        session = SequenceState(engine.runtime, tokens[:context], DRAFTED)
         session.prefill()
         prefill_s = time.perf_counter() - started
         rows.append({"tokens": context, "prefill_s": prefill_s, **passes(session, repeats)})

@@ -13,15 +13,15 @@ from torch import Tensor
 from offload.memory.host_arena import HostArena
 from offload.retrieval.cache import RetrievalCache
 from offload.retrieval.selection import POLICIES
-from offload.retrieval.shape import RetrievalShape
+from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.prefill import Prefill
-from offload.tiered.shape import TieredShape
-from parallel.execution.batched_forward import Pass, make
-from parallel.execution.lockstep import Level, Lockstep
+from offload.tiered.shape import TieredCacheSpec
+from parallel.execution.batched_forward import ForwardRequest, run_forward
+from parallel.execution.executor import Level, TensorParallelExecutor
 from parallel.model.loading import load_model
-from parallel.model.transformer import Llama
-from parallel.ranks.process_group import Group
+from parallel.model.transformer import Transformer
+from parallel.ranks.process_group import TensorParallelGroup
 from support.links import CPU, make_test_link
 from support.models import random_tokens
 from support.ranks import run_ranks
@@ -37,18 +37,18 @@ class OneText:
 
     max_tokens = MAX_TOKENS
 
-    def __init__(self, model: Llama, seed: int):
+    def __init__(self, model: Transformer, seed: int):
         prompt = PROMPTS[seed]
         layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
         link = make_test_link("emulated")
         rotary = model.config.rotary(prompt, prompt + NEW, torch.float32, CPU)
-        shape = RetrievalShape.of(24, 4, prompt + NEW, MAX_TOKENS, NEW)
-        tiers = TieredShape(
+        shape = RetrievalCacheSpec.of(24, 4, prompt + NEW, MAX_TOKENS, NEW)
+        tiers = TieredCacheSpec(
             layout, prompt + NEW, 1, recent=shape.window, block=shape.block, rows=MAX_TOKENS
         )
         self.target = TieredCache(tiers, link, rotary, HostArena(link, torch.float32))
         self.retrieval = RetrievalCache(layout, shape, POLICIES["attention"](), rotary, CPU)
-        self.target.followers.append(self.retrieval)
+        self.target.observers.append(self.retrieval)
         self.levels = [
             Level("target", model, self.target),
             Level("retrieval", model, self.retrieval),
@@ -61,10 +61,10 @@ class OneText:
         self.size = 4 + seed % 3  # tokens of a verification
         self.turns = [4, 0, 1, 2, 3] if seed == 9 else [0, 1, 2, 3, 4]  # as they come
 
-    def make(self, passes: Sequence[Pass]) -> list[Tensor]:
-        return make(passes)
+    def run_forward(self, passes: Sequence[ForwardRequest]) -> list[Tensor]:
+        return run_forward(passes)
 
-    def forget(self, other: OneText) -> None:
+    def evict_shared_graphs(self, other: OneText) -> None:
         self.forgotten.append(other.seed)
 
     def close(self) -> None:
@@ -73,11 +73,13 @@ class OneText:
     def tokens(self, turn: int) -> Tensor:
         return random_tokens(self.size, seed=100 * self.seed + turn)
 
-    def drafted(self, turn: int, at: int) -> Pass:
-        return Pass(self.levels[1].model, self.retrieval, self.tokens(turn)[at : at + 1], 1)
+    def drafted(self, turn: int, at: int) -> ForwardRequest:
+        return ForwardRequest(
+            self.levels[1].model, self.retrieval, self.tokens(turn)[at : at + 1], 1
+        )
 
-    def verified(self, turn: int) -> Pass:
-        return Pass(self.levels[0].model, self.target, self.tokens(turn), self.size - 1)
+    def verified(self, turn: int) -> ForwardRequest:
+        return ForwardRequest(self.levels[0].model, self.target, self.tokens(turn), self.size - 1)
 
     def judge(self, turn: int) -> None:
         self.target.advance(1 + [2, 0, 1, 3, 1][turn])
@@ -85,18 +87,18 @@ class OneText:
             self.target.crop(self.target.length - 2)
         self.retrieval.crop(self.target.length)
 
-    def uncounted(self, turn: int) -> Pass:
+    def uncounted(self, turn: int) -> ForwardRequest:
         """Return a pass whose tokens are taken back."""
-        return Pass(self.levels[1].model, self.retrieval, self.tokens(turn)[:2], 2)
+        return ForwardRequest(self.levels[1].model, self.retrieval, self.tokens(turn)[:2], 2)
 
 
-def lead(make: Lockstep, texts: list[OneText], turn: int) -> dict[int, list[Tensor]]:
+def lead(make: TensorParallelExecutor, texts: list[OneText], turn: int) -> dict[int, list[Tensor]]:
     """A round of each as decoders make them: a short draft on the retrieval cache, a verification,
     a verdict, and a pass given up. Passes of several texts are made as one.
     """
     logits: dict[int, list[Tensor]] = {text.seed: [] for text in texts}
 
-    def make_all(passes: list[Pass]) -> None:
+    def make_all(passes: list[ForwardRequest]) -> None:
         for text, made in zip(texts, make(passes), strict=True):
             logits[text.seed].append(made)
 
@@ -113,8 +115,8 @@ def lead(make: Lockstep, texts: list[OneText], turn: int) -> dict[int, list[Tens
 
 def alone(folder: Path, seed: int) -> tuple[list[Tensor], int]:
     """A text's logits where it is the only one, and the bytes it took over the link."""
-    lockstep = Lockstep(Group())
-    text = OneText(load_model(folder, Group()), seed)
+    lockstep = TensorParallelExecutor(TensorParallelGroup())
+    text = OneText(load_model(folder, TensorParallelGroup()), seed)
     lockstep.add(text)
     logits = [text.first]
     for turn in text.turns:
@@ -126,8 +128,11 @@ class Place:
     """A rank on which texts come and go."""
 
     def __init__(self, folder: Path):
-        self.group = Group.from_environment("cpu")
-        self.model, self.lockstep = load_model(folder, self.group), Lockstep(self.group)
+        self.group = TensorParallelGroup.from_environment("cpu")
+        self.model, self.lockstep = (
+            load_model(folder, self.group),
+            TensorParallelExecutor(self.group),
+        )
         self.opened: list[OneText] = []
         self.logits: dict[int, list[Tensor]] = {}
 
@@ -138,22 +143,22 @@ class Place:
         self.logits[seed] = [text.first]
         return text
 
-    def announce_another(self, seed: int) -> OneText:
-        self.lockstep.announce_another()
+    def broadcast_open(self, seed: int) -> OneText:
+        self.lockstep.broadcast_open()
         return self.open(self.group.broadcast(seed))
 
     def end(self, text: OneText) -> None:
-        self.lockstep.announce_end(text)
+        self.lockstep.broadcast_close(text)
         self.lockstep.close(text)
 
     def go_on(self, texts: list[OneText], turn: int) -> None:
         for seed, made in lead(self.lockstep, texts, turn).items():
             self.logits[seed] += made
 
-    def follow(self) -> None:
+    def worker_loop(self) -> None:
         self.open(7)
-        while self.lockstep.texts:
-            over = self.lockstep.follow()
+        while self.lockstep.sequences:
+            over = self.lockstep.worker_loop()
             if over is None:
                 self.open(self.group.broadcast(0))
             else:
@@ -165,17 +170,17 @@ def together(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, int]]:
     """One text alone; then a second that joins it, and a third in the first one's place."""
     place = Place(folder)
     if place.group.rank:
-        place.follow()
+        place.worker_loop()
     else:
         first = place.open(7)
         place.go_on([first], 0)
-        second = place.announce_another(8)
+        second = place.broadcast_open(8)
         place.go_on([second], 0)
         for turn in range(1, 4):
             place.go_on([first, second], turn)
         place.go_on([first], 4)
         place.end(first)
-        third = place.announce_another(9)
+        third = place.broadcast_open(9)
         place.go_on([third, second], 4)
         place.end(second)
         for turn in range(4):

@@ -24,7 +24,7 @@ from bench.peers.hugging_face import Clock, load_transformers, warped
 from decoding import Engine, Sampling, Settings
 from decoding.engine.request import Request
 from parallel.model.loading import resolve
-from parallel.ranks.process_group import Group
+from parallel.ranks.process_group import TensorParallelGroup
 
 RESIDENT = "resident"  # in place of a link: all KV stays in device memory
 PADDED = "transformers: a padded batch"
@@ -33,10 +33,10 @@ PADDED = "transformers: a padded batch"
 Run = dict[str, Any]  # seconds of one batch, reading and decoding apart, and what was counted
 
 
-def write(engine: Engine, asked: Sequence[Request], at_once: int) -> Run:
+def write(engine: Engine, asked: Sequence[Request], concurrency: int) -> Run:
     """Read and continue all texts."""
     started = time.perf_counter()
-    texts = list(engine.write(asked, at_once))
+    texts = list(engine.generate_batch(asked, concurrency))
     wall = time.perf_counter() - started
     for text in texts:
         if text.error is not None:
@@ -45,7 +45,7 @@ def write(engine: Engine, asked: Sequence[Request], at_once: int) -> Run:
     prefill = sum(each.first_token_s for each in stats)
     per_token = [each.ms_per_token or 0.0 for each in stats]
     tops = [each.levels[0].stats for each in stats]
-    passes = sum(top.passes for top in tops)
+    passes = sum(top.forwards for top in tops)
     verifications = [each.verify_s for text in stats for each in text.rounds if each.drafted]
     tokens = sum(each.new_tokens - 1 for each in stats)  # but for the first of each text
     return {
@@ -73,7 +73,7 @@ def write_padded(model: Any, asked: Sequence[Request]) -> Run:
         out = model.generate(
             batch,
             attention_mask=torch.ones_like(batch),
-            max_new_tokens=first.new,
+            max_new_tokens=first.max_new_tokens,
             logits_processor=[note],
             **warped(first.sampling),
         )
@@ -88,14 +88,14 @@ def write_padded(model: Any, asked: Sequence[Request]) -> Run:
     }
 
 
-def row(way: str, at_once: int, texts: int, runs: Sequence[Run]) -> Row:
+def row(way: str, concurrency: int, texts: int, runs: Sequence[Run]) -> Row:
     """Return the row of some runs of the same batch of texts: medians of times."""
     times = ("tokens_s", "ms_per_token", "prefill_s", "decode_s")
     median = {name: statistics.median(run[name] for run in runs) for name in times}
-    say(f"{way}, {at_once} at once: {median['tokens_s']:.1f} tokens/s")
+    say(f"{way}, {concurrency} at once: {median['tokens_s']:.1f} tokens/s")
     return {
         "way": way,  # mode, and the link of its KV
-        "at_once": at_once,
+        "concurrency": concurrency,
         **median,  # tokens/s of all texts together; ms/token of one, as its reader sees it
         "documents_hour": 3600 * texts / (median["prefill_s"] + median["decode_s"]),
         "tokens_per_verification": runs[-1].get("tokens_per_verification"),
@@ -108,13 +108,13 @@ def settings_of(mode: str, link: str, dtype: str) -> Settings:
     if link == RESIDENT:
         near = "auto" if torch.cuda.is_available() else "view"
         return Settings(mode=mode, dtype=dtype, link=near)
-    return Settings(mode=mode, dtype=dtype, link=link, resident_layers=0)
+    return Settings(mode=mode, dtype=dtype, link=link, gpu_kv_layers=0)
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Return how much faster texts are that share passes, or time, by what they are beside."""
     claims = {}
-    by_kind = {(row["way"], row["at_once"]): row for row in rows}
+    by_kind = {(row["way"], row["concurrency"]): row for row in rows}
     alone: dict[str, Row] = {}
     for (way, count), shared in by_kind.items():
         if way == PADDED or alone.setdefault(way, shared) is shared:
@@ -136,7 +136,7 @@ def main(
     text: opt.Text = None,
     context: opt.Context = 4096,
     texts: Annotated[int, typer.Option(help="Texts, taken from all over the text.")] = 6,
-    at_once: Annotated[
+    concurrency: Annotated[
         str, typer.Option(help="Texts at once, separated by commas; 1 comes first.")
     ] = "1,6",
     modes: Annotated[str, typer.Option(help="Modes, separated by commas.")] = "plain,retrieval",
@@ -154,7 +154,7 @@ def main(
 ) -> Measurement:
     """Decode some texts one by one and at once, in every mode and over every link."""
     every = text_tokens(tokenizer_of(target), text)
-    law, rows, counts = Sampling(temperature, top_p=top_p), list[Row](), opt.integers(at_once)
+    law, rows, counts = Sampling(temperature, top_p=top_p), list[Row](), opt.integers(concurrency)
     asked = [
         Request(prompt, new_tokens, law) for prompt in prompts(every, context, texts, new_tokens)
     ]
@@ -168,6 +168,8 @@ def main(
             rows.append(row(f"{mode}, {link}", count, texts, found))
         yield {"rows": rows, "ratios": ratios(rows)}
     if padded:
-        model = load_transformers(resolve(target, Group()), dtype, output.parent / "converted")
+        model = load_transformers(
+            resolve(target, TensorParallelGroup()), dtype, output.parent / "converted"
+        )
         rows.append(row(PADDED, texts, texts, [write_padded(model, asked) for _ in range(repeats)]))
         yield {"rows": rows, "ratios": ratios(rows)}

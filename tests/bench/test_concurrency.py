@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.speed.texts import PADDED, main
+from bench.speed.concurrency import PADDED, main
 from support.engines import DEMO
 from support.slow import slow_except
 
@@ -18,14 +18,14 @@ from support.slow import slow_except
 def test_a_row_for_each_way_and_count(mode: str, tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "texts.json"
     app.command()(main)
-    sizes = ["--context", "70", "--texts", "3", "--new-tokens", "9", "--at-once", "1,3"]
+    sizes = ["--context", "70", "--texts", "3", "--new-tokens", "9", "--concurrency", "1,3"]
     models = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft")]
     ways = ["--modes", mode, "--links", "resident,emulated:50", "--dtype", "float32"]
     done = CliRunner().invoke(app, [*sizes, *models, *ways, "--output", str(output)])
     assert done.exit_code == 0, done.output
     found = json.loads(output.read_text())
     alone, together, far, far_together, padded = found["rows"]
-    assert [row["at_once"] for row in found["rows"]] == [1, 3, 1, 3, 3]
+    assert [row["concurrency"] for row in found["rows"]] == [1, 3, 1, 3, 3]
     assert alone["way"] == together["way"] == f"{mode}, resident"
     assert far["way"] == far_together["way"] == f"{mode}, emulated:50"
     assert padded["way"] == PADDED

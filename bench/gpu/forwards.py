@@ -23,11 +23,11 @@ from bench.gpu.models import (
 )
 from bench.harness.decode_loop import decode_loop
 from bench.harness.tables import heading
-from bench.speed.passes import median_ms, passes
+from bench.speed.forwards import median_ms, passes
 from decoding import Sampling
-from decoding.engine.session import Session
+from decoding.engine.session import SequenceState
 from decoding.speculation.draft_length import Fixed
-from offload.memory.bandwidth import Copies
+from offload.memory.bandwidth import BandwidthProbe
 
 _TOKENS = 65_536  # of a prompt
 _LONG = 130_048  # of the prompt with which a 4090's memory is planned
@@ -40,7 +40,7 @@ def resident(context: Context) -> None:
     mode = mode_of(context, context.choices.mode)
     int8 = bool(context.choices.int8)
     tokens = context.tokens(_TOKENS)
-    with prefilled(context, tokens, mode, resident_layers=layers, int8_retrieval=int8) as session:
+    with prefilled(context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8) as session:
         before = _device_bytes(context)
         times, _ = _timed(context, session)
         context.compute |= times
@@ -57,9 +57,9 @@ def streamed(context: Context) -> None:
     """No layer's KV on the device, or as many as were asked for: what hides behind the link."""
     mode = mode_of(context, context.choices.mode)
     int8 = context.choices.int8 is not False
-    layers = context.choices.resident_layers or 0
+    layers = context.choices.gpu_kv_layers or 0
     tokens = context.tokens(_TOKENS)
-    with prefilled(context, tokens, mode, resident_layers=layers, int8_retrieval=int8) as session:
+    with prefilled(context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8) as session:
         times, moved = _timed(context, session)
         _report_link(context, session, times, moved, context.compute)
 
@@ -67,12 +67,12 @@ def streamed(context: Context) -> None:
 def split(context: Context) -> None:
     """Layers whose high bytes are on the device: drafts against these, exact verifications."""
     layers = loaded(context.choices, context.group)[0].config.layers
-    mode = mode_of(context, "sliced-hierarchical")
-    chosen: dict[str, Any] = {"resident_layers": 0, "sliced_layers": layers}
+    mode = mode_of(context, "split-hierarchical")
+    chosen: dict[str, Any] = {"gpu_kv_layers": 0, "split_kv_layers": layers}
     with prefilled(context, context.tokens(_TOKENS), mode, **chosen) as session:
-        context.add("fused kernels", session.runtime.slice_kernels[1])
+        context.add("fused kernels", session.runtime.split_kernels[1])
         model, prompt = session.runtime.target, session.prompt
-        near = next(level.cache for level in session.levels if level.name == "sliced")
+        near = next(level.cache for level in session.levels if level.name == "split")
         for rows in (1, 3, 9):
             context.add(f"draft pass, {rows} rows", median_ms(model, near, prompt[:rows], 5), "ms")
         before = session.target.traffic.link_in
@@ -89,9 +89,9 @@ def deterministic(context: Context) -> None:
     found: list[torch.Tensor] = []
     verdicts = []
     for count in (layers, layers // 2, 0):
-        chosen: dict[str, Any] = {"resident_layers": count, "identical": True, "graphs": False}
+        chosen: dict[str, Any] = {"gpu_kv_layers": count, "deterministic": True, "graphs": False}
         with prefilled(context, tokens, "plain", **chosen) as session:
-            context.add("fused kernels", session.runtime.steady_kernels[1])
+            context.add("fused kernels", session.runtime.batch_invariant_kernels[1])
             model, cache, rows = session.runtime.target, session.target, session.prompt[:9]
             together = model(rows, cache, 9)
             alone = []
@@ -131,20 +131,20 @@ def _planned(context: Context) -> None:
     mode = mode_of(context, choices.mode)
     chosen: dict[str, Any] = {
         "device_memory": planned_memory(choices.device_memory, weights),
-        "resident_layers": choices.resident_layers,
+        "gpu_kv_layers": choices.gpu_kv_layers,
         "int8_retrieval": choices.int8 is not False,
     }
     before = _device_bytes(context)
     with prefilled(context, context.tokens(_LONG), mode, **chosen) as session:
         context.add("slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")
         report_prefill(context, session)
-        session.runtime.link.peak()  # which forgets that of the matrix product
+        session.runtime.link.peak_bytes()  # which forgets that of the matrix product
         times, moved = _timed(context, session)
-        peaks = {"prefill": session.peaks["prefill"], "passes": session.runtime.link.peak()}
+        peaks = {"prefill": session.peaks["prefill"], "passes": session.runtime.link.peak_bytes()}
         _report_link(context, session, times, moved, {})
-        session.runtime.link.peak()
+        session.runtime.link.peak_bytes()
         _report_rounds(context, session)
-        peaks["rounds"] = session.runtime.link.peak()
+        peaks["rounds"] = session.runtime.link.peak_bytes()
         context.add("planned, beside weights", session.plan.device_bytes / 1e9, "GB")
         after = _device_bytes(context)
         if before is None or after is None:  # of a processor: peaks are all that the process holds
@@ -155,7 +155,7 @@ def _planned(context: Context) -> None:
         context.add("taken, by the driver's count", (after - before) / 1e9, "GB")
 
 
-def _timed(context: Context, session: Session) -> tuple[dict[str, float], float]:
+def _timed(context: Context, session: SequenceState) -> tuple[dict[str, float], float]:
     """Time forward passes of all levels; return milliseconds, and the bytes of a verification."""
     before = session.target.traffic.link_in
     times = passes(session, _REPEATS)
@@ -167,7 +167,7 @@ def _timed(context: Context, session: Session) -> tuple[dict[str, float], float]
 
 def _report_link(
     context: Context,
-    session: Session,
+    session: SequenceState,
     times: dict[str, float],
     moved: float,
     compute: dict[str, float],
@@ -183,7 +183,7 @@ def _report_link(
     """
     if not moved:
         return
-    with closing(Copies(session.runtime.link)) as copies:
+    with closing(BandwidthProbe(session.runtime.link)) as copies:
         rate = copies.rate(out=False)
     context.add("bytes of a verification", moved / 1e9, "GB")
     context.add("link, one large copy", rate / 1e9, "GB/s")
@@ -197,17 +197,17 @@ def _report_link(
             context.add(f"{heading(name)}: wall / max(link, compute)", ms / bound)
 
 
-def _report_rounds(context: Context, session: Session) -> None:
+def _report_rounds(context: Context, session: SequenceState) -> None:
     """Decode in whole rounds."""
     if session.retrieval is not None:
         session.retrieval.selector.min_interval = 1
     sampling, lengths = Sampling(0.6, top_p=0.9), (Fixed(32), Fixed(1))
     decoder, seconds = decode_loop(session, int(session.prompt[0]), sampling, lengths)
     stats = decoder.stats
-    context.add("a round", 1e3 * seconds / stats.passes, "ms")
-    context.add("tokens drafted in it", stats.proposed_per_pass or 0.0)
+    context.add("a round", 1e3 * seconds / stats.forwards, "ms")
+    context.add("tokens drafted in it", stats.drafted_per_forward or 0.0)
     what = "tokens per verification (drawn weights say nothing)"
-    context.add(what, stats.tokens_per_pass or 0.0)
+    context.add(what, stats.tokens_per_forward or 0.0)
     for name, value in session.runner.counts.items():
         context.add(f"recordings: {name}", "none" if value is None else value)
 
