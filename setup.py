@@ -56,11 +56,11 @@ setup(
             "pytest-xdist>=3.7",
             "ruff>=0.12",
             "mypy>=1.14",
-            # a client of the server, and of its page
+            # clients of the server and its page
             "openai>=1.60",
             "playwright>=1.49",
             "setuptools>=70.1",
-            # its interpreter runs the fused kernels where there is no GPU
+            # its interpreter runs the fused kernels without a GPU
             "triton>=3.5; sys_platform == 'linux' and platform_machine == 'x86_64'",
         ],
     },

@@ -1,8 +1,8 @@
 """A real document through a real model: the same tokens, with and without speculation.
 
-SmolLM2 answers one question about a chapter of Python's language reference twice, with all of its
-KV cache in host memory behind a slow link: drafted from the retrieval cache and prompt lookup, and
-by plain decoding. The demo fails unless both write the same tokens. `python -m demo.run` (or
+SmolLM2 answers one question about a chapter of Python's language reference twice, with its whole KV
+cache in host memory and a slow link: with drafts from the retrieval cache and prompt lookup, and by
+plain decoding. The demo fails unless both generate the same tokens. `python -m demo.run` (or
 `make demo`) needs no GPU and no download: the model is in a package that `make` installs.
 """
 
@@ -26,8 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 OUT = Path(__file__).parent / "out"
-CHAPTER, CHARACTERS = "compound", 20_000  # some 5,000 tokens: SmolLM2 was trained for 8,192
-LINK_GB_S = 0.1  # of each rank
+CHAPTER, CHARACTERS = "compound", 20_000  # about 5,000 tokens of the 8,192 in SmolLM2's context
+LINK_GB_S = 0.1  # per rank
 QUESTION = "Summarize the text above in a few sentences."
 OPTIONS = (
     *("--chat", "--deterministic"),
@@ -48,7 +48,7 @@ Stats = Mapping[str, Any]  # as `tierforce generate --stats` writes them
 def main(
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, or a name.")] = "smollm2",
 ) -> None:
-    """Answer the question in both modes, compare the tokens, and show what each mode took."""
+    """Answer the question in both modes, compare the tokens, and show the cost of each mode."""
     started = time.perf_counter()
     console = Console(width=None if sys.stdout.isatty() else 120)
     prompt = OUT / "prompt.txt"
@@ -56,8 +56,8 @@ def main(
     prompt.write_text(f"{topics[CHAPTER][:CHARACTERS]}\n\n{QUESTION}", encoding="utf-8")
     console.print(
         "The document: the chapter on compound statements in Python's language reference.\n"
-        "The machine: two CPU ranks stand in for GPUs. All KV is in host memory, and a link of "
-        f"{LINK_GB_S} GB/s per rank is emulated.\nThe model: {model}. With 135 million "
+        "The machine: two CPU ranks take the place of GPUs. All KV is in host memory, and a link "
+        f"of {LINK_GB_S} GB/s per rank is emulated.\nThe model: {model}. With 135 million "
         "parameters, as SmolLM2 has, expect English, not wisdom.\n"
     )
     runs = {mode: generate(model, mode, prompt, console) for mode in MODES}
@@ -74,7 +74,7 @@ def main(
     rates = ", ".join(
         f"{level} {rate:.2f}"
         for level, rate in runs["retrieval"]["acceptance"].items()
-        if rate is not None  # nothing was proposed to this level
+        if rate is not None  # no draft reached this level
     )
     console.print(
         f"Drafting from the retrieval cache was {ratio:.1f} times as fast as plain decoding, for "
@@ -84,7 +84,7 @@ def main(
 
 
 def generate(model: str, mode: str, prompt: Path, console: Console) -> Stats:
-    """Run `tierforce generate` in this mode, which streams its text; return its stats.
+    """Run `tierforce generate` in this mode, which streams its output; return its stats.
 
     Raises SystemExit if the command fails.
     """
@@ -100,14 +100,14 @@ def generate(model: str, mode: str, prompt: Path, console: Console) -> Stats:
     )
     code = subprocess.run([sys.executable, "-m", "decoding.cli", "generate", *words]).returncode
     if code:
-        sys.exit(f"tierforce generate ended with exit code {code}; what it said is above.")
+        sys.exit(f"tierforce generate failed with exit code {code}; its message is above.")
     console.print()
     stats: Stats = json.loads(path.read_text(encoding="utf-8"))
     return stats
 
 
 def count_same_tokens(runs: Mapping[str, Stats]) -> int:
-    """Return how many new tokens both modes wrote.
+    """Return the number of new tokens, the same in both modes.
 
     Raises SystemExit if they differ anywhere, or if there are too few to time.
     """
@@ -116,8 +116,8 @@ def count_same_tokens(runs: Mapping[str, Stats]) -> int:
         pairs = zip(drafted, plain, strict=False)
         equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         sys.exit(
-            f"The two modes wrote different tokens: {len(drafted)} and {len(plain)}, of which the "
-            f"first {equal} are equal. That is a bug."
+            f"The two modes generated different tokens: {len(drafted)} and {len(plain)}, of which "
+            f"the first {equal} are equal. That is a bug."
         )
     if len(plain) < 2:
         sys.exit(f"The model ended its answer after {len(plain)} tokens: there is nothing to time.")
@@ -125,26 +125,26 @@ def count_same_tokens(runs: Mapping[str, Stats]) -> int:
 
 
 def tiers(runs: Mapping[str, Stats]) -> Table:
-    """Draw where rank 0's KV was in each mode, and what crossed its link while decoding."""
+    """Draw where rank 0's KV was in each mode, and how much crossed its link during decoding."""
     largest = max(map(decoding_bytes, runs.values()))
     grid = Table.grid(padding=(0, 2))
     prompt_tokens = runs["plain"]["prompt_tokens"]
     grid.title = (
-        f"Rank 0, {prompt_tokens:,} prompt tokens: where its KV was, and what crossed its link "
-        "while decoding"
+        f"Rank 0, {prompt_tokens:,} prompt tokens: where its KV was, and how much crossed its "
+        "link during decoding"
     )
     grid.title_justify = "left"
     grid.add_row("", *(f"[bold]{mode}" for mode in runs))
     hosts, links, devices = [], [], []
     for stats in runs.values():
-        nbytes, passes = decoding_bytes(stats), stats["forwards"]["target"]
-        written = stats["traffic"]["target"]["link_out"]
-        hosts.append(Panel(f"all layers' KV: {written / 1e6:,.1f} MB"))
+        nbytes, forwards = decoding_bytes(stats), stats["forwards"]["target"]
+        offloaded = stats["traffic"]["target"]["link_out"]
+        hosts.append(Panel(f"all layers' KV: {offloaded / 1e6:,.1f} MB"))
         bar = ProgressBar(total=largest, completed=nbytes, width=30)
-        links.append(Group(f"{nbytes / 1e6:,.0f} MB in {passes} verifications", bar))
+        links.append(Group(f"{nbytes / 1e6:,.0f} MB in {forwards} verifications", bar))
         budget = stats["retrieval_budget"]
-        kept = f"retrieval cache: {budget:,} tokens per head" if budget else "no retrieval cache"
-        devices.append(Panel(f"recent tokens; {kept}"))
+        cache = f"retrieval cache: {budget:,} tokens per head" if budget else "no retrieval cache"
+        devices.append(Panel(f"recent tokens; {cache}"))
     grid.add_row("\nhost memory", *hosts)
     grid.add_row("link", *links)
     grid.add_row("\ndevice", *devices)
@@ -152,9 +152,9 @@ def tiers(runs: Mapping[str, Stats]) -> Table:
 
 
 def decoding_bytes(stats: Stats) -> float:
-    """Return the bytes that crossed the link to the device after the first token."""
-    new: int = stats["new_tokens"] - 1  # the first token is prefill's
-    nbytes: float = stats["link_bytes_per_token"] * new
+    """Return the bytes transferred to the device after the first token."""
+    new_tokens: int = stats["new_tokens"] - 1  # the first token belongs to prefill
+    nbytes: float = stats["link_bytes_per_token"] * new_tokens
     return nbytes
 
 

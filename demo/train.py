@@ -1,13 +1,13 @@
 """The recipe of the built-in pair: a tokenizer, a target and a draft, from scratch, from any folder
 of text, on a CPU.
 
-    python -m demo.train --texts books/ --output pair/
+    python -m demo.train --input books/ --output pair/
 
-The target learns at three lengths in turn, so that its attention has a use for far tokens, which is
-what retrieval policies are told apart by; the draft sees 512 tokens only, as a model on a
-StreamingLLM cache does. The default steps make a pair of the shape of the one shipped here; by the
-step times it prints they take about 15 hours on 2 cores (a prediction), and `--scale 0.001` shows
-the whole path in minutes. Needs nothing beyond the project's own dependencies.
+The target learns at three lengths in turn, so that it learns to attend to distant tokens, by
+which retrieval policies differ; the draft sees 512 tokens only, as on a StreamingLLM cache. The
+default steps make a pair of the shape of the built-in one; by the step times it prints they take
+about 15 hours on 2 cores (a prediction), and `--scale 0.001` runs the whole recipe in minutes.
+Needs only the project's own dependencies.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ DRAFT = [Stage(512, 16, 12_000, 3e-3)]
 
 
 def main(
-    texts: Annotated[Path, typer.Option(help="Folder of .txt and .md files to learn from.")],
+    input: Annotated[Path, typer.Option(help="Folder of .txt and .md files to train on.")],
     output: Annotated[Path, typer.Option(help="Folder for target/ and draft/.")],
     held_out: Annotated[
         str, typer.Option(help="File name in that folder to evaluate on and never to train on.")
     ] = "",
     scale: Annotated[float, typer.Option(help="Multiplies all step counts.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of initialisation and of the order of windows.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of initialisation and window order.")] = 0,
 ) -> None:
     """Train a tokenizer and a target/draft pair and save them in Hugging Face format."""
     torch.manual_seed(seed)
-    files = sorted(path for path in texts.rglob("*") if path.suffix in (".txt", ".md"))
+    files = sorted(path for path in input.rglob("*") if path.suffix in (".txt", ".md"))
     known = [path for path in files if path.name != held_out]
     if not known:
-        raise typer.BadParameter(f"{texts} holds no .txt or .md file to learn from")
+        raise typer.BadParameter(f"{input} has no .txt or .md file to train on")
     tokenizer = train_tokenizer(known)
     tokens = torch.cat([encode(tokenizer, path) for path in known])
     unseen = (
@@ -83,7 +83,7 @@ def main(
 
 
 def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text can be encoded, about 3 characters a token."""
+    """Train a byte-level BPE tokenizer, about 3 characters per token."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
