@@ -35,8 +35,8 @@ BLOCKS = {
 }
 # numbers that are multiples of 16, as a launch finds: only then are tiles of codes loaded ahead
 MULTIPLES = {"dim", "count"}
-MULTIPLES |= {"code_part", "code_head", "low_part", "low_head", "out_part", "out_head"}
-POINTERS = {"codes": "*u8", "lows": "*u8", "offsets": "*i32", "out": "*i16"}
+MULTIPLES |= {"high_part", "high_head", "low_part", "low_head", "out_part", "out_head"}
+POINTERS = {"high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
 # of steady attention: elements, dimensions of a head, and query heads to a KV head
 STEADY = {
@@ -93,7 +93,13 @@ def steady(generation: int, shapes: int | None) -> None:
     for element, dim, groups in STEADY[generation][:shapes]:
         columns = triton.next_power_of_2(dim)
         rows = batch_invariant_kernels.program_rows(groups, columns, ELEMENTS[element])
-        sizes = {"GROUPS": groups, "WIDTH": ROW_BLOCK, "SPAN": KEY_BLOCK, "ROWS": rows, "DIM": dim}
+        sizes = {
+            "GROUPS": groups,
+            "ROW_BLOCK": ROW_BLOCK,
+            "KEY_BLOCK": KEY_BLOCK,
+            "ROWS": rows,
+            "DIM": dim,
+        }
         sizes |= {
             "TILES": ceil_div(ROW_BLOCK * groups, rows),
             "TILE": batch_invariant_kernels._TILE,
