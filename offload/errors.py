@@ -22,7 +22,7 @@ class InsufficientMemoryError(TierForceError):
 
 
 class InvalidRequestError(TierForceError):
-    """A document cannot be processed; a batch records the error and continues."""
+    """A request cannot be processed; a batch records the error and continues."""
 
 
 class RequestCancelled(TierForceError):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
-from offload.kernels.split_float import WIDENS
+from offload.kernels.split_float import UPCAST
 from offload.layout import ceil_div
 
 _TILE = 64  # keys per tile
@@ -74,7 +74,7 @@ def attend(q: Tensor, parts: Sequence[Tensor]) -> Tensor:
         TILE=_TILE,
         DIM=dim,
         COLUMNS=columns,
-        WIDENS=WIDENS,
+        UPCAST=UPCAST,
         num_stages=1,  # prefetched 32-bit tiles would not fit shared memory
     )
     _merge[rows, query_heads](
@@ -157,7 +157,7 @@ def _attend(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WIDENS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Attend with a block of one KV head's rows to one block of its keys; strides are in tokens."""
     head = tl.program_id(0).to(tl.int64)
@@ -178,7 +178,7 @@ def _attend(
     column = tl.arange(0, COLUMNS)
     column_mask = column < DIM
     dtype = q.dtype.element_ty
-    dot_dtype = tl.float32 if WIDENS else dtype
+    dot_dtype = tl.float32 if UPCAST else dtype
     q_mask = row_mask[:, None] & column_mask[None, :]
     q_element = q_row * DIM
     q_element = q_element[:, None] + column[None, :]

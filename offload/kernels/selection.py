@@ -20,7 +20,10 @@ from offload.kernels.batch_invariant_shape import KEY_BLOCK
 
 _HEADS, _TOKENS = 2, 300  # size of the self-test
 _BLOCKS = 16, 32, 64  # rows of a KV head per program: a kernel is compiled for each
-_BATCH_INVARIANT_TOKENS, _BATCH_INVARIANT_ROWS = KEY_BLOCK + 44, 11  # several blocks of both
+_BATCH_INVARIANT_TOKENS, _BATCH_INVARIANT_ROWS = (
+    KEY_BLOCK + 44,
+    11,
+)  # several blocks of keys and rows
 _TOLERANCE = 2e-2  # attention in bfloat16 rounds its weights, too
 _TOLERANCE_IN_32_BITS = 1e-4
 

@@ -27,7 +27,7 @@ _PROGRAMS = 256  # target number of programs: two for each multiprocessor of a 4
 _MIN_KEYS = 256  # minimum keys per program
 _STAGED_DIM, _STAGED = 128, 32 * 128  # largest head and largest block with prefetched tiles
 # triton's interpreter, which tests use, would multiply bfloat16 as integers
-WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
+UPCAST = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def reconstruct(fmt: SplitFormat, high: Tensor, low: Tensor, offsets: Tensor, out: Tensor) -> None:
@@ -108,7 +108,7 @@ def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor) -> Partia
         ROWS=block,
         KEYS=_KEYS,
         DIM=columns,
-        WIDENS=WIDENS,
+        UPCAST=UPCAST,
         num_stages=stages(block, columns),
     )
     parts = list(zip(outs, lses, strict=True))
@@ -202,7 +202,7 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
-    WIDENS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Attend with a block of one KV head's rows to one split of its keys."""
     head = tl.program_id(0).to(tl.int64)
@@ -217,7 +217,7 @@ def _attend(
     column = tl.arange(0, DIM)
     column_mask = column < dim
     dtype = q.dtype.element_ty
-    dot_dtype = tl.float32 if WIDENS else dtype
+    dot_dtype = tl.float32 if UPCAST else dtype
     q_mask = row_mask[:, None] & column_mask[None, :]
     q_element = q_row[:, None] * dim + column[None, :]
     queries = tl.load(q + q_element, mask=q_mask, other=0.0)

@@ -34,7 +34,8 @@ class BandwidthProbe:
         """
         self._copy(out)
         self.link.drain()
-        started, copied, concurrency = time.perf_counter(), 0, 1
+        copied, concurrency = 0, 1
+        started = time.perf_counter()
         while (elapsed := time.perf_counter() - started) < seconds or not copied:
             for _ in range(concurrency):
                 self._copy(out)

@@ -29,15 +29,16 @@ def copies_by_head(destination: Tensor, source: Tensor) -> list[Copy]:
 
 
 class Link(ABC):
-    """Asynchronous copies between host and device memory, in order within each direction.
+    """Asynchronous copies between host and device memory, in order.
 
-    A ticket identifies a copy; `wait` orders later compute after it.
+    Copies of `copy_out` may have a queue of their own. A ticket identifies a copy; `wait` orders
+    later compute after it.
     """
 
     # False if host memory is device memory: callers then use the host store itself
     copies = True
     l2_bytes: int | None = None  # size of the device's L2 cache; None if it is host memory
-    device_name = ""  # the driver's name of the device
+    device_name = ""  # name of the device reported by the driver
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -23,7 +23,7 @@ GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: b
 PROCESSOR, RESERVED = 102_400, 1_024  # of an RTX 4090: bytes of a processor, and CUDA's of a block
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPLIT = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
-SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "WIDENS": False}
+SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "UPCAST": False}
 # of attention to codes: elements, rows and dimensions of a block
 BLOCKS = {
     80: [("fp16", 16, 64)],
@@ -104,7 +104,7 @@ def steady(generation: int, shapes: int | None) -> None:
             "TILES": ceil_div(ROW_BLOCK * groups, rows),
             "TILE": batch_invariant_kernels._TILE,
         }
-        sizes |= {"COLUMNS": columns, "WIDENS": False}
+        sizes |= {"COLUMNS": columns, "UPCAST": False}
         compiled(batch_invariant_kernels._attend, element, generation, sizes, num_stages=1)
         compiled(batch_invariant_kernels._merge, element, generation, sizes)
 

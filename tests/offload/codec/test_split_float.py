@@ -49,7 +49,8 @@ def bits(x: Tensor) -> Tensor:
 
 @every_dtype
 def test_every_pattern_roundtrips_with_every_offset(dtype: torch.dtype) -> None:
-    codec, kv = codec_of(dtype), every_pattern(dtype)
+    codec = codec_of(dtype)
+    kv = every_pattern(dtype)
     exponents = range(256 - 16) if dtype == torch.bfloat16 else [0]
     for exponent in exponents:
         offsets = [[exponent << 7, 0], [0, exponent << 7]]
@@ -82,7 +83,8 @@ def test_high_bytes_are_the_nearest_float8(dtype: torch.dtype) -> None:
 
 @every_dtype
 def test_high_bytes_of_any_pattern_are_finite(dtype: torch.dtype) -> None:
-    codec, kv = codec_of(dtype), every_pattern(dtype)
+    codec = codec_of(dtype)
+    kv = every_pattern(dtype)
     offsets = codec.offsets(kv)
     high, _, _ = codec.split(kv, offsets)
     decoded = torch.empty_like(kv)
@@ -117,7 +119,8 @@ def test_overwriting_tokens_replaces_their_outliers(dtype: torch.dtype) -> None:
     mask = torch.rand(kv.shape) < 0.2
     outliers = Outliers(kv.numel(), 3, kv.device)
     outliers.append(kv, mask, 0)
-    new_kv, new_mask = torch.randn(2, 3, 7, 8).to(dtype), torch.rand(2, 3, 7, 8) < 0.2
+    new_kv = torch.randn(2, 3, 7, 8).to(dtype)
+    new_mask = torch.rand(2, 3, 7, 8) < 0.2
     outliers.append(new_kv, new_mask, 20)
     kv[:, :, 20:27], mask[:, :, 20:27] = new_kv, new_mask
     for head, heads in [(0, 3), (1, 1), (1, 2)]:

@@ -25,7 +25,8 @@ def resident_bytes(buffer: torch.Tensor) -> int:
     pages = (buffer.data_ptr() + buffer.nbytes) // PAGESIZE - first
     is_resident = (ctypes.c_ubyte * pages)()
     libc = ctypes.CDLL(None, use_errno=True)
-    address, nbytes = ctypes.c_void_p(first * PAGESIZE), ctypes.c_size_t(pages * PAGESIZE)
+    address = ctypes.c_void_p(first * PAGESIZE)
+    nbytes = ctypes.c_size_t(pages * PAGESIZE)
     assert libc.mincore(address, nbytes, is_resident) == 0, os.strerror(ctypes.get_errno())
     return PAGESIZE * sum(flags & 1 for flags in is_resident)
 

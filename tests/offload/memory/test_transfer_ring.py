@@ -112,7 +112,8 @@ def test_ring_needs_two_slots() -> None:
 
 @pytest.mark.cuda
 def test_cuda_copies_and_compute_wait_for_each_other(gpu: Machine | None) -> None:
-    device, rng = torch.device("cuda"), random.Random(0)
+    device = torch.device("cuda")
+    rng = random.Random(0)
     link = CudaLink(device)
     shape = (16, 2, HEADS, 8192, 128)
     host = link.host_empty(torch.Size(shape).numel(), torch.float16).view(shape).normal_()
