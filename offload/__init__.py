@@ -1,4 +1,4 @@
 """Memory tiers: attention over split KV, caches, host store, transfer ring, memory plan.
 
-Nothing here knows of models, tokens or ranks.
+This package is independent of models, tokens and ranks.
 """

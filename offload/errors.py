@@ -1,4 +1,4 @@
-"""Errors that talk to the person at the keyboard: what is wrong, what was found, what to do."""
+"""Errors with messages for the user: what is wrong, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import resource
 
 
 class TierForceError(Exception):
-    """Anything that stops a job or a document for a reason the user can act on; its text is one
-    complete line.
-    """
+    """An error of a job or document that the user can act on; its message is one complete line."""
 
 
 class InsufficientMemoryError(TierForceError):
-    """The job does not fit the memory there is; says what is needed and what is available.
+    """The job does not fit in memory; the message says how much is needed and available.
 
-    `host_bytes`: what is lacking of host memory, where the device would do.
+    `host_bytes`: host memory that is missing, if device memory suffices.
     """
 
     def __init__(self, message: str, host_bytes: int = 0):
@@ -24,30 +22,30 @@ class InsufficientMemoryError(TierForceError):
 
 
 class InvalidRequestError(TierForceError):
-    """One document cannot be processed; a batch records it and goes on."""
+    """A request cannot be processed; a batch records the error and continues."""
 
 
 class RequestCancelled(TierForceError):
-    """Nobody wants a text any more whose prompt is being read."""
+    """A request was cancelled during prefill."""
 
 
 class CorruptCacheError(TierForceError):
-    """What was written to disk is not there any more as it was written."""
+    """A file of the prompt cache on disk is missing or corrupt."""
 
 
 def one_line(error: BaseException) -> str:
-    """What somebody else's error says, for use in a message of ours."""
+    """Return an error's message in one line, to be quoted in another message."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_NO_MEMORY = (  # what allocators say that raise nothing but a RuntimeError
+_NO_MEMORY = (  # messages of allocators that raise a plain RuntimeError
     "DefaultCPUAllocator",
     "not enough memory",
     "could not create a primitive",
     "could not create a memory",
     "std::bad_alloc",
     "out of memory",
-    # of cuBLAS, cuDNN and NCCL
+    # cuBLAS, cuDNN and NCCL
     "ALLOC_FAILED",
     "ALLOCATION_FAILED",
     "Cannot allocate memory",
@@ -55,29 +53,29 @@ _NO_MEMORY = (  # what allocators say that raise nothing but a RuntimeError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, on a device or on the host, whichever allocator noticed."""
-    # the latter is torch's
+    """Return whether an error means that device or host memory ran out, for any allocator."""
+    # OutOfMemoryError is torch's
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    if isinstance(error, OSError):  # of what maps files or starts processes
+    if isinstance(error, OSError):  # raised by mmap or fork
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def exceeded_limit(error: BaseException) -> str | None:
-    """Say which limit of the system an error has met, and what to do; None for other errors."""
+    """Return which system limit caused an error, and what to do; None for other errors."""
     number = error.errno if isinstance(error, OSError) else None
-    text = one_line(error).lower()
-    if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text:
-        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"too many open files: `ulimit -n` allows {allowed}. Raise it: ulimit -n 1024."
-    if number == errno.EAGAIN or "can't start new thread" in text:
+    message = one_line(error).lower()
+    if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in message:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"too many open files: `ulimit -n` allows {limit}. Raise it: ulimit -n 1024."
+    if number == errno.EAGAIN or "can't start new thread" in message:
         return (
-            "the system starts no more processes or threads: raise `ulimit -u`, or the limit on "
-            "processes of the container."
+            "the system cannot start more processes or threads: raise `ulimit -u`, or the "
+            "container's limit on processes."
         )
-    if "no usable temporary directory" in text:
-        return "no folder for temporary files can be written: set TMPDIR to one that can."
+    if "no usable temporary directory" in message:
+        return "no folder for temporary files is writable: set TMPDIR to one that is."
     if number in (errno.ENOSPC, errno.EDQUOT):
         assert isinstance(error, OSError)
         where = f" for {error.filename}" if error.filename else ""

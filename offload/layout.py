@@ -1,4 +1,4 @@
-"""The shape of a KV cache: everything the memory tiers need to know of a model."""
+"""The shape of a KV cache: everything that the memory tiers need to know about a model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def shares(count: int, parts: int) -> list[int]:
-    """Return `count` in that many nearly equal parts, spread evenly."""
+    """Split `count` into `parts` nearly equal integers, spread evenly."""
     ends = [part * count // parts for part in range(parts + 1)]
     return [end - start for start, end in pairwise(ends)]
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Return a / b, rounded up: how many pieces of b hold a."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
@@ -38,7 +38,7 @@ class KVLayout:
 
     @property
     def layer_token_bytes(self) -> int:
-        """Bytes that one token's keys and values take in one layer on this rank."""
+        """Return the bytes of one token's keys and values in one layer on this rank."""
         return 2 * self.heads * self.head_dim * self.dtype.itemsize
 
     def bytes(self, tokens: int, layers: int | None = None) -> int:

@@ -1,8 +1,7 @@
-"""Reading files that somebody else may have put there: never a pipe, a device or without a bound.
+"""Reading untrusted files: only regular ones, and no more than a limit.
 
-A pipe would be waited for and a device may have no end, so only regular files are read. A file's
-size says little (files of /proc have none, sparse ones take no disk), so what is read at once is
-limited, too.
+Reading a pipe would block and a device may never end, so only regular files are read. A file's size
+is not reliable (files in /proc report none, sparse files take no disk), so reads are limited, too.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from typing import Any, BinaryIO
 
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 MIB = 1 << 20
-SMALL = MIB  # bytes, more than any file that people write by hand
-_BLOCK = MIB  # bytes that are passed over at once
-# opening a folder to write, a link in a circle, a socket, a device that is not there
+SMALL = MIB  # bytes; more than any file written by hand
+_BLOCK = MIB  # bytes skipped at a time
+# opening a folder for writing, a symbolic link loop, a socket, a missing device
 _IRREGULAR = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
 
 
 class UnsuitableFileError(OSError):
-    """A file that is there and cannot be what is expected: not regular, or too large."""
+    """A file exists but is not regular, or is too large."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> BufferedReader | BufferedRandom:
-    """Open a regular file, without waiting for anything; `flags` are those of `os.open`.
+    """Open a regular file without blocking; `flags` are those of `os.open`.
 
-    Raises OSError; UnsuitableFileError for a folder, a pipe, a socket or a device. What is looked
-    at is what was opened, whatever takes its place meanwhile.
+    Raises OSError; UnsuitableFileError for a folder, a pipe, a socket or a device. The check is of
+    the opened file, even if the path is replaced meanwhile.
     """
     try:
         handle = os.open(path, flags | _FLAGS, 0o666)
@@ -55,14 +54,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BufferedReader | Buffe
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return what is in a regular file of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes.
 
     Raises OSError; UnsuitableFileError as `open_regular` does, and for a larger file.
     """
     with open_regular(path) as file:
-        # before memory is taken, which reading so many bytes would take at once
+        # checked first, since reading allocates memory for the whole size
         if os.fstat(file.fileno()).st_size <= limit:
-            content = file.read(limit + 1) or b""  # None of a file of /proc that would wait
+            content = file.read(limit + 1) or b""  # None for a file in /proc that would block
             if len(content) <= limit:
                 return content
     raise _unsuitable(path, f"it has more than {limit:,} bytes")
@@ -71,8 +70,8 @@ def read_regular(path: Path, limit: int) -> bytes:
 def read_json(path: Path, limit: int = 8 * MIB) -> Any:
     """Return the content of a regular JSON file of at most `limit` bytes.
 
-    Raises OSError as `read_regular` does, and ValueError for what is no JSON in UTF-8 or is nested
-    too deeply.
+    Raises OSError as `read_regular` does, and ValueError if the content is not JSON in UTF-8 or is
+    nested too deeply.
     """
     try:
         return json.loads(read_regular(path, limit).decode())
@@ -81,9 +80,9 @@ def read_json(path: Path, limit: int = 8 * MIB) -> Any:
 
 
 def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Yield where each line begins, and the line with its end: of a longer one `limit` + 1 bytes.
+    """Yield the offset of each line, and the line with its end, cut to `limit` + 1 bytes.
 
-    The rest of that is passed over when the next line is taken.
+    The rest of a longer line is skipped when the next is read.
     """
     offset = 0
     while line := file.readline(limit + 1):
@@ -93,5 +92,5 @@ def bounded_lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _unsuitable(path: Path, why: str) -> UnsuitableFileError:
-    return UnsuitableFileError(errno.EINVAL, why, str(path))
+def _unsuitable(path: Path, reason: str) -> UnsuitableFileError:
+    return UnsuitableFileError(errno.EINVAL, reason, str(path))

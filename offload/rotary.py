@@ -1,6 +1,6 @@
 """Tables for rotary position embedding (Su et al. 2021, arXiv 2104.09864).
 
-Caches apply them, for positions belong to caches.
+Caches apply them, since positions are known to caches.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-Angles = tuple[Tensor, Tensor]  # cos and sin (T, 1, D) of a Rotary
+Angles = tuple[Tensor, Tensor]  # cos and sin (T, 1, D), rows of a Rotary's tables
 
 
 class Rotary:
-    """cos and sin for positions 0 to length - 1, and the layers that go without.
+    """cos and sin for positions 0 to length - 1, and the layers without position embedding.
 
-    D is the dimensions that turn: all of a head's, or the first of them. The tables are computed in
-    float32 and kept in the model's dtype, as transformers does.
+    D is the number of rotated dimensions: the first of a head, or all. The tables are computed in
+    float32 and stored in the model's dtype, as in transformers.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Rotary:
         """Compute the tables.
 
         `inv_freq` is (D / 2,) float32; `scale` multiplies cos and sin (YaRN's attention factor).
-        `nope_layers` layers have no position embedding.
+        `nope_layers` have no position embedding.
         """
-        self.unrotated = frozenset(nope_layers)
+        self.nope_layers = frozenset(nope_layers)
         positions = torch.arange(length, dtype=torch.float32, device=device)
         angles = positions[:, None] * inv_freq.to(device)  # (length, D / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, None]  # (length, 1, D)
         self.cos = (angles.cos() * scale).to(dtype)
-        # the sign of rotate_half, applied once
+        # includes the sign of rotate_half
         first, second = _halves((angles.sin() * scale).to(dtype))
         self.sin = torch.cat((-first, second), dim=-1)
 
@@ -56,22 +56,22 @@ class Rotary:
             )
         return self.apply(x, (self.cos[start:end], self.sin[start:end]), layer)
 
-    def at(self, positions: Tensor) -> Angles:
-        """Return the angles for rows at positions (T,) of the table."""
+    def angles(self, positions: Tensor) -> Angles:
+        """Return the rows of the tables at positions (T,)."""
         return self.cos[positions], self.sin[positions]
 
     def apply(self, x: Tensor, angles: Angles, layer: int) -> Tensor:
         """Rotate a layer's x (T, H, head_dim) by the angles of its rows."""
-        return x if layer in self.unrotated else rotate(x, *angles)
+        return x if layer in self.nope_layers else rotate(x, *angles)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first D dimensions of x (T, H, head_dim) by tables (T, 1, D) of a Rotary."""
-    turning = x[..., : cos.shape[-1]]
+    rotary_part = x[..., : cos.shape[-1]]
     rest = x[..., cos.shape[-1] :]
-    first, second = _halves(turning)
-    turned = torch.addcmul(turning * cos, torch.cat((second, first), dim=-1), sin)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+    first, second = _halves(rotary_part)
+    rotated = torch.addcmul(rotary_part * cos, torch.cat((second, first), dim=-1), sin)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Byte counters: what moved, counted where it moves, so that no figure is estimated."""
+"""Byte counters: transfers are counted where they happen, so no figure is estimated."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass
 
 @dataclass
 class ByteCounters:
-    """The bytes since the counter was made, of one level of the hierarchy."""
+    """Bytes moved by one level of the hierarchy since the counter was created or reset."""
 
-    link_in: int = 0  # host to device: KV streamed for verification, and late layers behind prefill
+    link_in: int = 0  # host to device: KV streamed for verification, deferred layers after prefill
     link_out: int = 0  # device to host: KV written back
-    attended: int = 0  # KV bytes that attention read, from whichever tier
+    attended: int = 0  # KV bytes read by attention, in any tier
 
     def reset(self) -> None:
-        """Count from 0 again."""
+        """Reset all counters to 0."""
         self.link_in = self.link_out = self.attended = 0
 
     def add(self, other: ByteCounters) -> None:
-        """Count what another counter has counted, too."""
+        """Add the counts of another counter."""
         self.link_in += other.link_in
         self.link_out += other.link_out
         self.attended += other.attended

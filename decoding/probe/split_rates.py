@@ -43,7 +43,7 @@ def split_rates(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
         if kernels is None:
             codec.reconstruct(codes, lows, offsets, out)
         else:
-            kernels.join(cut, codes, lows, table, out)
+            kernels.reconstruct(cut, codes, lows, table, out)
         return out
 
     def attend() -> Tensor:

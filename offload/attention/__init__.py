@@ -1,9 +1,8 @@
-"""Exact attention over any split of the KV: partial results carry a log-sum-exp and merge by it.
+"""Exact attention over any split of the KV: partial results are merged by their log-sum-exp.
 
-This is the one place from which attention kernels are called. Layout at the boundary: q (T, Hq, D),
-k and v (N, Hkv, D), out (T, Hq, D), lse (T, Hq). `causal` means that the last T keys are the T
-queries' own tokens (bottom-right alignment, as in flash-attn): a caller may hand over a prefix and
-its new tokens as one segment.
+All attention kernels are called from here. Layout at the interface: q (T, Hq, D), k and v
+(N, Hkv, D), out (T, Hq, D), lse (T, Hq). `causal` means that the last T keys are the T queries' own
+tokens (bottom-right alignment, as in flash-attn): a prefix and its new tokens may be one segment.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         q: (T, Hq, D), Hq a multiple of Hkv.
         k: (N, Hkv, D), in q's dtype; N >= T if causal.
         v: (N, Hkv, D).
-        causal: whether the last T keys are the rows' own.
+        causal: whether the last T keys are those of the queries' tokens.
     """
     rows, heads, _ = q.shape
     if len(k) == 0:
@@ -37,15 +36,12 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
-    """Return `partial_attention` of few rows, with what each of them sees in a mask.
-
-    mask (T, N) float32 is added to the scores.
-    """
+    """Return `partial_attention` of few rows, with a mask (T, N) float32 added to the scores."""
     masked = backend(q.device.type, q.dtype).masked
     return attend_masked(masked, q, k, v, mask.repeat_interleave(q.shape[1] // k.shape[1], 0))
 
 
 @cache
 def backend(device: str, dtype: torch.dtype) -> Backend:
-    """Return the kernels for this device and dtype."""
+    """Return the attention kernels for a type of device and a dtype."""
     return CPU if device == "cpu" else cuda_backend(dtype)

@@ -1,4 +1,4 @@
-"""Attention on a GPU: the flash-attn package, torch's kernels, and plain products for masks."""
+"""Attention on a GPU: the flash-attn package, torch's kernels, and matmuls for masks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from offload.attention.folding import Backend, Partial, attend_gqa
 
 
 def cuda_backend(dtype: torch.dtype) -> Backend:
-    """Return the kernels for a dtype: flash-attn where it is installed, else torch's."""
+    """Return the kernels for a dtype: flash-attn if it is installed, else torch's."""
     if dtype == torch.float32:
         return Backend(cuda_float32, matmul_op)
     try:
         from flash_attn import flash_attn_func  # noqa: F401
-    except (ImportError, OSError):  # not there, or built for another torch
+    except (ImportError, OSError):  # not installed, or built for another torch
         return Backend(cuda_flash, matmul_op)
     return Backend(flash_attn_kernel, matmul_op)
 
@@ -22,7 +22,7 @@ def cuda_backend(dtype: torch.dtype) -> Backend:
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     """Attend with torch's built-in FlashAttention-2, for 16-bit dtypes.
 
-    It takes heads of a multiple of 8 elements; others go to the memory-efficient kernel.
+    It requires a head dimension that is a multiple of 8; others use the memory-efficient kernel.
     """
     op = _efficient_op if q.shape[-1] % 8 else _flash_op
     return attend_gqa(op, q, k, v, causal)
@@ -33,18 +33,18 @@ def _flash_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
 
 
 def cuda_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """Attend with torch's memory-efficient kernel: the flash kernels take no float32."""
+    """Attend with torch's memory-efficient kernel: flash kernels do not support float32."""
     return attend_gqa(_efficient_op, q, k, v, causal)
 
 
 def _efficient_op(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse = efficient(q, k, v, None, True, 0.0, causal)[:2]
-    return out, lse[..., : q.shape[2]]  # it is padded to a multiple of 32 rows
+    return out, lse[..., : q.shape[2]]  # lse is padded to a multiple of 32 rows
 
 
 def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """Attend with the flash-attn package: grouped heads and bottom-right masks are its own."""
+    """Attend with the flash-attn package, which supports GQA and bottom-right causality."""
     from flash_attn import flash_attn_func
 
     out, lse, _ = flash_attn_func(
@@ -52,21 +52,21 @@ def flash_attn_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
         k[None],
         v[None],
         causal=causal,
-        return_attn_probs=True,  # which returns lse (1, Hq, T) too
+        return_attn_probs=True,  # also returns lse (1, Hq, T)
     )
     return out[0], lse[0].transpose(0, 1)
 
 
 def matmul_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor) -> Partial:
-    """Attend with few rows and a mask, which no fused kernel takes.
+    """Attend with few rows and a mask, which fused kernels do not support.
 
-    Scores and softmax are float32, products take the inputs' dtype.
+    Scores and softmax are float32, matmuls take the inputs' dtype.
     """
     rows = q[0]  # (H, T, D)
     keys = k[0].transpose(1, 2)  # (H, D, N)
     if q.dtype != torch.float32 and q.device.type == "cuda":
         products = torch.bmm(rows, keys, torch.float32)
-    else:  # other devices know no product of 16-bit inputs in float32
+    else:  # other devices have no matmul of 16-bit inputs with float32 output
         products = torch.bmm(rows, keys).float()
     scores = products[None] * q.shape[-1] ** -0.5 + mask  # (1, H, T, N)
     lse = scores.logsumexp(-1)

@@ -1,7 +1,6 @@
-"""What all attention kernels share: merging, and plain calls for what an operator does not know.
+"""Shared by all attention kernels: merging, and folding of grouped heads and causality.
 
-Operators know neither grouped heads nor bottom-right causality: here these are folded into calls
-without them.
+Operators support neither GQA nor bottom-right causality; both are folded into calls without them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 Partial = tuple[Tensor, Tensor]
 # q (T, Hq, D), k and v (N, Hkv, D), causal
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], Partial]
-# q, k, v (1, H, T or N, D), causal, and for some a mask; out (1, H, T, D), lse (1, H, T)
+# q, k, v (1, H, T or N, D), causal, and for some a mask -> out (1, H, T, D), lse (1, H, T)
 Operator = Callable[..., Partial]
 
 
@@ -25,13 +24,13 @@ class Backend:
     """The attention kernels of one device and dtype."""
 
     attend: Kernel
-    masked: Operator  # takes a mask (1, 1, T, N) that is added to the scores
+    masked: Operator  # with a mask (1, 1, T, N) that is added to the scores
 
 
 def merge(parts: list[Partial]) -> Partial:
     """Combine attention over disjoint sets of keys, exactly.
 
-    A part that saw no key has out = 0 and lse = -inf. Source: the online softmax (Milakov &
+    An empty part has out = 0 and lse = -inf. Source: the online softmax (Milakov &
     Gimelshein 2018), as used for split KV in FlashAttention-2, section 3.1.
     """
     if len(parts) == 1:
@@ -40,7 +39,7 @@ def merge(parts: list[Partial]) -> Partial:
     outs = torch.stack(part_outs)
     lses = torch.stack(part_lses)
     total = lses.logsumexp(0)  # (T, Hq)
-    # (P, T, Hq); it is no number where every part is empty
+    # (P, T, Hq); NaN where every part is empty
     weights = (lses - total).exp().nan_to_num(0)
     merged = (weights[..., None] * outs.float()).sum(0)
     return merged.to(outs.dtype), total
@@ -56,7 +55,7 @@ def attend_causal(op: Operator, q: Tensor, k: Tensor, v: Tensor) -> Partial:
 
 
 def attend_masked(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Partial:
-    """Attend in one call with mask (T * G, N), G query heads to a KV head."""
+    """Attend in one call with mask (T * G, N), G query heads per KV head."""
     keys, values = _as_batch(k), _as_batch(v)
 
     def attend(folded: Tensor) -> Partial:
@@ -66,10 +65,10 @@ def attend_masked(op: Operator, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -
 
 
 def attend_gqa(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Partial:
-    """Serve grouped heads and bottom-right causality with an operator that has neither.
+    """Attend with grouped heads and bottom-right causality, with an operator that has neither.
 
-    Query heads of one KV head become rows of it. A causal segment splits into a prefix every row
-    sees and a square, where top-left and bottom-right alignment agree.
+    The query heads of a KV head become rows of it. A causal segment splits into a prefix that
+    every row sees and a square, where top-left and bottom-right alignment agree.
     """
     groups = q.shape[1] // k.shape[1]
     if not causal:
@@ -81,22 +80,22 @@ def attend_gqa(op: Operator, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> P
         return _fold(q, groups, attend)
     prefix = len(k) - len(q)
     if prefix > 0:
-        seen = attend_gqa(op, q, k[:prefix], v[:prefix], False)
-        own = attend_gqa(op, q, k[prefix:], v[prefix:], True)
-        return merge([seen, own])
-    k = k.repeat_interleave(groups, 1)  # (T, Hq, D); a square is small
+        before = attend_gqa(op, q, k[:prefix], v[:prefix], False)
+        square = attend_gqa(op, q, k[prefix:], v[prefix:], True)
+        return merge([before, square])
+    k = k.repeat_interleave(groups, 1)  # (T, Hq, D); the square is small
     v = v.repeat_interleave(groups, 1)
     out, lse = op(_as_batch(q), _as_batch(k), _as_batch(v), True)
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
 def _as_batch(x: Tensor) -> Tensor:
-    """Return x (N, H, D) as operators take it: (1, H, N, D)."""
+    """Return x (N, H, D) in the operators' layout (1, H, N, D)."""
     return x.transpose(0, 1)[None]
 
 
 def _fold(q: Tensor, groups: int, attend: Callable[[Tensor], Partial]) -> Partial:
-    """Make query heads of one KV head rows of it, (1, Hkv, T * G, D), attend, and undo it."""
+    """Fold the query heads of a KV head into rows (1, Hkv, T * G, D), attend, and unfold."""
     rows, heads, dim = q.shape
 
     def unfold(x: Tensor) -> Tensor:  # (1, Hkv, T * G, ...) to (T, Hkv, G, ...)

@@ -1,4 +1,4 @@
-"""Head-major buffers (2, Hkv, capacity, D) of keys and values: parts, writing, attending."""
+"""Head-major buffers (2, Hkv, capacity, D) of keys and values: slicing, writing, attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def token_slice(kv: Tensor, start: int, end: int) -> Tensor:
 def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
     """Write k and v (T, H, D) into a buffer kv (2, H, capacity, D) from slot `at` on."""
     end = at + len(k)
-    # torch would drop a single row without a word: one row broadcasts to none
+    # torch would silently drop a single row: one row broadcasts to none
     if end > kv.shape[2]:
         raise ValueError(f"{len(k)} tokens at slot {at} do not fit a buffer of {kv.shape[2]}")
     slots = token_slice(kv, at, end)
@@ -31,9 +31,9 @@ def write_tokens(kv: Tensor, k: Tensor, v: Tensor, at: int) -> None:
 def attend_prefix(
     kv: Tensor, q: Tensor, tokens: int, traffic: ByteCounters, causal: bool = True
 ) -> Partial:
-    """Return the attention of q (T, Hq, D) to the first `tokens` of a buffer; count its bytes.
+    """Return the attention of q (T, Hq, D) over the first `tokens` of a buffer; count its bytes.
 
-    If causal, the last T tokens are the rows' own.
+    If causal, the last T tokens are those of the queries.
     """
     k, v = token_slice(kv, 0, tokens).transpose(1, 2)  # (N, Hkv, D)
     traffic.attended += 2 * k.nbytes
@@ -46,9 +46,10 @@ def attend_by_heads(
     parts: Iterable[tuple[slice, Tensor]],
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return the attention of q (T, Hq, D), `attend`, to some of its `kv_heads` heads at a time.
+    """Return the attention of q (T, Hq, D) computed by `attend` for a few KV heads at a time.
 
-    Parts are KV heads and their KV (2, h, N, D), in order; attend(q, k, v) gets k (N, h, D).
+    Each part is a slice of the `kv_heads` KV heads and their KV (2, h, N, D), in order;
+    attend(q, k, v) gets k (N, h, D).
     """
     by_head = q.unflatten(1, (kv_heads, -1))  # (T, Hkv, G, D)
     outs = []

@@ -107,7 +107,7 @@ class StaticForward:
         slot, position, first_valid_slot = self._start
         slots = slot + self._steps  # (T,)
         self._where = slots - self._cache.window_offset  # in a layer's own buffer
-        self._angles = self._cache.rotary.at(position + self._steps)
+        self._angles = self._cache.rotary.angles(position + self._steps)
         later = self._columns > slots[:, None]  # (T, slots)
         unseen = later | (self._columns < first_valid_slot)
         mask = torch.zeros_like(unseen, dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""16-bit elements split in two, and int8; knows nothing of caches or devices."""
+"""16-bit elements as high byte and low bits, and int8; independent of caches and devices."""

@@ -1,4 +1,4 @@
-"""Which bits of a 16-bit element stay on the device, and which wait on the host: numbers alone."""
+"""The split format: which bits of a 16-bit element stay on the device, which in host memory."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from typing import Any
 
 from offload.dtypes import dtype_name
 
-# Of a layer's elements, those that its list of outliers has room for. SmolLM2 needs half of it
+# Share of a layer's elements that its outlier list has room for. SmolLM2 needs half of it
 # (docs/memory.md).
 OUTLIER_SHARE = 1 / 512
-OUTLIER_BYTES = 6  # a place of 32 bits, and the element
-SPLIT_TOKENS = 256  # that are split at a time
-SPLIT_BYTES = 32  # that splitting holds at a time, an element
+OUTLIER_BYTES = 6  # a 32-bit position and the element
+SPLIT_TOKENS = 256  # tokens split at a time
+SPLIT_BYTES = 32  # working memory of splitting, per element
 
 
 @dataclass(frozen=True)
 class SplitFormat:
-    """How an element is cut: its code has the upper 8 bits of it, or rather of what is near.
+    """How an element is split: its high byte holds the upper 8 bits of the rounded element.
 
-    In a buffer of slices a plane (Hkv, tokens, D) has a byte for each element of keys or values.
+    A buffer of split elements consists of planes (Hkv, tokens, D) of one byte per element.
     """
 
-    low_bits: int  # that a code lacks
-    min_code: int  # code of a magnitude; those below are zero or subnormal
-    max_code: int  # code of a magnitude; those above are infinite or no number
-    code_planes: int = 2  # keys and values
+    low_bits: int  # bits that the high byte lacks
+    min_high: int  # smallest magnitude of a high byte; below are zeros and subnormals
+    max_high: int  # largest magnitude of a high byte; above are infinities and NaNs
+    high_planes: int = 2  # keys and values
 
     @property
     def low_planes(self) -> int:
-        """Return in how many planes the low bits are; in a single one, keys and values share it."""
+        """Return the number of planes of low bits; keys and values share a single one."""
         return self.low_bits // 4
 
     @property
     def planes(self) -> int:
-        """Return in how many planes whole elements are."""
-        return self.code_planes + self.low_planes
+        """Return the number of planes of whole elements."""
+        return self.high_planes + self.low_planes
 
 
 _FORMATS = {
-    "bfloat16": SplitFormat(low_bits=4, min_code=0x08, max_code=0x7E),  # codes are e4m3fn
-    "float16": SplitFormat(low_bits=8, min_code=0x00, max_code=0x7B),  # codes are e5m2
+    "bfloat16": SplitFormat(low_bits=4, min_high=0x08, max_high=0x7E),  # e4m3fn high bytes
+    "float16": SplitFormat(low_bits=8, min_high=0x00, max_high=0x7B),  # e5m2 high bytes
 }
 
 SPLIT_DTYPES = tuple(_FORMATS)
 
 
 def split_format(dtype: Any) -> SplitFormat | None:
-    """Return how elements of a dtype are cut; None where they are not."""
+    """Return the split format of a dtype, or None if its elements cannot be split."""
     return _FORMATS.get(dtype_name(dtype))

@@ -1,17 +1,17 @@
-"""16-bit elements in two slices: a code of 8 bits, which is near, and the bits that it lacks.
+"""Split floats: 16-bit elements as a high byte, kept on the device, and the remaining low bits.
 
-Let m be the lower 15 bits of an element's pattern, and B how many bits are cut off. Of
+Let m be the lower 15 bits of an element's pattern, B the number of low bits, and
 
     y = m - offset + 2^(B-1)
 
-the code is y >> B, with the element's sign before it: m rounded to nearest. The low bits are
-y & (2^B - 1). Both together give m exactly. A code is also a number of its own, in float8: in
-e5m2 for float16, where B is 8 and the offset 0; in e4m3fn for bfloat16, where B is 4 and the offset
-makes room for fourteen octaves below the largest element of a head. What no code holds is an
-outlier (`offload.codec.outliers`).
+The high byte is the element's sign and y >> B: m rounded to nearest. The low bits are
+y & (2^B - 1). Both together give m exactly. A high byte is also a float8 number: e5m2 for float16,
+with B = 8 and offset 0; e4m3fn for bfloat16, with B = 4 and an offset chosen so that the high bytes
+cover fourteen octaves below the largest element of a head. Elements out of range are outliers
+(`offload.codec.outliers`).
 
-Source: ours. Others keep fewer bits to draft with and all of them elsewhere (VeriCache, arXiv
-2605.17613; QuantSpec, 2502.10424); here the two together are the element.
+Source: ours. Others store fewer bits to draft with, and all bits elsewhere (VeriCache, arXiv
+2605.17613; QuantSpec, 2502.10424); here high bytes and low bits together are the element.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from torch import Tensor
 from offload.codec.format import SplitFormat
 
 _MAGNITUDE = 0x7FFF
-_BLOCK = 1 << 18  # elements that a CPU's thread joins at a time: what is between stays in its cache
-_EXPONENTS = 15  # of e4m3fn, beside that of zero and subnormal numbers
-_LARGEST_EXPONENT = 253  # of bfloat16, so that no code stands for infinity
+_BLOCK = 1 << 18  # elements reconstructed at a time per CPU thread: temporaries fit its cache
+_EXPONENTS = 15  # exponents of normal numbers in e4m3fn
+_LARGEST_EXPONENT = 253  # bfloat16 exponent up to which no high byte decodes to infinity
 
-Offsets = list[list[int]]  # of keys and of values, by head
+Offsets = list[list[int]]  # keys by head, then values
 
 
 @dataclass(frozen=True)
 class SplitFloatCodec:
-    """Splits keys and values into codes and low bits, and joins them again.
+    """Splits keys and values into high bytes and low bits, and reconstructs them.
 
-    Codes (2, H, T, D) uint8 hold an element each. Low bits of bfloat16 (1, H, T, D) uint8 hold four
-    bits of a key and, above them, four of the value; those of float16 (2, H, T, D) eight of each.
+    There is a high byte for each element, (2, H, T, D) uint8. Low bits of bfloat16 (1, H, T, D)
+    uint8 hold four bits of a key and, above them, four of the value; those of float16 (2, H, T, D)
+    hold eight of each.
     """
 
     format: SplitFormat
 
     def offsets(self, kv: Tensor) -> Offsets:
-        """Return the offsets that suit the heads of kv (2, H, T, D)."""
-        if not self.format.min_code:
+        """Return the offset for each head of kv (2, H, T, D)."""
+        if not self.format.min_high:
             zeros = [0] * kv.shape[1]
             return [zeros, zeros]
         magnitudes = kv.view(torch.int16) & _MAGNITUDE
@@ -54,61 +55,60 @@ class SplitFloatCodec:
         return ((exponents + 1 - _EXPONENTS) << 7).tolist()
 
     def split(self, kv: Tensor, offsets: Offsets | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, low bits, and which elements of kv (2, H, T, D) are outliers.
+        """Return high bytes, low bits, and which elements of kv (2, H, T, D) are outliers.
 
-        An outlier has the nearest code that there is. Offsets (2, H) int32 in the device's memory
-        spare a wait for it.
+        An outlier gets the nearest valid high byte. Offsets passed as a device tensor (2, H) int32
+        avoid a synchronisation.
         """
-        cut = self.format
+        fmt = self.format
         pattern = kv.view(torch.int16).int()
         offset = torch.as_tensor(offsets, dtype=torch.int32, device=kv.device)
         y = pattern & _MAGNITUDE
         y += self._half
         y -= offset[..., None, None]
-        codes = y >> cut.low_bits
-        outliers = (codes < cut.min_code) | (codes > cut.max_code)
-        codes.clamp_(0, cut.max_code)
-        codes |= (pattern >> 8) & 0x80  # the sign
-        y &= (1 << cut.low_bits) - 1
-        if cut.low_planes == 1:
+        high = y >> fmt.low_bits
+        outliers = (high < fmt.min_high) | (high > fmt.max_high)
+        high.clamp_(0, fmt.max_high)
+        high |= (pattern >> 8) & 0x80  # the sign
+        y &= (1 << fmt.low_bits) - 1
+        if fmt.low_planes == 1:
             keys, values = y
             y = (keys | values << 4)[None]
-        return codes.to(torch.uint8), y.to(torch.uint8), outliers
+        return high.to(torch.uint8), y.to(torch.uint8), outliers
 
-    def reconstruct(
-        self, codes: Tensor, lows: Tensor | None, offsets: Offsets, out: Tensor
-    ) -> None:
-        """Write to out (2, H, T, D) the elements of these slices; of outliers anything.
+    def reconstruct(self, high: Tensor, low: Tensor | None, offsets: Offsets, out: Tensor) -> None:
+        """Write the elements of high bytes and low bits to out (2, H, T, D).
 
-        Without low bits, write the codes' own values. `offsets` are those of these heads.
+        Outliers are left undefined. Without low bits, the high bytes' own values are written.
+        `offsets` are those of these heads.
         """
         bits = self.format.low_bits
-        # of a code with its sign extended, once it is shifted to where it was in y
-        sign_and_code = (0x7F << bits) - (1 << 15)
+        # a high byte is sign-extended and shifted to its place in y; this masks its bits
+        mask = (0x7F << bits) - (1 << 15)
         patterns = out.view(torch.int16)
         heads, tokens, dim = out.shape[1:]
         step = max(1, torch.get_num_threads() * _BLOCK // dim)
         for part, head, start in product(range(2), range(heads), range(0, tokens, step)):
-            at = slice(start, start + step)
-            y = codes[part, head, at].view(torch.int8).to(torch.int16)
+            block = slice(start, start + step)
+            y = high[part, head, block].view(torch.int8).to(torch.int16)
             y <<= bits
-            y &= sign_and_code
+            y &= mask
             constant = offsets[part][head]
-            if lows is not None:
-                y |= self._low(lows[:, head, at], part)
+            if low is not None:
+                y |= self._low_bits(low[:, head, block], part)
                 constant -= self._half
-            torch.add(y, constant, out=patterns[part, head, at])
+            torch.add(y, constant, out=patterns[part, head, block])
 
     @property
     def _half(self) -> int:
         return 1 << (self.format.low_bits - 1)
 
-    def _low(self, lows: Tensor, part: int) -> Tensor:
-        """Return the low bits (T, D) int16 of keys, `part` 0, or values from lows (P, T, D)."""
+    def _low_bits(self, low: Tensor, part: int) -> Tensor:
+        """Return the low bits (T, D) int16 of keys, `part` 0, or values, from low (P, T, D)."""
         if self.format.low_planes == 2:
-            own = lows[part]
+            bits = low[part]
         elif part == 0:
-            own = lows[0] & 0xF
+            bits = low[0] & 0xF
         else:
-            own = lows[0] >> 4
-        return own.to(torch.int16)
+            bits = low[0] >> 4
+        return bits.to(torch.int16)

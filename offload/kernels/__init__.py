@@ -1,1 +1,1 @@
-"""Fused kernels, their self-tests, and batch-invariant attention; knows nothing of caches."""
+"""Fused kernels, their self-tests, and batch-invariant attention; independent of caches."""

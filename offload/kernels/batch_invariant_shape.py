@@ -1,18 +1,18 @@
-"""How large the blocks are in which rows and keys are computed (`batch_invariant_attention`)."""
+"""Sizes of the blocks in which rows and keys are computed (`batch_invariant_attention`)."""
 
 from __future__ import annotations
 
 from offload.layout import KVLayout, ceil_div
 
 ROW_BLOCK = 8  # rows of a block
-KEY_BLOCK = 2048  # keys of a block; WIDTH divides it
+KEY_BLOCK = 2048  # keys of a block; a multiple of ROW_BLOCK
 
 
 def working_bytes(layout: KVLayout, tokens: int, rows: int, groups: int) -> int:
-    """Return what a layer's attention of `rows` rows to so many tokens holds beside their KV.
+    """Return the working memory of a layer's attention of `rows` rows over `tokens` tokens.
 
-    That is what lies across an end of a block of keys, the last block, and, in float32, what every
-    row finds in each. `groups`: query heads to a KV head.
+    It holds the block of keys that spans two parts, the last block, and the float32 partial results
+    of every row in each block. `groups`: query heads per KV head.
     """
     blocks = ceil_div(tokens, KEY_BLOCK)
     query_heads = layout.heads * groups

@@ -1,8 +1,8 @@
-"""Fused kernels for slices on a GPU: joining them, and attention to codes as they are.
+"""Fused GPU kernels for split floats: reconstruction, and attention directly over high bytes.
 
-Step by step, each operation on bits would be a pass over device memory of its own, and attention to
-codes would write them in 16 bits first. Importing this needs triton, which comes with torch where
-that is built for CUDA.
+With plain operations, each bit operation would go through device memory once more, and attention
+over high bytes would write them in 16 bits first. Importing this needs triton, which comes with
+CUDA builds of torch.
 
 Source of the attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 3.1), with the keys
 split over programs, as in Flash-Decoding (Dao et al. 2023).
@@ -21,94 +21,94 @@ from offload.attention.folding import Partial, merge
 from offload.codec.format import SplitFormat
 from offload.layout import ceil_div
 
-_RECONSTRUCTED = 1024  # elements of a head that a program joins
-_KEYS = 64  # that a program looks at at a time
-_PROGRAMS = 256  # over which keys are split: two for each processor of a 4090
-_MIN_KEYS = 256  # of a program
-_STAGED_DIM, _STAGED = 128, 32 * 128  # largest head, and largest block, with tiles loaded ahead
-# triton's interpreter, which tests use, would multiply bfloat16 as whole numbers
-WIDENS = os.environ.get("TRITON_INTERPRET") == "1"
+_RECONSTRUCTED = 1024  # elements of a head per program
+_KEYS = 64  # keys per tile
+_PROGRAMS = 256  # target number of programs: two for each multiprocessor of a 4090
+_MIN_KEYS = 256  # minimum keys per program
+_STAGED_DIM, _STAGED = 128, 32 * 128  # largest head and largest block with prefetched tiles
+# triton's interpreter, which tests use, would multiply bfloat16 as integers
+UPCAST = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def reconstruct(
-    cut: SplitFormat, codes: Tensor, lows: Tensor, offsets: Tensor, out: Tensor
-) -> None:
-    """Write to out (2, H, T, D) the elements of slices, as `SplitFloatCodec.join` does.
+def reconstruct(fmt: SplitFormat, high: Tensor, low: Tensor, offsets: Tensor, out: Tensor) -> None:
+    """Write the elements of high bytes and low bits to out, as `SplitFloatCodec.reconstruct` does.
+
+    In all tensors the tokens of a head are contiguous.
 
     Args:
-        cut: how elements are cut.
-        codes: (2, H, T, D) uint8.
-        lows: (P, H, T, D) uint8.
+        fmt: the elements' split format.
+        high: (2, H, T, D) uint8.
+        low: (P, H, T, D) uint8.
         offsets: (2, H) int32, on the device.
-        out: of 16 bits. In all of these a head's tokens lie one behind the other.
+        out: (2, H, T, D), in a 16-bit dtype.
     """
     _, heads, tokens, dim = out.shape
     count = tokens * dim
     _reconstruct[ceil_div(count, _RECONSTRUCTED), heads](
-        codes,
-        lows,
+        high,
+        low,
         offsets,
         out.view(torch.int16),
         count,
-        codes.stride(0),
-        codes.stride(1),
-        lows.stride(0),
-        lows.stride(1),
+        high.stride(0),
+        high.stride(1),
+        low.stride(0),
+        low.stride(1),
         offsets.stride(0),
         out.stride(0),
         out.stride(1),
-        LOW_BITS=cut.low_bits,
-        SHARED=cut.low_planes == 1,
+        LOW_BITS=fmt.low_bits,
+        SHARED=fmt.low_planes == 1,
         BLOCK=_RECONSTRUCTED,
     )
 
 
-def attend(cut: SplitFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Partial:
-    """Return the attention of q to what codes stand for; every row sees all of them.
+def attend(fmt: SplitFormat, q: Tensor, high: Tensor, offsets: Tensor) -> Partial:
+    """Return the attention of q over the values of high bytes; every row sees all keys.
 
     Args:
-        cut: how elements were cut.
-        q: (T, Hq, D), in the dtype that was cut, Hq a multiple of H.
-        codes: (2, H, N, D) uint8, of at least one token; a head's lie one behind the other.
+        fmt: the elements' split format.
+        q: (T, Hq, D), in the dtype that was split, Hq a multiple of H.
+        high: (2, H, N, D) uint8, N >= 1; the tokens of a head are contiguous.
         offsets: (2, H) int32, on the device.
     """
     rows, query_heads, dim = q.shape
-    _, heads, tokens, _ = codes.shape
+    _, heads, tokens, _ = high.shape
     groups = query_heads // heads
     folded = rows * groups  # rows of a KV head
     block = triton.next_power_of_2(folded)
     block = min(64, max(16, block))
     blocks = ceil_div(folded, block)
-    wanted = max(1, _PROGRAMS // (heads * blocks))
-    most = ceil_div(tokens, _MIN_KEYS)
-    splits = min(wanted, most)
-    share = ceil_div(tokens, splits)
-    share = ceil_div(share, _KEYS) * _KEYS  # keys of a split
-    splits = ceil_div(tokens, share)
+    target = max(1, _PROGRAMS // (heads * blocks))
+    max_splits = ceil_div(tokens, _MIN_KEYS)
+    splits = min(target, max_splits)
+    split_keys = ceil_div(tokens, splits)
+    split_keys = ceil_div(split_keys, _KEYS) * _KEYS
+    splits = ceil_div(tokens, split_keys)
     columns = max(16, triton.next_power_of_2(dim))
     outs = torch.empty(splits, rows, query_heads, dim, dtype=torch.float32, device=q.device)
     lses = torch.empty(splits, rows, query_heads, dtype=torch.float32, device=q.device)
     _attend[heads, blocks, splits](
         q.contiguous(),
-        codes,
+        high,
         offsets,
         outs,
         lses,
         tokens,
-        share,
+        split_keys,
         folded,
         query_heads,
         dim,
         dim**-0.5,
-        codes.stride(0),
-        codes.stride(1),
+        high.stride(0),
+        high.stride(1),
         offsets.stride(0),
         GROUPS=groups,
-        LOW_BITS=cut.low_bits,
+        LOW_BITS=fmt.low_bits,
         ROWS=block,
         KEYS=_KEYS,
         DIM=columns,
-        WIDENS=WIDENS,
+        UPCAST=UPCAST,
         num_stages=stages(block, columns),
     )
     parts = list(zip(outs, lses, strict=True))
@@ -118,10 +118,10 @@ def attend(cut: SplitFormat, q: Tensor, codes: Tensor, offsets: Tensor) -> Parti
 
 
 def stages(rows: int, columns: int) -> int:
-    """Return how many tiles of keys a program of so many rows and dimensions has in flight.
+    """Return the number of key tiles in flight for a program of so many rows and dimensions.
 
-    Shared memory is 100 KB on an RTX 3090 or 4090, for two programs at a time up to head dimension
-    128, and for one beyond.
+    Shared memory is 100 KB on an RTX 3090 or 4090: enough for two programs at a time up to head
+    dimension 128, and for one above.
     """
     is_small = rows * columns <= _STAGED
     if is_small and columns <= _STAGED_DIM:
@@ -130,24 +130,24 @@ def stages(rows: int, columns: int) -> int:
 
 
 @triton.jit
-def _patterns(code, low, constant, LOW_BITS: tl.constexpr):
-    """Return the patterns int16 of elements: y = code and low bits, less what split added."""
-    KEPT: tl.constexpr = (0x7F << LOW_BITS) - (1 << 15)  # sign and code, where they were in y
-    y = code.to(tl.int8, bitcast=True).to(tl.int32) << LOW_BITS
-    y = (y & KEPT) | low
+def _patterns(high_byte, low_bits, constant, LOW_BITS: tl.constexpr):
+    """Return the int16 patterns of elements: y, of high byte and low bits, plus a constant."""
+    MASK: tl.constexpr = (0x7F << LOW_BITS) - (1 << 15)  # bits of the high byte in y
+    y = high_byte.to(tl.int8, bitcast=True).to(tl.int32) << LOW_BITS
+    y = (y & MASK) | low_bits
     return (y + constant).to(tl.int16)
 
 
-# A kernel of its own for each kind of number would be compiled in the middle of a text.
+# Specialising on argument values would compile another kernel in the middle of a request.
 @triton.jit(do_not_specialize=["offset_part"])
 def _reconstruct(
-    codes,
-    lows,
+    high,
+    low,
     offsets,
     out,
     count,
-    code_part,
-    code_head,
+    high_part,
+    high_head,
     low_part,
     low_head,
     offset_part,
@@ -157,107 +157,107 @@ def _reconstruct(
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Join a block of elements of one head, keys and values."""
+    """Reconstruct a block of elements of one head, keys and values."""
     head = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < count
     half: tl.constexpr = 1 << (LOW_BITS - 1)
     for part in tl.static_range(2):
-        place = codes + part * code_part + head * code_head + at
-        code = tl.load(place, mask=inside, other=0)
-        if SHARED:  # of bfloat16: four bits of the key and, above them, four of the value
-            place = lows + head * low_head + at
-            both = tl.load(place, mask=inside, other=0)
-            low = both.to(tl.int32)
-            low = (low >> (4 * part)) & 0xF
+        pointers = high + part * high_part + head * high_head + element
+        high_byte = tl.load(pointers, mask=mask, other=0)
+        if SHARED:  # bfloat16: four bits of the key and, above them, four of the value
+            pointers = low + head * low_head + element
+            both = tl.load(pointers, mask=mask, other=0)
+            low_bits = both.to(tl.int32)
+            low_bits = (low_bits >> (4 * part)) & 0xF
         else:
-            place = lows + part * low_part + head * low_head + at
-            low = tl.load(place, mask=inside, other=0)
-            low = low.to(tl.int32)
+            pointers = low + part * low_part + head * low_head + element
+            low_bits = tl.load(pointers, mask=mask, other=0)
+            low_bits = low_bits.to(tl.int32)
         offset = tl.load(offsets + part * offset_part + head)
-        patterns = _patterns(code, low, offset - half, LOW_BITS)
-        place = out + part * out_part + head * out_head + at
-        tl.store(place, patterns, mask=inside)
+        patterns = _patterns(high_byte, low_bits, offset - half, LOW_BITS)
+        pointers = out + part * out_part + head * out_head + element
+        tl.store(pointers, patterns, mask=mask)
 
 
-# Likewise: these differ from pass to pass, or between the self-test and a model.
-@triton.jit(do_not_specialize=["tokens", "share", "rows", "query_heads", "offset_part"])
+# Not specialised: these differ between forwards, or between the self-test and a model.
+@triton.jit(do_not_specialize=["tokens", "split_keys", "rows", "query_heads", "offset_part"])
 def _attend(
     q,
-    codes,
+    high,
     offsets,
     outs,
     lses,
     tokens,
-    share,
+    split_keys,
     rows,
     query_heads,
     dim,
     scale,
-    code_part,
-    code_head,
+    high_part,
+    high_head,
     offset_part,
     GROUPS: tl.constexpr,
     LOW_BITS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     DIM: tl.constexpr,
-    WIDENS: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     """Attend with a block of one KV head's rows to one split of its keys."""
     head = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     first = tl.program_id(1) * ROWS
     row = first + tl.arange(0, ROWS)
-    here = row < rows
+    row_mask = row < rows
     # rows are the query heads of a KV head, token after token
     query = row // GROUPS
     member = row % GROUPS
-    place = query * query_heads + head * GROUPS + member
+    q_row = query * query_heads + head * GROUPS + member  # index into (T * Hq)
     column = tl.arange(0, DIM)
-    there = column < dim
-    element = q.dtype.element_ty
-    multiplied = tl.float32 if WIDENS else element
-    own = here[:, None] & there[None, :]
-    cells = place[:, None] * dim + column[None, :]
-    queries = tl.load(q + cells, mask=own, other=0.0)
-    queries = queries.to(multiplied)
+    column_mask = column < dim
+    dtype = q.dtype.element_ty
+    dot_dtype = tl.float32 if UPCAST else dtype
+    q_mask = row_mask[:, None] & column_mask[None, :]
+    q_element = q_row[:, None] * dim + column[None, :]
+    queries = tl.load(q + q_element, mask=q_mask, other=0.0)
+    queries = queries.to(dot_dtype)
     key_offset = tl.load(offsets + head)
     value_offset = tl.load(offsets + offset_part + head)
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    summed = tl.zeros((ROWS, DIM), tl.float32)
-    begin = split * share
-    end = tl.minimum(begin + share, tokens)
+    weighted = tl.zeros((ROWS, DIM), tl.float32)
+    begin = split * split_keys
+    end = tl.minimum(begin + split_keys, tokens)
     for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
-        seen = token < end
-        at = codes + head * code_head + token[None, :] * dim + column[:, None]
-        mask = seen[None, :] & there[:, None]
-        code = tl.load(at, mask=mask, other=0)  # (DIM, KEYS)
-        keys = _patterns(code, 0, key_offset, LOW_BITS)
-        keys = keys.to(element, bitcast=True)
-        keys = keys.to(multiplied)
+        token_mask = token < end
+        pointers = high + head * high_head + token[None, :] * dim + column[:, None]
+        mask = token_mask[None, :] & column_mask[:, None]
+        high_bytes = tl.load(pointers, mask=mask, other=0)  # (DIM, KEYS)
+        keys = _patterns(high_bytes, 0, key_offset, LOW_BITS)
+        keys = keys.to(dtype, bitcast=True)
+        keys = keys.to(dot_dtype)
         scores = tl.dot(queries, keys) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        highest = tl.max(scores, 1)
-        highest = tl.maximum(most, highest)
-        weights = tl.exp(scores - highest[:, None])
-        faded = tl.exp(most - highest)
-        total = total * faded + tl.sum(weights, 1)
-        at = codes + code_part + head * code_head + token[:, None] * dim + column[None, :]
-        mask = seen[:, None] & there[None, :]
-        code = tl.load(at, mask=mask, other=0)  # (KEYS, DIM)
-        values = _patterns(code, 0, value_offset, LOW_BITS)
-        values = values.to(element, bitcast=True)
-        values = values.to(multiplied)
-        weights = weights.to(element)
-        weights = weights.to(multiplied)
-        summed = summed * faded[:, None]
-        summed += tl.dot(weights, values)
-        most = highest
-    before = split * (rows // GROUPS) * query_heads  # rows of the splits before
-    out = summed / total[:, None]
-    lse = most + tl.log(total)
-    tl.store(outs + before * dim + cells, out, mask=own)
-    tl.store(lses + before + place, lse, mask=here)
+        scores = tl.where(token_mask[None, :], scores, float("-inf"))
+        new_peak = tl.max(scores, 1)
+        new_peak = tl.maximum(peak, new_peak)
+        weights = tl.exp(scores - new_peak[:, None])
+        rescale = tl.exp(peak - new_peak)
+        total = total * rescale + tl.sum(weights, 1)
+        pointers = high + high_part + head * high_head + token[:, None] * dim + column[None, :]
+        mask = token_mask[:, None] & column_mask[None, :]
+        high_bytes = tl.load(pointers, mask=mask, other=0)  # (KEYS, DIM)
+        values = _patterns(high_bytes, 0, value_offset, LOW_BITS)
+        values = values.to(dtype, bitcast=True)
+        values = values.to(dot_dtype)
+        weights = weights.to(dtype)
+        weights = weights.to(dot_dtype)
+        weighted = weighted * rescale[:, None]
+        weighted += tl.dot(weights, values)
+        peak = new_peak
+    base = split * (rows // GROUPS) * query_heads  # index of the split's first result
+    out = weighted / total[:, None]
+    lse = peak + tl.log(total)
+    tl.store(outs + base * dim + q_element, out, mask=q_mask)
+    tl.store(lses + base + q_row, lse, mask=row_mask)

@@ -1,1 +1,1 @@
-"""Host memory, the link to the device, and what moves over it; knows nothing of attention."""
+"""Host memory, the host link, and transfers over it; independent of attention."""

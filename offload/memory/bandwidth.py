@@ -1,4 +1,4 @@
-"""The rate that a link reaches, measured by large copies."""
+"""The bandwidth of a link, measured with large copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offload.memory.link import Link
 
 T = TypeVar("T")
 _COPY = 128 << 20  # bytes
-_BUSY = 48  # copies that keep a link busy while something is asked
+_BUSY = 48  # copies in flight during `call_while_copying`
 
 
 class BandwidthProbe:
@@ -22,38 +22,39 @@ class BandwidthProbe:
         """Allocate `size` bytes on both sides. Raises InsufficientMemoryError."""
         self.link = link
         self.size = size
-        # pages that were never written would all be one page, in the processor's cache
+        # pages never written to would all map to one page, in the processor's cache
         self._host = link.host_empty(size, torch.uint8).zero_()
         self._device = torch.zeros(size, dtype=torch.uint8, device=link.device)
 
     def rate(self, out: bool, seconds: float = 0.5) -> float:
-        """Return bytes a second, measured over so many seconds.
+        """Return the bandwidth in bytes/s, measured over so many seconds.
 
-        Other ranks that copy at the same time have their share of it. Waiting for a small copy
-        takes a part of its own time, so more and more are waited for at once.
+        Other ranks that copy at the same time share the bandwidth. Waiting for a small copy takes
+        a fraction of its own time, so the number of copies per wait grows.
         """
         self._copy(out)
         self.link.drain()
-        started, copied, concurrency = time.perf_counter(), 0, 1
+        copied, concurrency = 0, 1
+        started = time.perf_counter()
         while (elapsed := time.perf_counter() - started) < seconds or not copied:
             for _ in range(concurrency):
                 self._copy(out)
             self.link.drain()
             copied += concurrency
-            if elapsed < seconds / 8:  # so that the last ones do not take long
+            if elapsed < seconds / 8:  # a later increase would overrun the time
                 concurrency *= 2
         return copied * self.size / elapsed
 
-    def call_while_copying(self, ask: Callable[[], T]) -> T:
-        """Return what `ask` says while copies towards the device are under way.
+    def call_while_copying(self, function: Callable[[], T]) -> T:
+        """Call a function while copies to the device are in flight; return its result.
 
-        Links that are idle report a lower speed.
+        Idle links report a lower speed.
         """
         for _ in range(_BUSY):
             self._copy(out=False)
-        answer = ask()
+        result = function()
         self.link.drain()
-        return answer
+        return result
 
     def close(self) -> None:
         self.link.release(self._host)

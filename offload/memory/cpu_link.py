@@ -1,4 +1,4 @@
-"""Links on a CPU: none at all, or one that is emulated at a set rate."""
+"""Links on a CPU: zero-copy, or emulated at a fixed rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.memory.link import Copy, Link, copies_by_head
 
 
 class ZeroCopyLink(Link):
-    """No link at all, on a CPU: the ring hands out views of the host store, nothing is copied."""
+    """No transfers, on a CPU: the ring yields views of the host store."""
 
     copies = False
 
@@ -35,15 +35,15 @@ class ZeroCopyLink(Link):
         return host_available()
 
 
-# of a lane: what is to be copied, when that was asked for, and what tells that it is done
+# jobs of a copy thread: the copies, the time of the request, and the event set on completion
 Jobs = queue.Queue[tuple[Sequence[Copy], float, threading.Event] | None]
 
 
 class CopyThread:
-    """Copies that one thread makes, in order."""
+    """A thread that runs copies in order."""
 
     def __init__(self, run: Callable[[Jobs], None]):
-        """Start the thread, which takes jobs from its queue until it finds None."""
+        """Start the thread; `run` takes jobs from the queue until it gets None."""
         self.jobs: Jobs = queue.Queue()
         self._thread = threading.Thread(
             target=run, args=(self.jobs,), name="emulated-link", daemon=True
@@ -51,80 +51,79 @@ class CopyThread:
         self._thread.start()
 
     def add(self, pairs: Sequence[Copy]) -> threading.Event:
-        """Ask for copies; return what is set when they are made."""
-        for destination, source in pairs:  # memmove would not notice
+        """Queue copies; return an event that is set on completion."""
+        for destination, source in pairs:  # memmove does not check sizes and strides
             if not (
                 destination.is_contiguous()
                 and source.is_contiguous()
                 and destination.nbytes == source.nbytes
             ):
-                raise ValueError("the link moves contiguous blocks of one size only")
+                raise ValueError("the link only copies between contiguous blocks of equal size")
         done = threading.Event()
         self.jobs.put((pairs, time.perf_counter(), done))
         return done
 
     def drain(self) -> None:
-        """Block until all copies are made."""
-        # when Python ends, the thread does not run any more
+        """Block until all copies are complete."""
+        # the thread no longer runs when Python shuts down
         if self._thread.is_alive() and not sys.is_finalizing():
             self.add(()).wait()
 
     def close(self) -> None:
-        """End the thread, behind all copies."""
+        """End the thread after all copies."""
         self.jobs.put(None)
         self._thread.join()
 
 
 class EmulatedLink(Link):
-    """A thread that copies between CPU buffers, in order, while the caller computes.
+    """Threads that copy between CPU buffers, in order, while the caller computes.
 
-    Beside it works another for what is sent to the host, as fast: the wire carries both ways.
+    Copies out to the host have a thread of their own, of the same rate: the link is full duplex.
     """
 
     def __init__(self, device: torch.device, rate: float):
-        """Start the thread; `rate` is in bytes a second."""
+        """Start the threads; `rate` is in bytes/s."""
         super().__init__(device)
         self.rate = rate
-        self._copies = CopyThread(self._run)
-        self._sent = CopyThread(self._run)
+        self._thread = CopyThread(self._run)
+        self._out_thread = CopyThread(self._run)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return allocate(numel, dtype)
 
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._copies.add(pairs)
+        return self._thread.add(pairs)
 
     def copy_out(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._sent.add(pairs)
+        return self._out_thread.add(pairs)
 
     def read_to_host(self, kv: Tensor) -> Tensor:
         copy = torch.empty(kv.shape, dtype=kv.dtype)
-        self._sent.add(copies_by_head(copy, kv)).wait()
+        self._out_thread.add(copies_by_head(copy, kv)).wait()
         return copy
 
     def wait(self, ticket: threading.Event) -> None:
         ticket.wait()
 
     def drain(self) -> None:
-        self._copies.drain()
-        self._sent.drain()
+        self._thread.drain()
+        self._out_thread.drain()
 
     def close(self) -> None:
-        self._copies.close()
-        self._sent.close()
+        self._thread.close()
+        self._out_thread.close()
 
     def device_available(self) -> int:
         return host_available()
 
     def _run(self, jobs: Jobs) -> None:
-        free_at = time.perf_counter()  # when the wire is next free
+        free_at = time.perf_counter()  # time from which the emulated link is idle
         while job := jobs.get():
-            pairs, asked_at, done = job
-            free_at = max(free_at, asked_at)  # a wire waits for no thread to get a processor
+            pairs, requested_at, done = job
+            free_at = max(free_at, requested_at)  # scheduling delays of the thread do not count
             for destination, source in pairs:
                 free_at += source.nbytes / self.rate
-                # memmove, for it leaves the lock and the compute threads alone, which a tensor copy
-                # does not
+                # unlike a tensor copy, memmove takes neither the GIL nor compute threads
                 ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)
             if (ahead := free_at - time.perf_counter()) > 0:
                 time.sleep(ahead)

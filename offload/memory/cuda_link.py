@@ -15,7 +15,7 @@ from offload.memory.numa import gpu_node, on_node
 
 
 class CudaLink(Link):
-    """PCIe: registered host memory, a copy stream, another for what is sent to the host, events.
+    """PCIe: registered host memory, events, a copy stream, and one for copies out to the host.
 
     There is no device-wide synchronisation.
     """
@@ -26,9 +26,9 @@ class CudaLink(Link):
         self.device_name = torch.cuda.get_device_name(device)
         self.l2_bytes = properties.L2_cache_size
         self._stream = torch.cuda.Stream(device)
-        self._out = torch.cuda.Stream(device)
-        self._fetched = torch.cuda.Stream(device)
-        self._registered: dict[int, Tensor] = {}  # by address
+        self._out_stream = torch.cuda.Stream(device)
+        self._read_stream = torch.cuda.Stream(device)
+        self._registered: dict[int, Tensor] = {}  # keyed by address
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         buffer = allocate(numel, dtype)
@@ -38,7 +38,7 @@ class CudaLink(Link):
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             with suppress(RuntimeError):
-                # or the next kernel anywhere would report this failure as its own
+                # clears the error, which the next kernel launch would report otherwise
                 torch.ones(1, device=self.device).add_(1)
             raise InsufficientMemoryError(
                 f"the driver refused to pin {buffer.nbytes / 1e9:.1f} GB of host memory "
@@ -59,15 +59,15 @@ class CudaLink(Link):
         return self._start(self._stream, pairs)
 
     def copy_out(self, pairs: Sequence[Copy]) -> torch.cuda.Event:
-        return self._start(self._out, pairs)
+        return self._start(self._out_stream, pairs)
 
     def finish_compute(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
     def read_to_host(self, kv: Tensor) -> Tensor:
         copy = torch.empty(kv.shape, dtype=kv.dtype)
-        torch.cuda.set_device(self.device)  # of a thread that may have none yet
-        with torch.cuda.stream(self._fetched):
+        torch.cuda.set_device(self.device)  # the calling thread may have none yet
+        with torch.cuda.stream(self._read_stream):
             for destination, source in copies_by_head(copy, kv):
                 destination.copy_(source)
         return copy
@@ -84,7 +84,7 @@ class CudaLink(Link):
 
     def drain(self) -> None:
         self._stream.synchronize()
-        self._out.synchronize()
+        self._out_stream.synchronize()
 
     def close(self) -> None:
         for buffer in list(self._registered.values()):

@@ -1,4 +1,4 @@
-"""One host buffer for text after text."""
+"""A host buffer that is reused by request after request."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from offload.memory.link import Link
 
 
 class HostArena:
-    """One flat host buffer for text after text.
+    """A flat host buffer that is reused by request after request.
 
-    It is allocated (and pinned) at the largest size asked for so far.
+    It is allocated (and pinned) at the largest size requested so far.
     """
 
     def __init__(self, link: Link, dtype: torch.dtype):
@@ -22,20 +22,20 @@ class HostArena:
         self._buffer = torch.empty(0, dtype=dtype)
 
     def reserve(self, numel: int) -> None:
-        """Make room for `numel` elements; where the arena grows, its contents are lost.
+        """Grow the arena to `numel` elements if it is smaller; growing loses its contents.
 
-        Raises InsufficientMemoryError when the host cannot give them.
+        Raises InsufficientMemoryError if host memory does not suffice.
         """
         if numel > self._buffer.numel():
-            self.free()  # the old arena goes before the new one comes
+            self.free()  # before allocating the larger one
             self._buffer = self.link.host_empty(numel, self.dtype)
 
     def allocate(self, shape: tuple[int, ...]) -> Tensor:
         """Return a view of this shape at the start of the arena.
 
-        Whoever took one before has lost it, and its copies are over.
+        It invalidates earlier views, after waiting for their copies.
         """
-        # copies of a pass given up would reach device memory that is someone else's by now
+        # copies of a cancelled forward would overwrite device memory that is reused by now
         self.link.drain()
         numel = prod(shape)
         self.reserve(numel)

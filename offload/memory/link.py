@@ -1,9 +1,9 @@
-"""The link between host and device memory: the interface.
+"""The interface of links between host and device memory.
 
-Links are, with the process group, the only code that knows what the device is. There are three. On
-a GPU, pinned memory, copy streams and events (`cuda_link`). On a CPU, either no copy at all, since
-host memory is device memory there, or an emulated link that really copies, at a set rate, so that
-overlap and races show without a GPU (`cpu_link`).
+Links and the process group are the only code that depends on the type of device. There are three.
+On a GPU: pinned memory, copy streams and events (`cuda_link`). On a CPU: either no copies, since
+host memory is device memory, or an emulated link that does copy, at a fixed rate, to show overlap
+and races without a GPU (`cpu_link`).
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from torch import Tensor
 
 from offload.memory.host import process_peak_bytes
 
-Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of one size
+Copy = tuple[Tensor, Tensor]  # destination, source: contiguous blocks of equal size
 
 
 def copies_by_head(destination: Tensor, source: Tensor) -> list[Copy]:
-    """Return the copies, each of one contiguous block, that take source (parts, H, T, D) there."""
-    parts, count = source.shape[:2]
-    heads = product(range(parts), range(count))
-    return [(destination[part, head], source[part, head]) for part, head in heads]
+    """Return copies of contiguous blocks, one per head of source (parts, H, T, D)."""
+    parts, heads = source.shape[:2]
+    indices = product(range(parts), range(heads))
+    return [(destination[part, head], source[part, head]) for part, head in indices]
 
 
 class Link(ABC):
-    """A way for copies, which run in the order they are asked for, in one lane or the other.
+    """Asynchronous copies between host and device memory, in order.
 
-    A ticket stands for a copy; `wait` orders later compute after it.
+    Copies of `copy_out` may have a queue of their own. A ticket identifies a copy; `wait` orders
+    later compute after it.
     """
 
-    # False where host memory is device memory: callers then work on the host store itself
+    # False if host memory is device memory: callers then use the host store itself
     copies = True
-    l2_bytes: int | None = None  # of the device's second-level cache; None where it is host memory
-    device_name = ""  # what the driver calls the device
+    l2_bytes: int | None = None  # size of the device's L2 cache; None if it is host memory
+    device_name = ""  # name of the device reported by the driver
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -46,52 +47,52 @@ class Link(ABC):
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat host buffer of exactly this size.
 
-        Raises InsufficientMemoryError when the host cannot give it.
+        Raises InsufficientMemoryError if host memory does not suffice.
         """
 
     @abstractmethod
     def copy(self, pairs: Sequence[Copy]) -> Any:
-        """Start copying, in either direction, after all compute issued so far; return a ticket."""
+        """Start copies, in either direction, after all compute issued so far; return a ticket."""
 
     def copy_out(self, pairs: Sequence[Copy]) -> Any:
-        """Start copying to the host as `copy` does, but beside it: the link works both ways.
+        """Start copies to the host like `copy`, but concurrent with its copies (full duplex).
 
-        Such copies keep order among themselves alone. Nothing may read what they write, nor write
-        it, before the link was drained.
+        They are ordered only among themselves. Their destinations must be neither read nor written
+        before the link is drained.
         """
         return self.copy(pairs)
 
     def finish_compute(self) -> None:
-        """Block until all compute issued so far is over."""
+        """Block until all compute issued so far is complete."""
 
     def read_to_host(self, kv: Tensor) -> Tensor:
-        """Return kv (parts, H, T, D), whose compute is over, in host memory: a copy, or kv itself.
+        """Return kv (parts, H, T, D), whose compute is complete, in host memory: a copy, or itself.
 
-        Other threads than the one that computes may call it.
+        It may be called from any thread.
         """
         return kv
 
     @abstractmethod
     def wait(self, ticket: Any) -> None:
-        """Let compute issued from here on see the copy finished."""
+        """Order compute issued from now on after the copy."""
 
     @abstractmethod
     def device_available(self) -> int:
-        """Return the bytes of device memory that could be allocated now."""
+        """Return the bytes of device memory that can be allocated now."""
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes in use since the last call; None where the system does not say.
+        """Return the peak memory usage since the last call, in bytes; None if it is not known.
 
-        Of device memory it is what torch allocated; where that is host memory, all of this process.
+        For a GPU it is torch's allocations; if device memory is host memory, the whole process's.
         """
         return process_peak_bytes()
 
     def release(self, buffer: Tensor) -> None:
-        """Let go of a buffer from host_empty before it is freed: its copies are over then."""
+        """Release a buffer from host_empty before it is freed, after waiting for its copies."""
         self.drain()
 
     def drain(self) -> None:
-        """Block until no copy is under way."""
+        """Block until no copy is in flight."""
 
     def close(self) -> None:
-        """Release what the link holds; no copy may follow."""
+        """Release all resources; no copy may follow."""

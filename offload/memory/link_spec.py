@@ -1,4 +1,4 @@
-"""Links by name. Only opening one needs torch, so that a typo is reported before anything loads."""
+"""Links by name. Only opening one needs torch: a typo is reported before anything loads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
     from offload.memory.link import Link
 
-MIN_RATE = 1e-3  # GB/s of an emulated link: at less a text takes days
+MIN_RATE = 1e-3  # GB/s of an emulated link: with less, a document takes days
 
 
 def emulated_rate(name: str) -> float | None:
-    """Return the GB/s of an emulated link; None for a link of another kind.
+    """Return the rate of an emulated link in GB/s, or None for other links.
 
-    Raises TierForceError for what is the name of no link.
+    Raises TierForceError for an unknown name.
     """
-    kind, _, given = name.partition(":")
+    kind, _, value = name.partition(":")
     if name in ("auto", "view"):
         return None
     if kind == "emulated":
         try:
-            rate = float(given)
+            rate = float(value)
         except ValueError:
             rate = 0.0
         if rate >= MIN_RATE:
@@ -36,13 +36,13 @@ def emulated_rate(name: str) -> float | None:
 
 
 def check_device(name: str, device: str) -> None:
-    """Raise TierForceError for a link that is for a CPU, where the device is another."""
+    """Raise TierForceError if a link for a CPU is to be used on another device."""
     if device != "cpu" and name != "auto":
         raise TierForceError(f"`link` {name} is for a CPU: leave it out on {device}.")
 
 
 def make_link(spec: str, device: torch.device) -> Link:
-    """Return the link that `spec` names.
+    """Return the link named `spec`.
 
     It is `auto` (CUDA streams on a GPU, a view on a CPU), `view`, or `emulated:RATE`, in GB/s.
     Raises TierForceError for any other, and as `check_device` does.

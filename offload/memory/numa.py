@@ -1,6 +1,6 @@
-"""Host memory on the GPU's side of the machine.
+"""Host memory on the GPU's NUMA node.
 
-Copies from another NUMA node would cross the link between the sockets first.
+Copies from another node would cross the link between the sockets first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ SYSFS = Path("/sys")
 
 def gpu_address(device: torch.device) -> str:
     """Return the PCI address of a GPU, as sysfs writes it."""
-    at: Any = torch.cuda.get_device_properties(device)
-    return f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def gpu_node(device: torch.device, sysfs: Path = SYSFS) -> int | None:
-    """Return the NUMA node of a GPU; None where the system does not say, or has one only."""
+    """Return the NUMA node of a GPU; None if the system has only one, or does not report it."""
     return node_of(gpu_address(device), sysfs)
 
 
 def node_of(address: str, sysfs: Path = SYSFS) -> int | None:
-    """Return the NUMA node of a PCI address (0000:01:00.0); None where nothing is said."""
+    """Return the NUMA node of a PCI address (0000:01:00.0); None if it is not known."""
     try:
         node = int((sysfs / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def node_of(address: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def cpus_of(node: int, sysfs: Path = SYSFS) -> set[int]:
-    """Return the CPUs of a node; none where the system does not say."""
+    """Return the CPUs of a node; an empty set if they are not known."""
     try:
         ranges = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().strip()
         cpus: set[int] = set()
@@ -51,15 +51,14 @@ def cpus_of(node: int, sysfs: Path = SYSFS) -> set[int]:
 
 @contextmanager
 def on_node(node: int | None, sysfs: Path = SYSFS) -> Iterator[None]:
-    """Put memory that this thread touches first inside on the node, if that has room.
+    """Run this thread on a node: pages that it accesses first are allocated there, if they fit.
 
-    A page goes to where the thread runs. Without a node, or where this process may use none of its
-    CPUs, nothing changes.
+    Does nothing if `node` is None, or if this process may use none of its CPUs.
     """
     before = os.sched_getaffinity(0)
-    wanted = before & cpus_of(node, sysfs) if node is not None else set()
+    cpus = before & cpus_of(node, sysfs) if node is not None else set()
     with suppress(OSError):  # a container may forbid it
-        os.sched_setaffinity(0, wanted or before)
+        os.sched_setaffinity(0, cpus or before)
     try:
         yield
     finally:

@@ -313,7 +313,7 @@ class TieredCacheSpec:
         """Return the bytes of a layer's codes on the device."""
         if self.format is None:
             return 0
-        return prod(self.planes_shape(self.format.code_planes))
+        return prod(self.planes_shape(self.format.high_planes))
 
     def _outliers_bytes(self) -> int:
         return self.split_or_compressed_layers * self.outliers * OUTLIER_BYTES

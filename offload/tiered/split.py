@@ -50,7 +50,7 @@ class SplitKV:
         """Allocate for one layer of a cache of this shape, but for codes that come late."""
         assert shape.format is not None
         outliers = Outliers(shape.outliers, shape.layout.heads, device)
-        buffer = shape.planes_shape(shape.format.code_planes)
+        buffer = shape.planes_shape(shape.format.high_planes)
         codes = None
         if ints_to_device_async and not deferred:
             codes = torch.empty(buffer, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""What libraries say where memory runs out is known as that."""
+"""Out-of-memory errors of all libraries are recognised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.errors import is_out_of_memory
 
 
 @pytest.mark.parametrize(
-    "words",
+    "message",
     [
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
@@ -21,16 +21,16 @@ from offload.errors import is_out_of_memory
         "Triton Error [CUDA]: out of memory",
     ],
 )
-def test_libraries_of_a_gpu_that_lack_memory_say_so_in_their_own_words(words: str) -> None:
-    assert is_out_of_memory(RuntimeError(words))
-    assert not is_out_of_memory(ValueError(words))
+def test_out_of_memory_messages_of_gpu_libraries_are_recognised(message: str) -> None:
+    assert is_out_of_memory(RuntimeError(message))
+    assert not is_out_of_memory(ValueError(message))
 
 
-def test_other_errors_are_not_taken_for_it() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
     assert not is_out_of_memory(OSError(errno.ENOENT, "out of memory"))
-    words = "out of resource: shared memory, Required: 139264, Hardware limit: 101376"
-    assert not is_out_of_memory(RuntimeError(words))
+    message = "out of resource: shared memory, Required: 139264, Hardware limit: 101376"
+    assert not is_out_of_memory(RuntimeError(message))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))

@@ -1,4 +1,4 @@
-"""Only regular files are read, and no more of them than a limit."""
+"""Only regular files are read, and only up to a limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.irregular import IRREGULAR
 
 
 @pytest.mark.parametrize("kind", IRREGULAR)
-def test_what_is_not_a_regular_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+def test_opening_an_irregular_file_fails_without_blocking(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     IRREGULAR[kind](path)
     for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
@@ -26,26 +26,24 @@ def test_what_is_not_a_regular_file_is_refused_at_once(kind: str, tmp_path: Path
             open_regular(path, flags)
 
 
-def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
+def test_reading_a_file_above_the_limit_fails(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
     for limit in (0, 4):
         with pytest.raises(UnsuitableFileError, match=f"more than {limit} bytes"):
             read_regular(path, limit)
-    os.truncate(path, 1 << 40)  # which takes no disk
+    os.truncate(path, 1 << 40)  # a sparse file takes no disk
     with pytest.raises(UnsuitableFileError, match="more than 1,000 bytes"):
         read_regular(path, 1000)
-    # the system says that it has no bytes
+    # its reported size is 0 bytes
     with pytest.raises(UnsuitableFileError, match="more than 10 bytes"):
         read_regular(Path("/proc/self/status"), 10)
     with pytest.raises(FileNotFoundError):
-        read_regular(tmp_path / "nowhere", 5)
+        read_regular(tmp_path / "missing", 5)
 
 
-def test_lines_of_any_length_are_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_lines_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regular_files, "_BLOCK", 3)
     path = tmp_path / "file"
     path.write_bytes(b"ab\n\n12345\n1234567890\nc\n1234567")

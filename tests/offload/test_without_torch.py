@@ -1,4 +1,4 @@
-"""A plan is arithmetic on sizes: what it imports from here starts without torch."""
+"""Planning is arithmetic on sizes: the modules it imports do not import torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ MODULES = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_no_torch_is_imported(name: str) -> None:
+def test_module_does_not_import_torch(name: str) -> None:
     code = f"import sys, offload.{name}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -23,7 +23,7 @@ GENERATIONS = {80: 166_912, 89: 101_376, 90: 232_448}  # A100, RTX 4090, H100: b
 PROCESSOR, RESERVED = 102_400, 1_024  # of an RTX 4090: bytes of a processor, and CUDA's of a block
 ELEMENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SPLIT = {"bf16": {"LOW_BITS": 4, "SHARED": True}, "fp16": {"LOW_BITS": 8, "SHARED": False}}
-SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "WIDENS": False}
+SIZES = {"BLOCK": 1024, "GROUPS": 4, "ROWS": 16, "KEYS": 64, "DIM": 128, "UPCAST": False}
 # of attention to codes: elements, rows and dimensions of a block
 BLOCKS = {
     80: [("fp16", 16, 64)],
@@ -35,8 +35,8 @@ BLOCKS = {
 }
 # numbers that are multiples of 16, as a launch finds: only then are tiles of codes loaded ahead
 MULTIPLES = {"dim", "count"}
-MULTIPLES |= {"code_part", "code_head", "low_part", "low_head", "out_part", "out_head"}
-POINTERS = {"codes": "*u8", "lows": "*u8", "offsets": "*i32", "out": "*i16"}
+MULTIPLES |= {"high_part", "high_head", "low_part", "low_head", "out_part", "out_head"}
+POINTERS = {"high": "*u8", "low": "*u8", "offsets": "*i32", "out": "*i16"}
 POINTERS |= {"outs": "*fp32", "lses": "*fp32", "scale": "fp32"}
 # of steady attention: elements, dimensions of a head, and query heads to a KV head
 STEADY = {
@@ -93,12 +93,18 @@ def steady(generation: int, shapes: int | None) -> None:
     for element, dim, groups in STEADY[generation][:shapes]:
         columns = triton.next_power_of_2(dim)
         rows = batch_invariant_kernels.program_rows(groups, columns, ELEMENTS[element])
-        sizes = {"GROUPS": groups, "WIDTH": ROW_BLOCK, "SPAN": KEY_BLOCK, "ROWS": rows, "DIM": dim}
+        sizes = {
+            "GROUPS": groups,
+            "ROW_BLOCK": ROW_BLOCK,
+            "KEY_BLOCK": KEY_BLOCK,
+            "ROWS": rows,
+            "DIM": dim,
+        }
         sizes |= {
             "TILES": ceil_div(ROW_BLOCK * groups, rows),
             "TILE": batch_invariant_kernels._TILE,
         }
-        sizes |= {"COLUMNS": columns, "WIDENS": False}
+        sizes |= {"COLUMNS": columns, "UPCAST": False}
         compiled(batch_invariant_kernels._attend, element, generation, sizes, num_stages=1)
         compiled(batch_invariant_kernels._merge, element, generation, sizes)
 

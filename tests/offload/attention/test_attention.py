@@ -1,4 +1,4 @@
-"""partial_attention against plain arithmetic; merge against attention over the whole."""
+"""partial_attention against a reference; merge against attention over all keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.layout import ceil_div
 from support.reference import reference_attention
 
 HEADS = [(4, 4), (8, 2), (6, 3)]  # query heads, KV heads
-# of out, in units of values around 1
+# tolerance of out, for values around 1
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 heads = pytest.mark.parametrize("heads", HEADS)
@@ -24,10 +24,10 @@ rows = pytest.mark.parametrize("rows", [1, 2, 17])
 
 
 def draw_mask(rows: int, keys: int, device: str = "cpu") -> Tensor:
-    """(T, N): a third of the keys left out, another one for each row, but never the first."""
-    left_out = (torch.arange(keys) + torch.arange(rows)[:, None]) % 3 == 1
-    left_out[:, 0] = False
-    return torch.zeros(rows, keys).masked_fill(left_out, -torch.inf).to(device)
+    """Return a mask (T, N) of a third of the keys, different in each row, but never the first."""
+    is_masked = (torch.arange(keys) + torch.arange(rows)[:, None]) % 3 == 1
+    is_masked[:, 0] = False
+    return torch.zeros(rows, keys).masked_fill(is_masked, -torch.inf).to(device)
 
 
 def draw(
@@ -38,7 +38,7 @@ def draw(
     device: str = "cpu",
     dim: int = 16,
 ) -> list[Tensor]:
-    """q, k, v, with k and v views of head-major storage, as caches hand them over."""
+    """Return q, k, v, with k and v views of head-major storage, as caches pass them."""
     generator = torch.Generator().manual_seed(rows * 1000 + keys)
     q = torch.randn(rows, heads[0], dim, generator=generator) * 2
     kv = torch.randn(2, heads[1], keys + 5, dim, generator=generator)[:, :, :keys]
@@ -47,22 +47,24 @@ def draw(
 
 
 def agree(
-    found: tuple[Tensor, Tensor],
+    actual: tuple[Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     causal: bool,
     mask: Tensor | None = None,
 ) -> None:
-    (out, lse), (want, want_lse) = found, reference_attention(q, k, v, causal, mask)
+    out, lse = actual
+    expected, expected_lse = reference_attention(q, k, v, causal, mask)
     assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
         q.dtype,
         torch.float32,
         q.shape,
         q.shape[:2],
     )
-    torch.testing.assert_close(out.float(), want, atol=TOLERANCE[q.dtype], rtol=TOLERANCE[q.dtype])
-    torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-4)
+    tolerance = TOLERANCE[q.dtype]
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-3, rtol=1e-4)
 
 
 @dtypes
@@ -78,7 +80,7 @@ def test_all_keys_visible(dtype: torch.dtype, heads: tuple[int, int], rows: int,
 
 @heads
 @pytest.mark.parametrize("rows", [1, 33])
-def test_a_lone_row_of_a_block(heads: tuple[int, int], rows: int) -> None:
+def test_last_block_of_a_single_row(heads: tuple[int, int], rows: int) -> None:
     q, k, v = draw(rows, 301, heads, torch.bfloat16)
     agree(cpu.attend(q, k, v, False), q, k, v, causal=False)
     mask = draw_mask(rows, len(k))
@@ -90,30 +92,30 @@ def test_a_lone_row_of_a_block(heads: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize("rows", [65, 100, 128, 300])
 @pytest.mark.parametrize("prefix", [0, 7, 600])
 @pytest.mark.parametrize("causal", [False, True])
-def test_many_rows_are_filled_up_behind_what_they_see(
+def test_padding_of_many_rows_does_not_change_the_result(
     heads: tuple[int, int], rows: int, prefix: int, causal: bool
 ) -> None:
     q, k, v = draw(rows, prefix + rows, heads, torch.bfloat16)
     agree(partial_attention(q, k, v, causal), q, k, v, causal)
 
 
-def test_prompts_of_many_lengths_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = set()
+def test_prompts_of_any_length_use_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
 
-    def noting(
+    def recorder(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, mask: Tensor | None = None
     ) -> Partial:
-        seen.add((q.shape[2], k.shape[2]))
+        shapes.add((q.shape[2], k.shape[2]))
         return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
-    monkeypatch.setattr(cpu, "_flash", noting)
+    monkeypatch.setattr(cpu, "_flash", recorder)
     for rows in range(65, 641, 3):
         cpu.attend(*draw(rows, 512 + rows, (1, 1), torch.bfloat16), True)
     sizes = range(128, 641, 64)
-    assert seen == {(size, 512) for size in sizes} | {(size, size) for size in sizes}
+    assert shapes == {(size, 512) for size in sizes} | {(size, size) for size in sizes}
 
 
-def test_kernels_are_chosen_once() -> None:
+def test_kernels_are_selected_once() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert attention.backend("cpu", dtype) is attention.backend("cpu", dtype)
 
@@ -122,55 +124,55 @@ def test_kernels_are_chosen_once() -> None:
 @heads
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("threads", [2, 3, 8])
-def test_keys_are_split_over_threads_that_have_no_head(
+def test_keys_are_split_over_idle_threads(
     dtype: torch.dtype,
     heads: tuple[int, int],
     rows: int,
     threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    merged: list[int] = []
+    part_counts: list[int] = []
 
-    def noting(parts: list[Partial]) -> Partial:
-        merged.append(len(parts))
+    def recorder(parts: list[Partial]) -> Partial:
+        part_counts.append(len(parts))
         return merge(parts)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cpu, "_KEYS_PER_BLOCK", 30)
-    monkeypatch.setattr(cpu, "merge", noting)
+    monkeypatch.setattr(cpu, "merge", recorder)
     q, k, v = draw(rows, 301, heads, dtype)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
     parts = {2: {4: 1, 2: 1, 3: 1}, 3: {4: 1, 2: 3, 3: 1}, 8: {4: 2, 2: 4, 3: 8}}[threads][heads[1]]
     if heads[1] * ceil_div(ceil_div(rows * heads[0], heads[1]), 32) < 4 * threads:
-        assert merged == [parts + (301 % parts > 0)]  # what does not divide is a part of its own
+        assert part_counts == [parts + (301 % parts > 0)]  # remaining keys are an extra part
 
 
-def test_enough_rows_need_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_not_split_with_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(
-        cpu, "merge", lambda parts: parts[0] if len(parts) == 1 else pytest.fail("it was split")
+        cpu, "merge", lambda parts: parts[0] if len(parts) == 1 else pytest.fail("keys were split")
     )
     q, k, v = draw(400, 2000, (1, 1), torch.float32)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
 
 
-@pytest.mark.parametrize(("heads", "parts"), [((3, 3), 1), ((1, 1), 2)])
-def test_few_keys_are_split_where_a_thread_would_have_no_head_at_all(
-    heads: tuple[int, int], parts: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("heads", "count"), [((3, 3), 1), ((1, 1), 2)])
+def test_few_keys_are_split_only_if_a_thread_has_no_head(
+    heads: tuple[int, int], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[int] = []
+    part_counts: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "merge", lambda each: found.append(len(each)) or merge(each))
+    monkeypatch.setattr(cpu, "merge", lambda parts: part_counts.append(len(parts)) or merge(parts))
     q, k, v = draw(1, 2000, heads, torch.float32)
     agree(partial_attention(q, k, v, causal=False), q, k, v, causal=False)
-    assert found == [parts]
+    assert part_counts == [count]
 
 
 @dtypes
 @heads
 @rows
 @pytest.mark.parametrize("prefix", [0, 1, 200])
-def test_causal_is_bottom_right(
+def test_causal_alignment_is_bottom_right(
     dtype: torch.dtype, heads: tuple[int, int], rows: int, prefix: int
 ) -> None:
     q, k, v = draw(rows, prefix + rows, heads, dtype)
@@ -180,9 +182,9 @@ def test_causal_is_bottom_right(
 @dtypes
 @heads
 @rows
-# 1200 keys are more than one block of the kernel's
+# 1200 keys: more than one block of the kernel
 @pytest.mark.parametrize("keys", [18, 300, 1200])
-def test_a_mask_says_what_each_row_sees(
+def test_mask_selects_the_keys_of_each_row(
     dtype: torch.dtype, heads: tuple[int, int], rows: int, keys: int
 ) -> None:
     q, k, v = draw(rows, keys, heads, dtype)
@@ -192,57 +194,51 @@ def test_a_mask_says_what_each_row_sees(
 
 @dtypes
 @rows
-def test_a_key_left_out_is_as_if_it_were_not_there(dtype: torch.dtype, rows: int) -> None:
+def test_masked_keys_do_not_affect_the_result(dtype: torch.dtype, rows: int) -> None:
     q, k, v = draw(rows, 1300, (8, 2), dtype)
     mask = torch.zeros(rows, len(k))
-    mask[:, 3:1290] = -torch.inf  # whole blocks of the kernel
-    kept = [*range(3), *range(1290, len(k))]
-    agree(masked_attention(q, k, v, mask), q, k[kept], v[kept], False)
+    mask[:, 3:1290] = -torch.inf  # includes whole blocks of the kernel
+    visible = [*range(3), *range(1290, len(k))]
+    agree(masked_attention(q, k, v, mask), q, k[visible], v[visible], False)
 
 
 @dtypes
 @heads
 @rows
-def test_matmul_serves_a_mask_as_the_fused_kernel_does(
+def test_masked_matmul_matches_the_fused_kernel(
     dtype: torch.dtype, heads: tuple[int, int], rows: int
 ) -> None:
-    """The path that a GPU takes; its scores are rounded to q's dtype."""
+    """This is the operator of GPUs; on a CPU its scores are rounded to q's dtype."""
     q, k, v = draw(rows, 90 + rows, heads, dtype)
     mask = draw_mask(rows, len(k)).repeat_interleave(heads[0] // heads[1], 0)
     out, lse = attend_masked(matmul_op, q, k, v, mask)
-    want, want_lse = attend_masked(cpu.op, q, k, v, mask)
+    expected, expected_lse = attend_masked(cpu.op, q, k, v, mask)
     tolerance = 2e-5 if dtype == torch.float32 else 5e-2
-    assert (out.dtype, lse.dtype, out.shape, lse.shape) == (
-        want.dtype,
-        want_lse.dtype,
-        want.shape,
-        want_lse.shape,
-    )
-    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(lse, want_lse, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, atol=tolerance, rtol=tolerance)
 
 
 @dtypes
 @heads
-def test_causal_segments_on_either_side_of_one_masked_call(
+def test_small_causal_segments_are_one_masked_call(
     dtype: torch.dtype, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    masked = []
+    calls = []
     monkeypatch.setattr(
         cpu,
         "attend_causal",
-        lambda *arguments, real=attend_causal: masked.append(1) or real(*arguments),
+        lambda *arguments: calls.append(arguments) or attend_causal(*arguments),
     )
     for rows, keys in ((16, 4096), (16, 4097), (256, 256), (257, 257)):
         assert (rows * keys <= cpu._SMALL_MASK) == (keys in (4096, 256))
         q, k, v = draw(rows, keys, heads, dtype)
         agree(partial_attention(q, k, v, causal=True), q, k, v, causal=True)
-    assert len(masked) == 2  # the two small ones
+    assert len(calls) == 2  # one for each of the two small segments
 
 
 @dtypes
 @rows
-def test_no_keys(dtype: torch.dtype, rows: int) -> None:
+def test_attention_over_no_keys_is_empty(dtype: torch.dtype, rows: int) -> None:
     q, k, v = draw(rows, 0, (8, 2), dtype)
     out, lse = partial_attention(q, k, v, causal=False)
     assert torch.equal(out, torch.zeros_like(q))
@@ -252,15 +248,15 @@ def test_no_keys(dtype: torch.dtype, rows: int) -> None:
 @dtypes
 @heads
 @rows
-def test_merge_of_any_split_is_the_whole(
+def test_merge_of_any_split_is_attention_over_all_keys(
     dtype: torch.dtype, heads: tuple[int, int], rows: int
 ) -> None:
     q, k, v = draw(rows, 120 + rows, heads, dtype)
     generator = torch.Generator().manual_seed(rows)
     for count in (1, 2, 5):
-        cuts = sorted(torch.randint(121, (count,), generator=generator).tolist())
-        # with one empty part at least; the last holds the rows' own keys
-        bounds = [0, *cuts, cuts[-1], len(k)]
+        splits = sorted(torch.randint(121, (count,), generator=generator).tolist())
+        # with at least one empty part; the last contains the queries' own keys
+        bounds = [0, *splits, splits[-1], len(k)]
         parts = [
             partial_attention(q, k[start:end], v[start:end], causal=end == len(k))
             for start, end in pairwise(bounds)
@@ -268,7 +264,7 @@ def test_merge_of_any_split_is_the_whole(
         agree(merge(parts), q, k, v, causal=True)
 
 
-def test_merge_of_disordered_parts_is_the_whole() -> None:
+def test_merge_does_not_depend_on_the_order_of_keys() -> None:
     q, k, v = draw(5, 90, (6, 3), torch.float32)
     order = torch.randperm(90, generator=torch.Generator().manual_seed(0)).split([1, 40, 9, 40])
     agree(
@@ -287,9 +283,9 @@ def test_merge_of_empty_parts_is_empty() -> None:
     assert torch.equal(lse, torch.full((3, 4), -torch.inf))
 
 
-def test_merge_survives_distant_magnitudes() -> None:
+def test_merge_of_very_different_magnitudes() -> None:
     q, k, v = draw(2, 64, (2, 2), torch.float32)
-    k[:32] *= 200  # scores in the hundreds on one side
+    k[:32] *= 200  # scores in the hundreds in one part
     agree(
         merge(
             [
@@ -304,7 +300,7 @@ def test_merge_survives_distant_magnitudes() -> None:
     )
 
 
-def test_numbers_that_are_none_stay_so() -> None:
+def test_merge_propagates_nan() -> None:
     q, k, v = draw(2, 64, (2, 2), torch.float32)
     v[3] = torch.nan
     out, _ = merge(
@@ -333,20 +329,20 @@ CUDA_KERNELS = [
 
 
 @pytest.mark.parametrize(("dim", "name"), [(64, "_flash_op"), (100, "_efficient_op")])
-def test_torchs_flash_kernel_gets_heads_that_it_takes(
+def test_torch_flash_kernel_gets_supported_head_dimensions(
     dim: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
-    for each in ("_flash_op", "_efficient_op"):
+    calls = []
+    for operator in ("_flash_op", "_efficient_op"):
 
-        def op(q: Tensor, *_: object, each: str = each) -> tuple[Tensor, Tensor]:
-            asked.append(each)
+        def op(q: Tensor, *_: object, operator: str = operator) -> tuple[Tensor, Tensor]:
+            calls.append(operator)
             return q, q[..., 0].float()
 
-        monkeypatch.setattr(cuda, each, op)
+        monkeypatch.setattr(cuda, operator, op)
     x = torch.zeros(4, 2, dim)
     cuda_flash(x, x, x, False)
-    assert asked == [name]
+    assert calls == [name]
 
 
 @pytest.mark.cuda
@@ -373,6 +369,6 @@ def test_cuda_mask(dtype: torch.dtype, heads: tuple[int, int], rows: int) -> Non
     q, k, v = draw(rows, 300, heads, dtype, "cuda", 64)
     mask = draw_mask(rows, 300, "cuda")
     out, lse = masked_attention(q, k, v, mask)
-    want, want_lse = reference_attention(q, k, v, False, mask)
-    torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, want_lse, atol=2e-2, rtol=2e-2)
+    expected, expected_lse = reference_attention(q, k, v, False, mask)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-2, rtol=2e-2)

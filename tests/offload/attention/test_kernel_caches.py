@@ -1,4 +1,4 @@
-"""What oneDNN and torch keep of what was compiled is limited, before anything is."""
+"""The kernel caches of oneDNN and torch are limited before any kernel is compiled."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ for rows in [*range(1, 301), 1]:
     if rows == 201:
         before = in_use()
     torch.mm(torch.ones(rows, 256, dtype=torch.bfloat16), weight)
-print("grown by", in_use() - before)
+print("growth:", in_use() - before)
 """
 ONEDNN, TORCH = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"
 
 
-def run(given: dict[str, str]) -> tuple[int, int]:
-    """Return how many kernels products of 300 sizes took, and the bytes that the last 100 left."""
-    code = [sys.executable, "-c", CODE]
-    given = {"ONEDNN_VERBOSE": "2"} | given
-    out = subprocess.run(code, env=os.environ | given, capture_output=True, text=True, check=True)
-    made = out.stdout.count("create:cache_miss,cpu,matmul")
-    if not made:
-        pytest.skip("this processor has no kernels of oneDNN's for bfloat16")
-    return made, int(out.stdout.split()[-1])
+def run(variables: dict[str, str]) -> tuple[int, int]:
+    """Return the kernels compiled for matmuls of 300 sizes, and heap growth in the last 100."""
+    command = [sys.executable, "-c", CODE]
+    environment = os.environ | {"ONEDNN_VERBOSE": "2"} | variables
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    compiled = out.stdout.count("create:cache_miss,cpu,matmul")
+    if not compiled:
+        pytest.skip("oneDNN has no bfloat16 kernels for this processor")
+    return compiled, int(out.stdout.split()[-1])
 
 
-def test_a_kernel_of_long_ago_is_made_again() -> None:
-    made, grown = run({})
-    assert made == 301
-    assert grown < 2_000_000
+def test_evicted_kernels_are_compiled_again() -> None:
+    compiled, growth = run({})
+    assert compiled == 301
+    assert growth < 2_000_000
 
 
-@pytest.mark.parametrize("whose", slow_except([ONEDNN, TORCH]))
-def test_what_the_user_says_of_it_holds(whose: str) -> None:
-    made, grown = run({whose: "1024"})
-    assert made == (300 if whose == ONEDNN else 301)
-    assert grown > 10_000_000
+@pytest.mark.parametrize("variable", slow_except([ONEDNN, TORCH]))
+def test_limits_set_by_the_user_are_kept(variable: str) -> None:
+    compiled, growth = run({variable: "1024"})
+    assert compiled == (300 if variable == ONEDNN else 301)
+    assert growth > 10_000_000

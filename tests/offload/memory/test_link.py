@@ -1,6 +1,4 @@
-"""Links and the host arena: what they refuse, in which order they copy, and that memory is asked
-for once.
-"""
+"""Links and the host arena: order of copies, checks, and reuse of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from support.links import CPU, every_link, make_test_link
 
 
 @every_link
-def test_copies_keep_their_order(link: Link) -> None:
+def test_copies_run_in_order(link: Link) -> None:
     target = torch.zeros(1000)
     tickets = [link.copy([(target, torch.full((1000,), float(value)))]) for value in range(1, 30)]
     link.wait(tickets[-1])
@@ -30,14 +28,14 @@ def test_copies_keep_their_order(link: Link) -> None:
 
 
 @every_link
-def test_a_ticket_stands_for_all_pairs_of_its_copy(link: Link) -> None:
+def test_ticket_covers_all_pairs_of_a_copy(link: Link) -> None:
     source, target = torch.randn(20, 64), torch.zeros(20, 64)
     link.wait(link.copy([(target[row], source[row]) for row in range(20)]))
     assert torch.equal(target, source)
 
 
 @every_link
-def test_drain_leaves_nothing_under_way(link: Link) -> None:
+def test_drain_waits_for_all_copies(link: Link) -> None:
     source, target = torch.randn(20, 64), torch.zeros(20, 64)
     for row in range(20):
         link.copy([(target[row], source[row])])
@@ -45,27 +43,27 @@ def test_drain_leaves_nothing_under_way(link: Link) -> None:
     assert torch.equal(target, source)
 
 
-def test_the_emulated_link_moves_contiguous_blocks_only() -> None:
+def test_emulated_link_only_copies_contiguous_blocks_of_equal_size() -> None:
     link = EmulatedLink(CPU, 1e12)
     with pytest.raises(ValueError, match="contiguous"):
         link.copy([(torch.zeros(4), torch.zeros(4, 2)[:, 0])])
     with pytest.raises(ValueError, match="contiguous"):
         link.copy([(torch.zeros(4, 2)[:, 0], torch.zeros(4))])
-    with pytest.raises(ValueError, match="of one size"):
+    with pytest.raises(ValueError, match="of equal size"):
         link.copy([(torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4))])
     link.close()
 
 
-def test_a_closed_link_leaves_no_thread() -> None:
+def test_close_ends_all_threads() -> None:
     before = threading.active_count()
     link = EmulatedLink(CPU, 1e12)
-    assert threading.active_count() == before + 2  # a lane each way
+    assert threading.active_count() == before + 2  # one per direction
     link.close()
     assert threading.active_count() == before
 
 
 @every_link
-def test_more_host_memory_than_there_is(link: Link) -> None:
+def test_allocating_more_host_memory_than_available_fails(link: Link) -> None:
     with pytest.raises(
         InsufficientMemoryError,
         match=r"needs \d+\.\d\d GB of host memory on this rank and \d+\.\d\d GB are available",
@@ -75,8 +73,8 @@ def test_more_host_memory_than_there_is(link: Link) -> None:
 
 
 @every_link
-def test_an_arena_that_grew_in_a_pass_is_filled_outside_of_one(link: Link) -> None:
-    """As from disk, for the next text."""
+def test_arena_grown_in_inference_mode_can_be_written_outside_of_it(link: Link) -> None:
+    """The next request may be loaded from disk."""
     arena = HostArena(link, torch.float32)
     with torch.inference_mode():
         arena.allocate((4, 2)).fill_(1)
@@ -84,7 +82,7 @@ def test_an_arena_that_grew_in_a_pass_is_filled_outside_of_one(link: Link) -> No
 
 
 @every_link
-def test_the_arena_grows_to_the_largest_and_stays(link: Link) -> None:
+def test_arena_grows_to_the_largest_request(link: Link) -> None:
     arena = HostArena(link, torch.float32)
     assert arena.allocate((0, 5)).numel() == 0
     first = arena.allocate((4, 25))
@@ -95,10 +93,10 @@ def test_the_arena_grows_to_the_largest_and_stays(link: Link) -> None:
     assert arena.nbytes == 404
     with pytest.raises(InsufficientMemoryError):
         arena.allocate((host_available(),))
-    assert arena.allocate((7,)).shape == (7,)  # and goes on
+    assert arena.allocate((7,)).shape == (7,)  # still usable after the error
 
 
-def test_links_by_name() -> None:
+def test_make_link_by_name() -> None:
     assert isinstance(make_link("auto", CPU), ZeroCopyLink)
     assert isinstance(make_link("view", CPU), ZeroCopyLink)
     link = make_link("emulated:0.5", CPU)
@@ -115,12 +113,12 @@ def test_links_by_name() -> None:
         *("emulated:0", "emulated:-1", "emulated:nan", "emulated:1e-6"),
     ],
 )
-def test_names_of_no_link(spec: str) -> None:
+def test_unknown_link_names_are_errors(spec: str) -> None:
     with pytest.raises(TierForceError, match=f"`link` {spec} is not known: use auto"):
         make_link(spec, CPU)
 
 
-def test_a_link_for_a_cpu_is_refused_on_a_gpu() -> None:
+def test_cpu_links_are_errors_on_a_gpu() -> None:
     check_device("emulated:1", "cpu")
     check_device("auto", "cuda")
     for name in ("view", "emulated:1"):
@@ -130,37 +128,36 @@ def test_a_link_for_a_cpu_is_refused_on_a_gpu() -> None:
             make_link(name, torch.device("cuda"))
 
 
-def test_the_peak_is_what_came_and_went_since_the_last_call() -> None:
-    gc.collect()  # what tests before have left would go in the middle
+def test_peak_is_since_the_last_call() -> None:
+    gc.collect()  # garbage of earlier tests would be freed meanwhile
     assert process_peak_bytes() is not None
-    rest = psutil.Process().memory_info().rss
-    # Fresh pages, each touched: an allocator may hand out what earlier tests left resident.
+    rss = psutil.Process().memory_info().rss
+    # a fresh mapping: an allocator may return pages that earlier tests left resident
     with mmap.mmap(-1, 1 << 28) as block:
         block[:: mmap.PAGESIZE] = bytes(len(block) // mmap.PAGESIZE)
     peaks = process_peak_bytes(), process_peak_bytes()
     assert peaks[0] is not None
     assert peaks[1] is not None
-    assert peaks[0] >= rest + (250 << 20)
-    assert peaks[1] < rest + (100 << 20)
+    assert peaks[0] >= rss + (250 << 20)
+    assert peaks[1] < rss + (100 << 20)
 
 
-def test_what_is_sent_goes_beside_what_is_copied() -> None:
-    """A lane each way, each as fast: neither waits for the other, and draining is for both."""
+def test_directions_do_not_wait_for_each_other() -> None:
+    """The link is full duplex, and `drain` waits for both directions."""
     link = EmulatedLink(CPU, rate=1e6)
-    there, back = torch.zeros(50_000), torch.zeros(25)
-    copied = link.copy([(there, torch.ones(50_000))])
-    sent = link.copy_out([(back, torch.full((25,), 2.0))])
-    link.wait(sent)
-    assert back.sum() == 50
-    assert not copied.is_set()
+    device, host = torch.zeros(50_000), torch.zeros(25)
+    ticket = link.copy([(device, torch.ones(50_000))])
+    link.wait(link.copy_out([(host, torch.full((25,), 2.0))]))
+    assert host.sum() == 50
+    assert not ticket.is_set()
     link.drain()
-    assert copied.is_set()
-    assert there.sum() == 50_000
+    assert ticket.is_set()
+    assert device.sum() == 50_000
     link.close()
 
 
 @every_link
-def test_what_is_sent_keeps_its_order_and_is_drained(link: Link) -> None:
+def test_copies_out_run_in_order_and_are_drained(link: Link) -> None:
     target = torch.zeros(1000)
     for value in range(1, 30):
         link.copy_out([(target, torch.full((1000,), float(value)))])

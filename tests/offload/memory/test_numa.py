@@ -1,4 +1,4 @@
-"""Which NUMA node a GPU hangs on, and memory that is touched there."""
+"""The NUMA node of a GPU, and allocation on a node by first access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """Two nodes and two GPUs; of a third device the system does not know the node."""
+    """A sysfs of two nodes and two GPUs; the node of a third device is not known."""
     for address, node in (("0000:01:00.0", "0"), ("0000:41:00.0", "1"), ("0000:81:00.0", "-1")):
         (tmp_path / "bus/pci/devices" / address).mkdir(parents=True)
         (tmp_path / "bus/pci/devices" / address / "numa_node").write_text(node + "\n")
@@ -26,7 +26,7 @@ def sysfs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_node_of_a_device(sysfs: Path) -> None:
+def test_node_of_a_device(sysfs: Path) -> None:
     nodes = [
         node_of(address, sysfs)
         for address in ("0000:01:00.0", "0000:41:00.0", "0000:81:00.0", "0000:c1:00.0")
@@ -34,7 +34,7 @@ def test_the_node_of_a_device(sysfs: Path) -> None:
     assert nodes == [0, 1, None, None]
 
 
-def test_the_cpus_of_a_node(sysfs: Path) -> None:
+def test_cpus_of_a_node(sysfs: Path) -> None:
     assert [cpus_of(node, sysfs) for node in range(3)] == [
         {0, 1, 2, 3, 8, 9, 10, 11},
         {4, 12},
@@ -44,7 +44,7 @@ def test_the_cpus_of_a_node(sysfs: Path) -> None:
     assert cpus_of(1, sysfs) == set()
 
 
-def test_the_thread_runs_on_the_node_and_comes_back(sysfs: Path) -> None:
+def test_on_node_sets_and_restores_the_affinity(sysfs: Path) -> None:
     before = os.sched_getaffinity(0)
     (sysfs / "devices/system/node/node0/cpulist").write_text(str(min(before)))
     with on_node(0, sysfs):
@@ -53,7 +53,7 @@ def test_the_thread_runs_on_the_node_and_comes_back(sysfs: Path) -> None:
 
 
 @pytest.mark.parametrize("node", [None, 1, 7])
-def test_without_a_node_or_cpus_of_it_nothing_changes(node: int | None, sysfs: Path) -> None:
+def test_on_node_does_nothing_without_usable_cpus(node: int | None, sysfs: Path) -> None:
     before = os.sched_getaffinity(0)
     (sysfs / "devices/system/node/node1/cpulist").write_text(str(max(before) + 1))
     with on_node(node, sysfs):
@@ -62,7 +62,7 @@ def test_without_a_node_or_cpus_of_it_nothing_changes(node: int | None, sysfs: P
 
 @pytest.mark.skipif(len(NODES) < 2, reason="one NUMA node")
 @pytest.mark.parametrize("node", [int(path.name.removeprefix("node")) for path in NODES])
-def test_memory_touched_on_a_node_lies_there(node: int) -> None:
+def test_memory_first_accessed_on_a_node_is_allocated_there(node: int) -> None:
     if not cpus_of(node) & os.sched_getaffinity(0):
         pytest.skip(f"none of node {node}'s CPUs may be used")
     with on_node(node):
@@ -73,7 +73,7 @@ def test_memory_touched_on_a_node_lies_there(node: int) -> None:
 
 
 def pages_by_node(address: int) -> dict[int, int]:
-    """Of the mapping that holds this address, by /proc/self/numa_maps."""
+    """Return the pages per node of the mapping of an address, from /proc/self/numa_maps."""
     lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
     _, fields = max((int(line[0], 16), line[1:]) for line in lines if int(line[0], 16) <= address)
     return {

@@ -1,6 +1,4 @@
-"""The transfer ring under a link that dawdles: what the consumer holds is the right chunk, whole,
-until it asks for the next.
-"""
+"""The transfer ring on a slow link: a chunk is complete and unchanged until the next is taken."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ HEADS, CAPACITY, DIM = 4, 48, 8
 
 
 def host_chunks(count: int, rng: random.Random, host: Tensor | None = None) -> list[Tensor]:
-    """Chunks (2, heads, tokens, D) of a head-major store, contiguous per head only, of any number
-    of heads and tokens.
+    """Return chunks (2, heads, tokens, D) of a head-major store, contiguous per head only, with
+    random numbers of heads and tokens.
     """
     if host is None:
         host = torch.randn(64, 2, HEADS, CAPACITY, DIM)
@@ -32,17 +30,17 @@ def host_chunks(count: int, rng: random.Random, host: Tensor | None = None) -> l
 
 
 def consume(ring: TransferRing, chunks: list[Tensor], rng: random.Random) -> None:
-    for wanted in chunks:
+    for expected in chunks:
         chunk = ring.next_chunk()
-        assert torch.equal(chunk, wanted)
+        assert torch.equal(chunk, expected)
         if rng.random() < 0.3:
             time.sleep(rng.random() * 5e-4)
-        assert torch.equal(chunk, wanted), "the slot was refilled while its chunk was held"
+        assert torch.equal(chunk, expected), "the slot was refilled while its chunk was held"
 
 
 @every_link
 @pytest.mark.parametrize("slots", [2, 3, 5])
-def test_chunks_come_whole_and_in_order(link: Link, slots: int) -> None:
+def test_chunks_are_complete_and_in_order(link: Link, slots: int) -> None:
     rng = random.Random(slots)
     ring = TransferRing(link, slots, 2 * HEADS * CAPACITY * DIM, torch.float32)
     for count in [0, 1, slots - 1, slots, slots + 1, *(rng.randint(1, 20) for _ in range(10))]:
@@ -55,7 +53,7 @@ def test_chunks_come_whole_and_in_order(link: Link, slots: int) -> None:
 
 @every_link
 @pytest.mark.parametrize("slots", [2, 3])
-def test_an_abandoned_pass_leaves_nothing_behind(link: Link, slots: int) -> None:
+def test_abandoned_forward_does_not_affect_the_next(link: Link, slots: int) -> None:
     rng = random.Random(slots)
     ring = TransferRing(link, slots, 2 * HEADS * CAPACITY * DIM, torch.float32)
     for _ in range(40):
@@ -64,7 +62,7 @@ def test_an_abandoned_pass_leaves_nothing_behind(link: Link, slots: int) -> None
         consume(ring, chunks[: rng.randint(0, len(chunks))], rng)
 
 
-def test_views_are_not_copied() -> None:
+def test_zero_copy_link_returns_views() -> None:
     chunks = host_chunks(3, random.Random(0))
     ring = TransferRing(make_test_link("view"), 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
     ring.start(chunks)
@@ -72,7 +70,7 @@ def test_views_are_not_copied() -> None:
     assert [ring.next_chunk().data_ptr() for _ in chunks] == [chunk.data_ptr() for chunk in chunks]
 
 
-def test_slots_are_all_the_memory_there_is() -> None:
+def test_ring_uses_only_the_memory_of_its_slots() -> None:
     link = make_test_link("emulated")
     ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
     chunks = host_chunks(20, random.Random(0))
@@ -83,12 +81,12 @@ def test_slots_are_all_the_memory_there_is() -> None:
 
 
 class CountingLink(EmulatedLink):
-    """Counts the copies asked for."""
+    """Counts copies."""
 
-    asked = 0
+    copy_count = 0
 
     def copy(self, pairs):
-        self.asked += 1
+        self.copy_count += 1
         return super().copy(pairs)
 
 
@@ -96,16 +94,16 @@ def test_slots_fill_ahead_of_the_consumer() -> None:
     link = CountingLink(CPU, rate=1e12)
     ring = TransferRing(link, 3, 2 * HEADS * CAPACITY * DIM, torch.float32)
     ring.start(host_chunks(5, random.Random(0)))
-    asked = [link.asked]
+    counts = [link.copy_count]
     for _ in range(5):
         ring.next_chunk()
-        asked.append(link.asked)
-    # before the first chunk all slots; then one more each time a chunk is done with
-    assert asked == [3, 3, 4, 5, 5, 5]
+        counts.append(link.copy_count)
+    # all slots are filled at the start; then one for each chunk that has been read
+    assert counts == [3, 3, 4, 5, 5, 5]
     link.close()
 
 
-def test_one_slot_cannot_overlap() -> None:
+def test_ring_needs_two_slots() -> None:
     link = make_test_link("emulated")
     with pytest.raises(ValueError, match="at least 2 slots"):
         TransferRing(link, 1, 2, torch.float32)
@@ -113,26 +111,26 @@ def test_one_slot_cannot_overlap() -> None:
 
 
 @pytest.mark.cuda
-def test_cuda_copies_wait_for_compute_and_compute_for_copies(gpu: Machine | None) -> None:
-    device, rng = torch.device("cuda"), random.Random(0)
+def test_cuda_copies_and_compute_wait_for_each_other(gpu: Machine | None) -> None:
+    device = torch.device("cuda")
+    rng = random.Random(0)
     link = CudaLink(device)
     shape = (16, 2, HEADS, 8192, 128)
     host = link.host_empty(torch.Size(shape).numel(), torch.float16).view(shape).normal_()
     ring = TransferRing(link, 3, torch.Size(shape[1:]).numel(), torch.float16)
-    size = 2048 if gpu is None else 64  # a stand-in needs nothing to be late
+    size = 2048 if gpu is None else 64  # the stand-in detects races without real delays
     busy = torch.randn(size, size, device=device)
     for _ in range(20):
         chunks = host_chunks(rng.randint(1, 12), rng, host)
-        taken = chunks[: rng.randint(0, len(chunks))]  # the rest is abandoned
+        expected = chunks[: rng.randint(0, len(chunks))]  # the rest is abandoned
         ring.start(chunks)
-        found = []
-        for _ in taken:
+        actual = []
+        for _ in expected:
             chunk = ring.next_chunk()
             for _ in range(rng.randint(0, 4)):
-                # the read below is late: a refill that did not wait would be seen
+                # delays the read below: a refill that did not wait would be visible
                 busy = (busy @ busy).tanh_()
-            found.append(chunk.clone())
-        assert all(
-            torch.equal(chunk.cpu(), wanted) for chunk, wanted in zip(found, taken, strict=True)
-        )
+            actual.append(chunk.clone())
+        for chunk, source in zip(actual, expected, strict=True):
+            assert torch.equal(chunk.cpu(), source)
     link.close()
