@@ -20,13 +20,13 @@ from support.driving import (
     LAYOUT,
     QKV,
     RECENT,
-    first,
+    cache_pair,
+    concat,
+    first_tokens,
     forward,
-    joined,
-    pair,
     prefill,
+    random_qkv,
     speculate,
-    text,
 )
 from support.links import CPU, make_test_link
 from support.reference import random_rotary
@@ -78,16 +78,16 @@ def same(cache: StaticCache, fixed: Fixed, tokens: list[QKV], wanted: Tensor) ->
 @pytest.mark.parametrize("start", [5, 40, 70])  # no prefix, within the budget, past it
 def test_on_a_retrieval_cache(start: int, chunk: int, policy: str, quantised: bool) -> None:
     shape, rng = replace(SHAPE, chunk=chunk, quantised=quantised), random.Random(start)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    fixed, story = Fixed(middle), text(start)
-    prefill(target, story, 32)
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    fixed, sequence = Fixed(middle), random_qkv(start)
+    prefill(target, sequence, 32)
 
     def check(known: list[QKV], out: Tensor) -> None:
         tokens = [tuple(x[-out.shape[1] :] for x in qkv) for qkv in known]
         same(middle, fixed, tokens, out)
 
     for _ in range(12):
-        story, _ = speculate(target, middle, story, DRAFT, rng, check)
+        sequence, _ = speculate(target, middle, sequence, DRAFT, rng, check)
     assert target.boundary > start
     assert set(fixed.passes) == {1, 2, 3}
 
@@ -96,7 +96,7 @@ def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
     cache = StreamingCache(LAYOUT, StreamingCacheSpec(3, 16, 8), random_rotary(LAYOUT, 27), CPU)
     fixed, rng = Fixed(cache), random.Random(0)
     while cache.length < 100:
-        tokens = text(rng.randint(1, 5))
+        tokens = random_qkv(rng.randint(1, 5))
         same(cache, fixed, tokens, forward(cache, tokens))
         cache.advance(len(tokens[0][0]))
         cache.crop(cache.length - rng.randint(0, 1))
@@ -104,22 +104,22 @@ def test_on_a_streaming_cache_that_slides_and_takes_back() -> None:
 
 
 def test_a_pass_past_the_buffer_is_refused() -> None:
-    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, append_room=0, rows=1))
-    prefill(target, text(70), 32)
+    target, middle = cache_pair(make_test_link("view"), 2, replace(SHAPE, append_room=0, rows=1))
+    prefill(target, random_qkv(70), 32)
     room = middle.slots - middle.slot_and_position(middle.length)[0]
-    Fixed(middle).forward(text(room))
+    Fixed(middle).forward(random_qkv(room))
     with pytest.raises(ValueError, match=f"do not fit a buffer of {middle.slots}"):
-        Fixed(middle).forward(text(room + 1))
+        Fixed(middle).forward(random_qkv(room + 1))
 
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_a_rewound_cache_keeps_its_addresses(quantised: bool) -> None:
-    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, quantised=quantised))
-    prefill(target, text(70), 32)
+    target, middle = cache_pair(make_test_link("view"), 2, replace(SHAPE, quantised=quantised))
+    prefill(target, random_qkv(70), 32)
     places = [x.data_ptr() for x in middle.buffers(1) if x is not None]
-    fixed, tokens, state = Fixed(middle), text(2), middle.snapshot()
+    fixed, tokens, state = Fixed(middle), random_qkv(2), middle.snapshot()
     wanted = fixed.forward(tokens)
-    fixed.forward(joined(text(1), first(tokens, 1)))
+    fixed.forward(concat(random_qkv(1), first_tokens(tokens, 1)))
     middle.restore(state)
     assert places == [x.data_ptr() for x in middle.buffers(1) if x is not None]
     assert torch.equal(fixed.forward(tokens), wanted)

@@ -11,7 +11,15 @@ from torch import Tensor
 from offload.cache.streaming import StreamingCache
 from offload.cache.streaming_shape import StreamingCacheSpec
 from offload.layout import KVLayout
-from support.driving import GROUPS, LAYOUT, QKV, forward, forward_alike, plain, text
+from support.driving import (
+    GROUPS,
+    LAYOUT,
+    QKV,
+    assert_same_forward,
+    forward,
+    plain_cache,
+    random_qkv,
+)
 from support.links import CPU
 from support.reference import random_rotary, reference_attention
 
@@ -50,7 +58,7 @@ class ByHand:
 
 
 def test_a_text_that_fits_is_kept_whole() -> None:
-    cache, want = streaming(), plain()
+    cache, want = streaming(), plain_cache()
     for rows, stand, crop in [
         (8, 8, None),
         (1, 1, None),
@@ -58,13 +66,13 @@ def test_a_text_that_fits_is_kept_whole() -> None:
         (4, 4, 2),
         (SLOTS - 2, SLOTS - 2, None),
     ]:
-        forward_alike(cache, want, rows, stand, crop)
+        assert_same_forward(cache, want, rows, stand, crop)
 
 
 def test_a_long_text_is_sinks_and_window_at_slots() -> None:
     cache, want, rows = streaming(), ByHand(), [8, 1, 5, 8, 3, 1, 1, 7, 8, 2]
     for count in rows * 6:
-        tokens = text(count)
+        tokens = random_qkv(count)
         torch.testing.assert_close(
             forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
         )
@@ -78,7 +86,7 @@ def test_drafts_are_taken_back_after_sliding() -> None:
     for step in range(40):
         proposed, stand = 1 + step % 8, step % 6
         for _ in range(proposed):  # a draft, token by token; the window may slide in its midst
-            tokens = text(1)
+            tokens = random_qkv(1)
             torch.testing.assert_close(
                 forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
             )
@@ -93,8 +101,8 @@ def test_drafts_are_taken_back_after_sliding() -> None:
 def test_a_pass_that_never_counted_leaves_nothing_behind() -> None:
     cache, want = streaming(), ByHand()
     for rows in [8, 8, 8, 8, 8, 6, 8]:
-        forward(cache, text(rows))
-        tokens = text(rows)
+        forward(cache, random_qkv(rows))
+        tokens = random_qkv(rows)
         torch.testing.assert_close(
             forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
         )
@@ -105,7 +113,7 @@ def test_a_pass_that_never_counted_leaves_nothing_behind() -> None:
 def test_what_left_the_window_cannot_be_cropped_to() -> None:
     cache = streaming()
     for _ in range(8):
-        forward(cache, text(8))
+        forward(cache, random_qkv(8))
         cache.advance(8)
     # 64 tokens in; the last slide came when the 8 tokens from 56 on did not fit: 40 and more tokens
     # remain
@@ -121,7 +129,7 @@ def test_what_left_the_window_cannot_be_cropped_to() -> None:
 @pytest.mark.parametrize("skipped", [1, 1000])
 def test_skipped_tokens_take_no_room(skipped: int) -> None:
     cache, want = streaming(), ByHand()
-    passes = [text(SINKS), text(8), text(8), text(8), text(5)]
+    passes = [random_qkv(SINKS), random_qkv(8), random_qkv(8), random_qkv(8), random_qkv(5)]
     for index, tokens in enumerate(passes):
         torch.testing.assert_close(
             forward(cache, tokens), want.forward(tokens), atol=1e-5, rtol=1e-5
@@ -137,7 +145,7 @@ def test_skipped_tokens_take_no_room(skipped: int) -> None:
 
 def test_tokens_cannot_be_skipped_before_the_sinks_are_in() -> None:
     cache = streaming()
-    forward(cache, text(SINKS - 1))
+    forward(cache, random_qkv(SINKS - 1))
     cache.advance(SINKS - 1)
     with pytest.raises(ValueError, match="right behind the 3 sinks only, not at 2"):
         cache.skip_tokens(5)
@@ -145,11 +153,11 @@ def test_tokens_cannot_be_skipped_before_the_sinks_are_in() -> None:
 
 def test_a_pass_larger_than_the_slack_is_refused() -> None:
     cache = streaming()
-    forward(cache, text(SLOTS))  # an empty cache has more room
+    forward(cache, random_qkv(SLOTS))  # an empty cache has more room
     cache.advance(SLOTS)
-    forward(cache, text(SLACK))
+    forward(cache, random_qkv(SLACK))
     with pytest.raises(ValueError, match="9 tokens do not fit the 8 slots of slack"):
-        forward(cache, text(SLACK + 1))
+        forward(cache, random_qkv(SLACK + 1))
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -162,7 +170,7 @@ def test_bfloat16_rotates_by_slot_as_float32_does() -> None:
     layout = KVLayout(1, 1, 8, torch.bfloat16)
     rotary = random_rotary(layout, SLOTS)
     cache = StreamingCache(layout, SHAPE, rotary, CPU)
-    texts = [text(SLACK, layout) for _ in range(6)]
+    texts = [random_qkv(SLACK, layout) for _ in range(6)]
     for tokens in texts:
         out = forward(cache, tokens)
         cache.advance(SLACK)
@@ -179,7 +187,7 @@ def test_device_bytes_and_bytes_attended() -> None:
     assert (
         cache.device_bytes == SHAPE.device_bytes(LAYOUT) == LAYOUT.bytes(SLOTS) * 3 // 2
     )  # keys twice, as computed and rotated
-    forward(cache, text(SLOTS))
+    forward(cache, random_qkv(SLOTS))
     cache.advance(SLOTS)
-    forward(cache, text(2))
+    forward(cache, random_qkv(2))
     assert cache.traffic.attended == LAYOUT.bytes(SLOTS) + LAYOUT.bytes(SINKS + WINDOW + 2)

@@ -23,13 +23,13 @@ from support.driving import (
     LAYOUT,
     QKV,
     RECENT,
-    first,
+    cache_pair,
+    concat,
+    first_tokens,
     forward,
-    joined,
-    pair,
     prefill,
+    random_qkv,
     speculate,
-    text,
 )
 from support.links import every_link, make_test_link
 from support.reference import RetrievalByHand, random_rotary
@@ -66,25 +66,25 @@ def test_every_pass_is_what_brute_force_gives(
     policy: str, chunk: int, link: Link, resident: int, quantised: bool
 ) -> None:
     shape, rng = replace(SHAPE, chunk=chunk, quantised=quantised), random.Random(chunk)
-    target, middle = pair(link, resident, shape, policy)
-    story = text(70)
-    hand = started(target, shape, policy, story)
+    target, middle = cache_pair(link, resident, shape, policy)
+    sequence = random_qkv(70)
+    hand = started(target, shape, policy, sequence)
     before, lengths = target.boundary, []
     while target.length < 100:
         lengths.append(target.length)
-        story, seen = speculate(
+        sequence, seen = speculate(
             target,
             middle,
-            story,
+            sequence,
             DRAFT,
             rng,
             lambda known, out: close(out, hand.attend(known, out.shape[1])),
         )
-        assert middle.length == target.length == len(story[0][0])
+        assert middle.length == target.length == len(sequence[0][0])
         if policy != "static":
             hand.choose(seen, len(seen[0][0]) - lengths[-1], target.boundary)
-    probe = text(3)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    probe = random_qkv(3)
+    close(forward(middle, probe), hand.attend(concat(sequence, probe), 3))
     assert target.boundary - before >= 2 * BLOCK
     assert middle.selector.selections == (1 if policy == "static" else 1 + len(lengths))
 
@@ -93,16 +93,16 @@ def test_every_pass_is_what_brute_force_gives(
 @every_policy
 def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    prefill(target, text(70), 32)
-    passes = [text(7) for _ in range(8)]
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    prefill(target, random_qkv(70), 32)
+    passes = [random_qkv(7) for _ in range(8)]
 
     def go() -> list[Tensor]:
         outs = []
         for tokens in passes:
             forward(target, tokens)
             target.advance(5)
-            outs.append(forward(middle, first(tokens, 2)))
+            outs.append(forward(middle, first_tokens(tokens, 2)))
         return outs
 
     forward(target, passes[0])
@@ -111,7 +111,7 @@ def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised:
     once = go()
     for cache, state in zip((target, middle), start, strict=True):
         cache.restore(state)
-    assert all(torch.equal(*pair) for pair in zip(once, go(), strict=True))
+    assert all(torch.equal(*outs) for outs in zip(once, go(), strict=True))
 
 
 @both_stores
@@ -121,10 +121,10 @@ def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised:
 @pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])
 def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int, quantised: bool) -> None:
     shape = replace(SHAPE, chunk=chunk, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    story, probe = text(prompt), text(3)
-    hand = started(target, shape, policy, story)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    sequence, probe = random_qkv(prompt), random_qkv(3)
+    hand = started(target, shape, policy, sequence)
+    close(forward(middle, probe), hand.attend(concat(sequence, probe), 3))
 
 
 @both_stores
@@ -133,12 +133,12 @@ def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int, quanti
 @pytest.mark.parametrize("prompt", [17, 18, 29, 45])
 def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, quantised: bool) -> None:
     shape = replace(SHAPE, budget=12, chunk=chunk, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
     for tensor in middle._store.tensors:
         tensor.fill_(100)  # what nobody wrote shows
-    story, probe = text(prompt), text(3)
-    hand = started(target, shape, "attention", story)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    sequence, probe = random_qkv(prompt), random_qkv(3)
+    hand = started(target, shape, "attention", sequence)
+    close(forward(middle, probe), hand.attend(concat(sequence, probe), 3))
 
 
 @both_stores
@@ -150,10 +150,10 @@ def test_heads_seen_bit_by_bit_are_all_seen(
 ) -> None:
     monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
     shape = replace(SHAPE, chunk=chunk, budget=36, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    story, probe = text(62), text(3)
-    hand = started(target, shape, "attention", story)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
+    sequence, probe = random_qkv(62), random_qkv(3)
+    hand = started(target, shape, "attention", sequence)
+    close(forward(middle, probe), hand.attend(concat(sequence, probe), 3))
 
 
 @every_policy
@@ -163,19 +163,23 @@ def test_a_budget_for_everything_gives_the_target_itself(
     link: Link, resident: int, policy: str
 ) -> None:
     for prompt in (7, 40, 93):
-        target, middle = pair(link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy)
-        prefill(target, text(prompt), chunk=32)
+        target, middle = cache_pair(
+            link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy
+        )
+        prefill(target, random_qkv(prompt), chunk=32)
         for rows in (1, 5, 12):
-            tokens = text(rows)
+            tokens = random_qkv(rows)
             close(forward(middle, tokens), forward(target, tokens))
             target.advance(rows)
 
 
 @every_policy
 def test_a_budget_for_everything_gives_a_resident_target_bit_for_bit(policy: str) -> None:
-    target, middle = pair(make_test_link("view"), LAYOUT.layers, replace(SHAPE, budget=150), policy)
-    prefill(target, text(93), chunk=32)
-    tokens = text(5)
+    target, middle = cache_pair(
+        make_test_link("view"), LAYOUT.layers, replace(SHAPE, budget=150), policy
+    )
+    prefill(target, random_qkv(93), chunk=32)
+    tokens = random_qkv(5)
     assert torch.equal(forward(middle, tokens), forward(target, tokens))
 
 
@@ -183,67 +187,67 @@ def test_a_budget_for_everything_gives_a_resident_target_bit_for_bit(policy: str
 @every_policy
 def test_the_targets_keys_and_values_replace_its_own(policy: str, quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    prompt, draft, truth, probe = text(61), text(6), text(6), text(2)
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    prompt, draft, truth, probe = random_qkv(61), random_qkv(6), random_qkv(6), random_qkv(2)
     hand = started(target, shape, policy, prompt)
     forward(middle, draft)
     middle.advance(6)
     forward(target, truth)  # the same positions, and other values than a partial context gave
     target.advance(6)
     if policy != "static":
-        hand.choose(joined(prompt, truth), 6, target.boundary)
-    close(forward(middle, probe), hand.attend(joined(prompt, truth, probe), 2))
+        hand.choose(concat(prompt, truth), 6, target.boundary)
+    close(forward(middle, probe), hand.attend(concat(prompt, truth, probe), 2))
 
 
 def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    story, refused, probe = text(70), text(7), text(3)
-    hand = started(target, SHAPE, "attention", story)
+    target, middle = cache_pair(make_test_link("view"), 2, SHAPE)
+    sequence, refused, probe = random_qkv(70), random_qkv(7), random_qkv(3)
+    hand = started(target, SHAPE, "attention", sequence)
     forward(target, refused)
     target.advance(0)
-    hand.choose(joined(story, refused), 7, target.boundary)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    hand.choose(concat(sequence, refused), 7, target.boundary)
+    close(forward(middle, probe), hand.attend(concat(sequence, probe), 3))
 
 
 @both_stores
 def test_a_cache_need_not_be_prefilled(quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    hand, story = RetrievalByHand(shape, "attention", ROTARY), text(0)
-    while len(story[0][0]) < 90:
-        tokens, probe = text(7), text(2)
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
+    hand, sequence = RetrievalByHand(shape, "attention", ROTARY), random_qkv(0)
+    while len(sequence[0][0]) < 90:
+        tokens, probe = random_qkv(7), random_qkv(2)
         forward(target, tokens)
         target.advance(7)
-        story = joined(story, tokens)
-        hand.choose(story, 7, target.boundary)
-        close(forward(middle, probe), hand.attend(joined(story, probe), 2))
+        sequence = concat(sequence, tokens)
+        hand.choose(sequence, 7, target.boundary)
+        close(forward(middle, probe), hand.attend(concat(sequence, probe), 2))
 
 
 @pytest.mark.parametrize(
     "shorten", ["target.crop", "middle.crop", "target.set_length", "middle.set_length"]
 )
 def test_lengths_follow_the_target(shorten: str) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    prompt, tokens, probe = text(63), text(7), text(2)
+    target, middle = cache_pair(make_test_link("view"), 2, SHAPE)
+    prompt, tokens, probe = random_qkv(63), random_qkv(7), random_qkv(2)
     hand = started(target, SHAPE, "attention", prompt)
     assert middle.length == 63
-    forward(middle, text(6))
+    forward(middle, random_qkv(6))
     middle.advance(6)  # a draft, longer than what will stand
     forward(target, tokens)
     target.advance(5)
-    hand.choose(joined(prompt, tokens), 7, target.boundary)
+    hand.choose(concat(prompt, tokens), 7, target.boundary)
     assert middle.length == 68
     which, verb = shorten.split(".")
     getattr({"target": target, "middle": middle}[which], verb)(65)
     assert middle.length == 65
-    close(forward(middle, probe), hand.attend(joined(prompt, first(tokens, 2), probe), 2))
+    close(forward(middle, probe), hand.attend(concat(prompt, first_tokens(tokens, 2), probe), 2))
     middle.set_length(68)
     assert middle.length == 68
 
 
 def test_refusals() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    prefill(target, text(61), chunk=61)
+    target, middle = cache_pair(make_test_link("view"), 2, SHAPE)
+    prefill(target, random_qkv(61), chunk=61)
     with pytest.raises(ValueError, match="the selection covers the first 48"):
         middle.crop(47)
     with pytest.raises(ValueError, match="the selection covers the first 48"):
@@ -256,26 +260,26 @@ def test_refusals() -> None:
 @both_stores
 def test_the_last_slot_can_be_used_and_no_more(quantised: bool) -> None:
     shape = replace(SHAPE, append_room=9, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, "static")
-    prefill(target, text(61), chunk=61)
+    target, middle = cache_pair(make_test_link("view"), 2, shape, "static")
+    prefill(target, random_qkv(61), chunk=61)
     # the choice took 32 selected tokens and a window of 13, of 48
     # in 8 bits the window has a buffer of its own
     room = shape.slots - (shape.budget if quantised else 32)
     for _ in range(room - 13):
-        forward(middle, text(1))
+        forward(middle, random_qkv(1))
         middle.advance(1)
     with pytest.raises(
         ValueError, match=f"do not fit a buffer of {room if quantised else room + 32}"
     ):
-        forward(middle, text(1))
+        forward(middle, random_qkv(1))
 
 
 @both_stores
 def test_device_bytes_and_bytes_attended(quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    prefill(target, text(61), chunk=61)
-    forward(middle, text(3))
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
+    prefill(target, random_qkv(61), chunk=61)
+    forward(middle, random_qkv(3))
     selected = 35 // 4 * 4  # of 48 less a window of 61 - 48
     # a byte for each element, and a scale for the 8 of a token's keys or values
     token = LAYOUT.bytes(1) // 4 + LAYOUT.bytes(1) // 8 if quantised else LAYOUT.bytes(1)
@@ -293,10 +297,10 @@ def test_device_bytes_and_bytes_attended(quantised: bool) -> None:
 @sizes
 def test_bfloat16_does_as_float32_does(chunk: int) -> None:
     shape, outs = replace(SHAPE, chunk=chunk), []
-    texts = [text(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
+    texts = [random_qkv(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
     for dtype in (torch.bfloat16, torch.float32):
         layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
-        target, middle = pair(make_test_link("view"), 2, shape, layout=layout)
+        target, middle = cache_pair(make_test_link("view"), 2, shape, layout=layout)
         middle.selector.policy.select = latest  # its choice is above rounding
         prompt, tokens, probe = (
             [tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts
@@ -322,14 +326,14 @@ def test_heads_that_are_written_out_in_turn_give_what_all_give_at_once(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, quantised=True)
-    story, tokens, probe = text(70), text(7), text(3)
+    sequence, tokens, probe = random_qkv(70), random_qkv(7), random_qkv(3)
     head = LAYOUT.bytes(shape.slots, 1) // LAYOUT.heads
     outs, sizes = [], []
     for shared in (LAYOUT.heads * head, heads * head):
         monkeypatch.setattr(retrieval_shape, "SHARED_BYTES", shared)
-        target, middle = pair(make_test_link("view"), 2, shape)
+        target, middle = cache_pair(make_test_link("view"), 2, shape)
         target.rotary = middle.rotary = ROTARY
-        prefill(target, story, 32)
+        prefill(target, sequence, 32)
         forward(target, tokens)
         target.advance(7)
         outs.append(forward(middle, probe))

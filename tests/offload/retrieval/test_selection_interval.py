@@ -23,13 +23,13 @@ from support.driving import (
     LAYOUT,
     QKV,
     RECENT,
+    cache_pair,
     forward,
-    pair,
-    plain,
+    plain_cache,
     prefill,
+    random_qkv,
     speculate,
-    text,
-    tiered,
+    tiered_cache,
 )
 from support.links import every_link, make_test_link
 
@@ -75,14 +75,14 @@ def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None
 @pytest.mark.parametrize("chunk", [1, 4])
 @every_policy
 def test_what_a_pass_attends_to_right_after_a_choice_is_the_budget(policy: str, chunk: int) -> None:
-    target, middle = pair(make_test_link("view"), 2, replace(SHAPE, chunk=chunk), policy)
-    prefill(target, text(70), chunk=32)
+    target, middle = cache_pair(make_test_link("view"), 2, replace(SHAPE, chunk=chunk), policy)
+    prefill(target, random_qkv(70), chunk=32)
     for rows in (0, 7, 1, 5, 7, 7, 3, 6):
         if rows:
-            forward(target, text(rows))
+            forward(target, random_qkv(rows))
             target.advance(rows)
         before = middle.traffic.attended
-        forward(middle, text(1))
+        forward(middle, random_qkv(1))
         spent = (middle.traffic.attended - before) // LAYOUT.bytes(1) - 1
         if POLICIES[policy].spec.reselects or not rows:
             assert 48 - chunk < spent <= 48
@@ -105,13 +105,13 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
         fresh = min(every + 2 * rows, new) if POLICIES[policy].spec.reselects else new
         shape = RetrievalCacheSpec.of(budget, chunk, prompt + new, rows, fresh)
         shape = replace(shape, quantised=rng.random() < 0.5)
-        target, middle = pair(make_test_link("view"), 1, shape, policy, every, TINY)
-        story = text(prompt, TINY)
-        prefill(target, story, chunk=32)
+        target, middle = cache_pair(make_test_link("view"), 1, shape, policy, every, TINY)
+        sequence = random_qkv(prompt, TINY)
+        prefill(target, sequence, chunk=32)
         while (
             target.length + draft + 1 <= target.shape.capacity
         ):  # a slot too few raises ValueError
-            story, _ = speculate(target, middle, story, draft, rng, sound)
+            sequence, _ = speculate(target, middle, sequence, draft, rng, sound)
         assert (
             middle.selector.selections > new / draft / every / 4
             or not POLICIES[policy].spec.reselects
@@ -122,17 +122,17 @@ def test_everything_fits_for_hundreds_of_tokens(policy: str) -> None:
 @pytest.mark.parametrize("every", [1, 2, 5, 12, 1000])
 @pytest.mark.parametrize("policy", ["attention", "static"])
 def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> None:
-    target, middle = pair(
+    target, middle = cache_pair(
         make_test_link("view"), 2, replace(SHAPE, append_room=CAPACITY), policy, every
     )
-    prefill(target, text(60), chunk=32)
+    prefill(target, random_qkv(60), chunk=32)
     assert middle.selector.selections == 1
     choices, chosen_at, rng = 1, 60, random.Random(every)
     for stand in [1] * 12 + [rng.randint(1, 7) for _ in range(20)]:
         tokens = target.length + 1  # the pass's first row stands already: it is pending
         if policy == "attention" and tokens - chosen_at >= every:
             choices, chosen_at = choices + 1, tokens
-        forward(target, text(7))
+        forward(target, random_qkv(7))
         target.advance(stand)
         assert middle.selector.selections == choices
     assert target.length > 120
@@ -142,9 +142,9 @@ def test_a_choice_serves_so_many_tokens_at_least(policy: str, every: int) -> Non
 @every_policy
 def test_between_choices_what_was_chosen_stays(policy: str, quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy, min_interval=10)
-    story = text(70)
-    prefill(target, story, chunk=32)
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy, min_interval=10)
+    sequence = random_qkv(70)
+    prefill(target, sequence, chunk=32)
 
     def in_front() -> Tensor:
         end = middle.slot_and_position(middle.selector.base)[0]
@@ -156,7 +156,7 @@ def test_between_choices_what_was_chosen_stays(policy: str, quantised: bool) -> 
 
     chosen = {middle.selector.selections: in_front()}
     for _ in range(14):
-        forward(target, text(4))
+        forward(target, random_qkv(4))
         target.advance(2)
         kept = in_front()
         assert torch.equal(kept, chosen.setdefault(middle.selector.selections, kept))
@@ -173,12 +173,14 @@ def test_a_choice_costs_no_byte_over_the_link(link: Link, resident: int) -> None
     """
     counts = []
     for policy in ("", *POLICIES):
-        alone = tiered(link, resident, recent=SHAPE.window, block=SHAPE.block, rows=SHAPE.rows)
-        target = pair(link, resident, SHAPE, policy)[0] if policy else alone
-        prefill(target, text(70), chunk=32)
+        alone = tiered_cache(
+            link, resident, recent=SHAPE.window, block=SHAPE.block, rows=SHAPE.rows
+        )
+        target = cache_pair(link, resident, SHAPE, policy)[0] if policy else alone
+        prefill(target, random_qkv(70), chunk=32)
         counts.append([(target.traffic.link_in, target.traffic.link_out)])
         for rows, stand in [(7, 3), (1, 1), (7, 7), (5, 0), (7, 6), (7, 7)]:
-            forward(target, text(rows))
+            forward(target, random_qkv(rows))
             target.advance(stand)
             counts[-1].append((target.traffic.link_in, target.traffic.link_out))
     assert len(counts) == 3
@@ -221,10 +223,14 @@ class Witness:
 def test_a_follower_is_shown_every_key_of_every_pass(
     link: Link, resident: int, slot_heads: int
 ) -> None:
-    cache, want, witness = tiered(link, resident, slot_heads=slot_heads), plain(), Witness()
+    cache, want, witness = (
+        tiered_cache(link, resident, slot_heads=slot_heads),
+        plain_cache(),
+        Witness(),
+    )
     cache.observers.append(witness)
     for rows in (50, 1, 9, 24, 3):
-        tokens, start = text(rows), cache.length
+        tokens, start = random_qkv(rows), cache.length
         if start:
             forward(cache, tokens)
             cache.advance(rows)
