@@ -83,7 +83,7 @@ class KVFile:
                 checksum = next(remaining)
                 if start >= tokens:
                     continue
-                yield _BlockReader(self, head, start, end, min(end, tokens), checksum)
+                yield _Reader(self, head, start, end, min(end, tokens), checksum)
 
     def _block_bounds(self) -> list[tuple[int, int]]:
         """Return each block's first token, and the end of the block."""
@@ -92,7 +92,7 @@ class KVFile:
 
 
 @dataclass(frozen=True)
-class _BlockReader:
+class _Reader:
     """Reads a block, and returns its tokens up to `end_read`."""
 
     file: KVFile
