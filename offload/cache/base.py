@@ -85,16 +85,16 @@ class AttentionObserver(Protocol):
     """A cache that is built from another's KV, as the retrieval cache from the target's."""
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
-        """Called when a forward of the target begins.
+        """Observe the start of a forward of the target.
 
         It has `boundary` prefix tokens, `length` accepted tokens, and query tokens up to `end`.
-        Prefill counts as one forward, of which the last queries are passed on.
+        Prefill counts as one forward, of which only the last queries are passed on.
         """
 
     def on_attention(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
     ) -> None:
-        """Called with the queries, keys and values of one layer's attention.
+        """Observe the queries, keys and values of one layer's attention.
 
         q (T, h * G, D) are the queries of KV heads `head` to `head` + h. prefix (2, h, N, D) are
         the tokens up to the boundary, recent (2, h, M, D) those after it, the last of which are the
@@ -102,4 +102,4 @@ class AttentionObserver(Protocol):
         """
 
     def on_advance(self, length: int) -> None:
-        """Called when the target's length becomes `length`; 0 begins another sequence."""
+        """Observe that the target now has `length` tokens; 0 begins another sequence."""

@@ -147,7 +147,7 @@ class Selector:
     shape: RetrievalCacheSpec
     min_interval: int  # minimum tokens between selections; 1: select in every verification
     base: int = 0  # position of the first token after the prefix, at the last selection
-    selected: int = 0  # tokens of that prefix
+    selected: int = 0  # number of selected tokens of that prefix
     selections: int = 0
     selected_at: int | None = None  # length of the sequence at the last selection
     is_selecting: bool = False  # whether the target's current forward selects

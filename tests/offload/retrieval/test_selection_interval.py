@@ -56,7 +56,7 @@ def test_a_budget_is_spent_and_never_exceeded() -> None:
     [(1, 1), (8, 8), (13, 4), (48, 1), (200, 8), (4096, 1), (4096, 8)],
 )
 @pytest.mark.parametrize("context", [1, 300, 130_000])
-def test_sizes_that_suit_a_budget(budget: int, chunk: int, context: int) -> None:
+def test_default_sizes_suit_a_budget(budget: int, chunk: int, context: int) -> None:
     shape = RetrievalCacheSpec.of(budget, chunk, context, rows=7, append_room=20)
     quantised = replace(shape, quantised=True)
     assert shape.block % chunk == 0 < shape.block <= max(64, budget // 4) + chunk

@@ -57,11 +57,11 @@ def make_device_view(target: TieredCache, quantised: bool = False) -> OnDeviceCa
 @pytest.mark.parametrize("split", [3, 1, 0])
 def test_drafting_does_not_change_the_target(link: Link, split: int, quantised: bool) -> None:
     rng = random.Random(split)
-    target, alone = make_target(link, split), make_target(link, split)
-    alone.rotary = target.rotary
+    target, reference = make_target(link, split), make_target(link, split)
+    reference.rotary = target.rotary
     device_view = make_device_view(target, quantised)
     prompt = random_qkv(90, LAYOUT_16)
-    assert torch.equal(prefill(target, prompt, 32), prefill(alone, prompt, 32))
+    assert torch.equal(prefill(target, prompt, 32), prefill(reference, prompt, 32))
     for _ in range(25):
         assert device_view.length == target.length
         drafted = rng.randint(1, SHAPE.rows)
@@ -71,10 +71,10 @@ def test_drafting_does_not_change_the_target(link: Link, split: int, quantised: 
             device_view.advance(rows)
             device_view.crop(device_view.length - rng.randint(0, rows - 1))
         tokens = random_qkv(drafted, LAYOUT_16)
-        assert torch.equal(forward(target, tokens), forward(alone, tokens))
+        assert torch.equal(forward(target, tokens), forward(reference, tokens))
         accepted = rng.randint(1, drafted)
         target.advance(accepted)
-        alone.advance(accepted)
+        reference.advance(accepted)
     assert target.boundary > 150
 
 
