@@ -1,4 +1,4 @@
-"""What every cache is: the owner of keys, values, positions and attention.
+"""The cache interface: a cache owns keys, values, positions and attention.
 
 Models only call `attend`.
 """
@@ -17,11 +17,11 @@ from offload.traffic import ByteCounters
 
 
 class Cache(ABC):
-    """KV of one sequence. `length` tokens count; it changes through `advance` and `crop` alone."""
+    """KV of one sequence of `length` tokens; only `advance`, `crop` and `set_length` change it."""
 
-    # what changes while tokens come, but for buffers that are only added to
+    # attributes that decoding changes, except for append-only buffers
     _state: ClassVar[tuple[str, ...]] = ("length",)
-    # whether what a token attends with must not depend on those beside it (`offload.kernels`)
+    # whether a token's attention must not depend on its batch (`offload.kernels`)
     is_batch_invariant = False
 
     def __init__(self, layout: KVLayout):
@@ -30,35 +30,35 @@ class Cache(ABC):
         self.traffic = ByteCounters()
 
     def begin_forward(self, rows: int) -> None:
-        """Start a pass over all layers, with `rows` new tokens behind the first `length`."""
+        """Start a forward over all layers, with `rows` tokens after the first `length`."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Keep the KV of the tokens at `start` and return their attention output.
+        """Store the KV of the tokens at `start` and return their attention output.
 
         q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D). Tokens past
-        `length` may be written again.
+        `length` may be overwritten.
         """
 
     def advance(self, rows: int) -> None:
-        """Let the next `rows` tokens, already attended, count from now on."""
+        """Add the next `rows` tokens, already attended, to the sequence."""
         self.length += rows
 
     def crop(self, length: int) -> None:
-        """Let only the first `length` tokens count from now on, if there are more."""
+        """Shorten the sequence to its first `length` tokens, if it is longer."""
         self.length = min(self.length, length)
 
     def set_length(self, length: int) -> None:
-        """Stand at `length` tokens, whichever way that is."""
+        """Advance or crop to `length` tokens."""
         if length >= self.length:
             self.advance(length - self.length)
         else:
             self.crop(length)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return what it takes to come back to here with `restore`.
+        """Return the state that `restore` returns to.
 
-        It is good as long as no other text has been read in between.
+        It is valid until the cache is used for another sequence.
         """
         state: dict[str, Any] = {}
         for name in self._state:
@@ -68,10 +68,10 @@ class Cache(ABC):
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Stand where the cache stood when the snapshot was taken."""
+        """Return to the state of a snapshot."""
         for name, value in snapshot.items():
             if isinstance(value, Tensor):
-                getattr(self, name).copy_(value)  # in place: a recorded pass knows the address
+                getattr(self, name).copy_(value)  # in place: captured graphs use its address
             else:
                 setattr(self, name, deepcopy(value))
 
@@ -82,24 +82,24 @@ class Cache(ABC):
 
 
 class AttentionObserver(Protocol):
-    """A cache that lives off another's KV: the retrieval cache off the target's."""
+    """A cache that is built from another's KV, as the retrieval cache from the target's."""
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
-        """Start to follow a pass of the target.
+        """Observe the start of a forward of the target.
 
-        There are `boundary` tokens of prefix, `length` tokens that stand, and new ones up to `end`.
-        Prefill counts as one pass, of which the last rows are shown.
+        It has `boundary` prefix tokens, `length` accepted tokens, and query tokens up to `end`.
+        Prefill counts as one forward, of which only the last queries are passed on.
         """
 
     def on_attention(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
     ) -> None:
-        """Look at what the target attends with, and to what, in one layer.
+        """Observe the queries, keys and values of one layer's attention.
 
         q (T, h * G, D) are the queries of KV heads `head` to `head` + h. prefix (2, h, N, D) are
-        the tokens up to the boundary, recent (2, h, M, D) those behind it, of which the last are
-        the rows' own. All of it is rotated, and on the device for this call.
+        the tokens up to the boundary, recent (2, h, M, D) those after it, the last of which are the
+        query tokens' own. All are rotated, and on the device during this call.
         """
 
     def on_advance(self, length: int) -> None:
-        """Take note that the target stands at `length` tokens; at 0, another text begins."""
+        """Observe that the target now has `length` tokens; 0 begins another sequence."""

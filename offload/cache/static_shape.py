@@ -1,9 +1,9 @@
-"""Caches in which every token has a slot, and their short passes in fixed shapes.
+"""Caches with a slot per token, and their short forwards in static shapes.
 
-A pass whose shapes, addresses and launches are the same wherever the text stands can be recorded
-once and replayed: as a CUDA graph it costs one launch instead of hundreds. So positions come from
-device memory here, and a pass attends to the whole buffer, slots that hold nothing for it masked
-out (as in gpt-fast's static cache).
+A forward whose shapes, addresses and launches are the same at any length can be captured once and
+replayed: as a CUDA graph it costs one launch instead of hundreds. So positions are read from device
+memory here, and attention covers the whole buffer, with slots that are not visible masked out (as
+in gpt-fast's static cache).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from offload.rotary import Rotary
 
 
 class StaticCache(Cache):
-    """A cache with a slot for each token that a pass attends to, as a `StaticForward` asks for it."""
+    """A cache with a slot for each token that a forward attends to, as `StaticForward` needs."""
 
-    slots: int  # tokens a head that a pass may attend to
-    window_offset = 0  # the slot that a layer's own buffer begins with
+    slots: int  # tokens per head that a forward may attend to
+    window_offset = 0  # first slot of a layer's own buffer
     rotary: Rotary
 
     @abstractmethod
     def slot_and_position(self, start: int) -> tuple[int, int]:
         """Return the slot of the token at `start`, and the position to rotate it at.
 
-        The tokens behind it follow on.
+        Those of the tokens after it are consecutive.
         """
 
     @abstractmethod
     def buffers(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's KV (2, Hkv, slots, D) and its keys as computed, if it keeps them.
+        """Return the layer's KV (2, Hkv, slots, D), and its keys before rotation if it keeps them.
 
-        Those are (Hkv, slots, D). All keep their addresses; whatever a slot holds is finite. The
-        slots before `window_offset` are not in it.
+        Those are (Hkv, slots, D). All keep their addresses, and every slot's content is finite. The
+        slots before `window_offset` are not included.
         """
 
     def has_room(self, rows: int) -> bool:
-        """Return whether a pass of so many tokens would fit behind what the cache holds."""
+        """Return whether a forward of `rows` tokens would fit after the cached ones."""
         slot, position = self.slot_and_position(self.length)
         return slot + rows <= self.slots and position + rows <= self.rotary.length
 
@@ -52,69 +52,71 @@ class StaticCache(Cache):
         return 0
 
     def slot_bytes(self, first: int, end: int) -> int:
-        """Return the bytes that all layers keep in the slots from `first` to `end`."""
+        """Return the bytes of all layers in the slots from `first` to `end`."""
         return self.layout.bytes(end - first)
 
     def head_groups(self, layer: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, slots, D) in all slots.
 
-        What is yielded is good until the next is asked for.
+        The KV is valid until the next is yielded.
         """
         kv, _ = self.buffers(layer)
         yield slice(None), kv
 
 
 class StaticForward:
-    """Passes of `rows` tokens on a cache. `prepare` goes before each; all else may be recorded."""
+    """Forwards of `rows` tokens on a cache; after `prepare`, everything else can be captured."""
 
-    length = 0  # where a pass starts is in device memory
+    length = 0  # unused: the start is in device memory
     is_batch_invariant = False
 
     def __init__(self, cache: StaticCache, rows: int):
         kv, _ = cache.buffers(0)
         device = kv.device
         self._cache = cache
-        # (3, 1): slot and position of the first row, and the first slot that holds a token
+        # (3, 1): slot and position of the first token, and the first valid slot
         self._start = torch.zeros(3, 1, dtype=torch.int64, device=device)
-        self._first = 0  # the slot of the first row, as `prepare` knows it
+        self._first = 0  # slot of the first token, on the host
         self._steps = torch.arange(rows, device=device)
         self._columns = torch.arange(cache.slots, device=device)
 
     def prepare(self) -> None:
-        """Set the next pass behind what the cache holds now."""
+        """Set the next forward to start after the cached tokens."""
         cache = self._cache
         rows = len(self._steps)
         cache.begin_forward(rows)
         slot, position = cache.slot_and_position(cache.length)
-        if not cache.has_room(rows):  # of a cache that slides `begin` tells
+        if not cache.has_room(rows):  # a sliding cache raises in `begin_forward`
             raise ValueError(f"{rows} tokens at slot {slot} do not fit a buffer of {cache.slots}")
         self._first = slot
-        for own, value in zip(self._start, (slot, position, cache.first_valid_slot()), strict=True):
-            own.fill_(value)
+        for tensor, value in zip(
+            self._start, (slot, position, cache.first_valid_slot()), strict=True
+        ):
+            tensor.fill_(value)
         cache.traffic.attended += cache.slot_bytes(0, cache.slots)
 
     def rows(self) -> Tensor:
-        """Return the first layer's KV of these tokens (2, Hkv, T, D), in the buffer itself.
+        """Return the first layer's KV of these tokens (2, Hkv, T, D), as a view of the buffer.
 
-        A pass should write it there.
+        A forward should write it.
         """
         kv, _ = self._cache.buffers(0)
         first = self._first - self._cache.window_offset
         return kv[:, :, first : first + len(self._steps)]
 
     def begin_forward(self, rows: int) -> None:
-        """Start a pass, as models do: find slots, angles and mask from what is in device memory."""
+        """Compute slots, angles and mask from the start in device memory."""
         slot, position, first_valid_slot = self._start
         slots = slot + self._steps  # (T,)
-        self._where = slots - self._cache.window_offset  # in a layer's own buffer
+        self._slots = slots - self._cache.window_offset  # slots in a layer's own buffer
         self._angles = self._cache.rotary.angles(position + self._steps)
-        later = self._columns > slots[:, None]  # (T, slots)
-        unseen = later | (self._columns < first_valid_slot)
-        mask = torch.zeros_like(unseen, dtype=torch.float32)
-        self._mask = mask.masked_fill(unseen, -torch.inf)
+        future = self._columns > slots[:, None]  # (T, slots)
+        hidden = future | (self._columns < first_valid_slot)
+        mask = torch.zeros_like(hidden, dtype=torch.float32)
+        self._mask = mask.masked_fill(hidden, -torch.inf)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Write the rows' KV and return their attention, as `Cache.attend`; `start` is unused."""
+        """Write the tokens' KV and return their attention, as `Cache.attend`; `start` is unused."""
         kv, raw = self._cache.buffers(layer)
         rotary = self._cache.rotary
         self._write(kv[0], rotary.apply(k, self._angles, layer))
@@ -129,5 +131,5 @@ class StaticForward:
         return out
 
     def _write(self, buffer: Tensor, x: Tensor) -> None:
-        """Write x (T, Hkv, D) to the rows' slots of a buffer (Hkv, slots, D)."""
-        buffer.index_copy_(1, self._where, x.transpose(0, 1))
+        """Write x (T, Hkv, D) to the tokens' slots of a buffer (Hkv, slots, D)."""
+        buffer.index_copy_(1, self._slots, x.transpose(0, 1))

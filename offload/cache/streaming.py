@@ -1,7 +1,7 @@
-"""The draft's cache: attention sinks and a recent window, at positions the draft was trained for.
+"""The draft's cache: attention sinks and a recent window, at positions the draft was trained on.
 
-Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), section 3.2: keys are kept un-rotated and
-rotated by their slot.
+Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), section 3.2: keys are cached before
+rotation and rotated by their slot.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from offload.rotary import Rotary
 
 
 class StreamingCache(StaticCache):
-    """The first tokens of a text, and recent ones in a window that slides.
+    """The first tokens of a sequence, and its recent tokens in a sliding window.
 
-    Sliding moves the last `window` tokens down and rotates them anew, once every `slack` tokens. In
-    between, slots and with them positions stay put, and `crop` may take back anything drafted
-    since. Tokens that slid out are gone: `crop` refuses to reach behind them. The rotary table
-    needs as many positions as there are slots, however long the text.
+    Sliding moves the last `window` tokens down and rotates them again, once every `slack` tokens.
+    In between, slots and so positions stay fixed, and `crop` can remove any draft. Tokens that left
+    the window are lost: `crop` raises if it would need them. The rotary table needs as many
+    positions as there are slots, however long the sequence.
     """
 
     _state: ClassVar[tuple[str, ...]] = ("length", "_dropped", "_kv", "_raw")
@@ -36,8 +36,8 @@ class StreamingCache(StaticCache):
         self.shape = shape
         self.rotary = rotary
         self.slots = shape.slots
-        self._dropped = 0  # tokens between the sinks and the window that are gone
-        # keys rotated by slot, and keys as computed
+        self._dropped = 0  # tokens dropped between the sinks and the window
+        # keys rotated by slot, and keys before rotation
         self._kv = torch.zeros(shape.kv_buffer(layout), dtype=layout.dtype, device=device)
         self._raw = torch.zeros(shape.raw_buffer(layout), dtype=layout.dtype, device=device)
 
@@ -77,22 +77,22 @@ class StreamingCache(StaticCache):
         return out
 
     def skip_tokens(self, tokens: int) -> None:
-        """Count `tokens` tokens that are never read: those between the sinks and the window."""
+        """Count `tokens` tokens that are never computed: those between the sinks and the window."""
         sinks = self.shape.sinks
         if self.length != sinks:
             raise ValueError(
-                f"tokens can be skipped right behind the {sinks} sinks only, not at {self.length}"
+                f"tokens can only be skipped right after the {sinks} sinks, not at {self.length}"
             )
         self.length += tokens
         self._dropped += tokens
 
     def reset(self) -> None:
-        """Hold nothing."""
+        """Empty the cache."""
         self.length = self._dropped = 0
 
     @property
     def oldest(self) -> int:
-        """Return to how many tokens, at least, `crop` may go back."""
+        """Minimum length that `crop` can return to."""
         return self.shape.sinks + self._dropped if self._dropped else 0
 
     def crop(self, length: int) -> None:
@@ -103,7 +103,7 @@ class StreamingCache(StaticCache):
         super().crop(length)
 
     def _slide(self) -> None:
-        """Drop what lies between the sinks and the last `window` tokens."""
+        """Drop the tokens between the sinks and the last `window` tokens."""
         start = self.shape.sinks
         end = start + self.shape.window
         drop = self.length - self._dropped - end
@@ -111,8 +111,8 @@ class StreamingCache(StaticCache):
             return
         values = self._kv[:, 1]
         for buffer in (self._raw, values):  # (L, Hkv, slots, D)
-            kept = token_slice(buffer, start + drop, end + drop).clone()
-            token_slice(buffer, start, end).copy_(kept)
+            window = token_slice(buffer, start + drop, end + drop).clone()
+            token_slice(buffer, start, end).copy_(window)
         for layer, (kv, raw) in enumerate(zip(self._kv, self._raw, strict=True)):
             keys = token_slice(raw, start, end).transpose(0, 1)  # (window, Hkv, D)
             rotated = self.rotary(keys, start, layer)

@@ -1,4 +1,4 @@
-"""The shape of the draft's cache: it counts its bytes, and the cache allocates from it."""
+"""The spec of the draft's cache: it counts its bytes, and the cache allocates by it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offload.layout import KVLayout
 
 @dataclass(frozen=True)
 class StreamingCacheSpec:
-    """How many tokens of a text the draft's cache keeps, and as what."""
+    """How many tokens of a sequence the draft's cache keeps, and in which role."""
 
-    sinks: int  # first tokens, kept for good
-    window: int  # recent tokens, at least
-    slack: int  # slots that fill before the window slides
+    sinks: int  # first tokens, always kept
+    window: int  # minimum number of recent tokens
+    slack: int  # slots filled before the window slides
 
     def __post_init__(self) -> None:
         if min(self.sinks, self.window, self.slack) < 1:
@@ -32,10 +32,10 @@ class StreamingCacheSpec:
         return layout.shape(layout.layers, self.slots)
 
     def raw_buffer(self, layout: KVLayout) -> tuple[int, ...]:
-        """Return the shape of keys as computed (layers, Hkv, slots, D)."""
+        """Return the shape of keys before rotation (layers, Hkv, slots, D)."""
         return layout.layers, layout.heads, self.slots, layout.head_dim
 
     def device_bytes(self, layout: KVLayout) -> int:
-        """Return the bytes of device memory the cache takes."""
+        """Return the bytes of device memory of the cache."""
         numel = prod(self.kv_buffer(layout)) + prod(self.raw_buffer(layout))
         return numel * layout.dtype.itemsize

@@ -1,1 +1,1 @@
-"""The cache of selected chunks, and what selects them; knows nothing of tiers."""
+"""The cache of selected chunks and its selection policies; independent of the tiers."""

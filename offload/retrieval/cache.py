@@ -1,8 +1,8 @@
-"""The middle level's cache: what matters of the target's KV, on the device.
+"""The middle level's cache: the part of the target's KV that matters, on the device.
 
-The paper selects chunks once, behind the prompt (TriForce, arXiv 2404.11912, section 4.1). But a
-verification brings all keys to the device anyway: here the selection follows the text
-(docs/algorithm.md).
+The paper selects chunks once, after the prompt (TriForce, arXiv 2404.11912, section 4.1). But a
+verification streams all keys to the device anyway: here the selection is updated as the sequence
+grows (docs/algorithm.md).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from offload.rotary import Rotary
 
 
 class RetrievalCache(StaticCache):
-    """A follower of a TieredCache, with slots for tokens of its own in each layer.
+    """An observer of a TieredCache, with its own token slots in each layer.
 
-    They hold selected tokens, then the window and whatever is drafted: a pass attends to one
-    segment. Keys are rotated at their absolute positions. A `RetrievalStore` keeps all of it.
+    They hold the selected tokens, then the window and the draft, so that a forward attends to one
+    contiguous segment. Keys are rotated at their absolute positions. The memory is a
+    `RetrievalStore`.
     """
 
     _state: ClassVar[tuple[str, ...]] = ("length", "selector")
@@ -48,17 +49,16 @@ class RetrievalCache(StaticCache):
         Args:
             layout: the target's, on this rank.
             shape: how the budget is spent.
-            policy: which chunks are selected, and whether anew when the target verifies.
+            policy: which chunks are selected, and whether later verifications select again.
             rotary: the target's tables.
-            device: where the cache lives.
-            min_interval: as of `Selector`.
-            layers: of the target, those that have a buffer; all by default.
+            device: where the cache is allocated.
+            min_interval: as in `Selector`.
+            layers: layers of the target that have a buffer; all by default.
         """
         super().__init__(layout)
         if layers is None:
             layers = range(layout.layers)
-        # where each layer's buffer is
-        self._index = {layer: index for index, layer in enumerate(layers)}
+        self._index = {layer: index for index, layer in enumerate(layers)}  # layer -> buffer
         self.shape = shape
         self.selector = Selector(policy, shape, min_interval)
         self.rotary = rotary
@@ -73,18 +73,20 @@ class RetrievalCache(StaticCache):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         k = self.rotary(k, start, layer)
         q = self.rotary(q, start, layer)
-        self._put(layer, slice(None), k, v, start)
+        self._write(layer, slice(None), k, v, start)
         first = self.first_valid_slot()
         slot, _ = self.slot_and_position(start)
         end = slot + len(q)
         self.traffic.attended += self._store.slot_bytes(first, end)
-        seen = self._store.head_groups(self._index[layer], first, end)
-        return attend_by_heads(q, k.shape[1], seen, _causal)
+        groups = self._store.head_groups(self._index[layer], first, end)
+        return attend_by_heads(q, k.shape[1], groups, _causal)
 
     def slot_and_position(self, start: int) -> tuple[int, int]:
         base = self.selector.base
         if start < base:
-            raise ValueError(f"the selection covers the first {base}, with {start}")
+            raise ValueError(
+                f"token {start} has no slot of its own: the selection covers the first {base}"
+            )
         _, window = self._store.slots_of(self.selector.selected)
         return window + start - base, start
 
@@ -108,16 +110,16 @@ class RetrievalCache(StaticCache):
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Any]) -> None:
-        rest = dict(snapshot)
-        for tensor, before in zip(self._store.tensors, rest.pop("store"), strict=True):
-            tensor.copy_(before)
-        super().restore(rest)
+        state = dict(snapshot)
+        for tensor, saved in zip(self._store.tensors, state.pop("store"), strict=True):
+            tensor.copy_(saved)
+        super().restore(state)
 
     def crop(self, length: int) -> None:
         self.selector.check_crop(length)
         super().crop(length)
 
-    # -- following the target ----------------------------------------------------------------------
+    # -- observing the target ----------------------------------------------------------------------
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
         self.selector.begin(boundary, length, end)
@@ -131,23 +133,20 @@ class RetrievalCache(StaticCache):
         count, tokens = prefix.shape[1:3]
         window, start = recent, selector.base
         if not selector.is_selecting:
-            # the target's own KV takes the place of what this level computed from a partial context
-            window_offset = recent.shape[2] - len(q)
-            window, start = (
-                token_slice(recent, window_offset, recent.shape[2]),
-                tokens + window_offset,
-            )
+            # the target's exact KV replaces the KV that this level computed from a partial context
+            offset = recent.shape[2] - len(q)
+            window, start = token_slice(recent, offset, recent.shape[2]), tokens + offset
         k, v = window.transpose(1, 2)
-        self._put(layer, slice(head, head + count), k, v, start)
+        self._write(layer, slice(head, head + count), k, v, start)
         if not selector.is_selecting:
             return
         group = q.shape[1] // count  # query heads per KV head
         step = max(1, OBSERVED_KEYS // max(1, tokens))  # KV heads
         for first in range(0, count, step):
             last = first + step
-            rows = q[:, first * group : last * group]
+            queries = q[:, first * group : last * group]
             part = prefix[:, first:last]
-            chunks = selector.select(layer, head + first, rows, part, recent[0, first:last])
+            chunks = selector.select(layer, head + first, queries, part, recent[0, first:last])
             self._store.select(self._index[layer], head + first, part, chunks)
 
     def on_advance(self, length: int) -> None:
@@ -156,10 +155,10 @@ class RetrievalCache(StaticCache):
         self.selector.check_crop(length)
         self.length = length
 
-    def _put(self, layer: int, heads: slice, k: Tensor, v: Tensor, start: int) -> None:
+    def _write(self, layer: int, heads: slice, k: Tensor, v: Tensor, start: int) -> None:
         """Write k and v (T, h, D) of these heads to the window, as the tokens from `start` on.
 
-        Raises ValueError where they do not fit.
+        Raises ValueError if they do not fit.
         """
         kv, _ = self.buffers(layer)
         slot, _ = self.slot_and_position(start)

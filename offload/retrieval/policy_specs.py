@@ -1,4 +1,4 @@
-"""The selection policies by name, and what a plan needs to know of each: no torch, no tensors."""
+"""The selection policies by name, as a plan needs them: no torch, no tensors."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from offload.layout import KVLayout
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """How a policy selects: how often, by how many rows, and with what memory of its own."""
+    """How often a policy selects, by how many query tokens, and with what memory of its own."""
 
-    reselects: bool = True  # at later verifications too, or only once, behind the prompt
-    query_rows: int = 8  # of a pass that have a say
-    keeps_scores: bool = False  # one float32 for each chunk of each head
+    reselects: bool = True  # at later verifications too, not only once after the prompt
+    query_rows: int = 8  # query tokens of a forward that are sampled
+    keeps_scores: bool = False  # one float32 per chunk and head
 
     def state_bytes(self, layout: KVLayout, context: int, chunk: int) -> int:
-        """Return the device memory the policy takes beside the retrieval cache.
+        """Return the device memory of the policy itself, beside the retrieval cache's.
 
-        `context`: tokens of the whole text.
+        `context` is the number of tokens of the whole sequence.
         """
         if not self.keeps_scores:
             return 0

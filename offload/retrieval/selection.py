@@ -1,7 +1,7 @@
-"""Which chunks of the context a retrieval cache keeps: policies behind one interface.
+"""Policies that select which chunks of the context a retrieval cache keeps.
 
-A policy sees what the target sees when it verifies: rows of queries, and all their keys while they
-are on the device.
+A policy is given the target's queries at a verification, and all its keys while they are on the
+device.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from offload.attention.shape_buckets import has_native_bf16
 from offload.retrieval.policy_specs import POLICY_SPECS, PolicySpec
 from offload.retrieval.shape import RetrievalCacheSpec
 
-# What an earlier selection's attention still counts at the next one.
+# Weight of earlier scores at the next selection.
 SCORE_DECAY = 0.9
 
 
 class QuerySample:
-    """Some rows of a pass against the keys of a few KV heads, of the prefix and behind it.
+    """Sampled query tokens of a forward, and the keys of a few KV heads: prefix and recent.
 
-    What is derived from them is computed once, when it is asked for.
+    Derived tensors are computed once, when first used.
     """
 
     def __init__(self, q: Tensor, keys: Tensor, recent: Tensor, count: int):
-        """Keep `count` of the rows, evenly spaced, with the last.
+        """Sample `count` of the query tokens, evenly spaced, including the last.
 
         q (T, Hq, D) holds rotated queries, newest last. Of the rotated keys, `keys` (Hkv, N, D) are
-        the prefix and `recent` (Hkv, M, D) stand behind it, at least one; the last T of all are the
-        rows' own. Rows of the prefix itself, of which a prompt may show some, have no say.
+        the prefix and `recent` (Hkv, M, D) follow it, at least one; the last T of all are the query
+        tokens' own. Query tokens of the prefix itself, of which a prompt may have some, are
+        ignored.
         """
         q = q[-min(len(q), recent.shape[1]) :]
         rows, dim = len(q), q.shape[-1]
@@ -43,17 +44,17 @@ class QuerySample:
         self.q = by_head.permute(1, 2, 0, 3) * dim**-0.5  # (Hkv, G, R, D), R = count
         self.keys = keys
         self._recent = recent
-        self._seen = ends + (recent.shape[1] - rows)  # recent keys that each row sees
+        self._visible = ends + (recent.shape[1] - rows)  # recent keys visible to each query
 
     @cached_property
     def attention(self) -> Tensor:
-        """What each row gives to each key of the prefix, (Hkv, G, R, N) float32.
+        """Attention of each query to each key of the prefix, (Hkv, G, R, N) float32.
 
-        A row has 1 to give, to the keys behind the prefix too.
+        A query's weights sum to 1 over the prefix and the recent keys.
         """
-        ahead = torch.arange(self._recent.shape[1], device=self.q.device)
-        unseen = ahead >= self._seen[:, None]  # (R, M)
-        recent = self._scores(self._recent).masked_fill(unseen, -torch.inf)
+        indices = torch.arange(self._recent.shape[1], device=self.q.device)
+        hidden = indices >= self._visible[:, None]  # (R, M)
+        recent = self._scores(self._recent).masked_fill(hidden, -torch.inf)
         weights = self._scores(self.keys)
         highest = torch.maximum(weights.amax(-1), recent.amax(-1))[..., None]
         weights.sub_(highest)
@@ -67,98 +68,98 @@ class QuerySample:
         """Return q . k of keys (Hkv, N, D), (Hkv, G, R, N) float32."""
         rows = self.q.flatten(1, 2)  # (Hkv, G * R, D)
         if keys.is_cpu and keys.dtype != torch.float32:
-            # here a batch is slower than one head after another
+            # a batched product is slower here than one head after another
             pairs = zip(rows, keys, strict=True)
             scores = torch.stack([_product(keys, q.T) for q, keys in pairs])
         else:
-            scores = keys @ rows.transpose(1, 2)  # (Hkv, N, G * R): faster so, on a CPU
+            scores = keys @ rows.transpose(1, 2)  # (Hkv, N, G * R): the faster order on a CPU
         scores = scores.transpose(1, 2).float()
         return scores.contiguous().unflatten(1, self.q.shape[1:3])
 
 
 class SelectionPolicy(ABC):
-    """A ranking of the prefix's chunks. One object serves one text, all its layers and heads."""
+    """A ranking of the prefix's chunks, for all layers and heads of one sequence."""
 
     spec: ClassVar[PolicySpec]
 
     @abstractmethod
-    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
-        """Return the worth (Hkv, C) float32 of each of the C whole chunks of `chunk` tokens.
+    def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
+        """Return the score (Hkv, C) float32 of each of the C whole chunks of `chunk` tokens.
 
-        The rows' KV heads are `head`, `head` + 1, ... of the layer.
+        The sample's KV heads are `head`, `head` + 1, ... of the layer.
         """
 
-    def select(self, rows: QuerySample, layer: int, head: int, chunk: int, count: int) -> Tensor:
-        """Return indices (Hkv, count) of the chunks to keep per KV head.
+    def select(self, sample: QuerySample, layer: int, head: int, chunk: int, count: int) -> Tensor:
+        """Return the indices (Hkv, count) of the chunks to keep per KV head.
 
-        Chunk 0, the sink, always stays.
+        Chunk 0, the sink, is always kept.
         """
-        scores = self.scores(rows, layer, head, chunk)
+        scores = self.scores(sample, layer, head, chunk)
         scores[:, 0] = torch.inf
         return scores.topk(count, dim=1, sorted=False).indices
 
 
 class MeanKeyPolicy(SelectionPolicy):
-    """The choice as published: once, by the last prompt token's query against mean keys.
+    """The selection as published: once, by the last prompt token's query against mean keys.
 
     Source: TriForce, arXiv 2404.11912, section 4.1.
     """
 
     spec = POLICY_SPECS["static"]
 
-    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
-        means = _mean_keys(rows.keys, chunk)
-        logits = rows.q.flatten(1, 2).float() @ means.transpose(1, 2)  # (Hkv, G, C)
-        # in logarithms: far chunks still have an order
+    def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
+        means = _mean_keys(sample.keys, chunk)
+        logits = sample.q.flatten(1, 2).float() @ means.transpose(1, 2)  # (Hkv, G, C)
+        # in logarithms, so that chunks of negligible weight are still ordered
         return logits.log_softmax(-1).logsumexp(1)
 
 
 class AttentionScorePolicy(SelectionPolicy):
-    """The attention that rows really give, of this pass and, ever less, of those before.
+    """The attention weights of this forward, plus decayed weights of earlier ones.
 
-    A key counts by the row that gives it most, in the mean over the query heads that share it: what
-    one row needs is missed by that row, however little the others ask for it. Summing over passes
-    is H2O's idea (Zhang et al. 2023, arXiv 2306.14048, section 4.1); forgetting is new.
+    A key's score is its maximum over query tokens, averaged over the query heads that share it: a
+    key that one query needs matters, however little the others attend to it. Summing over forwards
+    is H2O's idea (Zhang et al. 2023, arXiv 2306.14048, section 4.1); the decay is new.
     """
 
     spec = POLICY_SPECS["attention"]
 
     def __init__(self) -> None:
-        # by layer and KV head, for heads come in groups of any size: the worth (C,) of chunks
-        self._worth: dict[tuple[int, int], Tensor] = {}
+        # (layer, KV head) -> scores (C,); by head, because heads arrive in groups of any size
+        self._previous_scores: dict[tuple[int, int], Tensor] = {}
 
-    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
-        worth = rows.attention.amax(2).mean(1)  # (Hkv, N)
-        worth = worth.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
-        for index, row in enumerate(worth, head):
-            before = self._worth.get((layer, index))
-            if before is not None:
-                row[: len(before)] += SCORE_DECAY * before
-            self._worth[layer, index] = row
-        return worth.clone()  # `select` writes into it
+    def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
+        scores = sample.attention.amax(2).mean(1)  # (Hkv, N)
+        scores = scores.unflatten(1, (-1, chunk)).sum(-1)  # (Hkv, C)
+        for index, head_scores in enumerate(scores, head):
+            previous = self._previous_scores.get((layer, index))
+            if previous is not None:
+                head_scores[: len(previous)] += SCORE_DECAY * previous
+            self._previous_scores[layer, index] = head_scores
+        return scores.clone()  # `select` modifies it
 
 
 @dataclass
 class Selector:
-    """When chunks of the prefix are selected, and which; the state of this belongs to one text."""
+    """Decides when chunks of the prefix are selected, and which; the state is one sequence's."""
 
     policy: SelectionPolicy
     shape: RetrievalCacheSpec
-    min_interval: int  # tokens that one selection serves at least; 1: select in every verification
+    min_interval: int  # minimum tokens between selections; 1: select in every verification
     base: int = 0  # position of the first token after the prefix, at the last selection
-    selected: int = 0  # tokens of that prefix
+    selected: int = 0  # number of selected tokens of that prefix
     selections: int = 0
-    selected_at: int | None = None  # length of the text at the last selection
+    selected_at: int | None = None  # length of the sequence at the last selection
     is_selecting: bool = False  # whether the target's current forward selects
 
     def reset(self) -> None:
-        """Forget the text: the next forward selects."""
+        """Discard the sequence's state: the next forward selects."""
         self.policy = type(self.policy)()
         self.base = self.selected = self.selections = 0
         self.selected_at = None
 
     def begin(self, boundary: int, length: int, end: int) -> None:
-        """Decide whether a forward of the target selects; the arguments are `Follower.follow`'s."""
+        """Decide whether a forward of the target selects; arguments as in `on_forward`."""
         # in decoding the first token of a forward is already accepted
         length += end > length
         self.is_selecting = self._is_due(length)
@@ -177,11 +178,11 @@ class Selector:
         heads, tokens = prefix.shape[1:3]
         if self.selected == tokens:
             return torch.arange(tokens // chunk, device=prefix.device).expand(heads, -1)
-        rows = QuerySample(q, prefix[0], recent, self.policy.spec.query_rows)
-        return self.policy.select(rows, layer, head, chunk, self.selected // chunk)
+        sample = QuerySample(q, prefix[0], recent, self.policy.spec.query_rows)
+        return self.policy.select(sample, layer, head, chunk, self.selected // chunk)
 
     def check_crop(self, length: int) -> None:
-        """Raise ValueError for a length within the prefix that was selected from."""
+        """Raise ValueError if `length` is within the prefix that was selected from."""
         if length < self.base:
             raise ValueError(
                 f"cannot crop to {length} tokens: the selection covers the first {self.base}"
@@ -194,7 +195,7 @@ class Selector:
 
 
 def _product(keys: Tensor, q: Tensor) -> Tensor:
-    """Return keys (N, D) @ q (D, R), both of 16 bits, on a CPU."""
+    """Return keys (N, D) @ q (D, R), both in 16 bits, on a CPU."""
     if has_native_bf16():
         return keys @ q
     return keys.float() @ q.float()
@@ -202,9 +203,9 @@ def _product(keys: Tensor, q: Tensor) -> Tensor:
 
 def _mean_keys(keys: Tensor, chunk: int) -> Tensor:
     """Return the mean (Hkv, C, D) float32 of each chunk of keys (Hkv, N, D)."""
-    # head by head, each (C, chunk, D)
-    chunks = (head_keys.unflatten(0, (-1, chunk)) for head_keys in keys)
-    return torch.stack([each.mean(1, dtype=torch.float32) for each in chunks])
+    # one head at a time, (C, chunk, D)
+    by_head = (head_keys.unflatten(0, (-1, chunk)) for head_keys in keys)
+    return torch.stack([chunks.mean(1, dtype=torch.float32) for chunks in by_head])
 
 
 POLICIES: dict[str, type[SelectionPolicy]] = {

@@ -1,4 +1,4 @@
-"""The shape of the retrieval cache: how a budget is spent, and how many bytes that takes."""
+"""The spec of the retrieval cache: how its budget is spent, and how many bytes that takes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ from dataclasses import dataclass
 
 from offload.layout import KVLayout, ceil_div
 
-# keys, over all heads, that a selection looks at in one go: bounds its scratch memory
+# keys, over all heads, that a selection processes at once: bounds its scratch memory
 OBSERVED_KEYS = 1 << 18
-# bytes of what is written out of 8 bits to be attended to, unless one head takes more: less than
-# half of what the second-level cache of a 4090 holds, for it is read again at once
+# bytes of the buffer that int8 KV is dequantised to, unless one head takes more: under half of a
+# 4090's L2 cache, since attention reads it right away
 SHARED_BYTES = 34 << 20
-# of second-level cache: with less, what is written out of 8 bits is gone before it is read again
+# minimum L2 cache: in a smaller one, dequantised KV is evicted before attention reads it
 MIN_L2_BYTES = SHARED_BYTES * 3 // 2
-# elements that are quantised at a time, in float32: bounds the same
+# elements quantised at once, in float32: also bounds scratch memory
 QUANTISED_ELEMENTS = 1 << 22
 _FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
 class RetrievalCacheSpec:
-    """How a budget of tokens a head is spent: selected + window = budget.
+    """How a budget of tokens per head is spent: selected + window = budget.
 
-    It is spent so right after a selection. The window is every token behind the target's boundary:
-    `window` to `window + block` tokens, and the rows of the pass. A context within the budget is
-    kept whole. At least one chunk is always selected, even where the rest has used the budget up.
-    All numbers are tokens.
+    That holds right after a selection. The window is every token after the target's boundary:
+    `window` to `window + block` tokens, and the query tokens of the forward. A context within the
+    budget is kept whole. At least one chunk is always selected, even if the rest exceeds the
+    budget. All numbers are tokens.
     """
 
     budget: int
-    chunk: int  # selection goes by chunks of this many tokens
-    window: int  # recent tokens that are kept exactly, at least
-    block: int  # the boundary moves in steps of this; a multiple of chunk
-    context: int  # tokens of the whole text
-    rows: int  # tokens of the largest pass
-    append_room: int  # tokens that may come between two selections, or behind the only one
-    quantised: bool = False  # whether selected tokens are kept in 8 bits
+    chunk: int  # tokens that are selected together
+    window: int  # minimum number of recent tokens, which are kept exactly
+    block: int  # step of the boundary; a multiple of chunk
+    context: int  # tokens of the whole sequence
+    rows: int  # query tokens of the largest forward
+    append_room: int  # maximum tokens between two selections, or after the only one
+    quantised: bool = False  # whether selected tokens are stored in int8
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.budget:
@@ -60,9 +60,9 @@ class RetrievalCacheSpec:
         return cls(budget, chunk, window, block, context, rows, append_room)
 
     def selected(self, prefix: int, recent: int) -> int:
-        """Return how many tokens to select.
+        """Return how many tokens to select, of `prefix` tokens before the boundary.
 
-        `prefix` tokens stand before the boundary, `recent` ones behind it.
+        `recent` tokens follow it.
         """
         if prefix + recent <= self.budget:
             return prefix
@@ -71,15 +71,15 @@ class RetrievalCacheSpec:
 
     @property
     def selected_slots(self) -> int:
-        """Tokens a head that selected ones have slots of their own for, where they are quantised.
+        """Slots per head for selected tokens, if they are quantised and so have slots of their own.
 
-        A text within the budget is selected whole, but for its window.
+        A sequence within the budget is selected whole, except for its window.
         """
         return self.budget
 
     @property
     def slots(self) -> int:
-        """Tokens a head that a pass may attend to."""
+        """Tokens per head that a forward may attend to."""
         window = self.window + self.block + self.rows
         if self.quantised:
             return self.selected_slots + window + self.append_room
@@ -90,7 +90,7 @@ class RetrievalCacheSpec:
         return layout.shape(layout.layers, self.slots)
 
     def layer_bytes(self, layout: KVLayout) -> int:
-        """Return the bytes of device memory that each layer takes."""
+        """Return the bytes of device memory of one layer."""
         if not self.quantised:
             return layout.bytes(self.slots, 1)
         window = self.slots - self.selected_slots
@@ -98,36 +98,36 @@ class RetrievalCacheSpec:
 
     @staticmethod
     def quantised_bytes(layout: KVLayout, selected: int, window: int) -> int:
-        """Return what a layer takes for so many quantised tokens, and for so many whole ones."""
+        """Return a layer's bytes for `selected` int8 tokens, and `window` in full precision."""
         elements = 2 * layout.heads * layout.head_dim
         scales = 2 * layout.heads * layout.dtype.itemsize
         return selected * (elements + scales) + layout.bytes(window, 1)
 
     def shared_heads(self, layout: KVLayout) -> int:
-        """Return how many heads are written out of 8 bits at a time: about as many each time."""
-        head = layout.bytes(self.slots, 1) // layout.heads
-        at_most = max(1, SHARED_BYTES // head)
-        return ceil_div(layout.heads, ceil_div(layout.heads, at_most))
+        """Return how many heads are dequantised at once, in parts of about equal size."""
+        head_bytes = layout.bytes(self.slots, 1) // layout.heads
+        max_heads = max(1, SHARED_BYTES // head_bytes)
+        return ceil_div(layout.heads, ceil_div(layout.heads, max_heads))
 
     def shared_bytes(self, layout: KVLayout) -> int:
         """Return the bytes of device memory that all layers share."""
         if not self.quantised:
             return 0
-        head = layout.bytes(self.slots, 1) // layout.heads
-        return head * self.shared_heads(layout)
+        head_bytes = layout.bytes(self.slots, 1) // layout.heads
+        return head_bytes * self.shared_heads(layout)
 
     def device_bytes(self, layout: KVLayout) -> int:
-        """Return the bytes of device memory the cache takes."""
+        """Return the bytes of device memory of the cache."""
         return layout.layers * self.layer_bytes(layout) + self.shared_bytes(layout)
 
     def scratch_bytes(self, layout: KVLayout, rows: int) -> int:
-        """Return the bytes that selecting takes while it is done, `rows` rows having a say.
+        """Return the bytes of scratch memory of a selection by `rows` query tokens.
 
-        They are a few float32 arrays of a value for each key and row, mean keys, and a copy of keys
-        that lie apart; and what is quantised at a time.
+        It is a few float32 arrays with a value per key and query token, the mean keys, a contiguous
+        copy of keys, and the elements being quantised.
         """
-        concurrency = min(OBSERVED_KEYS, self.context * layout.heads)
-        keys = max(concurrency, self.context)
+        batched_keys = min(OBSERVED_KEYS, self.context * layout.heads)
+        keys = max(batched_keys, self.context)
         means = layout.head_dim // self.chunk
         values = keys * (4 * rows + means + layout.head_dim)
         if self.quantised:

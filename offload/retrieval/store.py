@@ -1,6 +1,6 @@
-"""Where a retrieval cache keeps its tokens: all in the target's dtype, or selected ones in 8 bits.
+"""The memory of a retrieval cache: all in the target's dtype, or selected tokens in int8.
 
-Slots count what a pass attends to: the selected tokens, and behind them the window.
+Slots are numbered as attention sees them: the selected tokens, then the window.
 """
 
 from __future__ import annotations
@@ -20,49 +20,49 @@ from offload.retrieval.shape import QUANTISED_ELEMENTS, RetrievalCacheSpec
 
 
 class RetrievalStore(ABC):
-    """The memory of a retrieval cache: some layers, each of so many slots."""
+    """The memory of a retrieval cache: some layers, with an equal number of slots."""
 
-    window_offset = 0  # the slot of the first token of a buffer that `own` returns
+    window_offset = 0  # the slot that the buffer returned by `window` begins with
 
     @property
     @abstractmethod
     def tensors(self) -> list[Tensor]:
-        """What changes while tokens come."""
+        """Tensors that change during decoding."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes that are allocated."""
+        """Allocated bytes."""
 
     @abstractmethod
     def slots_of(self, selected: int) -> tuple[int, int]:
-        """Return the slots of the first selected token, of so many, and of the window's first."""
+        """Return the first slot of `selected` tokens, and that of the window."""
 
     @abstractmethod
     def window(self, index: int) -> Tensor:
-        """Return the buffer (2, Hkv, n, D) of a layer that tokens of the window are written to."""
+        """Return a layer's buffer (2, Hkv, n, D), to which tokens of the window are written."""
 
     @abstractmethod
     def head_groups(self, index: int, first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield heads of a layer, and their KV (2, h, n, D) in the slots from `first` to `end`.
 
-        What is yielded is good until the next is asked for.
+        The KV is valid until the next is yielded.
         """
 
     @abstractmethod
     def select(self, index: int, head: int, prefix: Tensor, chunks: Tensor) -> None:
-        """Hold chunks (h, n) of prefix (2, h, N, D) in front of the window.
+        """Store chunks (h, n) of prefix (2, h, N, D) before the window.
 
         The prefix is that of the heads from `head` on.
         """
 
     @abstractmethod
     def slot_bytes(self, first: int, end: int) -> int:
-        """Return the bytes that a layer keeps in the slots from `first` to `end`."""
+        """Return a layer's bytes in the slots from `first` to `end`."""
 
 
 class FullPrecisionStore(RetrievalStore):
-    """One buffer a layer: selected tokens, then the window."""
+    """One buffer per layer: selected tokens, then the window."""
 
     def __init__(self, layout: KVLayout, shape: RetrievalCacheSpec, device: torch.device):
         self._layout = layout
@@ -96,10 +96,11 @@ class FullPrecisionStore(RetrievalStore):
 
 
 class Int8Store(RetrievalStore):
-    """Selected tokens in 8 bits, the window in the target's dtype.
+    """Selected tokens in int8, the window in the target's dtype.
 
-    For a pass both are written to one buffer, a few heads at a time. All layers share it. The
-    selected ones end where the window begins, which is the same slot always.
+    For attention, a few heads at a time are dequantised to one buffer, which all layers share, and
+    followed by their window. Selected tokens end at the slot where the window begins, which is
+    fixed.
     """
 
     def __init__(self, layout: KVLayout, shape: RetrievalCacheSpec, device: torch.device):
@@ -122,7 +123,7 @@ class Int8Store(RetrievalStore):
 
     @property
     def nbytes(self) -> int:
-        return self._shared.nbytes + sum(each.nbytes for each in self.tensors)
+        return self._shared.nbytes + sum(tensor.nbytes for tensor in self.tensors)
 
     def slots_of(self, selected: int) -> tuple[int, int]:
         return self.window_offset - selected, self.window_offset
@@ -148,19 +149,19 @@ class Int8Store(RetrievalStore):
         start = end - chunks.shape[1] * chunk
         for first in range(0, len(chunks), self._heads):
             part = slice(first, first + self._heads)
-            few = chunks[part]
-            heads = slice(head + first, head + first + len(few))
-            selected = token_slice(self._shared[:, : len(few)], start, end)
-            copy_chunks(selected, prefix[:, part], chunk, few)
+            part_chunks = chunks[part]
+            heads = slice(head + first, head + first + len(part_chunks))
+            selected = token_slice(self._shared[:, : len(part_chunks)], start, end)
+            copy_chunks(selected, prefix[:, part], chunk, part_chunks)
             codes = token_slice(self._codes[index, :, heads], start, end)
             self._quantise(selected, codes, token_slice(self._scales[index, :, heads], start, end))
 
     def _quantise(self, selected: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Quantise selected tokens (2, h, n, D), few at a time, for it takes float32 of each."""
+        """Quantise selected tokens (2, h, n, D) in parts, which bounds float32 scratch memory."""
         heads, tokens, dim = selected.shape[1:]
         step = max(1, QUANTISED_ELEMENTS // (2 * heads * dim))
-        for at in range(0, tokens, step):
-            quantise(*(token_slice(each, at, at + step) for each in (selected, codes, scales)))
+        for start in range(0, tokens, step):
+            quantise(*(token_slice(x, start, start + step) for x in (selected, codes, scales)))
 
     def slot_bytes(self, first: int, end: int) -> int:
         window = self.window_offset
@@ -169,13 +170,13 @@ class Int8Store(RetrievalStore):
 
 def copy_chunks(selected: Tensor, prefix: Tensor, chunk: int, chunks: Tensor) -> None:
     """Copy chunks (h, n) of prefix (2, h, N, D) to selected (2, h, n * chunk, D)."""
-    row = chunk * prefix.shape[3]  # a chunk of one head is one row to copy
+    row = chunk * prefix.shape[3]  # elements of one chunk of one head
     for part, head in product(range(2), range(len(chunks))):
         source = prefix[part, head].view(-1, row)
         torch.index_select(source, 0, chunks[head], out=selected[part, head].view(-1, row))
 
 
 def make_store(layout: KVLayout, shape: RetrievalCacheSpec, device: torch.device) -> RetrievalStore:
-    """Allocate the store that a shape asks for, of a layout's layers."""
-    kind = Int8Store if shape.quantised else FullPrecisionStore
-    return kind(layout, shape, device)
+    """Allocate the store of a spec, for a layout's layers."""
+    store_class = Int8Store if shape.quantised else FullPrecisionStore
+    return store_class(layout, shape, device)

@@ -1,4 +1,4 @@
-"""The recent tokens of a layer whose prefix is in host memory."""
+"""The device tail of an offloaded layer: the tokens after its boundary."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class DeviceTail:
         return token_slice(self.kv, 0, count)
 
     def append(self, k: Tensor, v: Tensor, at: int) -> None:
-        """Write k and v (T, Hkv, D) of the tokens from slot `at` on."""
+        """Write k and v (T, Hkv, D) to the slots from `at` on."""
         write_tokens(self.kv, k, v, at)
 
-    def shift(self, count: int, rest: int) -> None:
-        """Drop the first `count` tokens, and move the `rest` after them to the start."""
-        kept = token_slice(self.kv, count, count + rest).clone()
-        self.tokens(rest).copy_(kept)
+    def shift(self, count: int, remaining: int) -> None:
+        """Drop the first `count` tokens, and move the `remaining` after them to the start."""
+        rest_kv = token_slice(self.kv, count, count + remaining).clone()
+        self.tokens(remaining).copy_(rest_kv)
 
     def store(self, kv: Tensor, start: int, boundary: int) -> Tensor:
-        """Keep those of kv (2, Hkv, T, D), the tokens from `start` on, that follow the boundary.
+        """Store those tokens of kv (2, Hkv, T, D), from `start` on, that follow the boundary.
 
-        Returns the others (2, Hkv, n, D), as a view.
+        Returns the tokens before the boundary (2, Hkv, n, D), as a view.
         """
         tokens = kv.shape[2]
         count = min(tokens, max(0, boundary - start))
@@ -40,9 +40,9 @@ class DeviceTail:
         return token_slice(kv, 0, count)
 
     def load(self, kv: Tensor, length: int, boundary: int) -> None:
-        """Copy the tokens from the boundary to `length` to their places in kv (2, Hkv, N, D)."""
+        """Copy the tokens from the boundary to `length` to their positions in kv (2, Hkv, N, D)."""
         token_slice(kv, boundary, length).copy_(self.tokens(length - boundary))
 
     def copy_to_host(self, count: int, link: Link) -> Tensor:
-        """Return a copy of the first tokens (2, Hkv, count, D), whatever the tail holds later."""
+        """Return a copy of the first tokens (2, Hkv, count, D), unaffected by later writes."""
         return link.read_to_host(self.tokens(count)).clone()

@@ -1,4 +1,4 @@
-"""What the device holds of the target's KV, as a cache to draft from; nothing of it is copied."""
+"""The on-device part of the target's KV, as a cache to draft from; nothing is copied."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from offload.tiered.cache import TieredCache
 
 
 class OnDeviceCache(Cache):
-    """The target's cache as far as the device has it.
+    """The part of the target's cache that is on the device.
 
-    Resident layers are exact. Of split ones there are the codes, and recent tokens in 16 bits. In
-    the others a retrieval cache attends. What is drafted is written where the target's own pass
-    will write it again.
+    Resident layers are exact. Split layers have their high bytes, and their tail in 16 bits. For
+    the others a retrieval cache attends. Drafted tokens are written to where the target's own
+    forward overwrites them.
     """
 
     def __init__(self, target: TieredCache, retrieval: RetrievalCache | None):
-        """Follow `target`; `retrieval` has the layers that are not near, at least."""
+        """Observe `target`; `retrieval` holds at least the layers that are not on the device."""
         super().__init__(target.layout)
         self.target = target
         self.retrieval = retrieval
@@ -28,19 +28,19 @@ class OnDeviceCache(Cache):
 
     @property
     def device_bytes(self) -> int:
-        return 0  # all of it is others'
+        return 0  # its memory is the target's and the retrieval cache's
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         target = self.target
-        place = target.layers[layer]
-        if not place.is_on_device:
+        layer_kv = target.layers[layer]
+        if not layer_kv.is_on_device:
             assert self.retrieval is not None
             return self.retrieval.attend(layer, q, k, v, start)
         q = target.rotary(q, start, layer)
         k = target.rotary(k, start, layer)
-        place.append(k, v, start, target.boundary)
+        layer_kv.append(k, v, start, target.boundary)
         end = start + len(q)
-        return place.attend_on_device(q, end, target.boundary, self.traffic)
+        return layer_kv.attend_on_device(q, end, target.boundary, self.traffic)
 
     def snapshot(self) -> dict[str, Any]:
         state = super().snapshot()
@@ -49,19 +49,20 @@ class OnDeviceCache(Cache):
         return state
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        rest = dict(snapshot)
+        state = dict(snapshot)
         if self.retrieval is not None:
-            self.retrieval.restore(rest.pop("retrieval"))
-        super().restore(rest)
+            self.retrieval.restore(state.pop("retrieval"))
+        super().restore(state)
 
     def crop(self, length: int) -> None:
         if length < self.target.boundary:
             raise ValueError(
-                f"cannot crop to {length} tokens: the first {self.target.boundary} have codes"
+                f"cannot crop to {length} tokens: the first {self.target.boundary} are before the "
+                "offload boundary"
             )
         super().crop(length)
 
-    # -- following the target ----------------------------------------------------------------------
+    # -- observing the target ----------------------------------------------------------------------
 
     def on_forward(self, boundary: int, length: int, end: int) -> None:
         pass
@@ -69,7 +70,7 @@ class OnDeviceCache(Cache):
     def on_attention(
         self, layer: int, head: int, q: Tensor, prefix: Tensor, recent: Tensor
     ) -> None:
-        pass  # what the target keeps is what this level attends to
+        pass  # this level attends to the target's own KV
 
     def on_advance(self, length: int) -> None:
         self.length = length

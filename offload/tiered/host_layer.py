@@ -15,7 +15,7 @@ from offload.traffic import ByteCounters
 class HostLayer:
     """One layer's KV in host memory, `kv` (2, Hkv, capacity, D): a head's prefix is one copy.
 
-    It may be slices of it (planes, Hkv, capacity, D), of a byte each.
+    For split layers it is byte planes (planes, Hkv, capacity, D).
     """
 
     def __init__(self, kv: Tensor, link: Link, traffic: ByteCounters):
@@ -28,21 +28,21 @@ class HostLayer:
         return token_slice(self.kv, 0, tokens).split(heads, dim=1)
 
     def write(self, kv: Tensor, at: int) -> Any:
-        """Start writing kv (2, Hkv, T, D), contiguous per head, from slot `at` on.
+        """Start writing kv (2, Hkv, T, D), contiguous per head, to the slots from `at` on.
 
         Returns the link's ticket.
         """
-        return self.link.copy(self._written(kv, at))
+        return self.link.copy(self._copies_to_host(kv, at))
 
     def store_async(self, kv: Tensor, at: int) -> Any:
-        """Start writing likewise, beside what comes to the device: for a prompt (`Link.send`)."""
-        return self.link.copy_out(self._written(kv, at))
+        """Start writing a prompt's KV as `write` does, beside copies in (`Link.copy_out`)."""
+        return self.link.copy_out(self._copies_to_host(kv, at))
 
-    def _written(self, kv: Tensor, at: int) -> list[Copy]:
+    def _copies_to_host(self, kv: Tensor, at: int) -> list[Copy]:
         self._traffic.link_out += kv.nbytes
         return copies_by_head(token_slice(self.kv, at, at + kv.shape[2]), kv)
 
     def read(self, kv: Tensor) -> Any:
-        """Start reading the first T tokens into kv (2, Hkv, T, D); returns the link's ticket."""
+        """Start reading the first T tokens into kv (2, Hkv, T, D); return the link's ticket."""
         self._traffic.link_in += kv.nbytes
         return self.link.copy(copies_by_head(kv, token_slice(self.kv, 0, kv.shape[2])))

@@ -1,4 +1,4 @@
-"""The KV of one layer on disk: a file of its own, with a checksum for every piece of it."""
+"""One layer's KV on disk: a file of its own, with a checksum for every block."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from offload.layout import KVLayout
 from offload.memory.link import Copy
 from offload.regular_files import UnsuitableFileError, open_regular
 
-BLOCK_TOKENS = 4096  # of a head: what a checksum is of
+BLOCK_TOKENS = 4096  # tokens of a head per checksum
 
-# returns the tokens from one to another of a head, keys and values (2, T, D), in host memory
+# reader(head, start, end): the keys and values of these tokens (2, T, D), in host memory
 HostReader = Callable[[int, int, int], Tensor]
 
 
 @dataclass(frozen=True)
 class KVBlock:
-    """Some tokens of a head, in host memory."""
+    """Consecutive tokens of one head, in host memory."""
 
     head: int
-    start: int  # the first of them
+    start: int  # first token
     kv: Tensor  # (2, T, D)
 
 
@@ -36,9 +36,9 @@ class KVBlock:
 class KVFile:
     """A file with the KV of `tokens` tokens in one layer, and nothing else.
 
-    It has the pieces of each head in order, (2, T, D) each. Its checksums are CRC-32, in the order
-    of the file; whoever writes it keeps them. They begin with `seed`, by which whoever writes it
-    ties them to the text: KV of another text of the same length does not match them.
+    It has each head's blocks in order, (2, T, D) each. The checksums are CRC-32 in file order; the
+    writer keeps them. They start from `seed`, by which the writer ties them to a prompt: KV of
+    another prompt of the same length does not match.
     """
 
     path: Path
@@ -52,88 +52,90 @@ class KVFile:
 
     @property
     def blocks(self) -> int:
-        """Return how many pieces it has, and so how many checksums."""
-        return len(self._ends()) * self.layout.heads
+        """Return the number of blocks, and so of checksums."""
+        return len(self._block_bounds()) * self.layout.heads
 
-    def write(self, excerpt: HostReader) -> list[int]:
-        """Write the file, to the disk itself, and return its checksums. Raises OSError."""
+    def write(self, read: HostReader) -> list[int]:
+        """Write and fsync the file, and return its checksums. Raises OSError."""
         checksums = []
         with self.path.open("xb") as file:
             for head in range(self.layout.heads):
-                for start, end in self._ends():
-                    raw = _bytes_of(excerpt(head, start, end))
-                    checksums.append(zlib.crc32(raw, self.seed))
-                    file.write(raw)
+                for start, end in self._block_bounds():
+                    data = _bytes_of(read(head, start, end))
+                    checksums.append(zlib.crc32(data, self.seed))
+                    file.write(data)
             file.flush()
             os.fsync(file.fileno())
         return checksums
 
     def readers(self, tokens: int, checksums: Sequence[int]) -> Iterator[Callable[[], KVBlock]]:
-        """Yield what read the first tokens, a piece each, in any order and from any thread.
+        """Yield a reader of each block of the first tokens, callable in any order from any thread.
 
-        They raise CorruptCacheError where the file is not what was written, and OSError.
+        A reader raises CorruptCacheError if the file is not what was written, and OSError.
         """
         if len(checksums) != self.blocks:
-            raise CorruptCacheError(f"{self.path.name} has {len(checksums)} checksums")
-        rest = iter(checksums)
+            raise CorruptCacheError(
+                f"{self.path.name} has {self.blocks} blocks, but {len(checksums)} checksums"
+            )
+        remaining = iter(checksums)
         for head in range(self.layout.heads):
-            for start, end in self._ends():
-                checksum = next(rest)
+            for start, end in self._block_bounds():
+                checksum = next(remaining)
                 if start >= tokens:
                     continue
                 yield _Reader(self, head, start, end, min(end, tokens), checksum)
 
-    def _ends(self) -> list[tuple[int, int]]:
-        """Return the first token of each piece of a head, and the one behind it."""
+    def _block_bounds(self) -> list[tuple[int, int]]:
+        """Return each block's first token, and the end of the block."""
         starts = range(0, self.tokens, BLOCK_TOKENS)
         return [(start, min(start + BLOCK_TOKENS, self.tokens)) for start in starts]
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads a piece, of which the tokens up to `last` are wanted."""
+    """Reads a block, and returns its tokens up to `end_read`."""
 
     file: KVFile
     head: int
     start: int
     end: int
-    last: int
+    end_read: int
     checksum: int
 
     def __call__(self) -> KVBlock:
         file, layout = self.file, self.file.layout
         kv = torch.empty((2, self.end - self.start, layout.head_dim), dtype=layout.dtype)
-        raw = _bytes_of(kv)
+        data = _bytes_of(kv)
         per_token = layout.layer_token_bytes // layout.heads
         try:
-            opened = open_regular(file.path)
+            stream = open_regular(file.path)
         except UnsuitableFileError as error:
-            raise CorruptCacheError(f"{file.path.name} is no regular file") from error
-        with opened:
-            size = os.fstat(opened.fileno()).st_size
+            raise CorruptCacheError(f"{file.path.name} is not a regular file") from error
+        with stream:
+            size = os.fstat(stream.fileno()).st_size
             if size != file.nbytes:
                 raise CorruptCacheError(f"{file.path.name} has {size} of {file.nbytes} bytes")
-            opened.seek((self.head * file.tokens + self.start) * per_token)
-            opened.readinto(raw)
-        # what is checked is what is used: not what the disk may say another time
-        if zlib.crc32(raw, file.seed) != self.checksum:
-            raise CorruptCacheError(f"{file.path.name} is not what was written")
-        return KVBlock(self.head, self.start, token_slice(kv, 0, self.last - self.start))
+            stream.seek((self.head * file.tokens + self.start) * per_token)
+            stream.readinto(data)
+        # the bytes checked are those used: a second read may return others
+        if zlib.crc32(data, file.seed) != self.checksum:
+            raise CorruptCacheError(f"{file.path.name} does not match its checksum")
+        return KVBlock(self.head, self.start, token_slice(kv, 0, self.end_read - self.start))
 
 
-def copies_to(kv: Tensor, piece: KVBlock) -> list[Copy]:
-    """Return the copies that take a piece to where it stands in kv (2, Hkv, N, D)."""
-    end = piece.start + piece.kv.shape[1]
-    place = token_slice(kv[:, piece.head], piece.start, end)
-    return list(zip(place, piece.kv, strict=True))
+def copies_to(kv: Tensor, block: KVBlock) -> list[Copy]:
+    """Return the copies that put a block at its position in kv (2, Hkv, N, D)."""
+    end = block.start + block.kv.shape[1]
+    destination = token_slice(kv[:, block.head], block.start, end)
+    return list(zip(destination, block.kv, strict=True))
 
 
 def head_blocks(kv: Tensor) -> Iterator[KVBlock]:
-    """Yield the heads of a layer (2, Hkv, T, D) in host memory."""
+    """Yield each head of a layer (2, Hkv, T, D) in host memory as one block."""
     for head in range(kv.shape[1]):
         yield KVBlock(head, 0, kv[:, head])
 
 
 def _bytes_of(kv: Tensor) -> memoryview:
-    """Return the memory of a piece (2, T, D), or a copy of it where it does not lie in order."""
+    """Return the memory of a block (2, T, D), or of a copy if it is not contiguous."""
     return kv.flatten().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""What the target's cache asks of a layer, wherever its KV lives."""
+"""The interface of one layer of the target's cache, wherever its KV is stored."""
 
 from __future__ import annotations
 
@@ -14,107 +14,108 @@ from offload.traffic import ByteCounters
 
 
 class Notify(Protocol):
-    """Shows the cache's followers what a layer attends with, and to what (`Follower.observe`)."""
+    """Notifies observers of a layer's attention (`AttentionObserver.on_attention`)."""
 
     def __call__(self, head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None: ...
 
 
 def notify_none(head: int, q: Tensor, prefix: Tensor, recent: Tensor) -> None:
-    """Take the place of `Show` where a pass is not the target's own."""
+    """Notify no observer: for forwards that are not the target's own."""
 
 
 class TieredLayer(ABC):
-    """The KV of one layer, wherever it lives. Keys and queries that come here are rotated.
+    """The KV of one layer, wherever it is stored. Keys and queries passed in are rotated.
 
-    The cache's boundary splits its tokens into a prefix and recent ones. A pass asks a layer for
-    `chunks`, then calls `put` and `attend`. Before a pass the boundary may move, by `offload_block`
-    and `drop`. A prompt comes block by block: it is built in `buffer` and handed to `store`.
+    The cache's boundary splits its tokens into a prefix and a tail. A forward asks a layer for
+    `chunks`, then calls `append` and `attend`. Before a forward the boundary may move:
+    `offload_block` and `shift_tail`. A prompt arrives in blocks, built in `buffer` and passed to
+    `store`.
     """
 
-    is_deferred = False  # whether `onload_deferred` is still to come
-    is_on_device = False  # whether the device holds something of all tokens, to `attend_on_device`
-    is_split = False  # whether it can only be filled from what is built in the stage
-    is_batch_invariant = False  # whether `attend` goes by blocks at fixed positions
+    is_deferred = False  # whether `onload_deferred` is yet to be called
+    is_on_device = False  # whether every token has KV on the device, for `attend_on_device`
+    is_split = False  # whether prefill has to build its KV in the staging buffer
+    is_batch_invariant = False  # whether `attend` reduces in blocks at fixed positions
 
     def chunks(self, boundary: int) -> Sequence[Tensor]:
-        """Return what a pass streams of this layer through the ring, in order."""
+        """Return the chunks that a forward streams through the ring, in order."""
         return ()
 
     @abstractmethod
     def append(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
-        """Write k and v (T, Hkv, D) of recent tokens from `start` on."""
+        """Write k and v (T, Hkv, D) of tail tokens from `start` on."""
 
     @abstractmethod
-    def attend(self, q: Tensor, end: int, boundary: int, show: Notify) -> Tensor:
-        """Return the attention (T, Hq, D) of q (T, Hq, D), which are the last T of `end` tokens.
+    def attend(self, q: Tensor, end: int, boundary: int, notify: Notify) -> Tensor:
+        """Return the attention (T, Hq, D) of q (T, Hq, D), the last T of `end` tokens.
 
-        Calls `show` for each group of heads, with all its keys and values on the device.
+        Calls `notify` for each group of heads, while all its keys and values are on the device.
         """
 
     def attend_on_device(self, q: Tensor, end: int, boundary: int, traffic: ByteCounters) -> Tensor:
-        """Return nearly what `attend` does, of layers `is_on_device`, from what the device holds.
+        """Approximate `attend` from what the device holds, if the layer `is_on_device`.
 
-        Bytes that are attended to count in `traffic`.
+        Attended bytes are counted in `traffic`.
         """
         raise NotImplementedError
 
     def offload_block(self, boundary: int, count: int) -> Any:
-        """Start writing `count` tokens behind the boundary to where the prefix is.
+        """Start writing the `count` tokens after the boundary to where the prefix is.
 
-        Returns the link's ticket; None where there is nothing to write.
+        Returns the link's ticket; None if there is nothing to write.
         """
         return None
 
     def shift_tail(self, count: int, rest: int) -> None:
-        """Forget the first `count` recent tokens, now written back; `rest` stand behind them."""
+        """Drop the first `count` tail tokens, now written back; `rest` follow them."""
 
     @property
     def buffer(self) -> Tensor | None:
-        """Where a prompt's KV is built, (2, Hkv, N, D); None for the stage of the prefill."""
+        """The memory (2, Hkv, N, D) to build a prompt's KV in; None for the staging buffer."""
         return None
 
     @abstractmethod
     def store(self, kv: Tensor, start: int, boundary: int) -> Any:
-        """Keep KV (2, Hkv, T, D) of a prompt's tokens from `start` on, built in buffer or stage.
+        """Store KV (2, Hkv, T, D) of a prompt's tokens from `start` on, built in buffer or staging.
 
         `boundary` is that of the whole prompt. Returns a ticket if a copy reads kv, else None.
         """
 
     def finish_prefill(self) -> None:
-        """Put in its place what `store` has left to be done; all of a prompt was handed to it."""
+        """Finish deferred work. Called once, after `store` has received the whole prompt."""
 
     def load(self, kv: Tensor, length: int, boundary: int) -> Any:
-        """Start bringing the first `length` tokens to kv (2, Hkv, N, D), `buffer` or stage.
+        """Start loading the first `length` tokens into kv (2, Hkv, N, D), `buffer` or staging.
 
-        `boundary` is that of these tokens. Returns the link's ticket, or None where they are there.
+        `boundary` is that of these tokens. Returns the link's ticket, or None if they are there.
         """
         return None
 
     def truncate(self, length: int) -> None:
-        """Take note that of the prefix the first `length` tokens stand, and no others."""
+        """Mark the prefix as valid for the first `length` tokens only."""
 
-    def load_blocks(self, piece: KVBlock, boundary: int) -> list[Copy]:
-        """Hold a piece of a text that is in host memory, where the layer is not `is_cut`.
+    def load_block(self, block: KVBlock, boundary: int) -> list[Copy]:
+        """Store a block of a prompt that is in host memory, if the layer is not `is_split`.
 
-        `boundary` is that of the text. Returns the copies to the device that are left to make.
+        `boundary` is that of the prompt. Returns the copies to the device still to be made.
         """
         raise NotImplementedError
 
     @abstractmethod
     def host_reader(self, length: int, boundary: int, link: Link) -> HostReader:
-        """Return what gives any of the first `length` tokens in host memory.
+        """Return a reader of the first `length` tokens in host memory.
 
-        `boundary` is that of these tokens, whose compute is over. Another thread may call it while
-        passes are made, as long as the tokens stand.
+        `boundary` is that of these tokens, whose compute is over. Another thread may call it during
+        forwards, as long as the cache is not truncated below these tokens.
         """
 
     def onload_deferred(self, length: int, boundary: int) -> None:
-        """Start copying a late layer to the device, which holds `length` tokens.
+        """Start copying a deferred layer of `length` tokens to the device.
 
-        Raises torch.OutOfMemoryError where there is no room for them.
+        Raises torch.OutOfMemoryError if they do not fit.
         """
 
     @property
     @abstractmethod
     def device_bytes(self) -> int:
-        """Bytes of device memory that this layer has allocated, or has of the cache's."""
+        """Bytes of device memory that this layer has allocated, or holds of the cache's."""

@@ -1,4 +1,4 @@
-"""A layer of the target's cache whose prefix is in host memory, and streamed from there."""
+"""A layer of the target's cache whose prefix is in host memory and streamed from there."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from offload.traffic import ByteCounters
 
 
 class OffloadedLayer(TieredLayer):
-    """A layer with its prefix in host memory, and its recent tokens in a device tail.
+    """A layer with its prefix in host memory, and the tokens after it in a device tail.
 
-    A pass streams the prefix through the ring, a group of heads at a time. A head needs only its
-    own KV: groups are independent, and only prefix and tail are merged.
+    A forward streams the prefix through the ring, a group of heads at a time. A head attends only
+    to its own KV: groups are independent, and only prefix and tail are merged.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class OffloadedLayer(TieredLayer):
         slot_heads: int,
         traffic: ByteCounters,
     ):
-        """`tail` (2, Hkv, capacity, D): a part of the cache's memory for recent tokens."""
+        """Keep the tail in `tail` (2, Hkv, capacity, D), a part of the cache's memory for tails."""
         self._host = host
         self._tail = DeviceTail(tail)
         self._ring = ring
@@ -52,12 +52,12 @@ class OffloadedLayer(TieredLayer):
     def append(self, k: Tensor, v: Tensor, start: int, boundary: int) -> None:
         self._tail.append(k, v, start - boundary)
 
-    def attend(self, q: Tensor, end: int, boundary: int, show: Notify) -> Tensor:
+    def attend(self, q: Tensor, end: int, boundary: int, notify: Notify) -> Tensor:
         if not self.is_batch_invariant:
-            return self._attend(q, end, boundary, self._prefix, show, self._traffic)
-        groups = self._by_heads(q, end, boundary, self._prefix, show)
+            return self._attend(q, end, boundary, self._prefix, notify, self._traffic)
+        groups = self._head_groups(q, end, boundary, self._prefix, notify)
         outs = [
-            batch_invariant_attention(rows, [kv, near], self._traffic) for rows, kv, near in groups
+            batch_invariant_attention(rows, [kv, tail], self._traffic) for rows, kv, tail in groups
         ]
         return torch.cat(outs, dim=1)
 
@@ -67,37 +67,38 @@ class OffloadedLayer(TieredLayer):
         end: int,
         boundary: int,
         prefix: Callable[[int, int], Tensor],
-        show: Notify,
+        notify: Notify,
         traffic: ByteCounters,
     ) -> Tensor:
-        """Attend to the tail, and to what `prefix` returns of a group of heads.
+        """Attend to the tail and to the prefix.
 
-        prefix(head, boundary) (2, h, boundary, D), from `head` on, is good until the next call.
+        prefix(head, boundary) returns the prefix (2, h, boundary, D) of the heads from `head` on,
+        valid until the next call.
         """
         parts = [attend_prefix(self._tail.kv, q, end - boundary, traffic)]
-        by_heads = []
-        for rows, kv, _ in self._by_heads(q, end, boundary, prefix, show):
+        partials = []
+        for rows, kv, _ in self._head_groups(q, end, boundary, prefix, notify):
             if boundary:
-                by_heads.append(attend_prefix(kv, rows, boundary, traffic, causal=False))
-        if by_heads:
-            outs, lses = zip(*by_heads, strict=True)
+                partials.append(attend_prefix(kv, rows, boundary, traffic, causal=False))
+        if partials:
+            outs, lses = zip(*partials, strict=True)
             parts.append((torch.cat(outs, dim=1), torch.cat(lses, dim=1)))
         return merge(parts)[0]
 
-    def _by_heads(
+    def _head_groups(
         self,
         q: Tensor,
         end: int,
         boundary: int,
         prefix: Callable[[int, int], Tensor],
-        show: Notify,
+        notify: Notify,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield groups of heads, their queries, prefix and recent tokens, and show them."""
+        """Yield groups of heads: queries, prefix and tail, and notify observers of each."""
         recent = self._tail.tokens(end - boundary)
         if not boundary:
-            nothing = token_slice(recent, 0, 0)
-            show(0, q, nothing, recent)
-            yield q, nothing, recent
+            empty = token_slice(recent, 0, 0)
+            notify(0, q, empty, recent)
+            yield q, empty, recent
             return
         heads = recent.shape[1]
         group = q.shape[1] // heads  # query heads per KV head
@@ -105,14 +106,14 @@ class OffloadedLayer(TieredLayer):
             kv = prefix(head, boundary)
             last = head + kv.shape[1]
             rows = q[:, head * group : last * group]
-            near = recent[:, head:last]
-            yield rows, kv, near
-            show(head, rows, kv, near)
+            tail = recent[:, head:last]
+            yield rows, kv, tail
+            notify(head, rows, kv, tail)
 
     def _prefix(self, head: int, boundary: int) -> Tensor:
-        """Return the next heads' prefix (2, h, boundary, D), which the ring has on the device.
+        """Return the next heads' prefix (2, h, boundary, D) from the ring.
 
-        It is good until the next call.
+        It is valid until the next call.
         """
         chunk = self._ring.next_chunk()
         self._traffic.link_in += chunk.nbytes
@@ -132,39 +133,39 @@ class OffloadedLayer(TieredLayer):
         prefix = self._tail.store(kv, start, boundary)
         if not prefix.shape[2]:
             return None
-        if self.buffer is not None:  # the prefix was built where it belongs
+        if self.buffer is not None:  # the prefix was built in place
             self._traffic.link_out += prefix.nbytes
             return None
         return self._host.store_async(prefix, start)
 
     def load(self, kv: Tensor, length: int, boundary: int) -> Any:
         self._tail.load(kv, length, boundary)
-        if self.buffer is not None:  # kv is where the prefix is
+        if self.buffer is not None:  # kv already holds the prefix
             return None
         return self._host.read(token_slice(kv, 0, boundary))
 
-    def load_blocks(self, piece: KVBlock, boundary: int) -> list[Copy]:
-        tokens = piece.kv.shape[1]
-        count = min(tokens, max(0, boundary - piece.start))
-        prefix = KVBlock(piece.head, piece.start, token_slice(piece.kv, 0, count))
+    def load_block(self, block: KVBlock, boundary: int) -> list[Copy]:
+        tokens = block.kv.shape[1]
+        count = min(tokens, max(0, boundary - block.start))
+        prefix = KVBlock(block.head, block.start, token_slice(block.kv, 0, count))
         for destination, source in copies_to(self._host.kv, prefix):
             destination.copy_(source)
         if count == tokens:
             return []
-        first = piece.start + count - boundary
+        first = block.start + count - boundary
         return copies_to(
-            self._tail.kv, KVBlock(piece.head, first, token_slice(piece.kv, count, tokens))
+            self._tail.kv, KVBlock(block.head, first, token_slice(block.kv, count, tokens))
         )
 
     def host_reader(self, length: int, boundary: int, link: Link) -> HostReader:
         recent = self._tail.copy_to_host(length - boundary, link)
         prefix = token_slice(self._host.kv, 0, boundary)
 
-        def of_head(head: int, start: int, end: int) -> Tensor:
+        def read(head: int, start: int, end: int) -> Tensor:
             stored = token_slice(prefix[:, head], start, end)
             if end <= boundary:
                 return stored
-            near = token_slice(recent[:, head], max(0, start - boundary), end - boundary)
-            return torch.cat((stored, near), dim=1)
+            tail = token_slice(recent[:, head], max(0, start - boundary), end - boundary)
+            return torch.cat((stored, tail), dim=1)
 
-        return of_head
+        return read

@@ -1,4 +1,4 @@
-"""Layer-major prefill of the target's cache: all that is read in one layer before the next."""
+"""Layer-major prefill of the target's cache: all tokens pass one layer before the next."""
 
 from __future__ import annotations
 
@@ -14,43 +14,41 @@ from offload.tiered.cache import TieredCache
 from offload.tiered.kv_file import KVBlock, copies_to
 from offload.tiered.layer import TieredLayer
 
-OBSERVED_ROWS = (
-    32  # rows of the prompt that followers see: a prefill attends with these in every layer
-)
+# Last query tokens of a prompt, which observers see: every layer's attention is computed for these.
+OBSERVED_ROWS = 32
 
 
 class Prefill:
-    """A context in which a cache is given tokens after those it holds: a prompt, or another turn.
+    """A context that adds tokens to a cache: a prompt, or another turn.
 
-    When it is left, the cache holds them too; after a prompt `TieredCache.onload_deferred` is to follow.
-    After an error the cache is good for nothing.
+    On exit the cache has advanced past them; after a prompt, call `TieredCache.onload_deferred`.
+    After an error the cache is unusable.
 
     `attend` or `store` is called for all chunks of a layer before any of the next layer, in order;
     `attend` for the last one. Positions count from the first of these tokens. The KV of a layer
-    that is not on the device is built in the stage, a buffer that all such layers share, and leaves
-    for the host block by block as it is computed. What the layer held before comes to the stage
-    once, and first; of a prompt nothing is read back.
+    that is not on the device is built in the staging buffer, shared by all such layers, and copied
+    to the host block by block as it is computed. KV that the layer already held is loaded into the
+    staging buffer once, at the start; none of the prompt's own is read back.
     """
 
     def __init__(self, cache: TieredCache, tokens: int):
         self.tokens = tokens
         self._cache = cache
         self._cached = cache.length
-        self._boundary = cache.boundary  # among the tokens that the cache holds
+        self._boundary = cache.boundary  # within the cached tokens
         # (2, Hkv, N, D) for all N tokens; None where every layer has a buffer of its own
         self._staging: Tensor | None = None
-        # the stage's blocks on their way to the host, of this layer and of the one before: the
-        # first token of each, and its ticket
-        self._leaving: deque[tuple[int, Any]] = deque()
-        self._left: deque[tuple[int, Any]] = deque()
+        # staged blocks in flight to the host (first token, ticket), of this layer and the previous
+        self._in_flight: deque[tuple[int, Any]] = deque()
+        self._previous_in_flight: deque[tuple[int, Any]] = deque()
 
     def __enter__(self) -> Prefill:
-        """Raise ValueError where the cache has no room for the tokens."""
+        """Raise ValueError if the cache has no room for the tokens."""
         cache, end = self._cache, self._cached + self.tokens
         cache.check_room(self.tokens)
         cache.boundary = cache.shape.boundary(end)
-        for follower in cache.observers:
-            follower.on_forward(cache.boundary, end, end)
+        for observer in cache.observers:
+            observer.on_forward(cache.boundary, end, end)
         self._staging = cache.staging_buffer(end)
         return self
 
@@ -68,7 +66,7 @@ class Prefill:
         self._cache.advance(self.tokens)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Keep the KV of the tokens at `start` and return their attention output.
+        """Store the KV of the tokens at `start` and return their attention output.
 
         q (T, Hq, D), k and v (T, Hkv, D), none of them rotated; out (T, Hq, D).
         """
@@ -86,76 +84,76 @@ class Prefill:
         return out
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Keep the KV of tokens whose own attention nobody asks for."""
+        """Store the KV of tokens whose attention output is not needed."""
         at = self._cached + start
         self._build(layer, self._cache.rotary(k, at, layer), v, at)
 
-    def load_blocks(self, layer: int, pieces: Iterable[KVBlock]) -> None:
-        """Let a layer hold the KV of all these tokens, which comes in pieces.
+    def load_blocks(self, layer: int, blocks: Iterable[KVBlock]) -> None:
+        """Load a layer's KV of all these tokens from blocks.
 
-        In place of `attend` and `store`, for an empty cache. Followers see nothing of it.
+        Replaces `attend` and `store`, for an empty cache. Observers are not notified.
         """
         cache, link = self._cache, self._cache.link
-        place = cache.layers[layer]
+        layer_kv = cache.layers[layer]
         kv = None
-        if place.is_split:
+        if layer_kv.is_split:
             kv = self._acquire_staging()
             self._wait_for_staging(self.tokens)
-        for piece in pieces:
+        for block in blocks:
             copies = (
-                place.load_blocks(piece, cache.boundary) if kv is None else copies_to(kv, piece)
+                layer_kv.load_block(block, cache.boundary) if kv is None else copies_to(kv, block)
             )
             ticket = link.copy(copies)
             link.wait(ticket)
             for _, source in copies:
                 cache.traffic.link_in += source.nbytes if link.copies else 0
         if kv is not None:
-            self._store(place, kv, 0, self.tokens)
+            self._store(layer_kv, kv, 0, self.tokens)
 
     def _build(self, layer: int, k: Tensor, v: Tensor, at: int) -> Tensor:
-        """Add rotated k and v, of the tokens from `at` on, to this layer's KV; return all of it.
+        """Write rotated k and v, of the tokens from `at` on, to this layer's KV; return all of it.
 
         It is (2, Hkv, N, D).
         """
-        place = self._cache.layers[layer]
+        layer_kv = self._cache.layers[layer]
         end = at + len(k)
-        kv = place.buffer
+        kv = layer_kv.buffer
         if kv is None:
             assert self._staging is not None
             kv = self._acquire_staging() if at == self._cached else self._staging
             self._wait_for_staging(end)
         if at == self._cached and at:
-            self._load_cached(place, kv)
+            self._load_cached(layer_kv, kv)
         write_tokens(kv, k, v, at)
-        self._store(place, kv, at, end)
+        self._store(layer_kv, kv, at, end)
         return kv
 
     def _acquire_staging(self) -> Tensor:
-        """Return the stage, for another layer than the one whose blocks are leaving it."""
+        """Return the staging buffer, from which the previous layer's blocks are still in flight."""
         assert self._staging is not None
-        self._left.extend(self._leaving)
-        self._leaving.clear()
+        self._previous_in_flight.extend(self._in_flight)
+        self._in_flight.clear()
         return self._staging
 
-    def _load_cached(self, place: TieredLayer, kv: Tensor) -> None:
-        """Bring what the layer holds to where its KV is built."""
-        ticket = place.load(kv, self._cached, self._boundary)
+    def _load_cached(self, layer_kv: TieredLayer, kv: Tensor) -> None:
+        """Load the KV that the layer already holds to where its KV is built."""
+        ticket = layer_kv.load(kv, self._cached, self._boundary)
         if ticket is not None:
             self._cache.link.wait(ticket)
         if self._cache.boundary < self._boundary:
-            place.truncate(self._cache.boundary)  # the rest is recent, and may yet be replaced
-        # what was recent may be part of the prefix now, or the other way round
+            layer_kv.truncate(self._cache.boundary)  # tokens past it go to the tail
+        # tokens between both boundaries move from the tail to the prefix, or back
         first = min(self._boundary, self._cache.boundary)
-        self._store(place, kv, first, self._cached)
+        self._store(layer_kv, kv, first, self._cached)
 
-    def _store(self, place: TieredLayer, kv: Tensor, start: int, end: int) -> None:
-        """Keep what stands in kv from `start` to `end` where its layer keeps it."""
-        ticket = place.store(token_slice(kv, start, end), start, self._cache.boundary)
+    def _store(self, layer_kv: TieredLayer, kv: Tensor, start: int, end: int) -> None:
+        """Store the tokens from `start` to `end` of kv in the layer."""
+        ticket = layer_kv.store(token_slice(kv, start, end), start, self._cache.boundary)
         if ticket is not None:
-            self._leaving.append((start, ticket))
+            self._in_flight.append((start, ticket))
 
     def _wait_for_staging(self, end: int) -> None:
-        """Wait until what the layer before has in the stage up to `end` has left."""
-        while self._left and self._left[0][0] < end:
-            _, ticket = self._left.popleft()
+        """Wait until the previous layer's blocks before `end` have been copied out of staging."""
+        while self._previous_in_flight and self._previous_in_flight[0][0] < end:
+            _, ticket = self._previous_in_flight.popleft()
             self._cache.link.wait(ticket)

@@ -20,8 +20,8 @@ from offload.traffic import ByteCounters
 class ResidentLayer(TieredLayer):
     """A layer in one device buffer (2, Hkv, capacity, D).
 
-    A late one has no buffer until prefill, which takes memory for hidden states, is over: its
-    prompt goes to host memory.
+    A deferred layer has no buffer until prefill has released the memory of its hidden states: its
+    prompt is first written to host memory.
     """
 
     is_on_device = True
@@ -31,13 +31,13 @@ class ResidentLayer(TieredLayer):
         shape: TieredCacheSpec,
         device: torch.device,
         traffic: ByteCounters,
-        late_host: HostLayer | None = None,
+        deferred_host: HostLayer | None = None,
     ):
         self._shape = shape
         self._device = device
         self._traffic = traffic
-        self._host = late_host
-        self._kv = self._allocate() if late_host is None else None
+        self._host = deferred_host
+        self._kv = self._allocate() if deferred_host is None else None
 
     @property
     def is_deferred(self) -> bool:  # type: ignore[override]
@@ -55,11 +55,11 @@ class ResidentLayer(TieredLayer):
         assert self._kv is not None
         write_tokens(self._kv, k, v, start)
 
-    def attend(self, q: Tensor, end: int, boundary: int, show: Notify) -> Tensor:
+    def attend(self, q: Tensor, end: int, boundary: int, notify: Notify) -> Tensor:
         assert self._kv is not None
         prefix = token_slice(self._kv, 0, boundary)
         recent = token_slice(self._kv, boundary, end)
-        show(0, q, prefix, recent)
+        notify(0, q, prefix, recent)
         if self.is_batch_invariant:
             return batch_invariant_attention(q, [token_slice(self._kv, 0, end)], self._traffic)
         return self.attend_on_device(q, end, boundary, self._traffic)
@@ -70,7 +70,7 @@ class ResidentLayer(TieredLayer):
 
     def store(self, kv: Tensor, start: int, boundary: int) -> Any:
         if self._kv is not None:
-            return None  # kv is part of it
+            return None  # kv is a view of the buffer
         assert self._host is not None
         return self._host.store_async(kv, start)
 
@@ -80,11 +80,11 @@ class ResidentLayer(TieredLayer):
         assert self._host is not None
         return self._host.read(token_slice(kv, 0, length))
 
-    def load_blocks(self, piece: KVBlock, boundary: int) -> list[Copy]:
+    def load_block(self, block: KVBlock, boundary: int) -> list[Copy]:
         if self._kv is not None:
-            return copies_to(self._kv, piece)
+            return copies_to(self._kv, block)
         assert self._host is not None
-        for destination, source in copies_to(self._host.kv, piece):
+        for destination, source in copies_to(self._host.kv, block):
             destination.copy_(source)
         return []
 
@@ -92,10 +92,10 @@ class ResidentLayer(TieredLayer):
         assert self._kv is not None
         kv = self._kv
 
-        def of_head(head: int, start: int, end: int) -> Tensor:
+        def read(head: int, start: int, end: int) -> Tensor:
             return link.read_to_host(token_slice(kv[:, head : head + 1], start, end))[:, 0]
 
-        return of_head
+        return read
 
     def onload_deferred(self, length: int, boundary: int) -> None:
         assert self._host is not None
@@ -105,5 +105,5 @@ class ResidentLayer(TieredLayer):
 
     def _allocate(self) -> Tensor:
         shape = self._shape
-        with torch.inference_mode(False):  # a link writes to it from outside
+        with torch.inference_mode(False):  # a link's copies write to it
             return torch.empty(shape.layer_shape, dtype=shape.layout.dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""Driving caches without a model: random queries, keys and values stand for every layer's."""
+"""Drive caches without a model, on random queries, keys and values of every layer."""
 
 from __future__ import annotations
 
@@ -26,86 +26,92 @@ QKV = tuple[Tensor, Tensor, Tensor]
 LAYOUT = KVLayout(layers=4, heads=3, head_dim=8, dtype=torch.float32)
 GROUPS = 2  # query heads per KV head
 CAPACITY = 200
-# what stays behind the boundary, in what steps it moves, rows of the largest pass
+# minimum tokens after the boundary, its step, and query tokens of the largest forward
 RECENT, BLOCK, ROWS = 5, 12, 24
 TAIL = RECENT + BLOCK + ROWS
 SHAPE = TieredCacheSpec(LAYOUT, CAPACITY, recent=RECENT, block=BLOCK, rows=ROWS, slot_heads=2)
 
 
-def text(rows: int, layout: KVLayout = LAYOUT) -> list[QKV]:
-    """What `rows` tokens bring to each layer: q (T, Hq, D), k and v (T, Hkv, D), none rotated.
-    Never the same twice.
-    """
+def random_qkv(rows: int, layout: KVLayout = LAYOUT) -> list[QKV]:
+    """Return random q (T, Hq, D), k and v (T, Hkv, D) of `rows` tokens, per layer, none rotated."""
 
-    def normal(heads: int) -> Tensor:
+    def random_tensor(heads: int) -> Tensor:
         return torch.randn(rows, heads, layout.head_dim).to(layout.dtype)
 
     return [
-        (normal(layout.heads * GROUPS), normal(layout.heads), normal(layout.heads))
+        (
+            random_tensor(layout.heads * GROUPS),
+            random_tensor(layout.heads),
+            random_tensor(layout.heads),
+        )
         for _ in range(layout.layers)
     ]
 
 
-def joined(*texts: list[QKV]) -> list[QKV]:
-    """One text behind the other."""
+def concat(*sequences: list[QKV]) -> list[QKV]:
+    """Concatenate sequences of tokens."""
     return [
         tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
-        for layers in zip(*texts, strict=True)
+        for layers in zip(*sequences, strict=True)
     ]
 
 
-def first(tokens: list[QKV], count: int) -> list[QKV]:
-    """The first `count` tokens of a text."""
+def first_tokens(tokens: list[QKV], count: int) -> list[QKV]:
+    """Return the first `count` tokens of a sequence."""
     return [tuple(x[:count] for x in qkv) for qkv in tokens]
 
 
 def forward(cache: Cache, tokens: list[QKV]) -> Tensor:
-    """One pass over all layers, as a model makes it; the tokens do not count yet. (L, T, Hq, D)"""
+    """Run one forward over all layers, without advancing the cache. Returns (L, T, Hq, D)."""
     cache.begin_forward(len(tokens[0][0]))
     return torch.stack(
         [cache.attend(layer, *qkv, cache.length) for layer, qkv in enumerate(tokens)]
     )
 
 
-def forward_alike(
-    cache: Cache, want: PlainCache, rows: int, accepted: int, crop: int | None = None
+def assert_same_forward(
+    cache: Cache, reference: PlainCache, rows: int, accepted: int, crop: int | None = None
 ) -> None:
-    """Fails unless a forward of `rows` tokens gives the same on both caches, which then advance by
-    those that are accepted, and are cropped.
+    """Assert that a forward of `rows` random tokens gives the same output on both caches.
+
+    They then advance by `accepted` tokens, and are cropped if `crop` is given.
     """
-    tokens = text(rows)
-    torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5)
-    for each in (cache, want):
-        each.advance(accepted)
+    tokens = random_qkv(rows)
+    torch.testing.assert_close(
+        forward(cache, tokens), forward(reference, tokens), atol=1e-5, rtol=1e-5
+    )
+    for kv_cache in (cache, reference):
+        kv_cache.advance(accepted)
         if crop is not None:
-            each.crop(crop)
+            kv_cache.crop(crop)
 
 
 def prefill(cache: TieredCache, tokens: list[QKV], chunk: int) -> Tensor:
-    """Layer-major, as a model does it. (L, T, Hq, D)"""
+    """Prefill layer by layer, as a model does. Returns (L, T, Hq, D)."""
     outs = []
-    with Prefill(cache, len(tokens[0][0])) as reading:
+    with Prefill(cache, len(tokens[0][0])) as context:
         for layer, qkv in enumerate(tokens):
             parts = enumerate(zip(*(x.split(chunk) for x in qkv), strict=True))
-            rows = [reading.attend(layer, *part, index * chunk) for index, part in parts]
+            rows = [context.attend(layer, *part, index * chunk) for index, part in parts]
             outs.append(torch.cat(rows))
     return torch.stack(outs)
 
 
-def tiered(
-    link: Link, resident: int, deferred: int = 0, split: int = 0, **choices: Any
+def tiered_cache(
+    link: Link, resident: int, deferred: int = 0, split: int = 0, **options: Any
 ) -> TieredCache:
-    """Return a cache whose sizes divide nothing evenly, unless `choices` of its shape say so."""
-    shape = replace(SHAPE, copies=link.copies, **choices).with_placement(resident, deferred, split)
+    """Return a cache with sizes that divide nothing evenly, unless `options` override them."""
+    shape = replace(SHAPE, copies=link.copies, **options).with_placement(resident, deferred, split)
     rotary = random_rotary(shape.layout, shape.capacity)
     return TieredCache(shape, link, rotary, HostArena(link, shape.layout.dtype))
 
 
-def plain(layout: KVLayout = LAYOUT) -> PlainCache:
+def plain_cache(layout: KVLayout = LAYOUT) -> PlainCache:
+    """Return a reference cache."""
     return PlainCache(layout, random_rotary(layout, CAPACITY))
 
 
-def pair(
+def cache_pair(
     link: Link,
     resident: int,
     shape: RetrievalCacheSpec,
@@ -114,8 +120,8 @@ def pair(
     layout: KVLayout = LAYOUT,
     deferred: int = 0,
 ) -> tuple[TieredCache, RetrievalCache]:
-    """A target's cache and the retrieval cache that follows it."""
-    target = tiered(
+    """Return a target cache, and a retrieval cache that observes it."""
+    target = tiered_cache(
         link,
         resident,
         deferred,
@@ -135,33 +141,34 @@ def pair(
 def speculate(
     target: TieredCache,
     middle: RetrievalCache,
-    story: list[QKV],
+    sequence: list[QKV],
     draft: int,
     rng: random.Random,
     check: Callable[[list[QKV], Tensor], None] | None = None,
 ) -> tuple[list[QKV], list[QKV]]:
-    """One round as decoders make it: at most `draft` tokens are drafted over the middle level,
-    which takes some back itself, and verified with the pending one. Returns the text that stands
-    then, and with it the rows that do not.
+    """Run one decoding round, and return the committed sequence and the one with rejected tokens.
 
-    check(text as the middle level knows it, what a pass over its last rows gave) sees every pass of
-    the middle level.
+    At most `draft` tokens are drafted on the middle level, which drops some of them itself, and
+    verified with the pending token. check(sequence as of the middle level, output for its last
+    tokens) is called after each forward of the middle level.
     """
-    layout, length, known = target.layout, target.length, story
-    # of the draft; its last token is not read by the level that drafts
+    layout, length = target.layout, target.length
+    known = sequence
+    # the drafting level makes no forward for the last token of the draft
     end = length + rng.randint(1, draft)
     while middle.length < end:
-        tokens = text(rng.randint(1, min(3, end - middle.length)), layout)
-        rows, stand = len(tokens[0][0]), rng.randint(1, len(tokens[0][0]))
+        tokens = random_qkv(rng.randint(1, min(3, end - middle.length)), layout)
+        rows = len(tokens[0][0])
+        accepted = rng.randint(1, rows)
         out = forward(middle, tokens)
         if check is not None:
-            check(joined(known, tokens), out)
+            check(concat(known, tokens), out)
         middle.advance(rows)
-        middle.crop(middle.length - rows + stand)
-        known = joined(known, first(tokens, stand))
-    # the same positions, and other keys and values
-    tokens = text(end - length + rng.randint(0, 1), layout)
+        middle.crop(middle.length - rows + accepted)
+        known = concat(known, first_tokens(tokens, accepted))
+    # the target's own keys and values at the same positions
+    tokens = random_qkv(end - length + rng.randint(0, 1), layout)
     forward(target, tokens)
-    stand = rng.randint(1, len(tokens[0][0]))
-    target.advance(stand)
-    return joined(story, first(tokens, stand)), joined(story, tokens)
+    accepted = rng.randint(1, len(tokens[0][0]))
+    target.advance(accepted)
+    return concat(sequence, first_tokens(tokens, accepted)), concat(sequence, tokens)

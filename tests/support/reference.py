@@ -1,5 +1,7 @@
-"""What the fast paths are held against: attention in plain arithmetic, a cache that is nothing but
-a list of tokens, and a retrieval cache that goes head by head and chunk by chunk.
+"""References for the optimised paths.
+
+Attention in plain arithmetic, a cache that is a list of tokens, and a retrieval cache computed head
+by head and chunk by chunk.
 """
 
 from __future__ import annotations
@@ -16,16 +18,15 @@ from offload.retrieval.selection import SCORE_DECAY
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.rotary import Rotary
 
-Kept = tuple[Tensor, Tensor]  # keys and values (n, D) that one head keeps
+HeadKV = tuple[Tensor, Tensor]  # selected keys and values (n, D) of one head
 
 
 def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """out (T, Hq, D) and lse (T, Hq), both float32: no kernel, one bool mask, the last T keys the
-    queries' own if causal.
+    """Return out (T, Hq, D) and lse (T, Hq), both float32, without a kernel.
 
-    mask (T, N) is added to the scores.
+    If causal, the last T keys are the queries' own. mask (T, N) is added to the scores.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1).float(), v.repeat_interleave(groups, 1).float()
@@ -41,15 +42,16 @@ def reference_attention(
 
 
 def random_rotary(layout: KVLayout, length: int, scale: float = 1.0) -> Rotary:
-    """A table for `length` positions, with the usual frequencies. The second layer has no RoPE."""
+    """Return RoPE tables of `length` positions, with the usual frequencies.
+
+    The second layer has no RoPE.
+    """
     exponents = torch.arange(0, layout.head_dim, 2) / layout.head_dim
     return Rotary(10_000.0**-exponents, scale, length, layout.dtype, torch.device("cpu"), {1})
 
 
 class PlainCache(Cache):
-    """Keeps every layer's rotated KV as one growing tensor, and attends to all of it in plain
-    arithmetic.
-    """
+    """Attends in plain arithmetic, with each layer's rotated KV in one growing tensor."""
 
     def __init__(self, layout: KVLayout, rotary: Rotary):
         super().__init__(layout)
@@ -61,8 +63,8 @@ class PlainCache(Cache):
         self._new: list[Tensor] = []
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        new = torch.stack((self.rotary(k, start, layer), v))
-        kv = torch.cat((self.kv[layer, :, :start], new), dim=1)  # (2, N, Hkv, D)
+        new_kv = torch.stack((self.rotary(k, start, layer), v))
+        kv = torch.cat((self.kv[layer, :, :start], new_kv), dim=1)  # (2, N, Hkv, D)
         self._new = [*self._new[:layer], kv]
         q = self.rotary(q, start, layer)
         return reference_attention(q, kv[0], kv[1], causal=True)[0].to(q.dtype)
@@ -77,27 +79,30 @@ class PlainCache(Cache):
         return self.kv.nbytes
 
 
-def worths_by_hand(
+def reference_scores(
     policy: str, queries: Tensor, keys: Tensor, recent: list[Tensor], chunk: int
 ) -> Tensor:
-    """The worth (C,) of every chunk of keys (N, D), N a multiple of chunk, to queries (R, G, D) of
-    R rows and to them alone. recent (M, D): the keys behind the others that each row sees.
+    """Return the scores (C,) of the chunks of keys (N, D), N a multiple of chunk.
+
+    They are for queries (R, G, D) of R query tokens alone, without earlier scores. recent (M, D)
+    are the keys after the others that each query token attends to.
     """
     queries = queries * keys.shape[1] ** -0.5
     if policy == "static":
         means = torch.stack([part.mean(0) for part in keys.split(chunk)])
         return sum((means @ query).softmax(0) for query in queries[-1])
-    given = [
-        [(torch.cat((keys, own)) @ query).softmax(0)[: len(keys)] for query in row]
-        for row, own in zip(queries, recent, strict=True)
+    weights = [
+        [(torch.cat((keys, own_keys)) @ query).softmax(0)[: len(keys)] for query in row]
+        for row, own_keys in zip(queries, recent, strict=True)
     ]
-    most = [torch.stack(rows).amax(0) for rows in zip(*given, strict=True)]  # by query head
-    return torch.stack([part.sum() for part in (sum(most) / len(most)).split(chunk)])
+    head_weights = [torch.stack(rows).amax(0) for rows in zip(*weights, strict=True)]
+    mean = sum(head_weights) / len(head_weights)
+    return torch.stack([part.sum() for part in mean.split(chunk)])
 
 
-def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
-    """Tokens of the first chunk and of the `count` - 1 best others."""
-    others = [index for index in worths.argsort(descending=True).tolist() if index]
+def reference_selection(scores: Tensor, chunk: int, count: int) -> list[int]:
+    """Return the tokens of the first chunk and of the `count` - 1 highest-scoring others."""
+    others = [index for index in scores.argsort(descending=True).tolist() if index]
     return [
         index * chunk + offset
         for index in sorted([0, *others[: count - 1]])
@@ -105,8 +110,8 @@ def chosen_by_hand(worths: Tensor, chunk: int, count: int) -> list[int]:
     ]
 
 
-def in_8_bits(x: Tensor) -> Tensor:
-    """Keys or values (N, D), token by token as 127 steps up to the largest magnitude."""
+def quantise_int8(x: Tensor) -> Tensor:
+    """Quantise keys or values (N, D) per token, with 127 steps up to the largest magnitude."""
     tokens = []
     for token in x:
         step = (token.abs().max().float() / 127).to(x.dtype)
@@ -114,71 +119,80 @@ def in_8_bits(x: Tensor) -> Tensor:
     return torch.stack(tokens)
 
 
-class RetrievalByHand:
-    """What a retrieval cache should give, from queries, keys and values of the whole text: brute
-    force, head by head.
+class ReferenceRetrieval:
+    """What a retrieval cache should attend to, by brute force, head by head.
 
-    A text is [(q, k, v)] by layer, none of them rotated, from position 0 on.
+    Its input is the whole sequence, [(q, k, v)] by layer, none of them rotated, from position 0 on.
     """
 
     def __init__(self, shape: RetrievalCacheSpec, policy: str, rotary: Rotary):
         self.shape, self.policy, self.rotary = shape, policy, rotary
-        self.base = 0  # every token from here on is kept
-        self._kept: dict[tuple[int, int], Kept] = {}  # by layer and KV head
-        self._worths: dict[tuple[int, int], Tensor] = {}
+        self.base = 0  # every token from here on is in the cache
+        self._selected: dict[tuple[int, int], HeadKV] = {}  # (layer, KV head) -> selected tokens
+        self._scores: dict[tuple[int, int], Tensor] = {}
 
-    def choose(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int, boundary: int) -> None:
-        """The last `rows` tokens of the text are a pass of the target, whose prefix has `boundary`
-        tokens.
+    def select(
+        self, sequence: list[tuple[Tensor, Tensor, Tensor]], rows: int, boundary: int
+    ) -> None:
+        """Select as after a forward of the target.
+
+        Its query tokens are the last `rows` of the sequence, its prefix has `boundary` tokens.
         """
-        rows = min(rows, len(text[0][0]) - boundary)  # those of the prefix have no say
-        self.base, count = boundary, min(POLICY_SPECS[self.policy].query_rows, rows)
-        seen = [len(text[0][0]) - rows + rows * (index + 1) // count - 1 for index in range(count)]
-        for layer, (q, k, v) in enumerate(text):
+        rows = min(rows, len(sequence[0][0]) - boundary)  # query tokens of the prefix do not count
+        count = min(POLICY_SPECS[self.policy].query_rows, rows)
+        self.base = boundary
+        start = len(sequence[0][0]) - rows
+        seen = [start + rows * (index + 1) // count - 1 for index in range(count)]
+        for layer, (q, k, v) in enumerate(sequence):
             q, k = self.rotary(q, 0, layer)[seen], self.rotary(k, 0, layer)
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 queries = q[:, head * groups : (head + 1) * groups]
                 recent = [k[boundary : row + 1, head] for row in seen]
                 prefix = k[:boundary, head], v[:boundary, head]
-                self._kept[layer, head] = self._keep((layer, head), queries, prefix, recent, len(k))
+                self._selected[layer, head] = self._select_head(
+                    (layer, head), queries, prefix, recent, len(k)
+                )
 
-    def attend(self, text: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
-        """Attention of the last `rows` tokens: (L, T, Hq, D)."""
+    def attend(self, sequence: list[tuple[Tensor, Tensor, Tensor]], rows: int) -> Tensor:
+        """Return the attention of the last `rows` tokens, (L, T, Hq, D)."""
         layers = []
-        for layer, (q, k, v) in enumerate(text):
-            q, k, heads = self.rotary(q, 0, layer)[-rows:], self.rotary(k, 0, layer), []
+        for layer, (q, k, v) in enumerate(sequence):
+            q, k = self.rotary(q, 0, layer)[-rows:], self.rotary(k, 0, layer)
+            heads = []
             groups = q.shape[1] // k.shape[1]
             for head in range(k.shape[1]):
                 keys, values = (
-                    torch.cat((kept, new[self.base :, head]))
-                    for kept, new in zip(self._kept[layer, head], (k, v), strict=True)
+                    torch.cat((selected, new_kv[self.base :, head]))
+                    for selected, new_kv in zip(self._selected[layer, head], (k, v), strict=True)
                 )
-                mine = q[:, head * groups : (head + 1) * groups]
-                heads.append(reference_attention(mine, keys[:, None], values[:, None], True)[0])
+                head_queries = q[:, head * groups : (head + 1) * groups]
+                heads.append(
+                    reference_attention(head_queries, keys[:, None], values[:, None], True)[0]
+                )
             layers.append(torch.cat(heads, dim=1))
         return torch.stack(layers)
 
-    def _keep(
-        self, place: tuple[int, int], queries: Tensor, prefix: Kept, recent: list[Tensor], end: int
-    ) -> Kept:
+    def _select_head(
+        self, key: tuple[int, int], queries: Tensor, prefix: HeadKV, recent: list[Tensor], end: int
+    ) -> HeadKV:
         keys, values = prefix
         if not len(keys):
             return prefix
         if end <= self.shape.budget:
-            return self._held(keys, values)
+            return self._stored(keys, values)
         chunk = self.shape.chunk
-        worths = worths_by_hand(self.policy, queries, keys, recent, chunk)
+        scores = reference_scores(self.policy, queries, keys, recent, chunk)
         if self.policy == "attention":
-            before = self._worths.get(place, torch.zeros(0))
-            worths[: len(before)] += SCORE_DECAY * before
-            self._worths[place] = worths
+            previous = self._scores.get(key, torch.zeros(0))
+            scores[: len(previous)] += SCORE_DECAY * previous
+            self._scores[key] = scores
         count = max(1, (self.shape.budget - (end - len(keys))) // chunk)
-        chosen = chosen_by_hand(worths, chunk, count)
-        return self._held(keys[chosen], values[chosen])
+        positions = reference_selection(scores, chunk, count)
+        return self._stored(keys[positions], values[positions])
 
-    def _held(self, keys: Tensor, values: Tensor) -> Kept:
-        """What the cache holds of selected tokens."""
+    def _stored(self, keys: Tensor, values: Tensor) -> HeadKV:
+        """Return selected tokens as the cache stores them."""
         if not self.shape.quantised:
             return keys, values
-        return in_8_bits(keys), in_8_bits(values)
+        return quantise_int8(keys), quantise_int8(values)

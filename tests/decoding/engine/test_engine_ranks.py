@@ -226,4 +226,4 @@ def test_a_layer_that_finds_its_memory_gone_fails_its_text_alone(
 ) -> None:
     first, failed, again = reports[0]["deferred"]
     assert first == again == alone["hierarchical"]
-    assert "others took device memory meant for 1 layers" in failed
+    assert "another process took the device memory of 1 layers" in failed

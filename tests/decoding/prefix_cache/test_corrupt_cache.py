@@ -78,7 +78,7 @@ def test_tokens_and_what_is_said_of_them_do_not_make_another_texts_kv_theirs(
     (second.folder / TOKENS).write_bytes(raw)
     edit_manifest(second, checksum=zlib.crc32(raw))
     lines = check_read_anew(kept, models, wanted)
-    assert "of a book is damaged (rank-0-layer-0.kv is not what was written)" in lines[0]
+    assert "of a book is damaged (rank-0-layer-0.kv does not match its checksum)" in lines[0]
 
 
 def test_layers_in_each_others_place_are_noticed(models: Pair, kept: str) -> None:

@@ -265,7 +265,7 @@ def test_pipes_and_absurd_numbers_are_no_prompts(models: Pair, kept: str) -> Non
     assert PromptCache(Path(kept)).prompts() == []
     layout = KVLayout(1, 1, 4, torch.float32)
     (read,) = KVFile(layer, layout, 3).readers(3, [0])
-    with pytest.raises(CorruptCacheError, match="no regular file"):
+    with pytest.raises(CorruptCacheError, match="not a regular file"):
         read()
 
 

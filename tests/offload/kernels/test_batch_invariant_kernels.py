@@ -22,7 +22,7 @@ from offload.kernels.selection import batch_invariant_kernels
 from offload.layout import KVLayout
 from offload.memory.link import Link
 from offload.traffic import ByteCounters
-from support.driving import LAYOUT, forward, prefill, text, tiered
+from support.driving import LAYOUT, forward, prefill, random_qkv, tiered_cache
 from support.interpreter import interpreted
 from support.slow import slow_except
 
@@ -133,12 +133,12 @@ def test_layers_attend_with_kernels_wherever_their_kv_is(
         {"resident": 1},
         {"resident": 1, "split": 1, "compressed": True},
     ]
-    caches = [tiered(link, **each, layout=layout, batch_invariant=True) for each in placements]
-    prompt = text(50, layout)
+    caches = [tiered_cache(link, **each, layout=layout, batch_invariant=True) for each in placements]
+    prompt = random_qkv(50, layout)
     for cache in caches:
         cache.rotary = caches[0].rotary
         prefill(cache, prompt, chunk=16)
-    continuation = text(20, layout)
+    continuation = random_qkv(20, layout)
     for start, stop in ((0, 1), (1, 8), (8, 20)):
         tokens = [(q[start:stop], k[start:stop], v[start:stop]) for q, k, v in continuation]
         expected, *others = [forward(cache, tokens) for cache in caches]

@@ -24,7 +24,7 @@ from offload.memory.link import Link
 from offload.tiered import split as split_layer
 from offload.tiered.cache import TieredCache
 from offload.traffic import ByteCounters
-from support.driving import LAYOUT, forward, prefill, text, tiered
+from support.driving import LAYOUT, forward, prefill, random_qkv, tiered_cache
 from support.interpreter import interpreted
 from support.slow import slow_except
 
@@ -109,11 +109,11 @@ def test_layers_attend_alike_with_and_without_kernels(
 
     def cache(module: ModuleType | None) -> TieredCache:
         monkeypatch.setattr(split_layer, "split_kernels", lambda *_: (module, ""))
-        return tiered(link, resident=1, split=layers, layout=layout, compressed=compressed)
+        return tiered_cache(link, resident=1, split=layers, layout=layout, compressed=compressed)
 
     fused, plain = cache(kernels), cache(None)
     plain.rotary = fused.rotary
-    prompt, tokens = text(70, layout), text(5, layout)
+    prompt, tokens = random_qkv(70, layout), random_qkv(5, layout)
     assert torch.equal(prefill(fused, prompt, chunk=16), prefill(plain, prompt, chunk=16))
     assert torch.equal(forward(fused, tokens), forward(plain, tokens))
     for layer, (q, k, v) in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""The retrieval cache attends to what its policy names, head by head, and to what is recent."""
+"""The retrieval cache attends, per head, to what its policy selects and to recent tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from support.driving import (
     LAYOUT,
     QKV,
     RECENT,
-    first,
+    cache_pair,
+    concat,
+    first_tokens,
     forward,
-    joined,
-    pair,
     prefill,
+    random_qkv,
     speculate,
-    text,
 )
 from support.links import every_link, make_test_link
-from support.reference import RetrievalByHand, random_rotary
+from support.reference import ReferenceRetrieval, random_rotary
 from support.slow import slow_except
 
 ROTARY = random_rotary(LAYOUT, CAPACITY)
@@ -41,77 +41,80 @@ SHAPE = RetrievalCacheSpec(48, 4, RECENT, BLOCK, CAPACITY, DRAFT + 1, CAPACITY)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 sizes = pytest.mark.parametrize("chunk", [1, 4])
 both_stores = pytest.mark.parametrize("quantised", [False, True])
-PLACES = [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)]
+PLACEMENTS = [("view", 1), ("emulated", 0), ("delaying", 2), ("view", 4)]
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
-def started(
+def prefill_both(
     target: TieredCache, shape: RetrievalCacheSpec, policy: str, prompt: list[QKV], chunk: int = 32
-) -> RetrievalByHand:
-    """The prompt is read, and the same cache by hand has seen the last prefill chunk of it."""
-    tokens, hand = len(prompt[0][0]), RetrievalByHand(shape, policy, ROTARY)
+) -> ReferenceRetrieval:
+    """Prefill, and return a reference that has selected by the last prefill chunk."""
+    tokens = len(prompt[0][0])
+    reference = ReferenceRetrieval(shape, policy, ROTARY)
     prefill(target, prompt, chunk)
-    hand.choose(prompt, tokens % chunk or chunk, target.boundary)
-    return hand
+    reference.select(prompt, tokens % chunk or chunk, target.boundary)
+    return reference
 
 
 @both_stores
-@pytest.mark.parametrize(("link", "resident"), slow_except(PLACES, 2), indirect=["link"])
+@pytest.mark.parametrize(("link", "resident"), slow_except(PLACEMENTS, 2), indirect=["link"])
 @sizes
 @every_policy
-def test_every_pass_is_what_brute_force_gives(
+def test_every_forward_equals_brute_force(
     policy: str, chunk: int, link: Link, resident: int, quantised: bool
 ) -> None:
-    shape, rng = replace(SHAPE, chunk=chunk, quantised=quantised), random.Random(chunk)
-    target, middle = pair(link, resident, shape, policy)
-    story = text(70)
-    hand = started(target, shape, policy, story)
-    before, lengths = target.boundary, []
+    shape = replace(SHAPE, chunk=chunk, quantised=quantised)
+    rng = random.Random(chunk)
+    target, middle = cache_pair(link, resident, shape, policy)
+    sequence = random_qkv(70)
+    reference = prefill_both(target, shape, policy, sequence)
+    before = target.boundary
+    lengths = []
     while target.length < 100:
         lengths.append(target.length)
-        story, seen = speculate(
+        sequence, verified = speculate(
             target,
             middle,
-            story,
+            sequence,
             DRAFT,
             rng,
-            lambda known, out: close(out, hand.attend(known, out.shape[1])),
+            lambda known, out: assert_close(out, reference.attend(known, out.shape[1])),
         )
-        assert middle.length == target.length == len(story[0][0])
+        assert middle.length == target.length == len(sequence[0][0])
         if policy != "static":
-            hand.choose(seen, len(seen[0][0]) - lengths[-1], target.boundary)
-    probe = text(3)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+            reference.select(verified, len(verified[0][0]) - lengths[-1], target.boundary)
+    probe = random_qkv(3)
+    assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 3))
     assert target.boundary - before >= 2 * BLOCK
     assert middle.selector.selections == (1 if policy == "static" else 1 + len(lengths))
 
 
 @both_stores
 @every_policy
-def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised: bool) -> None:
+def test_restored_caches_repeat_their_outputs(policy: str, quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    prefill(target, text(70), 32)
-    passes = [text(7) for _ in range(8)]
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    prefill(target, random_qkv(70), 32)
+    inputs = [random_qkv(7) for _ in range(8)]
 
-    def go() -> list[Tensor]:
+    def replay() -> list[Tensor]:
         outs = []
-        for tokens in passes:
+        for tokens in inputs:
             forward(target, tokens)
             target.advance(5)
-            outs.append(forward(middle, first(tokens, 2)))
+            outs.append(forward(middle, first_tokens(tokens, 2)))
         return outs
 
-    forward(target, passes[0])
+    forward(target, inputs[0])
     target.advance(7)
     start = [cache.snapshot() for cache in (target, middle)]
-    once = go()
+    first_outs = replay()
     for cache, state in zip((target, middle), start, strict=True):
         cache.restore(state)
-    assert all(torch.equal(*pair) for pair in zip(once, go(), strict=True))
+    assert all(torch.equal(*outs) for outs in zip(first_outs, replay(), strict=True))
 
 
 @both_stores
@@ -119,165 +122,173 @@ def test_a_cache_that_is_rewound_goes_the_same_way_again(policy: str, quantised:
 @every_policy
 # no prefix, all within the budget, hardly more, much more
 @pytest.mark.parametrize("prompt", [3, 20, 48, 50, 93])
-def test_the_choice_behind_a_prompt(policy: str, chunk: int, prompt: int, quantised: bool) -> None:
+def test_the_selection_after_a_prompt(
+    policy: str, chunk: int, prompt: int, quantised: bool
+) -> None:
     shape = replace(SHAPE, chunk=chunk, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    story, probe = text(prompt), text(3)
-    hand = started(target, shape, policy, story)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    sequence, probe = random_qkv(prompt), random_qkv(3)
+    reference = prefill_both(target, shape, policy, sequence)
+    assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 3))
 
 
 @both_stores
 @pytest.mark.parametrize("chunk", [4, 12])
 # prefixes of one chunk of 12 tokens, two, and three
 @pytest.mark.parametrize("prompt", [17, 18, 29, 45])
-def test_a_budget_too_small_keeps_one_chunk(prompt: int, chunk: int, quantised: bool) -> None:
+def test_a_budget_that_is_too_small_keeps_one_chunk(
+    prompt: int, chunk: int, quantised: bool
+) -> None:
     shape = replace(SHAPE, budget=12, chunk=chunk, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
     for tensor in middle._store.tensors:
-        tensor.fill_(100)  # what nobody wrote shows
-    story, probe = text(prompt), text(3)
-    hand = started(target, shape, "attention", story)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+        tensor.fill_(100)  # unwritten slots become visible
+    sequence, probe = random_qkv(prompt), random_qkv(3)
+    reference = prefill_both(target, shape, "attention", sequence)
+    assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 3))
 
 
 @both_stores
 @sizes
 # one head at a time, or two of three, of a prefix of 48
 @pytest.mark.parametrize("tokens", [1, 70, 100])
-def test_heads_seen_bit_by_bit_are_all_seen(
+def test_heads_processed_in_parts_are_all_selected(
     tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch, quantised: bool
 ) -> None:
     monkeypatch.setattr(retrieval, "OBSERVED_KEYS", tokens)
     shape = replace(SHAPE, chunk=chunk, budget=36, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    story, probe = text(62), text(3)
-    hand = started(target, shape, "attention", story)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
+    sequence, probe = random_qkv(62), random_qkv(3)
+    reference = prefill_both(target, shape, "attention", sequence)
+    assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 3))
 
 
 @every_policy
 @pytest.mark.parametrize("resident", [0, 2, 4])
 @every_link
-def test_a_budget_for_everything_gives_the_target_itself(
-    link: Link, resident: int, policy: str
-) -> None:
+def test_a_budget_for_everything_equals_the_target(link: Link, resident: int, policy: str) -> None:
     for prompt in (7, 40, 93):
-        target, middle = pair(link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy)
-        prefill(target, text(prompt), chunk=32)
+        target, middle = cache_pair(
+            link, resident, replace(SHAPE, budget=150, chunk=1, rows=12), policy
+        )
+        prefill(target, random_qkv(prompt), chunk=32)
         for rows in (1, 5, 12):
-            tokens = text(rows)
-            close(forward(middle, tokens), forward(target, tokens))
+            tokens = random_qkv(rows)
+            assert_close(forward(middle, tokens), forward(target, tokens))
             target.advance(rows)
 
 
 @every_policy
-def test_a_budget_for_everything_gives_a_resident_target_bit_for_bit(policy: str) -> None:
-    target, middle = pair(make_test_link("view"), LAYOUT.layers, replace(SHAPE, budget=150), policy)
-    prefill(target, text(93), chunk=32)
-    tokens = text(5)
+def test_a_budget_for_everything_is_bit_identical_to_a_resident_target(policy: str) -> None:
+    target, middle = cache_pair(
+        make_test_link("view"), LAYOUT.layers, replace(SHAPE, budget=150), policy
+    )
+    prefill(target, random_qkv(93), chunk=32)
+    tokens = random_qkv(5)
     assert torch.equal(forward(middle, tokens), forward(target, tokens))
 
 
 @both_stores
 @every_policy
-def test_the_targets_keys_and_values_replace_its_own(policy: str, quantised: bool) -> None:
+def test_the_targets_keys_and_values_replace_drafted_ones(policy: str, quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, policy)
-    prompt, draft, truth, probe = text(61), text(6), text(6), text(2)
-    hand = started(target, shape, policy, prompt)
+    target, middle = cache_pair(make_test_link("view"), 2, shape, policy)
+    prompt, draft, verified, probe = random_qkv(61), random_qkv(6), random_qkv(6), random_qkv(2)
+    reference = prefill_both(target, shape, policy, prompt)
     forward(middle, draft)
     middle.advance(6)
-    forward(target, truth)  # the same positions, and other values than a partial context gave
+    forward(target, verified)  # the same positions, but not the values of a partial context
     target.advance(6)
     if policy != "static":
-        hand.choose(joined(prompt, truth), 6, target.boundary)
-    close(forward(middle, probe), hand.attend(joined(prompt, truth, probe), 2))
+        reference.select(concat(prompt, verified), 6, target.boundary)
+    assert_close(forward(middle, probe), reference.attend(concat(prompt, verified, probe), 2))
 
 
-def test_rows_that_do_not_stand_had_their_say_and_left_nothing_else() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    story, refused, probe = text(70), text(7), text(3)
-    hand = started(target, SHAPE, "attention", story)
-    forward(target, refused)
+def test_rejected_tokens_only_affect_the_selection() -> None:
+    target, middle = cache_pair(make_test_link("view"), 2, SHAPE)
+    sequence, rejected, probe = random_qkv(70), random_qkv(7), random_qkv(3)
+    reference = prefill_both(target, SHAPE, "attention", sequence)
+    forward(target, rejected)
     target.advance(0)
-    hand.choose(joined(story, refused), 7, target.boundary)
-    close(forward(middle, probe), hand.attend(joined(story, probe), 3))
+    reference.select(concat(sequence, rejected), 7, target.boundary)
+    assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 3))
 
 
 @both_stores
-def test_a_cache_need_not_be_prefilled(quantised: bool) -> None:
+def test_a_cache_needs_no_prefill(quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    hand, story = RetrievalByHand(shape, "attention", ROTARY), text(0)
-    while len(story[0][0]) < 90:
-        tokens, probe = text(7), text(2)
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
+    reference = ReferenceRetrieval(shape, "attention", ROTARY)
+    sequence = random_qkv(0)
+    while len(sequence[0][0]) < 90:
+        tokens, probe = random_qkv(7), random_qkv(2)
         forward(target, tokens)
         target.advance(7)
-        story = joined(story, tokens)
-        hand.choose(story, 7, target.boundary)
-        close(forward(middle, probe), hand.attend(joined(story, probe), 2))
+        sequence = concat(sequence, tokens)
+        reference.select(sequence, 7, target.boundary)
+        assert_close(forward(middle, probe), reference.attend(concat(sequence, probe), 2))
 
 
 @pytest.mark.parametrize(
     "shorten", ["target.crop", "middle.crop", "target.set_length", "middle.set_length"]
 )
-def test_lengths_follow_the_target(shorten: str) -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    prompt, tokens, probe = text(63), text(7), text(2)
-    hand = started(target, SHAPE, "attention", prompt)
+def test_the_length_follows_the_target(shorten: str) -> None:
+    target, middle = cache_pair(make_test_link("view"), 2, SHAPE)
+    prompt, tokens, probe = random_qkv(63), random_qkv(7), random_qkv(2)
+    reference = prefill_both(target, SHAPE, "attention", prompt)
     assert middle.length == 63
-    forward(middle, text(6))
-    middle.advance(6)  # a draft, longer than what will stand
+    forward(middle, random_qkv(6))
+    middle.advance(6)  # a draft longer than the accepted part
     forward(target, tokens)
     target.advance(5)
-    hand.choose(joined(prompt, tokens), 7, target.boundary)
+    reference.select(concat(prompt, tokens), 7, target.boundary)
     assert middle.length == 68
-    which, verb = shorten.split(".")
-    getattr({"target": target, "middle": middle}[which], verb)(65)
+    cache_name, verb = shorten.split(".")
+    getattr({"target": target, "middle": middle}[cache_name], verb)(65)
     assert middle.length == 65
-    close(forward(middle, probe), hand.attend(joined(prompt, first(tokens, 2), probe), 2))
+    assert_close(
+        forward(middle, probe), reference.attend(concat(prompt, first_tokens(tokens, 2), probe), 2)
+    )
     middle.set_length(68)
     assert middle.length == 68
 
 
-def test_refusals() -> None:
-    target, middle = pair(make_test_link("view"), 2, SHAPE)
-    prefill(target, text(61), chunk=61)
+def test_invalid_crops_and_chunks_are_errors() -> None:
+    target, middle = cache_pair(make_test_link("view"), 2, SHAPE)
+    prefill(target, random_qkv(61), chunk=61)
     with pytest.raises(ValueError, match="the selection covers the first 48"):
         middle.crop(47)
     with pytest.raises(ValueError, match="the selection covers the first 48"):
-        target.crop(47)  # and with it the level that drafts from what is cut off
+        target.crop(47)  # the level that drafts from the cropped tokens raises
     for chunk in (0, 49):
         with pytest.raises(ValueError, match=f"1 to budget = 48 tokens, found {chunk}"):
             replace(SHAPE, chunk=chunk)
 
 
 @both_stores
-def test_the_last_slot_can_be_used_and_no_more(quantised: bool) -> None:
+def test_exactly_all_slots_can_be_used(quantised: bool) -> None:
     shape = replace(SHAPE, append_room=9, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape, "static")
-    prefill(target, text(61), chunk=61)
-    # the choice took 32 selected tokens and a window of 13, of 48
-    # in 8 bits the window has a buffer of its own
+    target, middle = cache_pair(make_test_link("view"), 2, shape, "static")
+    prefill(target, random_qkv(61), chunk=61)
+    # 32 selected tokens and a window of 13, of 48; in int8 the window has a buffer of its own
     room = shape.slots - (shape.budget if quantised else 32)
     for _ in range(room - 13):
-        forward(middle, text(1))
+        forward(middle, random_qkv(1))
         middle.advance(1)
     with pytest.raises(
         ValueError, match=f"do not fit a buffer of {room if quantised else room + 32}"
     ):
-        forward(middle, text(1))
+        forward(middle, random_qkv(1))
 
 
 @both_stores
-def test_device_bytes_and_bytes_attended(quantised: bool) -> None:
+def test_device_and_attended_bytes(quantised: bool) -> None:
     shape = replace(SHAPE, quantised=quantised)
-    target, middle = pair(make_test_link("view"), 2, shape)
-    prefill(target, text(61), chunk=61)
-    forward(middle, text(3))
-    selected = 35 // 4 * 4  # of 48 less a window of 61 - 48
-    # a byte for each element, and a scale for the 8 of a token's keys or values
+    target, middle = cache_pair(make_test_link("view"), 2, shape)
+    prefill(target, random_qkv(61), chunk=61)
+    forward(middle, random_qkv(3))
+    selected = 35 // 4 * 4  # a budget of 48 less a window of 61 - 48
+    # a byte per element, and a scale for a token's 8 keys or values
     token = LAYOUT.bytes(1) // 4 + LAYOUT.bytes(1) // 8 if quantised else LAYOUT.bytes(1)
     assert middle.traffic.attended == selected * token + LAYOUT.bytes(13 + 3)
     assert middle.device_bytes == shape.device_bytes(LAYOUT)
@@ -291,15 +302,16 @@ def test_device_bytes_and_bytes_attended(quantised: bool) -> None:
 
 
 @sizes
-def test_bfloat16_does_as_float32_does(chunk: int) -> None:
-    shape, outs = replace(SHAPE, chunk=chunk), []
-    texts = [text(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
+def test_bfloat16_agrees_with_float32(chunk: int) -> None:
+    shape = replace(SHAPE, chunk=chunk)
+    outs = []
+    sequences = [random_qkv(rows, replace(LAYOUT, dtype=torch.bfloat16)) for rows in (70, 7, 3)]
     for dtype in (torch.bfloat16, torch.float32):
         layout = KVLayout(LAYOUT.layers, LAYOUT.heads, LAYOUT.head_dim, dtype)
-        target, middle = pair(make_test_link("view"), 2, shape, layout=layout)
-        middle.selector.policy.select = latest  # its choice is above rounding
+        target, middle = cache_pair(make_test_link("view"), 2, shape, layout=layout)
+        middle.selector.policy.select = latest  # a selection that rounding cannot change
         prompt, tokens, probe = (
-            [tuple(x.to(dtype) for x in qkv) for qkv in each] for each in texts
+            [tuple(x.to(dtype) for x in qkv) for qkv in sequence] for sequence in sequences
         )
         prefill(target, prompt, chunk=32)
         forward(target, tokens)
@@ -310,7 +322,7 @@ def test_bfloat16_does_as_float32_does(chunk: int) -> None:
 
 
 def latest(rows: QuerySample, layer: int, head: int, chunk: int, count: int) -> Tensor:
-    """The last chunks of the prefix, as `SelectionPolicy.select` returns them."""
+    """Return the last chunks of the prefix, in place of `SelectionPolicy.select`."""
     heads, tokens, _ = rows.keys.shape
     end = tokens // chunk
     return torch.arange(end - count, end).repeat(heads, 1)
@@ -318,37 +330,37 @@ def latest(rows: QuerySample, layer: int, head: int, chunk: int, count: int) -> 
 
 # two of three heads at a time, or one
 @pytest.mark.parametrize("heads", [2, 1])
-def test_heads_that_are_written_out_in_turn_give_what_all_give_at_once(
+def test_dequantising_heads_in_parts_gives_the_same_outputs(
     heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, quantised=True)
-    story, tokens, probe = text(70), text(7), text(3)
+    sequence, tokens, probe = random_qkv(70), random_qkv(7), random_qkv(3)
     head = LAYOUT.bytes(shape.slots, 1) // LAYOUT.heads
     outs, sizes = [], []
     for shared in (LAYOUT.heads * head, heads * head):
         monkeypatch.setattr(retrieval_shape, "SHARED_BYTES", shared)
-        target, middle = pair(make_test_link("view"), 2, shape)
+        target, middle = cache_pair(make_test_link("view"), 2, shape)
         target.rotary = middle.rotary = ROTARY
-        prefill(target, story, 32)
+        prefill(target, sequence, 32)
         forward(target, tokens)
         target.advance(7)
         outs.append(forward(middle, probe))
-        fixed = StaticForward(middle, 3)
-        fixed.prepare()
-        fixed.begin_forward(3)
-        by_layer = [fixed.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
+        static = StaticForward(middle, 3)
+        static.prepare()
+        static.begin_forward(3)
+        by_layer = [static.attend(layer, *qkv, 0) for layer, qkv in enumerate(probe)]
         outs.append(torch.stack(by_layer))
         sizes.append(middle.device_bytes)
-    close(outs[1], outs[0])
+    assert_close(outs[1], outs[0])
     assert torch.equal(outs[2], outs[0])
     assert torch.equal(outs[3], outs[1])
     assert sizes[0] - sizes[1] == (LAYOUT.heads - heads) * head
 
 
-def test_heads_are_written_out_in_parts_of_about_one_size() -> None:
-    """A 7B's on one of two GPUs, and on one: 4,096 tokens, and 32,768."""
-    wanted = {(16, 4096): 8, (32, 4096): 11, (16, 32_768): 2, (1, 1 << 20): 1, (3, 64): 3}
-    for (heads, budget), at_once in wanted.items():
+def test_heads_are_dequantised_in_parts_of_about_equal_size() -> None:
+    """A 7B model on one of two GPUs, and on one: 4,096 tokens, and 32,768."""
+    expected = {(16, 4096): 8, (32, 4096): 11, (16, 32_768): 2, (1, 1 << 20): 1, (3, 64): 3}
+    for (heads, budget), heads_at_once in expected.items():
         layout = KVLayout(32, heads, 128, torch.bfloat16)
         shape = RetrievalCacheSpec.of(budget, 8, 1 << 20, 66, 134)
-        assert replace(shape, quantised=True).shared_heads(layout) == at_once
+        assert replace(shape, quantised=True).shared_heads(layout) == heads_at_once

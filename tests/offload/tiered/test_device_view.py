@@ -1,4 +1,4 @@
-"""Drafting on what the device has of the target's cache leaves nothing behind in it."""
+"""Drafting from the target's on-device KV leaves the target unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.retrieval.selection import POLICIES
 from offload.retrieval.shape import RetrievalCacheSpec
 from offload.tiered.cache import TieredCache
 from offload.tiered.device_view import OnDeviceCache
-from support.driving import LAYOUT, forward, prefill, text, tiered
+from support.driving import LAYOUT, forward, prefill, random_qkv, tiered_cache
 from support.links import every_link, make_test_link, worst_link
 from support.slow import slow_except
 
@@ -24,9 +24,9 @@ SHAPE = RetrievalCacheSpec(
 )
 
 
-def target_of(link: Link, split: int) -> TieredCache:
-    """One resident layer, and of three far ones some with codes on the device."""
-    return tiered(
+def make_target(link: Link, split: int) -> TieredCache:
+    """Return a cache with one resident layer and three offloaded ones, some of them split."""
+    return tiered_cache(
         link,
         resident=1,
         split=split,
@@ -39,8 +39,8 @@ def target_of(link: Link, split: int) -> TieredCache:
     )
 
 
-def near_of(target: TieredCache, quantised: bool = False) -> OnDeviceCache:
-    """What the device has of a target; a retrieval cache of the layers without codes."""
+def make_device_view(target: TieredCache, quantised: bool = False) -> OnDeviceCache:
+    """Return the device view of a target, with a retrieval cache for layers that are not on it."""
     layers = [index for index, layer in enumerate(target.layers) if not layer.is_on_device]
     retrieval = None
     if layers:
@@ -55,50 +55,48 @@ def near_of(target: TieredCache, quantised: bool = False) -> OnDeviceCache:
 @worst_link
 @pytest.mark.parametrize("quantised", slow_except([False, True], 1))
 @pytest.mark.parametrize("split", [3, 1, 0])
-def test_what_is_drafted_changes_nothing_of_the_target(
-    link: Link, split: int, quantised: bool
-) -> None:
+def test_drafting_does_not_change_the_target(link: Link, split: int, quantised: bool) -> None:
     rng = random.Random(split)
-    target, alone = target_of(link, split), target_of(link, split)
-    alone.rotary = target.rotary
-    near = near_of(target, quantised)
-    prompt = text(90, LAYOUT_16)
-    assert torch.equal(prefill(target, prompt, 32), prefill(alone, prompt, 32))
+    target, reference = make_target(link, split), make_target(link, split)
+    reference.rotary = target.rotary
+    device_view = make_device_view(target, quantised)
+    prompt = random_qkv(90, LAYOUT_16)
+    assert torch.equal(prefill(target, prompt, 32), prefill(reference, prompt, 32))
     for _ in range(25):
-        assert near.length == target.length
+        assert device_view.length == target.length
         drafted = rng.randint(1, SHAPE.rows)
-        while near.length < target.length + drafted:  # some of it is taken back at once
-            rows = rng.randint(1, target.length + drafted - near.length)
-            forward(near, text(rows, LAYOUT_16))
-            near.advance(rows)
-            near.crop(near.length - rng.randint(0, rows - 1))
-        tokens = text(drafted, LAYOUT_16)
-        assert torch.equal(forward(target, tokens), forward(alone, tokens))
-        stand = rng.randint(1, drafted)
-        target.advance(stand)
-        alone.advance(stand)
+        while device_view.length < target.length + drafted:  # some tokens are dropped at once
+            rows = rng.randint(1, target.length + drafted - device_view.length)
+            forward(device_view, random_qkv(rows, LAYOUT_16))
+            device_view.advance(rows)
+            device_view.crop(device_view.length - rng.randint(0, rows - 1))
+        tokens = random_qkv(drafted, LAYOUT_16)
+        assert torch.equal(forward(target, tokens), forward(reference, tokens))
+        accepted = rng.randint(1, drafted)
+        target.advance(accepted)
+        reference.advance(accepted)
     assert target.boundary > 150
 
 
 @every_link
-def test_what_is_near_attends_nearly_as_the_target_and_costs_no_link(link: Link) -> None:
-    target = target_of(link, 3)
-    near = near_of(target)
-    prefill(target, text(90, LAYOUT_16), 32)
-    tokens = text(5, LAYOUT_16)
+def test_device_attention_approximates_the_target_without_transfers(link: Link) -> None:
+    target = make_target(link, 3)
+    device_view = make_device_view(target)
+    prefill(target, random_qkv(90, LAYOUT_16), 32)
+    tokens = random_qkv(5, LAYOUT_16)
     before = target.traffic.snapshot()
-    found = forward(near, tokens).float()
+    actual = forward(device_view, tokens).float()
     assert target.traffic.snapshot() == before
-    assert near.traffic.attended > 0
-    wanted = forward(target, tokens).float()
-    error = (found - wanted).abs().amax((1, 2, 3))
+    assert device_view.traffic.attended > 0
+    expected = forward(target, tokens).float()
+    error = (actual - expected).abs().amax((1, 2, 3))
     assert error[0] < 1e-2  # resident
     assert 1e-3 < error[1:].max() < 0.2
 
 
-def test_tokens_with_codes_are_not_taken_back() -> None:
-    target = target_of(make_test_link("view"), 3)
-    near = near_of(target)
-    prefill(target, text(90, LAYOUT_16), 32)
-    with pytest.raises(ValueError, match="the first 72 have codes"):
-        near.crop(71)
+def test_prefix_tokens_cannot_be_cropped() -> None:
+    target = make_target(make_test_link("view"), 3)
+    device_view = make_device_view(target)
+    prefill(target, random_qkv(90, LAYOUT_16), 32)
+    with pytest.raises(ValueError, match="the first 72 are before the offload boundary"):
+        device_view.crop(71)

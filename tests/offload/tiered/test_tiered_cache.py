@@ -1,6 +1,4 @@
-"""Tiers change where KV lives, never what attention gives; and every byte that crosses the link is
-counted.
-"""
+"""The placement of KV never changes attention outputs, and every byte over the link is counted."""
 
 from __future__ import annotations
 
@@ -25,21 +23,21 @@ from support.driving import (
     LAYOUT,
     RECENT,
     TAIL,
+    assert_same_forward,
     forward,
-    forward_alike,
-    plain,
+    plain_cache,
     prefill,
-    text,
-    tiered,
+    random_qkv,
+    tiered_cache,
 )
 from support.links import DelayingLink, every_link, make_test_link
 from support.slow import slow_except
 
 LAYERS = LAYOUT.layers
 every_split = pytest.mark.parametrize("resident", range(LAYERS + 1))
-# rows of a pass, how many of them stand, and where to crop afterwards (None: nowhere). The boundary
-# moves by 12 tokens.
-PASSES = [
+# query tokens of a forward, how many are accepted, and the length to crop to afterwards (or None);
+# the boundary moves by 12 tokens
+FORWARDS = [
     (1, 1, None),
     (5, 3, None),
     (17, 17, None),
@@ -53,12 +51,12 @@ PASSES = [
 
 
 def boundary_at(length: int) -> int:
-    """Whole blocks that leave RECENT tokens behind them."""
+    """Return the boundary: whole blocks, with at least RECENT tokens after them."""
     return max(0, length - RECENT) // BLOCK * BLOCK
 
 
-def on_host(cache: TieredCache) -> Tensor:
-    """What the host holds of layers that are streamed, (L, 2, Hkv, capacity, D)."""
+def host_kv(cache: TieredCache) -> Tensor:
+    """Return the host's part of offloaded layers, (L, 2, Hkv, capacity, D)."""
     return cache.host.view(cache.layout.shape(cache.shape.offloaded_layers, cache.shape.capacity))
 
 
@@ -66,94 +64,93 @@ def on_host(cache: TieredCache) -> Tensor:
 @every_split
 @pytest.mark.parametrize("slot_heads", slow_except([1, 2, 3], 1))
 def test_outputs_do_not_depend_on_the_tiers(link: Link, resident: int, slot_heads: int) -> None:
-    cache, want = tiered(link, resident, slot_heads=slot_heads), plain()
-    prompt = text(50)
+    cache, reference = tiered_cache(link, resident, slot_heads=slot_heads), plain_cache()
+    prompt = random_qkv(50)
     torch.testing.assert_close(
-        prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5
+        prefill(cache, prompt, chunk=16), forward(reference, prompt), atol=1e-5, rtol=1e-5
     )
-    want.advance(50)
-    for rows, stand, crop in PASSES * 2:
-        forward_alike(cache, want, rows, stand, crop)
-        assert cache.length == want.length
+    reference.advance(50)
+    for rows, accepted, crop in FORWARDS * 2:
+        assert_same_forward(cache, reference, rows, accepted, crop)
+        assert cache.length == reference.length
 
 
 @every_link
-def test_a_cache_need_not_be_prefilled(link: Link) -> None:
-    cache, want = tiered(link, resident=1), plain()
+def test_a_cache_needs_no_prefill(link: Link) -> None:
+    cache, reference = tiered_cache(link, resident=1), plain_cache()
     for rows in [24, 1, 20, 3, 17, 1]:
-        forward_alike(cache, want, rows, rows)
+        assert_same_forward(cache, reference, rows, rows)
 
 
 @every_link
-def test_a_repeated_pass_repeats_its_output(link: Link) -> None:
-    cache = tiered(link, resident=1)
-    prefill(cache, text(40), chunk=40)
-    tokens, longer = text(3), text(9)
-    first = forward(cache, tokens)
-    forward(cache, longer)  # never advanced: it did not happen
-    assert torch.equal(forward(cache, tokens), first)
+def test_a_forward_that_was_not_advanced_can_be_repeated(link: Link) -> None:
+    cache = tiered_cache(link, resident=1)
+    prefill(cache, random_qkv(40), chunk=40)
+    tokens, longer = random_qkv(3), random_qkv(9)
+    before = forward(cache, tokens)
+    forward(cache, longer)  # never advanced
+    assert torch.equal(forward(cache, tokens), before)
 
 
 @every_link
-def test_a_pass_given_up_halfway_leaves_nothing_behind(link: Link) -> None:
-    cache, want = tiered(link, resident=1), plain()
-    prompt = text(50)
+def test_an_aborted_forward_has_no_effect(link: Link) -> None:
+    cache, reference = tiered_cache(link, resident=1), plain_cache()
+    prompt = random_qkv(50)
     prefill(cache, prompt, chunk=13)
-    forward(want, prompt)
-    want.advance(50)
+    forward(reference, prompt)
+    reference.advance(50)
     for layers, rows in product([1, 2, 3], [1, 4]):
         cache.begin_forward(rows)
-        for layer, qkv in enumerate(text(rows)[:layers]):
+        for layer, qkv in enumerate(random_qkv(rows)[:layers]):
             cache.attend(layer, *qkv, cache.length)
-        tokens = text(7)
+        tokens = random_qkv(7)
         torch.testing.assert_close(
-            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+            forward(cache, tokens), forward(reference, tokens), atol=1e-5, rtol=1e-5
         )
         cache.advance(7)
-        want.advance(7)
+        reference.advance(7)
 
 
 @every_link
-def test_a_cache_can_start_over(link: Link) -> None:
-    cache = tiered(link, resident=1)
+def test_a_cache_can_be_reused(link: Link) -> None:
+    cache = tiered_cache(link, resident=1)
     for length in (70, 30, 90):
-        want, prompt, tokens = plain(), text(length), text(5)
+        reference, prompt, tokens = plain_cache(), random_qkv(length), random_qkv(5)
         torch.testing.assert_close(
-            prefill(cache, prompt, chunk=16), forward(want, prompt), atol=1e-5, rtol=1e-5
+            prefill(cache, prompt, chunk=16), forward(reference, prompt), atol=1e-5, rtol=1e-5
         )
-        want.advance(length)
+        reference.advance(length)
         torch.testing.assert_close(
-            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+            forward(cache, tokens), forward(reference, tokens), atol=1e-5, rtol=1e-5
         )
-        cache.begin_forward(
-            1
-        )  # copies are on their way into the slots that prefill is about to use
+        # copies are in flight into the slots that prefill is about to use
+        cache.begin_forward(1)
         cache.crop(0)
 
 
-class RememberingLink(DelayingLink):
+class RecordingLink(DelayingLink):
     """Keeps the ticket of every copy."""
 
     def copy(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._noted(super().copy(pairs))
+        return self._record(super().copy(pairs))
 
     def copy_out(self, pairs: Sequence[Copy]) -> threading.Event:
-        return self._noted(super().copy_out(pairs))
+        return self._record(super().copy_out(pairs))
 
-    def _noted(self, ticket: threading.Event) -> threading.Event:
+    def _record(self, ticket: threading.Event) -> threading.Event:
         self.tickets = [*getattr(self, "tickets", []), ticket]
         return self.tickets[-1]
 
 
-def test_copies_are_over_before_their_memory_is_anothers() -> None:
-    link = RememberingLink(delay=1e-2)
+def test_copies_finish_before_their_memory_is_reused() -> None:
+    link = RecordingLink(delay=1e-2)
     arena = HostArena(link, LAYOUT.dtype)
-    cache = TieredCache(TieredCacheSpec(LAYOUT, 90, 1, block=16), link, plain().rotary, arena)
-    prefill(cache, text(80), chunk=16)
+    cache = TieredCache(TieredCacheSpec(LAYOUT, 90, 1, block=16), link, plain_cache().rotary, arena)
+    prefill(cache, random_qkv(80), chunk=16)
     assert all(ticket.is_set() for ticket in link.tickets)
     cache.begin_forward(1)
     cache.crop(0)
-    with Prefill(cache, 80):  # builds its layers in the memory of the slots
+    with Prefill(cache, 80):  # layers are built in the memory of the slots
         assert all(ticket.is_set() for ticket in link.tickets)
     cache.begin_forward(1)
     arena.allocate((5,))
@@ -162,20 +159,20 @@ def test_copies_are_over_before_their_memory_is_anothers() -> None:
 
 
 @every_link
-def test_documents_share_an_arena(link: Link) -> None:
+def test_sequences_share_an_arena(link: Link) -> None:
     arena = HostArena(link, LAYOUT.dtype)
     for capacity in (90, 40, 120):
-        want = plain()
+        reference = plain_cache()
         shape = TieredCacheSpec(LAYOUT, capacity, 1, recent=3, block=8, rows=5, copies=link.copies)
-        cache = TieredCache(shape, link, want.rotary, arena)
-        prompt, tokens = text(capacity - 10), text(5)
+        cache = TieredCache(shape, link, reference.rotary, arena)
+        prompt, tokens = random_qkv(capacity - 10), random_qkv(5)
         prefill(cache, prompt, chunk=16)
-        forward(want, prompt)
-        want.advance(capacity - 10)
+        forward(reference, prompt)
+        reference.advance(capacity - 10)
         torch.testing.assert_close(
-            forward(cache, tokens), forward(want, tokens), atol=1e-5, rtol=1e-5
+            forward(cache, tokens), forward(reference, tokens), atol=1e-5, rtol=1e-5
         )
-        cache.begin_forward(1)  # its copies are on their way when the next document begins
+        cache.begin_forward(1)  # its copies are in flight when the next sequence begins
     assert arena.nbytes == LAYOUT.bytes(120, LAYERS - 1)
 
 
@@ -184,17 +181,18 @@ def test_documents_share_an_arena(link: Link) -> None:
 def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
     link: Link, prompt: int
 ) -> None:
-    cache, want, boundary = tiered(link, resident=1), plain(), boundary_at(prompt)
-    tokens = text(prompt)
+    cache, reference = tiered_cache(link, resident=1), plain_cache()
+    boundary = boundary_at(prompt)
+    tokens = random_qkv(prompt)
     prefill(cache, tokens, chunk=16)
-    # (L - 1, 2, Hkv, T, D), read at once: no copy may be under way any more
-    stored = on_host(cache)[:, :, :, :boundary].clone()
+    # (L - 1, 2, Hkv, T, D), without waiting: no copy may be in flight any more
+    stored = host_kv(cache)[:, :, :, :boundary].clone()
     tail = cache._tails[:, :, :, : prompt - boundary]
-    forward(want, tokens)
-    want.advance(prompt)
+    forward(reference, tokens)
+    reference.advance(prompt)
     assert cache.boundary == boundary
     torch.testing.assert_close(
-        torch.cat((stored, tail), dim=3).transpose(2, 3), want.kv[1:], atol=1e-5, rtol=1e-5
+        torch.cat((stored, tail), dim=3).transpose(2, 3), reference.kv[1:], atol=1e-5, rtol=1e-5
     )
 
 
@@ -202,20 +200,22 @@ def test_after_prefill_the_host_has_the_prefix_and_the_tail_the_rest(
 def test_resident_layers_are_spread_evenly_and_the_first_is_one(layers: int) -> None:
     for resident in range(layers + 1):
         shape = TieredCacheSpec(replace(LAYOUT, layers=layers), CAPACITY, resident)
-        near = [layer for layer, kind in enumerate(shape.placement()) if kind == "resident"]
-        assert len(near) == resident
-        assert not resident or near[0] == 0
-        gaps = [after - before for before, after in pairwise([*near, layers])]
+        resident_indices = [
+            layer for layer, kind in enumerate(shape.placement()) if kind == "resident"
+        ]
+        assert len(resident_indices) == resident
+        assert not resident or resident_indices[0] == 0
+        gaps = [after - before for before, after in pairwise([*resident_indices, layers])]
         assert max(gaps, default=0) - min(gaps, default=0) <= 1
 
 
 @every_link
 @pytest.mark.parametrize(("recent", "block"), [(0, 1), (0, 12), (7, 1), (5, 12), (30, 4)])
-def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(
+def test_a_forward_first_moves_the_boundary_to_its_maximum(
     link: Link, recent: int, block: int
 ) -> None:
-    cache, want = tiered(link, 2, recent=recent, block=block), plain()
-    for rows, stand in [
+    cache, reference = tiered_cache(link, 2, recent=recent, block=block), plain_cache()
+    for rows, accepted in [
         (7, 7),
         (1, 1),
         (24, 24),
@@ -227,91 +227,99 @@ def test_the_boundary_moves_as_far_as_it_may_when_a_pass_begins(
         (1, 1),
         (9, 9),
     ]:
-        tokens, before = text(rows), cache.boundary
+        tokens = random_qkv(rows)
+        before = cache.boundary
         out = forward(cache, tokens)
         assert cache.boundary == max(0, (cache.length - recent) // block * block) >= before
-        torch.testing.assert_close(out, forward(want, tokens), atol=1e-5, rtol=1e-5)
-        for each in (cache, want):
-            each.advance(stand)
-        # until the next pass begins
-        assert cache.boundary == max(0, (cache.length - stand - recent) // block * block)
+        torch.testing.assert_close(out, forward(reference, tokens), atol=1e-5, rtol=1e-5)
+        for kv_cache in (cache, reference):
+            kv_cache.advance(accepted)
+        # unchanged until the next forward begins
+        assert cache.boundary == max(0, (cache.length - accepted - recent) // block * block)
         link.drain()
-        both = torch.cat(
+        stored = torch.cat(
             (
-                on_host(cache)[:, :, :, : cache.boundary],
+                host_kv(cache)[:, :, :, : cache.boundary],
                 cache._tails[:, :, :, : cache.length - cache.boundary],
             ),
             dim=3,
         )
-        torch.testing.assert_close(both.transpose(2, 3), want.kv[1::2], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(stored.transpose(2, 3), reference.kv[1::2], atol=1e-5, rtol=1e-5)
     assert cache.boundary >= 48
 
 
 @every_link
 @every_split
 @pytest.mark.parametrize("prompt", [4, 17, 50])
-def test_bytes_over_the_link(link: Link, resident: int, prompt: int) -> None:
-    cache, far = tiered(link, resident), LAYERS - resident
-    prefill(cache, text(prompt), chunk=16)
-    assert cache.traffic.link_in == 0  # layer-major: nothing is read back
-    assert cache.traffic.link_out == LAYOUT.bytes(boundary_at(prompt), far)
-    came = 0
-    for rows, stand in [(5, 5), (17, 12), (1, 1), (17, 17), (24, 0), (24, 24), (1, 1)]:
+def test_link_traffic(link: Link, resident: int, prompt: int) -> None:
+    cache = tiered_cache(link, resident)
+    offloaded = LAYERS - resident
+    prefill(cache, random_qkv(prompt), chunk=16)
+    assert cache.traffic.link_in == 0  # prefill is layer-major: nothing is read back
+    assert cache.traffic.link_out == LAYOUT.bytes(boundary_at(prompt), offloaded)
+    streamed = 0
+    for rows, accepted in [(5, 5), (17, 12), (1, 1), (17, 17), (24, 0), (24, 24), (1, 1)]:
         boundary = boundary_at(cache.length)
-        came += LAYOUT.bytes(boundary, far)
-        forward(cache, text(rows))
-        cache.advance(stand)
-        # every token of the prefix left once, whether prefill wrote it or a later pass
+        streamed += LAYOUT.bytes(boundary, offloaded)
+        forward(cache, random_qkv(rows))
+        cache.advance(accepted)
+        # every token of the prefix left once, in prefill or a later forward
         assert (cache.traffic.link_in, cache.traffic.link_out) == (
-            came,
-            LAYOUT.bytes(boundary, far),
+            streamed,
+            LAYOUT.bytes(boundary, offloaded),
         )
-    assert boundary > boundary_at(prompt)  # it moved on the way
+    assert boundary > boundary_at(prompt)  # it has moved
 
 
 @every_link
 @every_split
-def test_bytes_attended(link: Link, resident: int) -> None:
-    cache = tiered(link, resident)
-    prefill(cache, text(50), chunk=50)
+def test_attended_bytes(link: Link, resident: int) -> None:
+    cache = tiered_cache(link, resident)
+    prefill(cache, random_qkv(50), chunk=50)
     before = cache.traffic.attended
     assert before == LAYOUT.bytes(50)
-    forward(cache, text(7))
+    forward(cache, random_qkv(7))
     assert cache.traffic.attended - before == LAYOUT.bytes(57)
 
 
 @every_split
 @pytest.mark.parametrize("link", ["emulated"], indirect=True)
 def test_device_bytes(link: Link, resident: int) -> None:
-    cache, far = tiered(link, resident), LAYERS - resident
+    cache = tiered_cache(link, resident)
+    offloaded = LAYERS - resident
     # 3 slots of keys and values of 2 heads
-    ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4 if far else 0
-    assert cache.device_bytes == LAYOUT.bytes(CAPACITY, resident) + LAYOUT.bytes(TAIL, far) + ring
+    ring = 3 * 2 * 2 * CAPACITY * LAYOUT.head_dim * 4 if offloaded else 0
+    assert (
+        cache.device_bytes
+        == LAYOUT.bytes(CAPACITY, resident) + LAYOUT.bytes(TAIL, offloaded) + ring
+    )
 
 
 def test_bfloat16_agrees_with_plain_arithmetic() -> None:
     layout = KVLayout(2, 2, 16, torch.bfloat16)
     link = make_test_link("delaying")
-    cache, want = tiered(link, 1, layout=layout), plain(layout)
-    prompt, tokens = text(60, layout), text(9, layout)
+    cache, reference = tiered_cache(link, 1, layout=layout), plain_cache(layout)
+    prompt, tokens = random_qkv(60, layout), random_qkv(9, layout)
     torch.testing.assert_close(
-        prefill(cache, prompt, 16), forward(want, prompt), atol=2e-2, rtol=2e-2
+        prefill(cache, prompt, 16), forward(reference, prompt), atol=2e-2, rtol=2e-2
     )
-    want.advance(60)
-    torch.testing.assert_close(forward(cache, tokens), forward(want, tokens), atol=2e-2, rtol=2e-2)
+    reference.advance(60)
+    torch.testing.assert_close(
+        forward(cache, tokens), forward(reference, tokens), atol=2e-2, rtol=2e-2
+    )
     link.close()
 
 
-def test_refusals() -> None:
-    cache = tiered(make_test_link("view"), resident=1)
+def test_exceeding_a_capacity_is_an_error() -> None:
+    cache = tiered_cache(make_test_link("view"), resident=1)
     with (
         pytest.raises(ValueError, match="0 tokens and 201 more do not fit a cache of 200"),
         Prefill(cache, CAPACITY + 1),
     ):
         pass
     with pytest.raises(ValueError, match=f"do not fit a buffer of {TAIL}"):
-        forward(cache, text(TAIL + 1))
-    prefill(cache, text(CAPACITY - 3), chunk=64)
+        forward(cache, random_qkv(TAIL + 1))
+    prefill(cache, random_qkv(CAPACITY - 3), chunk=64)
     with pytest.raises(ValueError, match="197 tokens and 4 more do not fit a cache of 200"):
         cache.begin_forward(4)
     with pytest.raises(ValueError, match="197 tokens and 4 more do not"), Prefill(cache, 4):

@@ -1,4 +1,4 @@
-"""What a shape counts is what the cache allocates, whatever the sizes and the link."""
+"""A cache allocates what its spec counts, for any sizes and any link."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from support.links import CPU, make_test_link
 from support.reference import random_rotary
 
 every_link = pytest.mark.parametrize("link", ["view", "emulated"], indirect=True)
-NOT_ITS_OWN = ("link", "rotary", "followers", "traffic", "host")
+SHARED_ATTRIBUTES = ("link", "rotary", "observers", "traffic", "host")
 
 
-def memory(thing: Any, seen: dict[int, int]) -> dict[int, int]:
-    """Return the bytes of every buffer that hangs on an object of ours, by address."""
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
-    elif isinstance(thing, list | tuple | deque):
-        for each in thing:
-            memory(each, seen)
-    elif type(thing).__module__.startswith("offload."):
-        for name, value in getattr(thing, "__dict__", {}).items():
-            if name.strip("_") not in NOT_ITS_OWN:
-                memory(value, seen)
-    return seen
+def buffer_sizes(root: Any, sizes: dict[int, int]) -> dict[int, int]:
+    """Return the bytes of every buffer reachable from one of our objects, by address."""
+    if isinstance(root, Tensor):
+        storage = root.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(root, list | tuple | deque):
+        for item in root:
+            buffer_sizes(item, sizes)
+    elif type(root).__module__.startswith("offload."):
+        for name, value in getattr(root, "__dict__", {}).items():
+            if name.strip("_") not in SHARED_ATTRIBUTES:
+                buffer_sizes(value, sizes)
+    return sizes
 
 
 def allocated(cache: Cache) -> int:
-    return sum(memory(cache, {}).values())
+    return sum(buffer_sizes(cache, {}).values())
 
 
 def random_layout(rng: random.Random) -> KVLayout:
@@ -54,7 +54,7 @@ def random_layout(rng: random.Random) -> KVLayout:
     return KVLayout(rng.randint(1, 6), rng.randint(1, 5), rng.choice([2, 8, 16]), dtype)
 
 
-def random_tiers(rng: random.Random, copies: bool) -> TieredCacheSpec:
+def random_spec(rng: random.Random, copies: bool) -> TieredCacheSpec:
     sizes = [rng.randint(1, 300), rng.randint(0, 9), rng.randint(1, 40), rng.randint(1, 20)]
     shape = TieredCacheSpec.with_ring(random_layout(rng), *sizes, copies=copies)
     resident = rng.randint(0, shape.layout.layers)
@@ -68,10 +68,10 @@ def random_tiers(rng: random.Random, copies: bool) -> TieredCacheSpec:
 
 
 @every_link
-def test_tiers_take_what_their_shape_counts(link: Link) -> None:
+def test_tiered_caches_allocate_what_their_spec_counts(link: Link) -> None:
     rng = random.Random(0)
     for _ in range(60):
-        shape = random_tiers(rng, link.copies)
+        shape = random_spec(rng, link.copies)
         arena = HostArena(link, shape.layout.dtype)
         cache = TieredCache(shape, link, random_rotary(shape.layout, shape.capacity), arena)
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(prefill=True)
@@ -82,31 +82,33 @@ def test_tiers_take_what_their_shape_counts(link: Link) -> None:
         assert arena.nbytes == shape.host_bytes
 
 
-def test_packing_is_told_of_where_it_makes_anything_smaller() -> None:
+def test_compression_is_suggested_only_if_it_saves_host_memory() -> None:
     rng = random.Random(0)
-    told = set()
+    outcomes = set()
     for _ in range(200):
-        shape = random_tiers(rng, copies=True)
+        shape = random_spec(rng, copies=True)
         smaller = False
         if shape.format is not None:
             smaller = replace(shape, compressed=True).host_bytes < shape.host_bytes
         assert shape.may_be_compressed == smaller
-        told.add(smaller)
-    assert told == {False, True}
+        outcomes.add(smaller)
+    assert outcomes == {False, True}
 
 
-def test_a_shape_for_another_link_is_refused() -> None:
+def test_a_spec_for_another_kind_of_link_is_an_error() -> None:
     rng = random.Random(0)
-    shape, link = random_tiers(rng, copies=True), make_test_link("view")
+    shape = random_spec(rng, copies=True)
+    link = make_test_link("view")
     rotary = random_rotary(shape.layout, shape.capacity)
     with pytest.raises(ValueError, match="another kind of link"):
         TieredCache(shape, link, rotary, HostArena(link, shape.layout.dtype))
 
 
-def test_a_retrieval_cache_takes_what_its_shape_counts() -> None:
+def test_retrieval_caches_allocate_what_their_spec_counts() -> None:
     rng = random.Random(1)
     for _ in range(60):
-        layout, budget = random_layout(rng), rng.randint(8, 200)
+        layout = random_layout(rng)
+        budget = rng.randint(8, 200)
         shape = RetrievalCacheSpec.of(budget, rng.randint(1, 8), rng.randint(1, 900), 7, 20)
         shape = replace(shape, quantised=rng.random() < 0.5)
         policy = POLICIES["attention"]()
@@ -114,7 +116,7 @@ def test_a_retrieval_cache_takes_what_its_shape_counts() -> None:
         assert allocated(cache) == cache.device_bytes == shape.device_bytes(layout)
 
 
-def test_a_drafts_cache_takes_what_its_shape_counts() -> None:
+def test_draft_caches_allocate_what_their_spec_counts() -> None:
     rng = random.Random(2)
     for _ in range(60):
         layout = random_layout(rng)

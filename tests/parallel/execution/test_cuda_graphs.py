@@ -21,7 +21,7 @@ from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.driving import tiered
+from support.driving import tiered_cache
 from support.engines import DEMO, Pair
 from support.links import CPU, make_test_link
 from support.models import random_tokens
@@ -150,7 +150,7 @@ def test_logits_outlive_the_next_pass(draft: Transformer) -> None:
 def test_long_passes_and_other_caches_go_as_they_are(draft: Transformer) -> None:
     recorder = Scripted(impossible)
     runner, cache = GraphRunner(True, recorder, 1), streaming(draft)
-    whole = tiered(make_test_link("view"), 2)
+    whole = tiered_cache(make_test_link("view"), 2)
     for _ in range(3):
         runner(draft, random_tokens(MAX_GRAPH_TOKENS + 1), cache, 1)
     assert recorder.made == 0
