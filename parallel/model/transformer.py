@@ -262,7 +262,7 @@ class Transformer(Module):
         if before_layer:
             before_layer()
         chunks = list(in_chunks(x, max_chunk))
-        tail = max(chunks[-1].start, len(x) - OBSERVED_ROWS)  # start of the tokens that need an output
+        tail = max(chunks[-1].start, len(x) - OBSERVED_ROWS)  # first token with an output
         for chunk in chunks:
             if chunk.start < tail:
                 last.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)

@@ -65,7 +65,7 @@ def open_engine(group: TensorParallelGroup, mode: str, **choices: Any) -> Engine
 
 
 class InlineThread(Thread):
-    """A thread that runs in the caller's: the stand-in supports a single one."""
+    """A thread that runs in its caller: the stand-in supports a single thread."""
 
     def start(self) -> None:
         self.run()
