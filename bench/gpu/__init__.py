@@ -1,1 +1,1 @@
-"""The GPU day: what only a GPU can tell, in parts that go on where another one fails."""
+"""The GPU day: all measurements that need a GPU, in parts that are independent of each other."""

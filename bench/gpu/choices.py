@@ -1,4 +1,4 @@
-"""What the parts of a GPU day share: the options, the device, and how rows are reported."""
+"""Shared by the parts of a GPU day: the options, the device, and the reporting of rows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from parallel.ranks.process_group import TensorParallelGroup
 
 
 def row(part: str, what: str, value: float | str | None, unit: str = "") -> Row:
-    """Return a row of the day's table; a value that is None is unknown."""
-    known = "unknown" if value is None else value
-    return {"part": part, "what": what, "value": known, "unit": unit}
+    """Return a row of the table; a value of None is unknown."""
+    shown = "unknown" if value is None else value
+    return {"part": part, "what": what, "value": shown, "unit": unit}
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The options of `python -m bench gpu`; None: each part has its own default."""
+    """The options of `python -m bench gpu`; None means the default of each part."""
 
     target: str = "8b"
     draft: str | None = None
@@ -40,21 +40,21 @@ class Choices:
 
 @dataclass
 class Context:
-    """What the parts that run in one process share."""
+    """State shared by the parts that run in one process."""
 
     choices: Choices
     report: Callable[[Row], None]
     part: str = ""
-    # milliseconds of forward passes with all KV on the device, by their names in `passes`
+    # milliseconds of forwards with all KV on the device, by their names in bench.speed.forwards
     compute: dict[str, float] = field(default_factory=dict)
 
     def add(self, what: str, value: float | str | None, unit: str = "") -> None:
-        """Report a value of the part that runs; None is unknown."""
+        """Report a value of the current part; None is unknown."""
         self.report(row(self.part, what, value, unit))
 
     @cached_property
     def group(self) -> TensorParallelGroup:
-        """Return the group of this process alone."""
+        """Return a group of this process alone."""
         return TensorParallelGroup.from_environment(self.choices.device)
 
     @property
@@ -64,7 +64,7 @@ class Context:
 
     @cached_property
     def graphs(self) -> bool:
-        """Return whether short passes are recorded as CUDA graphs."""
+        """Return whether short forwards are captured as CUDA graphs."""
         return (
             cuda_graphs_supported(self.group)
             if self.choices.graphs is None
@@ -73,11 +73,11 @@ class Context:
 
     @property
     def is_small(self) -> bool:
-        """Return whether to measure small sizes: in a rehearsal, and on a processor."""
+        """Return whether to measure small sizes: in a rehearsal, and on a CPU."""
         return self.choices.rehearse or self.device.type == "cpu"
 
     def tokens(self, default: int) -> int:
-        """Return the tokens of a prompt: what was asked for, or the default of the part."""
+        """Return the tokens of a prompt: the `context` option, or the default of the part."""
         if self.choices.context is not None:
             return self.choices.context
         return 1024 if self.is_small else default

@@ -1,12 +1,12 @@
-"""What only a GPU can tell, in a quarter of an hour: the CUDA tests, kernels, copies and a model.
+"""All measurements that need a GPU, in 15 minutes: the CUDA tests, kernels, copies and a model.
 
-The model has the dimensions of an 8B (or a 7B) and weights that were drawn: it costs what the real
-one costs, and writes nonsense. A model that is named (`--target`) reads real text. Every row is
-saved as it comes. A part that fails or hangs is noted and ended, and the next one goes on.
+The model has the dimensions of an 8B (or a 7B) and random weights: it costs as much as the real one
+and generates nonsense. A named model (`--target`) runs on real text. Every row is saved
+immediately. A part that fails or hangs is reported and ended, and the next one runs.
 
-The physics: copies should run at the bandwidth that one large copy from pinned memory reaches; a
-verification should take the larger of its link time and its compute; prefill should be bound by
-arithmetic; and no peak should exceed the plan.
+The physics: copies should reach the bandwidth of one large copy from pinned memory; a verification
+should take the larger of its link time and its compute; prefill should be compute-bound; and no
+peak should exceed the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from bench.harness.tables import cell, say
 from decoding.config.settings import LEVELS
 from offload.errors import TierForceError
 
-TESTS_S = 170  # seconds
+TESTS_S = 170  # time limit, seconds
 NAMES = (*list(PARTS)[:6], "tests", *list(PARTS)[6:])
 
 
@@ -39,103 +39,106 @@ NAMES = (*list(PARTS)[:6], "tests", *list(PARTS)[6:])
 def main(
     parts: Annotated[
         str,
-        typer.Option(help="Parts to run, in this order, separated by commas; by default all."),
+        typer.Option(help="Comma-separated parts to run, in this order; by default all."),
     ] = ",".join(NAMES),
     limit: Annotated[
-        float, typer.Option(help="Seconds for all parts together. Each has its own limit, too.")
+        float,
+        typer.Option(help="Time limit of all parts together, seconds. Each part also has its own."),
     ] = 900,
     matching: Annotated[
-        str | None, typer.Option("-k", help="Of the part tests, those that match, as pytest's -k.")
+        str | None,
+        typer.Option("-k", help="Run only matching tests in the part tests, like pytest's -k."),
     ] = None,
     rehearse: Annotated[
-        bool, typer.Option(help="Run all parts in tiny sizes, without a GPU on a stand-in for one.")
+        bool, typer.Option(help="Run all parts with tiny sizes; without a GPU, on a stand-in.")
     ] = False,
     target: Annotated[
-        str, typer.Option(help="Drawn weights: 8b, 7b or tiny; or a model, which reads real text.")
+        str, typer.Option(help="8b, 7b or tiny, with random weights; or a model, run on real text.")
     ] = "8b",
     draft: opt.Draft = None,
     rope: opt.Rope = None,
     mode: Annotated[
-        str, typer.Option(help="Mode of the parts resident, streamed and plan.")
+        str, typer.Option(help="Mode in the parts resident, streamed and plan.")
     ] = "hierarchical",
     context: Annotated[
         int | None,
-        typer.Option(help="Prompt tokens; by default 65,536, and 130,048 in the part plan."),
+        typer.Option(help="Prompt tokens; by default 65,536, or 130,048 in the part plan."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     device_memory: Annotated[
         float,
-        typer.Option(help="The part plan plans as a card of so many GiB does: 24 as an RTX 4090."),
+        typer.Option(help="GPU memory that the part plan assumes, GiB: 24 for an RTX 4090."),
     ] = 24.0,
     retrieval_budget: opt.Budget = 4096,
     gpu_kv_layers: Annotated[
         int | None,
-        typer.Option(help="Layers on the device: streamed has 0 by default, plan all that fit."),
+        typer.Option(help="KV layers on the GPU; by default 0 in streamed, all that fit in plan."),
     ] = None,
     int8: Annotated[
         bool | None,
         typer.Option(
             "--int8/--no-int8",
-            help="Keep the retrieval cache in 8 bits; by default in the parts streamed and plan.",
+            help="Store the retrieval cache in 8 bits; by default in streamed and plan.",
         ),
     ] = None,
     graphs: Annotated[
         bool | None,
         typer.Option(
             "--graphs/--no-graphs",
-            help="Record short passes as CUDA graphs; by default where it is found to work.",
+            help="Capture short forwards as CUDA graphs; by default if a self-test succeeds.",
         ),
     ] = None,
     link: Annotated[str, typer.Option(help="auto; on a CPU also emulated:RATE.")] = "auto",
-    output: Annotated[
-        Path, typer.Option(help="JSON document, written again after every row.")
-    ] = Path("results/gpu.json"),
+    output: Annotated[Path, typer.Option(help="JSON document, rewritten after every row.")] = Path(
+        "results/gpu.json"
+    ),
 ) -> Measurement:
-    """Run parts, each to its end or its limit, and print one table."""
+    """Run parts, each to its end or its time limit, and print one table."""
     options, ends_at = locals(), time.monotonic() + limit
     names = parts.split(",")
     if unknown := [name for name in names if name not in NAMES]:
         raise TierForceError(f"--parts {','.join(unknown)}: use some of {','.join(NAMES)}.")
     if mode not in LEVELS:
         raise TierForceError(f"--mode {mode}: use one of {', '.join(LEVELS)}.")
-    choices = Choices(**{each.name: options[each.name] for each in fields(Choices)})
+    choices = Choices(**{field.name: options[field.name] for field in fields(Choices)})
     if rehearse:
         choices = replace(choices, target="tiny")
     rows = list[Row]()
-    note = {"note": "a rehearsal in tiny sizes: none of these numbers is a measurement"}
+    note = {"note": "a rehearsal with tiny sizes: none of these numbers is a measurement"}
     log = output.with_suffix(".tests.log")
-    with _ended_by_sigterm():
-        for each in _run(names, choices, ends_at, log, matching):
-            rows.append(each)
-            say(f"{each['part']}: {each['what']}: {cell(each['value'])} {each['unit']}")
+    with _exit_on_sigterm():
+        for new_row in _run(names, choices, ends_at, log, matching):
+            rows.append(new_row)
+            value = cell(new_row["value"])
+            say(f"{new_row['part']}: {new_row['what']}: {value} {new_row['unit']}")
             yield (note if rehearse else {}) | {"rows": rows}
-    if failed := dict.fromkeys(each["part"] for each in rows if each["what"] == "failed"):
+    if failed := dict.fromkeys(entry["part"] for entry in rows if entry["what"] == "failed"):
         raise TierForceError(f"parts that failed: {', '.join(failed)}.")
 
 
 def _run(
     names: list[str], choices: Choices, ends_at: float, log: Path, matching: str | None
 ) -> Iterator[Row]:
-    """Run parts in their order, as many in one process as stand together without the tests."""
-    left = list(names)
-    while left:
-        if (rest := ends_at - time.monotonic()) <= 0:
-            for name in left:
-                yield row(name, "failed", "not begun: the time for all parts was up")
+    """Run parts in order; adjacent ones, other than the tests, share a process."""
+    pending = list(names)
+    while pending:
+        if (remaining_s := ends_at - time.monotonic()) <= 0:
+            for name in pending:
+                yield row(name, "failed", "not started: the time limit of all parts was reached")
             return
-        if left[0] == "tests":
-            left.pop(0)
-            yield from run_tests(log, min(TESTS_S, rest), choices.rehearse, matching)
+        if pending[0] == "tests":
+            pending.pop(0)
+            yield from run_tests(log, min(TESTS_S, remaining_s), choices.rehearse, matching)
             continue
-        count = left.index("tests") if "tests" in left else len(left)
-        left[:count] = yield from run_parts(left[:count], choices, ends_at)
+        count = pending.index("tests") if "tests" in pending else len(pending)
+        pending[:count] = yield from run_parts(pending[:count], choices, ends_at)
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM, such as that of `timeout`, end what this process has started, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _exit_on_sigterm() -> Iterator[None]:
+    """Exit on SIGTERM, for example from `timeout`, which also ends child processes."""
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

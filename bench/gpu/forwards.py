@@ -1,7 +1,7 @@
-"""Parts of a GPU day that run a model: where its KV lives, and what its forward passes then take.
+"""Parts of a GPU day that run a model: the time of its forwards, by where its KV is.
 
 The physics: a verification should take the larger of its link time and its compute. With all KV on
-the device it is compute alone, and tells what the streamed one is compared with.
+the device it takes its compute alone, the reference for the streamed one.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 from bench.gpu.choices import Context
 from bench.gpu.models import (
-    loaded,
+    load_models,
     mode_of,
     planned_memory,
-    prefilled,
+    prefilled_session,
     report_prefill,
     usable_bytes,
     weight_bytes,
@@ -29,52 +29,55 @@ from decoding.engine.session import SequenceState
 from decoding.speculation.draft_length import Fixed
 from offload.memory.bandwidth import BandwidthProbe
 
-_TOKENS = 65_536  # of a prompt
-_LONG = 130_048  # of the prompt with which a 4090's memory is planned
-_REPEATS = 3  # of a kind of pass that is timed, behind one that warms up
+_TOKENS = 65_536  # prompt tokens
+_LONG = 130_048  # prompt tokens in the part plan
+_REPEATS = 3  # timed forwards per kind, after one warm-up
 
 
 def resident(context: Context) -> None:
-    """All KV on the device: passes are compute alone, and short ones are recorded."""
-    layers = loaded(context.choices, context.group)[0].config.layers
+    """All KV on the device: forwards are compute alone, and short ones are captured."""
+    layers = load_models(context.choices, context.group)[0].config.layers
     mode = mode_of(context, context.choices.mode)
     int8 = bool(context.choices.int8)
     tokens = context.tokens(_TOKENS)
-    with prefilled(context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8) as session:
+    with prefilled_session(
+        context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8
+    ) as session:
         before = _device_bytes(context)
         times, _ = _timed(context, session)
         context.compute |= times
         if before is not None:
             after = _device_bytes(context) or before
-            context.add(
-                "device memory that passes and recordings took", (after - before) / 1e6, "MB"
-            )
+            context.add("device memory of forwards and CUDA graphs", (after - before) / 1e6, "MB")
         for name, value in session.runner.counts.items():
-            context.add(f"recordings: {name}", "none" if value is None else value)
+            context.add(f"CUDA graphs: {name}", "none" if value is None else value)
 
 
 def streamed(context: Context) -> None:
-    """No layer's KV on the device, or as many as were asked for: what hides behind the link."""
+    """No layer's KV on the device, or `gpu_kv_layers`: how much compute overlaps the link."""
     mode = mode_of(context, context.choices.mode)
     int8 = context.choices.int8 is not False
     layers = context.choices.gpu_kv_layers or 0
     tokens = context.tokens(_TOKENS)
-    with prefilled(context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8) as session:
+    with prefilled_session(
+        context, tokens, mode, gpu_kv_layers=layers, int8_retrieval=int8
+    ) as session:
         times, moved = _timed(context, session)
         _report_link(context, session, times, moved, context.compute)
 
 
 def split(context: Context) -> None:
-    """Layers whose high bytes are on the device: drafts against these, exact verifications."""
-    layers = loaded(context.choices, context.group)[0].config.layers
+    """Split layers, with high bytes on the device: approximate drafts, exact verifications."""
+    layers = load_models(context.choices, context.group)[0].config.layers
     mode = mode_of(context, "split-hierarchical")
     chosen: dict[str, Any] = {"gpu_kv_layers": 0, "split_kv_layers": layers}
-    with prefilled(context, context.tokens(_TOKENS), mode, **chosen) as session:
-        context.add("fused kernels", session.runtime.split_kernels[1])
+    with prefilled_session(context, context.tokens(_TOKENS), mode, **chosen) as session:
+        context.add("split kernels", session.runtime.split_kernels[1])
         model, prompt = session.runtime.target, session.prompt
-        near = next(level.cache for level in session.levels if level.name == "split")
+        cache = next(level.cache for level in session.levels if level.name == "split")
         for rows in (1, 3, 9):
-            context.add(f"draft pass, {rows} rows", median_ms(model, near, prompt[:rows], 5), "ms")
+            draft_ms = median_ms(model, cache, prompt[:rows], 5)
+            context.add(f"draft forward, {rows} rows", draft_ms, "ms")
         before = session.target.traffic.link_in
         ms = median_ms(model, session.target, prompt[:33], 3)
         context.add("verification, 33 rows", ms, "ms")
@@ -83,36 +86,36 @@ def split(context: Context) -> None:
 
 
 def deterministic(context: Context) -> None:
-    """A row's logits are the same bits, alone and among others, wherever layers live."""
-    layers = loaded(context.choices, context.group)[0].config.layers
+    """A row's logits are the same bits, alone and in a batch, wherever the KV layers are."""
+    layers = load_models(context.choices, context.group)[0].config.layers
     tokens = min(context.tokens(_TOKENS), 8_192)
-    found: list[torch.Tensor] = []
+    batches: list[torch.Tensor] = []
     verdicts = []
     for count in (layers, layers // 2, 0):
         chosen: dict[str, Any] = {"gpu_kv_layers": count, "deterministic": True, "graphs": False}
-        with prefilled(context, tokens, "plain", **chosen) as session:
-            context.add("fused kernels", session.runtime.batch_invariant_kernels[1])
+        with prefilled_session(context, tokens, "plain", **chosen) as session:
+            context.add("batch-invariant kernels", session.runtime.batch_invariant_kernels[1])
             model, cache, rows = session.runtime.target, session.target, session.prompt[:9]
-            together = model(rows, cache, 9)
-            alone = []
+            batch = model(rows, cache, 9)
+            singles = []
             for row in rows.split(1):
-                alone.append(model(row, cache, 1))
+                singles.append(model(row, cache, 1))
                 cache.advance(1)
             cache.crop(cache.length - 9)
-            verdicts.append(torch.equal(together, torch.cat(alone)))
-            what = f"{count} resident layers, rows alone and together"
+            verdicts.append(torch.equal(batch, torch.cat(singles)))
+            what = f"{count} resident layers, rows alone and batched"
             context.add(what, _verdict(verdicts[-1]))
-            found.append(together.cpu())
-    verdicts.append(all(torch.equal(each, found[0]) for each in found))
-    context.add("wherever layers live", _verdict(verdicts[-1]))
+            batches.append(batch.cpu())
+    verdicts.append(all(torch.equal(batch, batches[0]) for batch in batches))
+    context.add("any number of resident layers", _verdict(verdicts[-1]))
     if not all(verdicts):
-        raise RuntimeError("logits are not the same bits")
+        raise RuntimeError("logits differ between batch sizes, or numbers of resident layers")
 
 
 def plan(context: Context) -> None:
-    """What a smaller card would plan, whether the plan holds, and what whole rounds take."""
+    """The plan of a smaller GPU, the measured peaks, and the time of whole rounds."""
     size = context.choices.device_memory
-    context.add("a card with", size, "GiB")
+    context.add("planned as a GPU with", size, "GiB")
     if context.device.type != "cuda":
         _planned(context)
         return
@@ -126,7 +129,7 @@ def plan(context: Context) -> None:
 
 
 def _planned(context: Context) -> None:
-    """Read a prompt by the plan of a smaller card, and decode."""
+    """Prefill with the plan of a smaller GPU, and decode."""
     choices, weights = context.choices, weight_bytes(context)
     mode = mode_of(context, choices.mode)
     chosen: dict[str, Any] = {
@@ -135,34 +138,34 @@ def _planned(context: Context) -> None:
         "int8_retrieval": choices.int8 is not False,
     }
     before = _device_bytes(context)
-    with prefilled(context, context.tokens(_LONG), mode, **chosen) as session:
+    with prefilled_session(context, context.tokens(_LONG), mode, **chosen) as session:
         context.add("slots of heads", f"{session.plan.slots} x {session.plan.slot_heads}")
         report_prefill(context, session)
-        session.runtime.link.peak_bytes()  # which forgets that of the matrix product
+        session.runtime.link.peak_bytes()  # resets the peak, which includes the matrix product
         times, moved = _timed(context, session)
-        peaks = {"prefill": session.peaks["prefill"], "passes": session.runtime.link.peak_bytes()}
+        peaks = {"prefill": session.peaks["prefill"], "forwards": session.runtime.link.peak_bytes()}
         _report_link(context, session, times, moved, {})
         session.runtime.link.peak_bytes()
         _report_rounds(context, session)
         peaks["rounds"] = session.runtime.link.peak_bytes()
-        context.add("planned, beside weights", session.plan.device_bytes / 1e9, "GB")
+        context.add("planned, without weights", session.plan.device_bytes / 1e9, "GB")
         after = _device_bytes(context)
-        if before is None or after is None:  # of a processor: peaks are all that the process holds
+        if before is None or after is None:  # a CPU, on which a peak is the whole process's
             return
-        for phase, most in peaks.items():
-            beside = None if most is None else (most - weights) / 1e9
-            context.add(f"peak in {phase}, beside weights", beside, "GB")
-        context.add("taken, by the driver's count", (after - before) / 1e9, "GB")
+        for phase, peak in peaks.items():
+            peak_gb = None if peak is None else (peak - weights) / 1e9
+            context.add(f"peak in {phase}, without weights", peak_gb, "GB")
+        context.add("memory in use, as counted by the driver", (after - before) / 1e9, "GB")
 
 
 def _timed(context: Context, session: SequenceState) -> tuple[dict[str, float], float]:
-    """Time forward passes of all levels; return milliseconds, and the bytes of a verification."""
+    """Time forwards of all levels; return milliseconds, and the bytes of a verification."""
     before = session.target.traffic.link_in
     times = passes(session, _REPEATS)
     for name, ms in times.items():
         context.add(heading(name), ms, "ms")
-    made = (1 + _REPEATS) * sum(name.startswith("target") for name in times)
-    return times, (session.target.traffic.link_in - before) / made
+    count = (1 + _REPEATS) * sum(name.startswith("target") for name in times)
+    return times, (session.target.traffic.link_in - before) / count
 
 
 def _report_link(
@@ -172,19 +175,19 @@ def _report_link(
     moved: float,
     compute: dict[str, float],
 ) -> None:
-    """Report what share of the link's rate verifications reach.
+    """Report the share of the link's rate that verifications reach.
 
     Args:
-        context: of the part.
-        session: whose link it is.
-        times: milliseconds of passes by name.
+        context: the part's context.
+        session: the session that owns the link.
+        times: milliseconds of forwards by name.
         moved: bytes that a verification copies to the device.
-        compute: milliseconds of the same passes with all KV on the device, where known.
+        compute: milliseconds of the same forwards with all KV on the device, if known.
     """
     if not moved:
         return
-    with closing(BandwidthProbe(session.runtime.link)) as copies:
-        rate = copies.rate(out=False)
+    with closing(BandwidthProbe(session.runtime.link)) as probe:
+        rate = probe.rate(out=False)
     context.add("bytes of a verification", moved / 1e9, "GB")
     context.add("link, one large copy", rate / 1e9, "GB/s")
     link_ms = 1e3 * moved / rate
@@ -198,22 +201,22 @@ def _report_link(
 
 
 def _report_rounds(context: Context, session: SequenceState) -> None:
-    """Decode in whole rounds."""
+    """Decode, and report the time and the tokens of whole rounds."""
     if session.retrieval is not None:
         session.retrieval.selector.min_interval = 1
     sampling, lengths = Sampling(0.6, top_p=0.9), (Fixed(32), Fixed(1))
     decoder, seconds = decode_loop(session, int(session.prompt[0]), sampling, lengths)
     stats = decoder.stats
-    context.add("a round", 1e3 * seconds / stats.forwards, "ms")
-    context.add("tokens drafted in it", stats.drafted_per_forward or 0.0)
-    what = "tokens per verification (drawn weights say nothing)"
+    context.add("round", 1e3 * seconds / stats.forwards, "ms")
+    context.add("tokens drafted per round", stats.drafted_per_forward or 0.0)
+    what = "tokens per verification (meaningless with random weights)"
     context.add(what, stats.tokens_per_forward or 0.0)
     for name, value in session.runner.counts.items():
-        context.add(f"recordings: {name}", "none" if value is None else value)
+        context.add(f"CUDA graphs: {name}", "none" if value is None else value)
 
 
 def _device_bytes(context: Context) -> int | None:
-    """Return the bytes in use on the device by the driver's count; None for a processor."""
+    """Return the bytes in use on the device, as counted by the driver; None for a CPU."""
     if context.device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(context.device)
@@ -221,4 +224,4 @@ def _device_bytes(context: Context) -> int | None:
 
 
 def _verdict(same: bool) -> str:
-    return "the same bits" if same else "OTHER BITS"
+    return "the same bits" if same else "DIFFERENT BITS"

@@ -22,32 +22,32 @@ from offload.memory.bandwidth import BandwidthProbe
 from offload.memory.link_spec import make_link
 from offload.traffic import ByteCounters
 
-_DIM = 128  # of a head
+_DIM = 128  # head dimension
 _DTYPE = torch.bfloat16
 
 
 def machine(context: Context) -> None:
-    """Report what the measurements depend on beside the GPU: driver, host memory and versions."""
-    here = Machine.detect()
+    """The environment of the measurements: GPU, driver, host memory and versions."""
+    detected = Machine.detect()
     context.add("device", str(context.device))
     if context.device.type == "cuda":
         context.add("name", torch.cuda.get_device_name(context.device))
-    context.add("driver", here.driver)
-    context.add("host memory that can be had", here.host_available / 1e9, "GB")
-    locked = "no limit" if here.memlock is None else here.memlock / 1e9
+    context.add("driver", detected.driver)
+    context.add("available host memory", detected.host_available / 1e9, "GB")
+    locked = "no limit" if detected.memlock is None else detected.memlock / 1e9
     context.add("memory that may be pinned (ulimit -l)", locked, "GB")
-    context.add("processor cores of this process", here.usable_cores)
+    context.add("CPU cores of this process", detected.usable_cores)
     context.add("C compiler", "yes" if shutil.which("gcc") or shutil.which("clang") else "no")
     for name in ("triton", "numpy", "flash-attn"):
         try:
             context.add(name, version(name))
         except PackageNotFoundError:
             context.add(name, "not installed")
-    context.add("short passes can be recorded as CUDA graphs", "yes" if context.graphs else "no")
+    context.add("short forwards can be captured as CUDA graphs", "yes" if context.graphs else "no")
 
 
 def pin(context: Context) -> None:
-    """Pinning host memory: seconds for each GB, and seconds to free it."""
+    """Pinning and freeing host memory: seconds per GB."""
     nbytes = (64 << 20) if context.is_small else (16 << 30)
     with closing(make_link(context.choices.link, context.device)) as link:
         started = time.perf_counter()
@@ -60,18 +60,18 @@ def pin(context: Context) -> None:
 
 
 def link(context: Context) -> None:
-    """Copies in both directions, by size: from which size on a copy reaches the link's rate."""
+    """Copies in both directions, by size: the smallest size that reaches the link's rate."""
     seconds = 0.05 if context.is_small else 0.3
-    with closing(make_link(context.choices.link, context.device)) as made:
+    with closing(make_link(context.choices.link, context.device)) as measured:
         for size in (64 << 10, 512 << 10, 4 << 20, 33 << 20, 128 << 20):
-            with closing(BandwidthProbe(made, size)) as copies:
+            with closing(BandwidthProbe(measured, size)) as probe:
                 for out, direction in ((False, "host to device"), (True, "device to host")):
-                    rate = copies.rate(out, seconds) / 1e9
+                    rate = probe.rate(out, seconds) / 1e9
                     context.add(f"{size >> 10:,} KiB, pinned {direction}", rate, "GB/s")
 
 
 def flash(context: Context) -> None:
-    """Few rows over a long KV: whether the kernel splits the keys, so that few heads fill a GPU."""
+    """Few rows over a long KV: whether the kernel splits the keys to use a GPU with few heads."""
     keys = 2048 if context.is_small else 131_072
     shapes = ((1, 1, 1), (1, 1, 33), (1, 4, 33), (8, 4, 1), (32, 1, 1), (32, 1, 33))
     for heads, groups, rows in shapes:
@@ -81,7 +81,7 @@ def flash(context: Context) -> None:
 
 
 def chunks(context: Context) -> None:
-    """Attention of a prefill's chunk to the tokens before it: which number of rows is fastest."""
+    """Attention of a prefill chunk to the preceding tokens: the fastest number of rows."""
     keys = 512 if context.is_small else 65_536
     models = (("7B", 32, 1), ("7B on 2", 16, 1), ("8B", 8, 4), ("8B on 2", 4, 4))
     for name, heads, groups in models:
@@ -94,7 +94,7 @@ def chunks(context: Context) -> None:
 def _attention(
     context: Context, heads: int, groups: int, rows: int, keys: int
 ) -> tuple[Callable[[], torch.Tensor], int]:
-    """Return attention to drawn keys and values, and the bytes of these."""
+    """Return attention over random keys and values, and their bytes."""
     device = context.device
     kv = random_tensor(2, heads, keys, _DIM, device=device, dtype=_DTYPE).transpose(1, 2)
     q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
@@ -102,7 +102,7 @@ def _attention(
 
 
 def fused(context: Context) -> None:
-    """Fused kernels (`offload.kernels`): on split floats, and for batch-invariant attention."""
+    """Triton kernels (`offload.kernels`): for split floats, and for batch-invariant attention."""
     heads, groups = 8, 4
     tokens = 512 if context.is_small else 65_536
     _split_float(context, heads, groups, tokens)
@@ -112,35 +112,36 @@ def fused(context: Context) -> None:
 def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None:
     device = context.device
     kernels, why = split_kernels(device.type, _DTYPE, _DIM, groups)
-    context.add("split float", why)
-    cut = split_format(_DTYPE)
-    if kernels is None or cut is None:
+    context.add("split kernels", why)
+    split = split_format(_DTYPE)
+    if kernels is None or split is None:
         return
-    codes = torch.randint(8, 120, (2, heads, tokens, _DIM), dtype=torch.uint8, device=device)
-    lows = torch.randint(0, 255, (1, heads, tokens, _DIM), dtype=torch.uint8, device=device)
+    high_bytes = torch.randint(8, 120, (2, heads, tokens, _DIM), dtype=torch.uint8, device=device)
+    low_bytes = torch.randint(0, 255, (1, heads, tokens, _DIM), dtype=torch.uint8, device=device)
     offsets = torch.full((2, heads), 14_000, dtype=torch.int32, device=device)
     out = torch.empty(2, heads, tokens, _DIM, dtype=_DTYPE, device=device)
 
     def reconstruct() -> torch.Tensor:
-        kernels.reconstruct(cut, codes, lows, offsets, out)
+        kernels.reconstruct(split, high_bytes, low_bytes, offsets, out)
         return out
 
     def attend(q: torch.Tensor) -> torch.Tensor:
-        return kernels.attend(cut, q, codes, offsets)[0]
+        return kernels.attend(split, q, high_bytes, offsets)[0]
 
-    moved = codes.nbytes + lows.nbytes + out.nbytes
+    moved = high_bytes.nbytes + low_bytes.nbytes + out.nbytes
     context.add("reconstruction, bytes moved", moved / median_seconds(reconstruct) / 1e9, "GB/s")
     for rows in (1, 3, 9, 17):
         q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)
-        rate = codes.nbytes / median_seconds(partial(attend, q)) / 1e9
+        rate = high_bytes.nbytes / median_seconds(partial(attend, q)) / 1e9
         context.add(f"attention to high bytes, {rows} rows x {groups}", rate, "GB/s")
 
 
 def _batch_invariant(context: Context, heads: int, groups: int, tokens: int) -> None:
     device = context.device
     kernels, why = batch_invariant_kernels(device.type, _DTYPE, _DIM, groups)
-    context.add("batch-invariant", why)
-    tokens = min(tokens, 65_536 if kernels else 8_192)  # plain operations are many launches
+    context.add("batch-invariant kernels", why)
+    if kernels is None:
+        tokens = min(tokens, 8_192)  # attention without kernels takes many launches
     kv = random_tensor(2, heads, tokens, _DIM, device=device, dtype=_DTYPE)
     for rows in (1, 9, 33):
         q = random_tensor(rows, heads * groups, _DIM, device=device, dtype=_DTYPE)

@@ -1,4 +1,4 @@
-"""The models of a GPU day, of drawn weights or loaded, and sessions that have read a prompt."""
+"""Models of a GPU day, with random weights or loaded, and prefilled sessions."""
 
 from __future__ import annotations
 
@@ -29,40 +29,41 @@ from parallel.model.loading import parameter_bytes, random_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
 
-# target and draft of drawn weights
+# targets and drafts with random weights
 PAIRS = {
     "7b": (LLAMA_7B, LLAMA_68M),
     "8b": (LLAMA_8B, LLAMA_68M | {"vocab_size": 128_256}),
     "tiny": (TINY, TINY | {"num_hidden_layers": 1}),
 }
-_ROOM = 1024  # tokens that are written behind a prompt, at most
-_TAKEN = (24 << 30) - 25.2e9  # bytes that driver and context take of a 4090 (profiles.json)
+_ROOM = 1024  # largest number of new tokens
+_RESERVED = (24 << 30) - 25.2e9  # bytes used by driver and context on a 4090 (profiles.json)
 
 
 def planned_memory(card_gib: float, weights: int) -> int:
-    """Return the `device_memory` with which a larger GPU plans what a card of this size plans.
+    """Return the `device_memory` with which a larger GPU makes the plan of a smaller one.
 
-    Of what is free beside the weights a plan uses USABLE_SHARE; of a limit that is set, all.
+    A plan uses USABLE_SHARE of the memory that is free beside the weights, but all of a limit that
+    is set.
 
     Args:
-        card_gib: memory of the card, GiB, as its name says: 24 of an RTX 4090.
+        card_gib: nominal memory of the smaller GPU, GiB: 24 for an RTX 4090.
         weights: bytes of all models' weights.
     """
     return int(weights + USABLE_SHARE * (usable_bytes(card_gib) - weights))
 
 
 def usable_bytes(card_gib: float) -> float:
-    """Return the bytes of a card of so many GiB that a process can allocate."""
-    return card_gib * (1 << 30) - _TAKEN
+    """Return the bytes that a process can allocate on a GPU with `card_gib` GiB."""
+    return card_gib * (1 << 30) - _RESERVED
 
 
 @cache
-def loaded(
+def load_models(
     choices: Choices, group: TensorParallelGroup
 ) -> tuple[Transformer, Transformer | None, Any | None]:
-    """Return target, draft and tokenizer; models of drawn weights have no tokenizer.
+    """Return target, draft and tokenizer, which is None for random weights.
 
-    They are made once a process. Raises TierForceError.
+    Models are loaded once per process. Raises TierForceError.
     """
     if choices.target not in PAIRS:
         settings = Settings(rope=choices.rope, link=choices.link, mode="auto", graphs=False)
@@ -70,40 +71,42 @@ def loaded(
         engine.runtime.link.close()
         return engine.runtime.target, engine.runtime.draft, engine.tokenizer
     pair = PAIRS[choices.target]
-    large, small = (random_model(config_of(each), group, torch.bfloat16) for each in pair)
+    large, small = (random_model(config_of(sizes), group, torch.bfloat16) for sizes in pair)
     return large, small, None
 
 
 def weight_bytes(context: Context) -> int:
-    """Return the bytes of all models' weights; what a draft shares counts once."""
-    target, draft, _ = loaded(context.choices, context.group)
+    """Return the bytes of all models' weights; shared ones count once."""
+    target, draft, _ = load_models(context.choices, context.group)
     return parameter_bytes(target, *([] if draft is None else [draft]))
 
 
 def mode_of(context: Context, mode: str) -> str:
-    """Return a mode, or that without a draft model where there is none."""
-    _, draft, _ = loaded(context.choices, context.group)
+    """Return a mode, or its variant without a draft model if there is none."""
+    _, draft, _ = load_models(context.choices, context.group)
     return mode.replace("hierarchical", "retrieval") if draft is None else mode
 
 
 @contextmanager
-def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iterator[SequenceState]:
-    """Yield a session that has read a prompt, and free all that it holds.
+def prefilled_session(
+    context: Context, tokens: int, mode: str, **settings: Any
+) -> Iterator[SequenceState]:
+    """Yield a session after its prefill, and free all its memory afterwards.
 
-    What it took is reported.
+    The time of allocation and prefill is reported.
 
     Args:
-        context: of the part.
-        tokens: of the prompt; fewer where host memory or the model's positions end before.
+        context: the part's context.
+        tokens: prompt tokens; fewer if host memory or the model's context limit requires it.
         mode: as in `Settings`.
-        settings: others, beside those that the options name.
+        settings: further settings, beside those of the options.
     """
     choices = context.choices
     if context.device.type == "cuda":
-        torch.cuda.empty_cache()  # of the sessions before
-    target, draft, tokenizer = loaded(choices, context.group)
-    tokens = min(tokens, longest_prompt(target.config))
-    tokens = context_that_fits(target.config, target.embed.weight.dtype, tokens)
+        torch.cuda.empty_cache()  # memory of previous sessions
+    target, draft, tokenizer = load_models(choices, context.group)
+    tokens = min(tokens, max_prompt(target.config))
+    tokens = fit_context(target.config, target.embed.weight.dtype, tokens)
     common: dict[str, Any] = {
         "retrieval_budget": min(choices.retrieval_budget, tokens // 4),
         "link": choices.link,
@@ -131,37 +134,40 @@ def prefilled(context: Context, tokens: int, mode: str, **settings: Any) -> Iter
 
 
 def report_prefill(context: Context, session: SequenceState) -> None:
-    """Report the share that a prefill reaches of the rate of one large matrix product."""
+    """Report the rate of one large matrix product, and the time of a prefill at this rate."""
     target, tokens = session.runtime.target, len(session.prompt)
-    arithmetic = matmul_rate(context.device, session.runtime.dtype)
-    context.add("one large matrix product", arithmetic / 1e12, "TFLOP/s")
-    least = sum(prefill_flops(target.config, tokens)) / arithmetic
-    context.add("the prefill's operations at this rate", least, "s")
+    rate = matmul_rate(context.device, session.runtime.dtype)
+    context.add("one large matrix product", rate / 1e12, "TFLOP/s")
+    seconds = sum(prefill_flops(target.config, tokens)) / rate
+    context.add("prefill FLOPs at this rate", seconds, "s")
 
 
-def longest_prompt(config: ModelConfig) -> int:
-    """Return the tokens of a prompt that leave a model room to write. Raises ConfigError."""
-    longest = config.context_limit - _ROOM
-    if longest < 1:
+def max_prompt(config: ModelConfig) -> int:
+    """Return the longest prompt that leaves room for new tokens. Raises ConfigError."""
+    tokens = config.context_limit - _ROOM
+    if tokens < 1:
         raise ConfigError(
-            f"the target has a context of {config.context_limit:,} tokens, and what is written "
-            f"needs room for {_ROOM:,}: use another --target, or stretch it by --rope."
+            f"the target has a context of {config.context_limit:,} tokens, and new tokens need "
+            f"{_ROOM:,} of them: use another --target, or extend its context by --rope."
         )
-    return longest
+    return tokens
 
 
-def context_that_fits(config: ModelConfig, dtype: torch.dtype, wanted: int) -> int:
-    """Return up to `wanted` tokens, whose KV leaves a tenth of the host's free memory alone."""
-    fits = int(0.9 * host_available()) // config.kv_layout(1, dtype).bytes(1) // 1024 * 1024
-    if not fits:
-        raise InsufficientMemoryError("there is not enough host memory for the KV of 1,024 tokens.")
-    return min(wanted, fits)
+def fit_context(config: ModelConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Return up to `tokens`, whose KV takes at most nine tenths of the host's free memory."""
+    max_tokens = int(0.9 * host_available()) // config.kv_layout(1, dtype).bytes(1) // 1024 * 1024
+    if not max_tokens:
+        raise InsufficientMemoryError(
+            "not enough free host memory for the KV of 1,024 tokens: free some, or use another "
+            "machine."
+        )
+    return min(tokens, max_tokens)
 
 
 def prompt_of(config: ModelConfig, tokenizer: Any | None, tokens: int) -> list[int]:
-    """Return so many tokens of real text, and drawn ones for drawn weights."""
+    """Return a prompt of `tokens` tokens: real text, or random ones for random weights."""
     if tokenizer is not None:
         return prompt_tokens(tokenizer, tokens)
     generator = torch.Generator().manual_seed(0)
-    drawn: list[int] = torch.randint(config.vocab, (tokens,), generator=generator).tolist()
-    return drawn
+    random_tokens: list[int] = torch.randint(config.vocab, (tokens,), generator=generator).tolist()
+    return random_tokens

@@ -13,25 +13,25 @@ from pathlib import Path
 from bench.gpu.choices import row
 from bench.harness.experiment import ROOT, Row
 
-PATHS = (  # that have such tests: other files import what a machine may lack
+PATHS = (  # tests with this mark; other files import packages that a machine may lack
     "tests/gpu",
     "tests/offload/memory/test_transfer_ring.py",
     "tests/offload/attention/test_attention.py",
     "tests/decoding/speculation/test_sampling.py",
 )
-_WORKERS = 10  # of which each has a context on the GPU
-_TEST_S = 100  # of one test
-REHEARSED = "recording_sees"  # one of all that are collected, which would take minutes
+_WORKERS = 10  # each has its own context on the GPU
+_TEST_S = 100  # time limit of one test
+REHEARSED = "replay_reads"  # a single test in a rehearsal: all of them would take minutes
 
 
 def run_tests(log: Path, limit_s: float, rehearse: bool, matching: str | None) -> Iterator[Row]:
-    """Run them, and yield what pytest says in the end.
+    """Run the tests, and yield pytest's failures and summary.
 
     Args:
-        log: file for all that pytest says.
-        limit_s: seconds after which they are ended, with all that they started.
-        rehearse: whether one of them is enough.
-        matching: those to run, as pytest's -k; None: all.
+        log: file for pytest's output.
+        limit_s: seconds after which the tests and their child processes are killed.
+        rehearse: whether to run a single test.
+        matching: the tests to run, like pytest's -k; None: all.
     """
     command = [sys.executable, "-m", "pytest", "-m", "cuda", *PATHS, "-rfE"]
     command += ["-p", "no:cacheprovider", "--durations=8"]
@@ -42,9 +42,9 @@ def run_tests(log: Path, limit_s: float, rehearse: bool, matching: str | None) -
     if find_spec("xdist") and not rehearse:
         command += ["-n", str(min(_WORKERS, len(os.sched_getaffinity(0))))]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as written:
+    with log.open("w") as output:
         child = subprocess.Popen(
-            command, cwd=ROOT, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = child.wait(limit_s)
@@ -61,6 +61,6 @@ def run_tests(log: Path, limit_s: float, rehearse: bool, matching: str | None) -
     counts = [line for line in lines if " in " in line and ("passed" in line or "failed" in line)]
     yield row("tests", "pytest -m cuda", (counts or lines or ["no output"])[-1])
     if code is None:
-        yield row("tests", "failed", f"took more than {limit_s:.0f} s")
+        yield row("tests", "failed", f"killed after {limit_s:.0f} s: the time limit was reached")
     elif code:
         yield row("tests", "failed", f"pytest ended with exit code {code}: see {log.name}")

@@ -1,8 +1,8 @@
-"""The process that runs the parts of a GPU day, and the one that watches it.
+"""The process that runs the parts of a GPU day, and the one that supervises it.
 
-A kernel that hangs, or an address that is wrong, leaves nothing of a CUDA process to go on with: it
-is ended, and another goes on with the parts that are left. Parts share a process as long as all is
-well, for torch and a model take seconds to load.
+A kernel that hangs, or an invalid address, makes a CUDA process unusable: it is killed, and another
+one runs the remaining parts. Parts share a process until one fails, since loading torch and a model
+takes seconds.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from bench.harness.experiment import ROOT, Row, prepare
 from bench.harness.process import child_process, ending
 from offload.errors import one_line
 
-_START_S = 120  # until a process has loaded torch and begins its first part
-_END_S = 20  # until it has ended after its last part
+_START_S = 120  # time limit to load torch and begin the first part
+_END_S = 20  # time limit to exit after the last part
 
 
 def _run(module: str, name: str, context: Context) -> None:
-    """Run a part, whose module is loaded in the process that runs it: it takes seconds."""
+    """Run a part; its module is imported only in this process, which takes seconds."""
     getattr(import_module(module), name)(context)
 
 
 _kernels = partial(partial, _run, "bench.gpu.kernels")
-_passes = partial(partial, _run, "bench.gpu.forwards")
-PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # and the seconds that each may take
+_forwards = partial(partial, _run, "bench.gpu.forwards")
+PARTS: dict[str, tuple[Callable[[Context], None], int]] = {  # function, and time limit in seconds
     "machine": (_kernels("machine"), 60),
     "pin": (_kernels("pin"), 60),
     "link": (_kernels("link"), 60),
     "flash": (_kernels("flash"), 60),
     "chunks": (_kernels("chunks"), 60),
     "fused": (_kernels("fused"), 90),
-    "resident": (_passes("resident"), 120),
-    "streamed": (_passes("streamed"), 100),
-    "split": (_passes("split"), 100),
-    "deterministic": (_passes("deterministic"), 90),
-    "plan": (_passes("plan"), 130),
+    "resident": (_forwards("resident"), 120),
+    "streamed": (_forwards("streamed"), 100),
+    "split": (_forwards("split"), 100),
+    "deterministic": (_forwards("deterministic"), 90),
+    "plan": (_forwards("plan"), 130),
 }
 
 
@@ -56,50 +56,52 @@ def run_parts(
 ) -> Generator[Row, None, list[str]]:
     """Run parts in a process of their own until one of them fails.
 
-    Yields their rows, and returns the names of the parts that are left.
+    Yields their rows, and returns the names of the remaining parts.
 
     Args:
-        names: of the parts.
-        choices: what they are given.
-        ends_at: when all is to be over, by `time.monotonic`.
+        names: names of the parts.
+        choices: the options.
+        ends_at: deadline of all parts, by `time.monotonic`.
     """
-    left, started, limit = list(names), time.monotonic(), float(_START_S)
+    pending = list(names)
+    started, limit = time.monotonic(), float(_START_S)
     with child_process(_work, names, choices, end_by=signal.SIGKILL) as (child, pipe):
         try:
-            while left:
-                over_at = min(started + limit, ends_at)
-                if not pipe.poll(max(0.0, over_at - time.monotonic())):
-                    took = time.monotonic() - started
-                    yield row(left.pop(0), "failed", f"ended after {took:.0f} s: its time was up")
-                    return left
+            while pending:
+                deadline = min(started + limit, ends_at)
+                if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                    seconds = time.monotonic() - started
+                    reason = f"killed after {seconds:.0f} s: the time limit was reached"
+                    yield row(pending.pop(0), "failed", reason)
+                    return pending
                 kind, content = pipe.recv()
                 if kind == "row":
                     yield content
                 elif kind == "begin":
-                    started, limit = time.monotonic(), PARTS[left[0]][1]
+                    started, limit = time.monotonic(), PARTS[pending[0]][1]
                 else:
-                    name = left.pop(0)
+                    name = pending.pop(0)
                     yield row(name, "seconds", time.monotonic() - started, "s")
                     if content is not None:
                         yield row(name, "failed", content)
-                        return left
+                        return pending
         except EOFError:
-            yield row(left.pop(0), "failed", f"its process {ending(child)}")
-            return left
-        child.join(_END_S)  # in which a stand-in tells of faults that it has noted
+            yield row(pending.pop(0), "failed", f"its process {ending(child)}")
+            return pending
+        child.join(_END_S)  # a stand-in reports its faults at exit
         if child.exitcode != 0:
-            what = f"its process did not end well (exit code {child.exitcode})"
-            yield row(names[-1], "failed", what)
-    return left
+            reason = f"its process failed at exit (exit code {child.exitcode})"
+            yield row(names[-1], "failed", reason)
+    return pending
 
 
 def _work(pipe: Any, names: Sequence[str], choices: Choices) -> None:
-    """Run parts, and send what they report, until one of them fails."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the process that watches this one gets
+    """Run parts until one of them fails, and send their rows."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the supervising process
     prepare(0)
 
     with _device(choices), torch.inference_mode():
-        context = Context(choices, lambda found: pipe.send(("row", found)))
+        context = Context(choices, lambda new_row: pipe.send(("row", new_row)))
         for name in names:
             context.part = name
             pipe.send(("begin", None))
@@ -115,15 +117,15 @@ def _work(pipe: Any, names: Sequence[str], choices: Choices) -> None:
 
 
 def _device(choices: Choices) -> AbstractContextManager[object]:
-    """Return what stands in for a GPU in a rehearsal on a machine without one."""
+    """Return the context of a stand-in, for a rehearsal on a machine without a GPU."""
     if not choices.rehearse:
         return nullcontext()
-    sys.path.insert(0, str(ROOT / "tests"))  # a clone has it, an installation does not
+    sys.path.insert(0, str(ROOT / "tests"))  # only in a clone, not installed
     return import_module("standin").gpu_or_standin()
 
 
 def _place(error: Exception) -> str:
-    """Return where in this project an error was raised, last of all."""
+    """Return the innermost place in this project where an error was raised."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(ROOT) and "site-packages" not in path.parts:

@@ -1,1 +1,1 @@
-"""Forwards: batched, captured, and on all ranks; knows nothing of tokens drawn."""
+"""Forward passes: batched, captured as CUDA graphs, on all ranks; independent of sampling."""

@@ -1,4 +1,4 @@
-"""Passes, as those who decode ask for them, and passes that several texts share."""
+"""Forward requests of the decoders, and forward passes that several sequences share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from parallel.model.transformer import KVCacheLike, Transformer
 
 
 class ForwardFn(Protocol):
-    """A model, or what stands for one."""
+    """A model, or a callable with the signature of one."""
 
     def __call__(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
-        """Read tokens (T,) behind what the cache holds; return logits (rows, V) of the last."""
+        """Run tokens (T,) after the cache's content; return logits (rows, V) of the last ones."""
         ...
 
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """A pass to be made: `model` reads `tokens` (T,) behind what `cache` holds.
+    """A forward pass to run: `model` on `tokens` (T,), after the content of `cache`.
 
-    What comes of it are logits (rows, V), those that follow each of the last `rows` tokens. The
-    tokens count only once the cache is advanced.
+    It returns logits (rows, V), those that follow each of the last `rows` tokens. The tokens count
+    only once the cache is advanced.
     """
 
     model: ForwardFn
@@ -36,22 +36,22 @@ class ForwardRequest:
 
 
 class BatchedCache:
-    """The caches of several texts in a pass they share: each attends with its own rows."""
+    """The caches of several sequences in one forward: each attends with its own query tokens."""
 
     length = 0  # each cache has its own
     is_batch_invariant = False
 
     def __init__(self, caches: Sequence[KVCacheLike], counts: list[int]):
-        """`counts`: the rows of each cache's text."""
+        """`counts`: query tokens of each cache's sequence."""
         self._caches, self._counts = caches, counts
 
     def begin_forward(self, rows: int) -> None:
-        """Start a pass on every cache."""
+        """Begin a forward on every cache."""
         for cache, count in zip(self._caches, self._counts, strict=True):
             cache.begin_forward(count)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Do as `Cache.attend` with each text's rows of q (T, Hq, D), k and v (T, Hkv, D)."""
+        """Call `Cache.attend` with each sequence's part of q (T, Hq, D), k and v (T, Hkv, D)."""
         parts = [x.split(self._counts) for x in (q, k, v)]
         outs = []
         for cache, own_q, own_k, own_v in zip(self._caches, *parts, strict=True):
@@ -60,20 +60,21 @@ class BatchedCache:
 
 
 @torch.inference_mode()
-def run_forward(passes: Sequence[ForwardRequest]) -> list[Tensor]:
-    """Make passes of one model, on caches of several texts, as one; return the logits of each.
+def run_forward(requests: Sequence[ForwardRequest]) -> list[Tensor]:
+    """Run requests of one model, on caches of several sequences, as one forward.
 
-    There is no padding: texts may be of any lengths, and read as many tokens as they like.
+    Returns the logits of each. There is no padding: the sequences may have any lengths and any
+    numbers of query tokens.
     """
-    model = passes[0].model
-    if len(passes) == 1:
-        (asked,) = passes
-        return [model(asked.tokens, asked.cache, asked.rows)]
+    model = requests[0].model
+    if len(requests) == 1:
+        (request,) = requests
+        return [model(request.tokens, request.cache, request.rows)]
     assert isinstance(model, Transformer)
-    tokens = [asked.tokens for asked in passes]
-    rows = [asked.rows for asked in passes]
-    x = batched_hidden_states(model, tokens, [asked.cache for asked in passes])
-    parts = x.split([len(each) for each in tokens])
+    tokens = [request.tokens for request in requests]
+    rows = [request.rows for request in requests]
+    x = batched_hidden_states(model, tokens, [request.cache for request in requests])
+    parts = x.split([len(part) for part in tokens])
     last = [part[-count:] for part, count in zip(parts, rows, strict=True)]
     return list(model.logits(torch.cat(last)).split(rows))
 
@@ -81,10 +82,10 @@ def run_forward(passes: Sequence[ForwardRequest]) -> list[Tensor]:
 def batched_hidden_states(
     model: Transformer, tokens: Sequence[Tensor], caches: Sequence[KVCacheLike]
 ) -> Tensor:
-    """Read tokens (T,) of each text behind what its cache holds, in one pass.
+    """Run tokens (T,) of each sequence, after its cache's content, in one forward.
 
-    Products are computed once for the rows of all. Returns the last layer's hidden states of all
-    texts, one behind the other: (all T, hidden).
+    Matrix products are computed once for the rows of all sequences. Returns the last layer's hidden
+    states of all sequences, concatenated: (all T, hidden).
     """
-    counts = [len(each) for each in tokens]
+    counts = [len(part) for part in tokens]
     return model.hidden_states(torch.cat(list(tokens)), BatchedCache(caches, counts))

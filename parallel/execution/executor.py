@@ -1,9 +1,9 @@
-"""Passes on all ranks: rank 0 decides and announces, the others follow.
+"""Forwards on all ranks: rank 0 decides and broadcasts, the other ranks follow.
 
-All that depends on randomness, drafts included, happens on rank 0 alone. Before each pass it sends
-one small message: which models and caches, at what length each cache stands (the verdict of the
-round before), and the tokens of the pass. So ranks cannot drift apart, and rank 0 may give up a
-text between any two passes.
+Everything that depends on randomness, drafts included, happens on rank 0 alone. Before each forward
+it sends one small message: the models and caches, each cache's length (the outcome of the previous
+round), and the forward's tokens. So ranks cannot drift apart, and rank 0 may abort a sequence
+between any two forwards.
 """
 
 from __future__ import annotations
@@ -22,131 +22,135 @@ from parallel.execution.batched_forward import ForwardRequest
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup, ints_to_device_async
 
-# in place of how many texts share a pass
-_OPEN = 0  # another text is opened
-_CLOSE = -1  # one is over: its index follows
-_EXTEND = -2  # one is read on: its index follows, and then a message of its own
-_IDLE = -3  # nothing yet
-_HEADER = 5  # numbers of each text in a pass: text, level, length of the cache, rows, tokens
+# Commands, in place of the number of sequences in a forward.
+_OPEN = 0  # another sequence is opened
+_CLOSE = -1  # a sequence is closed; followed by its index
+_EXTEND = -2  # a sequence is extended; followed by its index, then by an `_Extension`
+_IDLE = -3  # nothing to do yet
+_HEADER = 5  # numbers per sequence in a forward: sequence, level, cache length, rows, tokens
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a text's hierarchy on this rank: a model, and the cache it runs on."""
+    """One level of a sequence's hierarchy on this rank: a model, and the cache it runs on."""
 
     name: str
     model: Transformer
     cache: Cache
-    is_sharded: bool = True  # all ranks make its passes together
+    is_sharded: bool = True  # all ranks run its forwards together
 
 
 @dataclass(frozen=True)
 class _Extension:
-    """What rank 0 tells the others of a text that is read on."""
+    """Rank 0's message to the others about a sequence to extend."""
 
-    tokens: list[int]  # all of the text
-    cached: int  # of which so many may stay in the caches
-    max_new_tokens: list[
-        int
-    ]  # new tokens for which there are to be larger ones, the first that fit
-    lengths: list[int]  # of the announced levels' caches
+    tokens: list[int]  # the whole sequence
+    cached: int  # number of leading tokens that stay in the caches
+    max_new_tokens: list[int]  # choices for larger caches, the first that fits is taken; or empty
+    lengths: list[int]  # lengths of the broadcast levels' caches
 
 
 class OpenSequence(Protocol):
-    """A text whose caches are there."""
+    """A sequence whose caches are allocated."""
 
-    levels: list[Level]  # those that are announced come first, in one order on all ranks
-    max_tokens: int  # of its longest pass
+    levels: list[Level]  # broadcast levels come first, in the same order on all ranks
+    max_tokens: int  # query tokens of its longest forward
 
-    def run_forward(self, passes: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Make passes of one model as one: the first is on one of its caches.
+    def run_forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
+        """Run requests of one model as one forward, and return the logits of each.
 
-        Others are on those of texts that share it. Returns the logits of each.
+        The first request is on one of this sequence's caches, the others on those of other ones.
         """
         ...
 
     def evict_shared_graphs(self, other: OpenSequence) -> None:
-        """Let go of what passes that it shared with another text left here."""
+        """Free the graphs captured here of forwards shared with another sequence."""
         ...
 
-    def extend(self, tokens: Sequence[int], kept: int, rooms: Sequence[int]) -> Tensor:
-        """Read the text on, or another one with the same beginning; return the logits (1, V).
+    def extend(self, tokens: Sequence[int], cached: int, max_new_tokens: Sequence[int]) -> Tensor:
+        """Extend the sequence, or replace it by one with the same beginning; return logits (1, V).
 
-        Where there are to be larger caches, raises InsufficientMemoryError on all ranks.
+        If larger caches are requested, raises InsufficientMemoryError on all ranks.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what the text holds on this rank."""
+        """Free everything that the sequence holds on this rank."""
         ...
 
 
 class TensorParallelExecutor:
-    """The texts that are open, in one order on all ranks, and the passes on their caches."""
+    """The open sequences, in the same order on all ranks, and the forwards on their caches."""
 
     def __init__(self, group: TensorParallelGroup):
         self.group = group
         self.sequences: list[OpenSequence] = []
 
-    def add(self, text: OpenSequence) -> None:
-        """Let passes on the text's caches be announced from now on; on all ranks."""
-        self.sequences.append(text)
+    def add(self, sequence: OpenSequence) -> None:
+        """Register a sequence, whose forwards may be broadcast from now on; on all ranks."""
+        self.sequences.append(sequence)
 
-    def close(self, text: OpenSequence) -> None:
-        """Forget a text, and end it on this rank; on all ranks."""
-        self.sequences.remove(text)
+    def close(self, sequence: OpenSequence) -> None:
+        """Remove a sequence and close it on this rank; called on all ranks."""
+        self.sequences.remove(sequence)
         for other in self.sequences:
-            other.evict_shared_graphs(text)
-        text.close()
+            other.evict_shared_graphs(sequence)
+        sequence.close()
         trim_heap()
 
     # -- rank 0 ------------------------------------------------------------------------------------
 
-    def __call__(self, passes: Sequence[ForwardRequest]) -> list[Tensor]:
-        """Make passes of one model as one, on all its ranks.
+    def __call__(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
+        """Run requests of one model, each on another sequence's cache, on all its ranks.
 
-        Each is on another text's cache. Returns the logits (rows, V) of each.
+        They run as one forward. Returns the logits (rows, V) of each.
         """
-        places = [self._locate(asked.cache) for asked in passes]
-        text, level = places[0]
-        if self.group.size > 1 and self.sequences[text].levels[level].is_sharded:
-            headers, tokens = list[int](), list[int]()
-            for asked, place in zip(passes, places, strict=True):
-                headers += [*place, asked.cache.length, asked.rows, len(asked.tokens)]
-                tokens += asked.tokens.tolist()
-            self._broadcast([len(passes), *headers, *tokens])
-        return self._run_forward(passes, places)
+        locations = [self._locate(request.cache) for request in requests]
+        index, level = locations[0]
+        if self.group.size > 1 and self.sequences[index].levels[level].is_sharded:
+            headers = list[int]()
+            tokens = list[int]()
+            for request, location in zip(requests, locations, strict=True):
+                headers += [*location, request.cache.length, request.rows, len(request.tokens)]
+                tokens += request.tokens.tolist()
+            self._broadcast([len(requests), *headers, *tokens])
+        return self._run_forward(requests, locations)
 
     def broadcast_open(self) -> None:
-        """Tell ranks that are in the middle of other texts that one more is opened."""
+        """Notify ranks that serve other sequences that one more is opened."""
         if self.sequences:
             self._broadcast([_OPEN])
 
     def broadcast_idle(self) -> None:
-        """Tell the other ranks, which wait for a pass of a text, to go on waiting."""
+        """Notify the other ranks, which wait for a forward, to keep waiting."""
         self._broadcast([_IDLE])
 
     def broadcast_extend(
-        self, text: OpenSequence, tokens: Sequence[int], kept: int, rooms: Sequence[int]
+        self,
+        sequence: OpenSequence,
+        tokens: Sequence[int],
+        cached: int,
+        max_new_tokens: Sequence[int],
     ) -> None:
-        """Tell the other ranks that a text is read on; `text.extend` is to follow, with the same.
+        """Notify the other ranks that a sequence is extended.
 
-        It is `tokens` now, of which the first `kept` are what it was.
+        `sequence.extend` must follow, with the same arguments. The sequence becomes `tokens`, whose
+        first `cached` it already holds.
         """
-        lengths = [level.cache.length for level in text.levels if level.is_sharded]
-        self._broadcast([_EXTEND, self.sequences.index(text)])
-        self.group.broadcast(_Extension(list(tokens), kept, list(rooms), lengths))
+        lengths = [level.cache.length for level in sequence.levels if level.is_sharded]
+        self._broadcast([_EXTEND, self.sequences.index(sequence)])
+        self.group.broadcast(_Extension(list(tokens), cached, list(max_new_tokens), lengths))
 
-    def broadcast_close(self, text: OpenSequence) -> None:
-        """Tell the other ranks that a text is over."""
-        self._broadcast([_CLOSE, self.sequences.index(text)])
+    def broadcast_close(self, sequence: OpenSequence) -> None:
+        """Notify the other ranks that a sequence is closed."""
+        self._broadcast([_CLOSE, self.sequences.index(sequence)])
 
     # -- the other ranks ---------------------------------------------------------------------------
 
     def worker_loop(self) -> OpenSequence | None:
-        """Make every pass that rank 0 announces, until a text is over or another is opened.
+        """Run every forward that rank 0 broadcasts, until a sequence is closed or opened.
 
-        Returns the text that is over, or None.
+        Returns the sequence to close, or None if another one is opened.
         """
         while True:
             count, *numbers = self.group.broadcast_ints([], self._size())
@@ -161,49 +165,50 @@ class TensorParallelExecutor:
             else:
                 self._run_broadcast_forward(count, numbers)
 
-    def _extend(self, text: OpenSequence) -> None:
-        nothing: _Extension | None = None
-        extension = self.group.broadcast(nothing)
+    def _extend(self, sequence: OpenSequence) -> None:
+        placeholder: _Extension | None = None
+        extension = self.group.broadcast(placeholder)
         assert extension is not None
-        for level, length in zip(text.levels, extension.lengths, strict=False):
+        for level, length in zip(sequence.levels, extension.lengths, strict=False):
             level.cache.set_length(length)
-        # raised on rank 0 too, which tells
+        # Rank 0 raises the same error, and reports it.
         with suppress(TierForceError):
-            text.extend(extension.tokens, extension.cached, extension.max_new_tokens)
+            sequence.extend(extension.tokens, extension.cached, extension.max_new_tokens)
 
     def _run_broadcast_forward(self, count: int, numbers: list[int]) -> None:
-        passes, places = list[ForwardRequest](), list[tuple[int, int]]()
-        at = count * _HEADER
-        for first in range(0, at, _HEADER):
-            text, index, length, rows, tokens = numbers[first : first + _HEADER]
-            level = self.sequences[text].levels[index]
+        requests = list[ForwardRequest]()
+        locations = list[tuple[int, int]]()
+        start = count * _HEADER
+        for header in range(0, start, _HEADER):
+            index, level_index, length, rows, size = numbers[header : header + _HEADER]
+            level = self.sequences[index].levels[level_index]
             level.cache.set_length(length)
-            read = ints_to_device_async(numbers[at : at + tokens], self.group.device)
-            passes.append(ForwardRequest(level.model, level.cache, read, rows))
-            places.append((text, index))
-            at += tokens
-        self._run_forward(passes, places)
+            tokens = ints_to_device_async(numbers[start : start + size], self.group.device)
+            requests.append(ForwardRequest(level.model, level.cache, tokens, rows))
+            locations.append((index, level_index))
+            start += size
+        self._run_forward(requests, locations)
 
     # -- all ranks ---------------------------------------------------------------------------------
 
     def _run_forward(
-        self, passes: Sequence[ForwardRequest], places: Sequence[tuple[int, int]]
+        self, requests: Sequence[ForwardRequest], locations: Sequence[tuple[int, int]]
     ) -> list[Tensor]:
-        text, _ = places[0]
-        return self.sequences[text].run_forward(passes)
+        index, _ = locations[0]
+        return self.sequences[index].run_forward(requests)
 
     def _locate(self, cache: Cache) -> tuple[int, int]:
-        """Return which text a cache is of, and of which level."""
-        for index, text in enumerate(self.sequences):
-            for at, level in enumerate(text.levels):
+        """Return the indices of a cache's sequence, and of its level there."""
+        for index, sequence in enumerate(self.sequences):
+            for level_index, level in enumerate(sequence.levels):
                 if level.cache is cache:
-                    return index, at
-        raise ValueError("a pass on a cache of no text that is open")
+                    return index, level_index
+        raise ValueError("forward on a cache that no open sequence owns")
 
     def _broadcast(self, numbers: list[int]) -> None:
         size = self._size()
         self.group.broadcast_ints(numbers + [0] * (size - len(numbers)), size)
 
     def _size(self) -> int:
-        """Return the numbers of a message, with room for a pass of all texts."""
-        return 1 + sum(_HEADER + text.max_tokens for text in self.sequences)
+        """Return the numbers in a message: room for a forward of all sequences."""
+        return 1 + sum(_HEADER + sequence.max_tokens for sequence in self.sequences)

@@ -1,1 +1,1 @@
-"""Sharded layers and the transformer made of them; knows nothing of tiers or sampling."""
+"""Sharded layers and the transformer built from them; independent of tiers and sampling."""

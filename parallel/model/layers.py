@@ -38,7 +38,7 @@ class RMSNorm(Module):
 
 
 class HeadNorms(Module):
-    """The RMSNorm of each head's queries, and of its keys: every rank has the whole of it."""
+    """The RMSNorms of each head's queries and of its keys, replicated on every rank."""
 
     def __init__(self, head_dim: int, eps: float):
         super().__init__()
@@ -51,7 +51,7 @@ class HeadNorms(Module):
             weight.copy_(checkpoint.tensor(f"{name}.weight", tuple(weight.shape))[:])
 
     def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-        """Norm queries and keys (T, heads * head_dim), or those from `first` on."""
+        """Normalize queries and keys (T, heads * head_dim), or those from `first` on."""
         normed = []
         for x, weight in zip(parts, self.weights[first:], strict=True):
             normed.append(in_blocks(partial(self._norm, weight), x))
@@ -63,19 +63,19 @@ class HeadNorms(Module):
 
 
 class WidthNorms(Module):
-    """The RMSNorm of a token's queries over all heads of all ranks, and that of its keys.
+    """The RMSNorms of a token's queries, and of its keys, over all heads of all ranks.
 
-    The squares of both meet in one all-reduce.
+    The sums of squares of both are combined in one all-reduce.
     """
 
     def __init__(
         self, group: TensorParallelGroup, widths: Sequence[int], units: Sequence[int], eps: float
     ):
-        """`units`: rows of each that stay on one rank."""
+        """`units`: rows of each that must stay on the same rank."""
         super().__init__()
         self.group = group
         self.widths = widths
-        self.shares = [group.share(*each) for each in zip(widths, units, strict=True)]
+        self.shares = [group.share(width, unit) for width, unit in zip(widths, units, strict=True)]
         self.sizes = [share.stop - share.start for share in self.shares]
         self.weight = empty_parameter(sum(self.sizes))
         self.eps = eps
@@ -87,8 +87,8 @@ class WidthNorms(Module):
             part.copy_(checkpoint.tensor(f"{name}.weight", (width,))[share])
 
     def forward(self, parts: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-        """Norm queries and keys (T, width / ranks), or those from `first` on."""
-        # (T, parts): rows come first, for sums over ranks
+        """Normalize queries and keys (T, width / ranks), or those from `first` on."""
+        # (T, parts): tokens first, as all-reduce expects
         squares = torch.stack([in_blocks(_square_sums, x) for x in parts], dim=1)
         squares = self.group.all_reduce(squares).t()
         normed = []
@@ -108,7 +108,7 @@ def _square_sums(x: Tensor) -> Tensor:
 class ColumnParallelLinear(Module):
     """y = x W^T + b with the output dimension split over ranks.
 
-    Several matrices of one input are stacked into one product.
+    Several matrices with the same input are stacked into one matrix product.
     """
 
     def __init__(
@@ -119,12 +119,14 @@ class ColumnParallelLinear(Module):
         bias: bool,
         units: Sequence[int] | None = None,
     ):
-        """`units`: rows of each matrix that stay on one rank, such as those of a head."""
+        """`units`: rows of each matrix that must stay on the same rank, such as a head's."""
         super().__init__()
         self.inputs = inputs
         self.outputs = outputs
         units = units or [1] * len(outputs)
-        self.shares = [group.share(*each) for each in zip(outputs, units, strict=True)]
+        self.shares = [
+            group.share(output, unit) for output, unit in zip(outputs, units, strict=True)
+        ]
         self.sizes = [share.stop - share.start for share in self.shares]
         self.weight = empty_parameter(sum(self.sizes), inputs)
         self.bias = empty_parameter(sum(self.sizes)) if bias else None
@@ -132,7 +134,7 @@ class ColumnParallelLinear(Module):
     def load(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
         """Read this rank's rows of each tensor NAME.weight (Dout, Din), and of each NAME.bias.
 
-        One name for several matrices is that of a tensor in which they are stacked.
+        A single name for several matrices refers to a tensor in which they are stacked.
         """
         self._load(checkpoint, [f"{name}.weight" for name in names], self.weight)
         if self.bias is not None:
@@ -140,14 +142,14 @@ class ColumnParallelLinear(Module):
 
     def _load(self, checkpoint: Checkpoint, names: Sequence[str], stacked: Tensor) -> None:
         fused = len(names) < len(self.outputs)
-        before = 0  # rows of the matrices before this one, in one tensor
+        offset = 0  # rows of the preceding matrices in a fused tensor
         for index, rows in enumerate(stacked.split(self.sizes)):
             size, share = self.outputs[index], self.shares[index]
             name = names[0] if fused else names[index]
             height = sum(self.outputs) if fused else size
             tensor = checkpoint.tensor(name, (height, *stacked.shape[1:]))
-            rows.copy_(tensor[before + share.start : before + share.stop])
-            before += size if fused else 0
+            rows.copy_(tensor[offset + share.start : offset + share.stop])
+            offset += size if fused else 0
 
     def forward(self, x: Tensor, first: int = 0) -> list[Tensor]:
         """Return one product (T, Dout / ranks) for each matrix from `first` on; x is (T, Din)."""
@@ -159,13 +161,13 @@ class ColumnParallelLinear(Module):
 class RowParallelLinear(Module):
     """y = x W^T + b with the input dimension split over ranks.
 
-    The partial products meet in one all-reduce.
+    The partial products are summed in one all-reduce.
     """
 
     def __init__(
         self, group: TensorParallelGroup, inputs: int, outputs: int, bias: bool, unit: int = 1
     ):
-        """`unit`: columns that stay on one rank."""
+        """`unit`: columns that must stay on the same rank."""
         super().__init__()
         self.group = group
         self.inputs = inputs
@@ -182,17 +184,17 @@ class RowParallelLinear(Module):
             self.bias.copy_(checkpoint.tensor(f"{name}.bias", (self.outputs,))[:])
 
     def forward(self, x: Tensor) -> AsyncSum:
-        """Start the sum over ranks, (T, Dout) once it is waited for; x is (T, Din / ranks)."""
+        """Start the all-reduce, which returns (T, Dout) when awaited; x is (T, Din / ranks)."""
         total = self.group.start_all_reduce(linear(x, self.weight))
         bias = self.bias
         return total if bias is None else lambda: total() + bias
 
 
 class VocabParallelEmbedding(Module):
-    """The vocabulary split over ranks: it embeds tokens, and as a model's head gives their logits.
+    """A token embedding, LM head, or both (tied), with the vocabulary split over ranks.
 
-    The split is even, so that every rank gathers the same; rows past the vocabulary pad the last
-    ranks and hold zeros.
+    All ranks have the same number of rows, as all-gather requires; rows past the vocabulary pad the
+    last ranks and hold zeros.
     """
 
     def __init__(self, group: TensorParallelGroup, vocab: int, hidden: int):
@@ -212,7 +214,7 @@ class VocabParallelEmbedding(Module):
         self.weight[:rows] = weight[self.first : self.last]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed tokens (T,) as (T, hidden). A token's owner knows it, the others add zero."""
+        """Embed tokens (T,) as (T, hidden). A token's rank looks it up, the others add zero."""
         if self.group.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first
@@ -226,5 +228,5 @@ class VocabParallelEmbedding(Module):
 
 
 def empty_parameter(*shape: int) -> Parameter:
-    """Return a parameter that is loaded, never trained."""
+    """Return an uninitialized parameter without gradient, to be loaded."""
     return Parameter(torch.empty(shape), requires_grad=False)

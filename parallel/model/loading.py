@@ -1,6 +1,6 @@
-"""From a name to a model in memory.
+"""Model loading, from a name to a model in memory.
 
-The folder or file is found, the model built on the meta device, and filled with this rank's share.
+Locates the folder or file, builds the model on the meta device, and loads this rank's share.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _PATTERNS = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 def resolve(name: str, group: TensorParallelGroup) -> Path:
     """Return the folder of a model or its GGUF file.
 
-    That is what the name stands for on this machine, or else what rank 0 fetches of that name on
-    the hub. All ranks call it. Raises CheckpointError.
+    The name is looked up on this machine, or else rank 0 downloads it from the hub. All ranks call
+    it. Raises CheckpointError.
     """
     with group.sync_errors():
         local = find_local(name)
@@ -43,7 +43,7 @@ def resolve(name: str, group: TensorParallelGroup) -> Path:
 
 
 def _download(name: str) -> Path:
-    """Fetch a model from the hub; return its folder. Raises CheckpointError."""
+    """Download a model from the hub and return its folder. Raises CheckpointError."""
     if Path(name).exists():
         raise CheckpointError(
             f"{name} is a file; a model is a folder with config.json, tokenizer and safetensors "
@@ -61,32 +61,32 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open the weights of a folder or a GGUF file. Raises ConfigError, CheckpointError."""
     if not is_gguf(path):
         return SafetensorsCheckpoint(path)
-    # it imports gguf, which takes half a second
+    # Importing gguf takes half a second.
     from parallel.formats.gguf_checkpoint import GgufCheckpoint
 
     return GgufCheckpoint(path)
 
 
 def choose_dtype(
-    wanted: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device
+    dtype: str, config: ModelConfig, checkpoint: Checkpoint, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype to compute in: `wanted`, or for `auto` the checkpoint's own.
+    """Return the dtype to compute in: `dtype`, or the checkpoint's own if that is `auto`.
 
-    A CPU is hopeless at float16: there `auto` takes such a checkpoint as float32, unrounded. Raises
-    TierForceError for what is not known or not supported.
+    Float16 is very slow on a CPU: there `auto` loads such a checkpoint in float32, which is exact.
+    Raises TierForceError for an unknown or unsupported dtype.
     """
-    name = config.dtype if wanted == "auto" else wanted
-    if wanted == "auto" and name is not None and name not in DTYPES:
+    name = config.dtype if dtype == "auto" else dtype
+    if dtype == "auto" and name is not None and name not in DTYPES:
         raise TierForceError(
-            f"the model's config says dtype {name:.40}, in which no model is run here: use `dtype` "
+            f"the model's config says dtype {name:.40}, which is not supported: use `dtype` "
             f"{' or '.join(DTYPES)}."
         )
-    dtype = checkpoint.dtype if name is None else dtype_of(name)
-    if dtype == torch.float16 and device.type == "cpu":
-        if wanted != "auto":
+    chosen = checkpoint.dtype if name is None else dtype_of(name)
+    if chosen == torch.float16 and device.type == "cpu":
+        if dtype != "auto":
             raise TierForceError(NO_FLOAT16)
         return torch.float32
-    return dtype
+    return chosen
 
 
 def load_model(
@@ -98,19 +98,19 @@ def load_model(
         folder: a complete Hugging Face checkpoint, or a GGUF file.
         group: the ranks that share the model.
         dtype: auto, or a name in DTYPES.
-        config: the model's, where the caller has read it.
+        config: the model's, if the caller has already read it.
 
     Raises ConfigError, CheckpointError, or TierForceError for the dtype.
     """
     config = config or ModelConfig.from_pretrained(folder)
-    check_ranks(config.kv_heads, group.size)  # before anything is read
+    check_ranks(config.kv_heads, group.size)  # before any tensor is read
     checkpoint = open_checkpoint(folder)
     chosen = choose_dtype(dtype, config, checkpoint, group.device)
     checkpoint.set_dtype(chosen)
-    # without it sizes may not match either, and what is missing is the clearer thing to say
+    # Checked first: without the embedding, check_sizes may fail with a less clear error.
     checkpoint.check_present(weight_headers.EMBEDDING)
     own = parameter_count(config, group.size, group.rank)
-    checkpoint.check_sizes(config.layers, own)  # before torch multiplies such sizes
+    checkpoint.check_sizes(config.layers, own)  # before torch overflows on implausible sizes
     model = _empty_model(config, group, chosen)
     with torch.inference_mode():
         model.load(checkpoint)
@@ -120,9 +120,9 @@ def load_model(
 def random_model(
     config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
 ) -> Transformer:
-    """Return a model of these dimensions with random weights: it costs what a real one does."""
+    """Return a model of these dimensions with random weights, as costly to run as a real one."""
     model = _empty_model(config, group, dtype)
-    generator = torch.Generator(group.device)  # torch's own may be in doubt (`GraphCapturer`)
+    generator = torch.Generator(group.device)  # a failed capture may break torch's default one
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
@@ -135,7 +135,7 @@ def _empty_model(
     config: ModelConfig, group: TensorParallelGroup, dtype: torch.dtype
 ) -> Transformer:
     """Build a model with uninitialized parameters in `dtype` on the group's device."""
-    with init_empty_weights(include_buffers=True):  # else they have memory for a moment
+    with init_empty_weights(include_buffers=True):  # no memory is allocated yet
         model = Transformer(config, group)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

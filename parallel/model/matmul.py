@@ -1,4 +1,4 @@
-"""Products with weights, and the way round processors that multiply bfloat16 one by one."""
+"""Matrix products with weights, and workarounds for CPUs without bfloat16 instructions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from offload.attention.shape_buckets import compiles_per_shape, has_native_bf16,
 from offload.kernels.batch_invariant_shape import ROW_BLOCK
 from parallel.batch_invariant import in_blocks
 
-_WIDENED_VALUES = 1 << 19  # of a weight at once: what is widened stays in the processor's cache
-_WIDENED_ROWS = 7  # with fewer, reading the weights is most of what there is to do
-# x W^T of few rows is shared out badly over a CPU's threads: with a large weight it takes up to
-# twice as long as W x^T, which is the same. One thread alone is faster with the first.
+_WIDENED_VALUES = 1 << 19  # weight values widened at once, few enough for the CPU's cache
+_WIDENED_ROWS = 7  # fewer rows are bound by reading the weights
+# x W^T with few rows is poorly parallelized over a CPU's threads: with a large weight it takes up
+# to twice as long as the equal W x^T. A single thread is faster with the former.
 _FEW_ROWS, _LARGE_WEIGHT = 128, 1 << 19
-_EVEN_ROWS = 512  # where products are compiled for their number of rows: a multiple of it at once
+_EVEN_ROWS = 512  # row unit of a product on devices that compile kernels per number of rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x W^T + b, (T, Dout), of x (T, Din) and weight (Dout, Din).
 
-    On a processor without instructions for bfloat16 the weight is widened part by part, which loses
-    nothing: products are summed in float32 either way, and rounded once.
+    On a CPU without bfloat16 instructions the weight is widened part by part, which is exact:
+    products are summed in float32 either way, and rounded once.
     """
     return in_blocks(lambda rows: _linear(rows, weight, bias), x)
 
@@ -31,7 +31,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     may_widen = x.is_cpu and x.dtype == torch.bfloat16
     if may_widen and len(x) >= _WIDENED_ROWS and not has_native_bf16():
         return _widened(x, weight, bias)
-    if compiles_per_shape(x, ROW_BLOCK):  # blocks of as many rows are one shape
+    if compiles_per_shape(x, ROW_BLOCK):  # blocks of ROW_BLOCK rows have one shape already
         return _linear_bucketed(x, weight, bias)
     if x.is_cpu and x.dtype == torch.float32 and _is_poorly_parallel(x, weight):
         out = torch.mm(weight, x.t()).t().contiguous()
@@ -40,25 +40,25 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear_bucketed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b, the rows behind a multiple of _EVEN_ROWS by themselves, and filled up."""
+    """Return x W^T + b; rows after a multiple of _EVEN_ROWS are computed separately, padded."""
     even = len(x) // _EVEN_ROWS * _EVEN_ROWS
     last = pad_rows(x[even:])
     out = x.new_empty(even + len(last), len(weight))
-    for rows, place in ((x[:even], out[:even]), (last, out[even:])):
+    for rows, target in ((x[:even], out[:even]), (last, out[even:])):
         if bias is None:
-            torch.mm(rows, weight.t(), out=place)
+            torch.mm(rows, weight.t(), out=target)
         else:
-            torch.addmm(bias, rows, weight.t(), out=place)
+            torch.addmm(bias, rows, weight.t(), out=target)
     return out[: len(x)]
 
 
 def linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x W^T, (T, Dout) float32, as it was summed: not rounded to the inputs' dtype.
+    """Return x W^T, (T, Dout), in the float32 of its accumulation, not rounded to x's dtype.
 
-    It is for logits. Rounded to bfloat16 they come in steps of an eighth, and passes of other
-    widths fall on other steps: that alone rejects 2.5% of what SmolLM2 proposes to itself
-    (docs/log.md). MiniMax-M1 needed the same for training by what inference said (arXiv
-    2506.13585).
+    Used for logits. Rounded to bfloat16 they come in steps of an eighth, and forwards with other
+    numbers of query tokens round differently: that alone rejects 2.5% of the tokens that SmolLM2
+    drafts for itself (docs/log.md). MiniMax-M1 computes its LM head in float32 for the same reason,
+    so that training and inference probabilities agree (arXiv 2506.13585).
     """
     if x.dtype == torch.float32:
         return linear(x, weight)
@@ -74,18 +74,19 @@ def _linear_fp32_out(x: Tensor, weight: Tensor) -> Tensor:
 def _widened(
     x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return x W^T + b in this dtype, by default that of x, with inputs of 16 bits widened."""
+    """Return x W^T + b in `dtype`, by default x's, with 16-bit inputs widened to float32."""
     out = x.new_empty(len(x), len(weight), dtype=dtype)
-    wide, turned = x.float(), _is_poorly_parallel(x, weight)
+    wide = x.float()
+    transposed = _is_poorly_parallel(x, weight)
     step = max(1, _WIDENED_VALUES // weight.shape[1])
     for start in range(0, len(weight), step):
         part = slice(start, start + step)
-        wider = weight[part].float()
-        product = torch.mm(wider, wide.t()).t() if turned else F.linear(wide, wider)
+        wide_part = weight[part].float()
+        product = torch.mm(wide_part, wide.t()).t() if transposed else F.linear(wide, wide_part)
         out[:, part] = product if bias is None else product + bias[part].float()
     return out
 
 
 def _is_poorly_parallel(x: Tensor, weight: Tensor) -> bool:
-    many = torch.get_num_threads() > 1
-    return many and 1 < len(x) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT
+    is_threaded = torch.get_num_threads() > 1
+    return is_threaded and 1 < len(x) <= _FEW_ROWS and weight.numel() >= _LARGE_WEIGHT

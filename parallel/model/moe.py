@@ -1,7 +1,7 @@
-"""A mixture of experts: of many MLPs, each token is given to the few that its router chooses.
+"""Sparse mixture of experts: a router sends each token to a few of many MLPs.
 
-Every rank holds its intermediate columns of all experts, so whichever are chosen, the ranks have
-equal work, and one all-reduce sums up as behind any other MLP.
+Every rank holds its intermediate columns of all experts. So ranks have equal work whichever experts
+are selected, and the output takes one all-reduce, as in a dense MLP.
 
 Source: Shazeer et al. 2017, arXiv 1701.06538; the router as in Mixtral, arXiv 2401.04088.
 """
@@ -23,9 +23,9 @@ from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
 class SparseMoE(Branch):
-    """A layer's gated MLPs, and the router that chooses among them for each token.
+    """A layer's gated MLPs (experts), and the router that selects among them for each token.
 
-    The router is the same on all ranks. They compute with the same x, so they choose alike.
+    The router is replicated. All ranks apply it to the same x, so they select the same experts.
     """
 
     norm_names = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -43,19 +43,19 @@ class SparseMoE(Branch):
         self.down = empty_parameter(count, hidden, columns)
 
     def forward(self, x: Tensor) -> AsyncSum:
-        """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
-        # how many rows an expert has depends on all of them
+        """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
+        # Row by row if batch-invariant: an expert's number of rows depends on all tokens.
         partial = row_by_row(self._expert_sum, self.pre(x))
         return self.post(self.group.start_all_reduce(partial))
 
     def _expert_sum(self, x: Tensor) -> Tensor:
-        """Return this rank's part (T, hidden) of what the experts make of x (T, hidden)."""
+        """Return this rank's partial sum (T, hidden) of the experts' outputs for x (T, hidden)."""
         scores = linear(x, self.router)
         weights, chosen = route(scores, self.shape.per_token, self.shape.normalised)
-        # on a GPU a short pass may be recorded, and the host must not wait for the choice
-        fixed = self.group.device.type == "cuda" and len(x) <= MAX_STATIC_TOKENS
-        mix = static_moe if fixed else moe_by_expert
-        return mix(x, weights, chosen, self.gate_up, self.down)
+        # On a GPU a short forward may be captured, and the host must not wait for the routing.
+        is_static = self.group.device.type == "cuda" and len(x) <= MAX_STATIC_TOKENS
+        moe = static_moe if is_static else moe_by_expert
+        return moe(x, weights, chosen, self.gate_up, self.down)
 
     def load(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.load_norm(checkpoint, prefix)
@@ -74,12 +74,12 @@ class SparseMoE(Branch):
 
 
 def route(scores: Tensor, per_token: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Return each token's experts (T, per_token), and their weights, float32.
+    """Return the weights (T, per_token) float32 of each token's experts, and the experts' indices.
 
-    scores (T, experts) are the router's. `normalised` weights sum to 1.
+    scores (T, experts) are the router's logits. `normalised` weights sum to 1.
     """
-    laws = scores.softmax(-1, dtype=torch.float32)
-    weights, chosen = laws.topk(per_token, dim=-1)
+    probs = scores.softmax(-1, dtype=torch.float32)
+    weights, chosen = probs.topk(per_token, dim=-1)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen
@@ -90,8 +90,8 @@ def moe_by_expert(
 ) -> Tensor:
     """Return the weighted sum (T, hidden) of each token's experts, expert by expert.
 
-    Reads and computes what was chosen and no more. The host waits to know how many tokens each
-    expert has. x (T, hidden), gate_up (E, 2 I, hidden) and down (E, hidden, I).
+    Only selected experts are read and computed. The host synchronizes to learn the number of tokens
+    of each expert. x (T, hidden), gate_up (E, 2 I, hidden) and down (E, hidden, I).
     """
     per_token = chosen.shape[1]
     flat = chosen.flatten()
@@ -114,10 +114,10 @@ def moe_by_expert(
 
 
 def static_moe(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return what `moe_by_expert` returns, by launches that do not depend on the choice.
+    """Return the result of `moe_by_expert`, with launches that do not depend on the routing.
 
-    Few tokens gather the weights of their experts, which writes and reads them once more each. More
-    tokens go through all experts, which read most of them anyway; those not chosen weigh nothing.
+    For few tokens, their experts' weights are gathered, which writes and reads them once more. More
+    tokens, which need most experts anyway, go through all of them; unselected ones have weight 0.
     """
     tokens, per_token = chosen.shape
     experts = len(down)
@@ -132,7 +132,7 @@ def static_moe(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down
 
 
 def _expert_mlps(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Return the MLPs' outputs (B, T, hidden) of x (B, T, hidden), each with its own weights."""
+    """Return the outputs (B, T, hidden) of B MLPs, each with its own weights and x (T, hidden)."""
     gate, up = torch.bmm(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
     return torch.bmm(F.silu(gate) * up, down.transpose(1, 2))
 

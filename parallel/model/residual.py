@@ -1,4 +1,4 @@
-"""What a layer adds to the hidden states: a branch, with its norm, and the MLP that is one."""
+"""Residual branches: the base class with its norm, and the dense MLP."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
 
 class Branch(Module):
-    """A branch of a layer: x + multiplier * f(norm(x)), or with the norm behind, of f(x)."""
+    """A residual branch: x + multiplier * f(norm(x)), or with a post-norm * norm(f(x))."""
 
-    norm_names: tuple[str, str]  # of a layer's norm before the branch, and behind it
+    norm_names: tuple[str, str]  # in the checkpoint: the norm before the branch, and after it
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -25,22 +25,22 @@ class Branch(Module):
         self.multiplier = config.residual_multiplier
 
     def pre(self, x: Tensor) -> Tensor:
-        """Return what the branch computes with, of hidden states x (T, hidden)."""
+        """Return the branch's input, from hidden states x (T, hidden)."""
         return x if self.post_norm else self.norm(x)
 
     def post(self, total: AsyncSum) -> AsyncSum:
-        """Return what the branch adds, once the ranks' sum (T, hidden) is there."""
+        """Return the branch's pending output, from its pending all-reduce (T, hidden)."""
         if not self.post_norm and self.multiplier == 1.0:
             return total
 
-        def added() -> Tensor:
+        def wait() -> Tensor:
             x = self.norm(total()) if self.post_norm else total()
             return x if self.multiplier == 1.0 else x * self.multiplier
 
-        return added
+        return wait
 
     def load_norm(self, checkpoint: Checkpoint, prefix: str) -> None:
-        """Read the norm of the layer PREFIX."""
+        """Read the norm of layer PREFIX."""
         self.norm.load(checkpoint, f"{prefix}.{self.norm_names[self.post_norm]}")
 
 
@@ -57,7 +57,7 @@ class Mlp(Branch):
         self.down = RowParallelLinear(group, config.intermediate, config.hidden, config.mlp_bias)
 
     def forward(self, x: Tensor) -> AsyncSum:
-        """Transform x (T, hidden). What is returned waits for the ranks' sum (T, hidden)."""
+        """Transform x (T, hidden); return a pending all-reduce (T, hidden)."""
         gate, up = self.gate_up(self.pre(x))
         return self.post(self.down(in_blocks(_gated, gate, up)))
 

@@ -1,6 +1,6 @@
-"""One decoder for target, middle and draft.
+"""The decoder of all levels: target, middle and draft.
 
-They differ in the cache that `attend` goes to, and nowhere else.
+Levels differ only in the cache that attention uses.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ from parallel.model.pipeline import Chunk, in_chunks, pipelined
 from parallel.model.residual import Branch, Mlp
 from parallel.ranks.process_group import AsyncSum, TensorParallelGroup
 
-Progress = Callable[[int, int], None]  # units done, units in all
+Progress = Callable[[int, int], None]  # units done, units in total
 
 
 class Attends(Protocol):
-    """What a layer asks of a cache, or of a prompt's way into it."""
+    """The interface that a layer needs of a cache, or of a prefill into one."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor: ...
 
 
 class KVCacheLike(Attends, Protocol):
-    """What a model asks of a cache."""
+    """The interface that a model needs of a cache."""
 
     length: int
-    is_batch_invariant: bool  # whether rows are to be computed in blocks at fixed positions
+    is_batch_invariant: bool  # whether rows are computed in blocks at fixed positions
 
     def begin_forward(self, rows: int) -> None: ...
 
 
 class PrefillCacheLike(Attends, Protocol):
-    """What a layer-major prefill asks of a prompt's way into a cache."""
+    """The interface that layer-major prefill needs of a prefill into a cache."""
 
     def store(self, layer: int, k: Tensor, v: Tensor, start: int) -> None: ...
 
 
 class PaddedCache:
-    """A cache in a pass that has other rows, which fill up blocks, beside its own."""
+    """A cache in a forward whose query tokens are padded to whole blocks."""
 
     is_batch_invariant = True
 
     def __init__(self, cache: KVCacheLike, own: slice):
-        """`own`: which rows of the pass are those of tokens."""
+        """`own`: the rows of the forward that are tokens, not padding."""
         self._cache, self._own = cache, own
         self.length = cache.length
 
@@ -70,14 +70,14 @@ class PaddedCache:
         self._cache.begin_forward(self._own.stop - self._own.start)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Do as `Cache.attend` with rows of tokens; what fills up blocks gets zeros."""
+        """Call `Cache.attend` with the token rows; padding rows get zeros."""
         own = self._own
         out = self._cache.attend(layer, q[own], k[own], v[own], start)
         return F.pad(out, (0, 0, 0, 0, own.start, len(q) - own.stop))
 
 
 class Attention(Branch):
-    """A layer's attention, over the heads of this rank."""
+    """A layer's attention, over this rank's heads."""
 
     norm_names = ("input_layernorm", "post_attention_layernorm")
 
@@ -103,16 +103,16 @@ class Attention(Branch):
     def forward(self, x: Tensor, cache: Attends, start: int) -> AsyncSum:
         """Attend with x (T, hidden), the tokens from position `start` on.
 
-        What is returned waits for the ranks' sum (T, hidden). Until then it alone holds memory.
+        Returns a pending all-reduce (T, hidden), which alone holds memory until it is waited for.
         """
         q, k, v = self._heads(x)
         if self.query_multiplier != 1.0:
             q = q * self.query_multiplier
-        # (T, H, D) is flattened at once: a name for it would hold it beside a copy
+        # (T, H, D) is flattened inline: a variable would keep it alive beside a copy.
         return self.post(self.o(cache.attend(self.layer, q, k, v, start).flatten(1)))
 
     def store_kv(self, x: Tensor, cache: PrefillCacheLike, start: int) -> None:
-        """Keep what later tokens attend to of x (T, hidden), where nobody asks for an output."""
+        """Store the keys and values of x (T, hidden), if its attention output is not needed."""
         k, v = self._heads(x, first=1)
         cache.store(self.layer, k, v, start)
 
@@ -133,7 +133,7 @@ class Attention(Branch):
 
 
 class DecoderLayer(Module):
-    """x + attention(x), and to that its mlp: two sums over ranks a layer."""
+    """y = x + attention(x), then y + mlp(y): two all-reduces per layer."""
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup, index: int):
         super().__init__()
@@ -149,7 +149,7 @@ class DecoderLayer(Module):
         return chunk.x
 
     def stages(self, cache: Attends) -> list[Callable[[Chunk], object]]:
-        """Return the steps of a layer; each but the last leaves a sum over ranks under way."""
+        """Return the steps of a layer; each but the last leaves an all-reduce in flight."""
 
         def attend(chunk: Chunk) -> None:
             chunk.start_sum(self.attention(chunk.finish_sum(), cache, chunk.start))
@@ -165,9 +165,9 @@ class DecoderLayer(Module):
 
 
 class Transformer(Module):
-    """A decoder of one of the families, sharded over `group`.
+    """A decoder-only transformer of any supported family, sharded over `group`.
 
-    It is stateless: the sequence lives in the cache.
+    It is stateless: the sequence is in the cache.
     """
 
     def __init__(self, config: ModelConfig, group: TensorParallelGroup):
@@ -185,7 +185,7 @@ class Transformer(Module):
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
-        """Read tokens (T,) behind the cache's content.
+        """Run tokens (T,) after the cache's content.
 
         Returns logits (rows, V) float32 that follow each of the last `rows` tokens. The tokens' KV
         is written, but they count only once the caller advances the cache.
@@ -195,11 +195,11 @@ class Transformer(Module):
         return self.logits(self.hidden_states(tokens, cache)[-rows:])
 
     def _forward_batch_invariant(self, tokens: Tensor, cache: KVCacheLike, rows: int) -> Tensor:
-        """Do what `forward` does, in blocks of rows that begin at fixed positions of the text."""
+        """Run `forward` in blocks of rows that start at fixed positions of the sequence."""
         lead = cache.length % ROW_BLOCK
         end = lead + len(tokens)
         padded = F.pad(tokens, (lead, -end % ROW_BLOCK))
-        first = (end - rows) // ROW_BLOCK * ROW_BLOCK  # of the blocks whose logits are asked for
+        first = (end - rows) // ROW_BLOCK * ROW_BLOCK  # start of the blocks that need logits
         with batch_invariant():
             x = self.hidden_states(padded, PaddedCache(cache, slice(lead, end)))
             logits = self.logits(x[first:])
@@ -207,7 +207,7 @@ class Transformer(Module):
 
     @torch.inference_mode()
     def hidden_states(self, tokens: Tensor, cache: KVCacheLike) -> Tensor:
-        """Read tokens (T,) as `forward` does; return the last layer's hidden states (T, hidden)."""
+        """Run tokens (T,) like `forward`; return the last layer's hidden states (T, hidden)."""
         cache.begin_forward(len(tokens))
         x = self._embed(tokens)
         for layer in self.layers:
@@ -230,17 +230,17 @@ class Transformer(Module):
         progress: Progress | None = None,
         before_layer: Callable[[], object] | None = None,
     ) -> Tensor:
-        """Read a prompt, tokens (T,), layer by layer: all chunks of one before the next layer.
+        """Prefill a prompt, tokens (T,), layer by layer: all chunks in one before the next layer.
 
         Holds the hidden states of the whole prompt, while the cache holds one layer's KV at a time.
-        Of the last layer only the KV is made, and the output of the last few rows. To be called
-        inside the cache's own `prefill` context, with what that yields.
+        The last layer only computes the KV, and the output of the last few tokens. Called inside
+        the cache's `Prefill` context, with the object that it yields.
 
         Args:
             tokens: the prompt.
-            cache: its way into a cache.
-            max_chunk: tokens that compute at once, at most.
-            progress: told after each chunk of a layer how many units are done, and how many in all.
+            cache: the prefill into a cache.
+            max_chunk: largest number of tokens computed at once.
+            progress: called after each chunk of a layer with the units done, and in total.
             before_layer: called before each layer; an exception that it raises ends the prefill.
 
         Returns:
@@ -254,19 +254,19 @@ class Transformer(Module):
         for index, layer in enumerate(others):
             if before_layer:
                 before_layer()
-            for done in pipelined(in_chunks(x, max_chunk), layer.stages(cache)):
-                end = done.start + len(done.x)
-                x[done.start : end] = done.x
+            for finished in pipelined(in_chunks(x, max_chunk), layer.stages(cache)):
+                end = finished.start + len(finished.x)
+                x[finished.start : end] = finished.x
                 if progress:
                     progress(index * len(x) + end, units)
         if before_layer:
             before_layer()
         chunks = list(in_chunks(x, max_chunk))
-        rest = max(chunks[-1].start, len(x) - OBSERVED_ROWS)
+        tail = max(chunks[-1].start, len(x) - OBSERVED_ROWS)  # first token with an output
         for chunk in chunks:
-            if chunk.start < rest:
-                last.attention.store_kv(chunk.x[: rest - chunk.start], cache, chunk.start)
-        x = last(x[rest:], cache, rest)
+            if chunk.start < tail:
+                last.attention.store_kv(chunk.x[: tail - chunk.start], cache, chunk.start)
+        x = last(x[tail:], cache, tail)
         if progress:
             progress(units, units)
         return self.logits(x[-1:])
@@ -285,7 +285,7 @@ class Transformer(Module):
         checkpoint.check_unused(self.config.tied)
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """Return the hidden states (T, hidden) that tokens (T,) begin with."""
+        """Return the hidden states (T, hidden) of tokens (T,) at the first layer."""
         x = self.embed(tokens)
         multiplier = self.config.embedding_multiplier
         return x if multiplier == 1.0 else x * multiplier

@@ -1,4 +1,4 @@
-"""The tests that run on a GPU are found on a machine that has torch and pytest, and little else."""
+"""GPU tests are collected on a machine with torch and pytest, and little else installed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ sys.exit(pytest.main(["-m", "cuda", "--collect-only", "-q", "-p", "no:cacheprovi
 
 
 @pytest.mark.slow
-def test_they_are_collected_without_what_other_tests_need() -> None:
+def test_gpu_tests_are_collected_without_optional_packages() -> None:
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    files = {line.partition(":")[0] for line in done.stdout.splitlines() if ".py: " in line}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    files = {line.partition(":")[0] for line in result.stdout.splitlines() if ".py: " in line}
     assert files
     folders = tuple(path for path in PATHS if not path.endswith(".py"))
-    elsewhere = {file for file in files if not file.startswith(folders)}
-    assert elsewhere == {path for path in PATHS if path.endswith(".py")}
+    single_files = {file for file in files if not file.startswith(folders)}
+    assert single_files == {path for path in PATHS if path.endswith(".py")}

@@ -1,6 +1,6 @@
-"""The engine on a GPU writes what it writes on a CPU: in all modes, over tiers and two ranks.
+"""The engine generates the same on a GPU as on a CPU: in all modes, over tiers and two ranks.
 
-Where there is no GPU a stand-in takes its place (tests/standin), which also sees races and counts
+Without a GPU a stand-in replaces it (tests/standin), which also detects races and counts host
 waits.
 """
 
@@ -45,18 +45,18 @@ from support.slow import slow_except
 from support.texts import prompt
 
 pytestmark = pytest.mark.cuda
-# far more than the retrieval budget, and enough for a few rounds
+# many more tokens than the retrieval budget, and enough new tokens for a few rounds
 PROMPT, NEW = prompt("argparse")[:300], 7
 
 
 class SharedGpu(TensorParallelGroup):
-    """Ranks that share the first GPU, over gloo, which gathers in host memory only."""
+    """Ranks that share the first GPU, over gloo, which can all-gather in host memory only."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         return super().all_gather(x.cpu()).to(x.device)
 
 
-def opened(group: TensorParallelGroup, mode: str, **choices: Any) -> Engine:
+def open_engine(group: TensorParallelGroup, mode: str, **choices: Any) -> Engine:
     choices = {"dtype": "float32", "retrieval_budget": 128, **choices}
     settings = Settings(mode=mode, **choices)
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", settings, group=group)
@@ -64,8 +64,8 @@ def opened(group: TensorParallelGroup, mode: str, **choices: Any) -> Engine:
     return engine
 
 
-class AtOnce(Thread):
-    """A thread that is none: the stand-in sees a single one."""
+class InlineThread(Thread):
+    """A thread that runs in its caller: the stand-in supports a single thread."""
 
     def start(self) -> None:
         self.run()
@@ -74,9 +74,9 @@ class AtOnce(Thread):
         pass
 
 
-def text(group: TensorParallelGroup, mode: str, **choices: Any) -> list[int]:
-    """Greedy, in float32: the demo pair behind a text that outgrows the retrieval budget."""
-    engine = opened(group, mode, **choices)
+def generate(group: TensorParallelGroup, mode: str, **choices: Any) -> list[int]:
+    """Return greedy float32 output of the demo pair; the prompt exceeds the retrieval budget."""
+    engine = open_engine(group, mode, **choices)
     if group.rank:
         engine.run_worker()
         return []
@@ -86,56 +86,55 @@ def text(group: TensorParallelGroup, mode: str, **choices: Any) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[int]:
-    return text(TensorParallelGroup(), "plain")
+def expected() -> list[int]:
+    return generate(TensorParallelGroup(), "plain")
 
 
-# with two layers the tests of recordings, of waits and of failures tell
+# two layers are covered by the tests of captured graphs, waits and failures
 @pytest.mark.parametrize("resident", slow_except([0, 6]))
 @pytest.mark.parametrize("mode", ["plain", "hierarchical"])
-def test_greedy_text_is_that_of_a_cpu(mode: str, resident: int, wanted: list[int]) -> None:
-    assert (
-        text(TensorParallelGroup(device=torch.device("cuda", 0)), mode, gpu_kv_layers=resident)
-        == wanted
-    )
-
-
-def test_identical_texts_are_those_of_plain_decoding() -> None:
-    """In 16 bits, and sampled, wherever the KV lives."""
+def test_greedy_output_matches_the_cpu(mode: str, resident: int, expected: list[int]) -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
-    ways: list[dict[str, Any]] = [
+    assert generate(group, mode, gpu_kv_layers=resident) == expected
+
+
+def test_deterministic_output_matches_plain_decoding() -> None:
+    """With 16 bits and sampling, wherever the KV is."""
+    group = TensorParallelGroup(device=torch.device("cuda", 0))
+    variants: list[dict[str, Any]] = [
         {"mode": "plain", "gpu_kv_layers": 6},
         {"mode": "hierarchical", "gpu_kv_layers": 2, "num_draft_tokens": 9},
         {"mode": "split-retrieval", "gpu_kv_layers": 0, "split_kv_layers": 3},
     ]
-    found = []
-    for way in ways:
-        engine = opened(group, deterministic=True, dtype="bfloat16", **way)
-        found.append(list(engine.generate(PROMPT[:200], NEW, Sampling(0.8, top_p=1, seed=2))))
+    outputs = []
+    for variant in variants:
+        engine = open_engine(group, deterministic=True, dtype="bfloat16", **variant)
+        outputs.append(list(engine.generate(PROMPT[:200], NEW, Sampling(0.8, top_p=1, seed=2))))
         engine.close()
-    assert all(each == found[0] for each in found)
+    assert all(output == outputs[0] for output in outputs)
 
 
 @pytest.mark.parametrize(("mode", "resident"), slow_except([("retrieval", 6), ("hierarchical", 2)]))
-def test_texts_at_once_write_what_each_writes_alone(
+def test_concurrent_requests_match_sequential_ones(
     mode: str, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where their short passes are recorded, shared or not, and the last text is alone."""
+    """With captured short forwards, batched or not; the last request ends alone."""
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = TensorParallelGroup(device=torch.device("cuda", 0))
-    engine = opened(
+    engine = open_engine(
         group, mode, gpu_kv_layers=resident, num_draft_tokens=5, num_inner_draft_tokens=2
     )
     assert engine.runtime.settings.graphs
-    asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((200, 16), (130, 26))]
-    want = alone(engine, asked)
+    sizes = ((200, 16), (130, 26))
+    requests = [Request(PROMPT[-length:], new_tokens, GREEDY) for length, new_tokens in sizes]
+    expected = alone(engine, requests)
     replays = count_replays(monkeypatch)
-    texts = written(engine, asked, 2)
-    assert tokens(texts) == want
+    completions = written(engine, requests, 2)
+    assert tokens(completions) == expected
     assert (2, 1) in replays
-    counts = [text.stats.cuda_graphs for text in texts]
-    assert all(each is not None and each["why"] is None for each in counts)
-    assert sum(each["replayed"] for each in counts if each is not None) > 0
+    counts = [completion.stats.cuda_graphs for completion in completions]
+    assert all(graphs is not None and graphs["why"] is None for graphs in counts)
+    assert sum(graphs["replayed"] for graphs in counts if graphs is not None) > 0
     engine.close()
 
 
@@ -143,8 +142,8 @@ def test_texts_at_once_write_what_each_writes_alone(
     ("mode", "int8"),
     slow_except([("retrieval", False), ("retrieval", True), ("hierarchical", True)], 2),
 )
-def test_recorded_passes_write_the_same(
-    mode: str, int8: bool, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+def test_captured_graphs_do_not_change_output(
+    mode: str, int8: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     assert cuda_graphs_supported(group)
@@ -155,11 +154,11 @@ def test_recorded_passes_write_the_same(
         "num_inner_draft_tokens": 3,
     }
     choices["int8_retrieval"] = int8
-    seen = []
+    counts = []
     for graphs in (True, False):
-        engine = opened(group, mode, graphs=graphs, **choices)
-        for _ in range(2 if graphs else 1):  # the second text records anew
-            assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+        engine = open_engine(group, mode, graphs=graphs, **choices)
+        for _ in range(2 if graphs else 1):  # the second request captures again
+            assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
             if graphs:
                 assert engine.stats.cuda_graphs is not None
                 assert engine.stats.cuda_graphs["replayed"] > 0
@@ -167,11 +166,10 @@ def test_recorded_passes_write_the_same(
                     0,
                     None,
                 )
-            seen.append(
-                [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels]
-            )
+            levels = [level.stats for level in engine.stats.levels]
+            counts.append([(stats.proposed, stats.accepted) for stats in levels])
         engine.close()
-    assert seen[0] == seen[1] == seen[2]
+    assert counts[0] == counts[1] == counts[2]
 
 
 @pytest.mark.parametrize(
@@ -179,10 +177,10 @@ def test_recorded_passes_write_the_same(
     slow_except([("hierarchical", "float32"), ("split-retrieval", "bfloat16")], 1),
 )
 @pytest.mark.slow
-def test_a_conversation_goes_on_over_tiers_and_recordings(
+def test_conversation_with_tiers_and_captured_graphs(
     mode: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From inside the text too, in parts, and in larger caches."""
+    """Also from a shorter common prefix, with a chunked prefill, and with larger caches."""
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     choices: dict[str, Any] = {
@@ -190,22 +188,22 @@ def test_a_conversation_goes_on_over_tiers_and_recordings(
         "num_draft_tokens": 7,
         "num_inner_draft_tokens": 3,
     }
-    engine = opened(group, mode, dtype=dtype, graphs=True, **choices)
-    asked = []
+    engine = open_engine(group, mode, dtype=dtype, graphs=True, **choices)
+    turns = []
     with engine.conversation(room=60):
         for tokens in (PROMPT, PROMPT[:250] + PROMPT[:90], PROMPT[:250] + PROMPT[90:100]):
-            asked.append((tokens, list(engine.generate(tokens, NEW, GREEDY))))
+            turns.append((tokens, list(engine.generate(tokens, NEW, GREEDY))))
         assert engine.stats.reused_tokens == 250
         (session,) = engine.sessions.executor.sequences
         session.extend_chunk = 70
         longer = PROMPT + PROMPT[:150]
         monkeypatch.setattr(engine._conversation, "_token_s", 1e9)
-        asked.append((longer, list(engine.generate(longer, NEW, GREEDY))))
+        turns.append((longer, list(engine.generate(longer, NEW, GREEDY))))
         assert engine.stats.reused_tokens == 250
         assert session.capacity > 400
     if dtype == "float32":
-        assert [text for _, text in asked] == [
-            list(engine.generate(tokens, NEW, GREEDY)) for tokens, _ in asked
+        assert [output for _, output in turns] == [
+            list(engine.generate(tokens, NEW, GREEDY)) for tokens, _ in turns
         ]
     engine.close()
 
@@ -221,7 +219,7 @@ def test_a_conversation_goes_on_over_tiers_and_recordings(
         3,
     ),
 )
-def test_what_is_kept_is_what_was_computed(
+def test_a_cached_prompt_gives_the_same_output(
     mode: str,
     dtype: str,
     resident: int,
@@ -229,9 +227,9 @@ def test_what_is_kept_is_what_was_computed(
     monkeypatch: pytest.MonkeyPatch,
     gpu: Machine | None,
 ) -> None:
-    """It is copied beside passes and their recording, on a stream of its own."""
+    """The KV is copied on its own stream, while forwards run and are captured."""
     if gpu is not None:
-        monkeypatch.setattr(decoding.prefix_cache.writer, "Thread", AtOnce)
+        monkeypatch.setattr(decoding.prefix_cache.writer, "Thread", InlineThread)
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     fixed: dict[str, Any] = {
         "num_draft_tokens": 7,
@@ -240,74 +238,76 @@ def test_what_is_kept_is_what_was_computed(
     }
     if resident == 6:
         mode = mode.removeprefix("split-")
-    texts = []
+    outputs = []
     for _ in range(2):
-        engine = opened(group, mode, dtype=dtype, graphs=True, prompt_cache=str(tmp_path), **fixed)
+        engine = open_engine(
+            group, mode, dtype=dtype, graphs=True, prompt_cache=str(tmp_path), **fixed
+        )
         assert engine.sessions.prefix_cache is not None
         engine.sessions.prefix_cache.warn = pytest.fail
-        texts.append(list(engine.generate(PROMPT, NEW, GREEDY)))
+        outputs.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         loaded = engine.stats.loaded_tokens
         engine.close()
     assert loaded == len(PROMPT) - OBSERVED_ROWS
-    assert texts[0] == texts[1]
+    assert outputs[0] == outputs[1]
 
 
-def test_a_capture_that_fails_leaves_the_stream_as_it_was() -> None:
-    run_ranks(1, failing_capture)  # a process of its own: torch may not record again behind it
+def test_a_failing_capture_restores_the_stream() -> None:
+    run_ranks(1, fail_capture)  # in its own process: torch may not be able to capture afterwards
 
 
-def failing_capture() -> None:
+def fail_capture() -> None:
     with gpu_or_standin():
         group = TensorParallelGroup(device=torch.device("cuda", 0))
-        before, x = torch.cuda.current_stream(), torch.ones(4, device=group.device)
+        stream, x = torch.cuda.current_stream(), torch.ones(4, device=group.device)
         with pytest.raises(RuntimeError):
-            # which waits for the device
+            # item() waits for the device
             group.graph_capturer.capture(lambda: x * x.sum().item())
         assert group.graph_capturer.broken
-        assert torch.cuda.current_stream() == before
+        assert torch.cuda.current_stream() == stream
         assert (x + 1).sum().item() == 8
-        torch.cuda.empty_cache()  # the allocator takes no capture to be under way
+        torch.cuda.empty_cache()  # raises if the allocator still considers a capture open
 
 
-def test_a_recording_sees_what_its_inputs_hold_now() -> None:
+def test_a_replay_reads_the_current_inputs() -> None:
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     x = torch.zeros(4, device=group.device)
-    recorder = GraphCapturer(group.device)
-    again = recorder.capture(lambda: x + 1)
+    capturer = GraphCapturer(group.device)
+    replay = capturer.capture(lambda: x + 1)
     for value in (1.0, 5.0):
         x.fill_(value)
-        assert again().tolist() == [value + 1] * 4
+        assert replay().tolist() == [value + 1] * 4
 
 
-def test_recordings_that_are_gone_leave_the_next_ones_memory_of_their_own() -> None:
-    """And those that are there go on, whichever of them came first."""
-    recorder = GraphCapturer(torch.device("cuda", 0))
-    x = torch.zeros(4, device=recorder.device)
+def test_graphs_captured_after_others_are_freed_have_their_own_memory() -> None:
+    """The remaining graphs stay valid, whatever the order of capture."""
+    capturer = GraphCapturer(torch.device("cuda", 0))
+    x = torch.zeros(4, device=capturer.device)
     for _ in range(2):
-        first = recorder.capture(lambda: x + 1)
-        second = recorder.capture(lambda: x + 2)
+        first = capturer.capture(lambda: x + 1)
+        second = capturer.capture(lambda: x + 2)
         assert (first().tolist(), second().tolist()) == ([1] * 4, [2] * 4)
         del first
-        third = recorder.capture(lambda: x + 3)
+        third = capturer.capture(lambda: x + 3)
         assert (second().tolist(), third().tolist()) == ([2] * 4, [3] * 4)
-        assert recorder.count == 2
+        assert capturer.count == 2
         del second, third
-        assert recorder.count == 0
+        assert capturer.count == 0
 
 
 @pytest.mark.parametrize("distinct", [True, False])
 def test_ranks_that_see_one_gpu_each(distinct: bool, gpu: Machine | None) -> None:
-    """As under launchers that set CUDA_VISIBLE_DEVICES for each process."""
+    """Some launchers set CUDA_VISIBLE_DEVICES for each process."""
     if gpu is None:
-        pytest.skip("it takes two stand-ins")
-    run_ranks(2, with_one_gpu, distinct)
+        pytest.skip("needs two stand-ins")
+    run_ranks(2, see_one_gpu, distinct)
 
 
-def with_one_gpu(distinct: bool) -> None:
+def see_one_gpu(distinct: bool) -> None:
     rank = int(os.environ["RANK"])
     with standin(1) as machine, patch.dict(os.environ):
-        refused = pytest.raises(TierForceError, match="2 ranks, but only 1 GPUs")
-        with refused:
+        raises_error = pytest.raises(TierForceError, match="2 ranks, but only 1 GPUs")
+        with raises_error:
             TensorParallelGroup.from_environment("cuda")
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
         if distinct:
@@ -315,90 +315,93 @@ def with_one_gpu(distinct: bool) -> None:
             group = TensorParallelGroup.from_environment("cuda")
             assert (group.rank, group.device) == (rank, torch.device("cuda", 0))
         else:
-            refused = pytest.raises(TierForceError, match="ranks 0 and 1 have the same GPU")
-            with refused:
+            raises_error = pytest.raises(TierForceError, match="ranks 0 and 1 have the same GPU")
+            with raises_error:
                 TensorParallelGroup.from_environment("cuda")
 
 
-def test_recordings_are_reset_before_a_group_is_left() -> None:
-    """NCCL would wait for ever for graphs that hold its collectives."""
+def test_graphs_are_reset_before_the_process_group_is_destroyed() -> None:
+    """NCCL would wait forever for graphs that hold its collectives."""
     if torch.cuda.device_count() == 1:
-        pytest.skip("one GPU here")
+        pytest.skip("needs two GPUs")
     for close in (True, False):
-        run_ranks(2, leaving, close)
+        run_ranks(2, leave_group, close)
 
 
-def leaving(close: bool) -> None:
+def leave_group(close: bool) -> None:
     with gpu_or_standin():
         group = TensorParallelGroup.from_environment("cuda")
         x = torch.ones(4, device=group.device)
         group.all_reduce(x)
-        again = group.graph_capturer.capture(lambda: group.all_reduce(x * 2))
-    counts, destroy = [], dist.destroy_process_group
-    reset = type(next(iter(group.graph_capturer._graphs))).reset
+        replay = group.graph_capturer.capture(lambda: group.all_reduce(x * 2))
+    events, destroy = [], dist.destroy_process_group
+    graph_type = type(next(iter(group.graph_capturer._graphs)))
+    reset = graph_type.reset
 
-    def counted(graph: Any) -> None:
-        counts.append("reset")
+    def record_reset(graph: Any) -> None:
+        events.append("reset")
         reset(graph)
 
-    def destroyed() -> None:
-        assert counts == ["reset"]  # while `again` still holds the graph
+    def check_and_destroy() -> None:
+        assert events == ["reset"]  # although `replay` still holds the graph
         destroy()
 
     with (
-        patch.object(type(next(iter(group.graph_capturer._graphs))), "reset", counted),
-        patch.object(dist, "destroy_process_group", destroyed),
+        patch.object(graph_type, "reset", record_reset),
+        patch.object(dist, "destroy_process_group", check_and_destroy),
     ):
         if close:
             group.close()
         else:
             support.ranks.leave_group()
-    assert callable(again)
+    assert callable(replay)
 
 
 @pytest.mark.parametrize(
     ("mode", "resident"),
     slow_except([*((mode, 2) for mode in MODES), ("hierarchical", 6)], 0, 1, 3),
 )
-def test_the_host_waits_once_for_what_is_drawn_and_once_for_a_verdict(
-    mode: str, resident: int, wanted: list[int], gpu: Machine | None
+def test_the_host_waits_once_per_draft_and_once_per_verification(
+    mode: str, resident: int, expected: list[int], gpu: Machine | None
 ) -> None:
     if gpu is None:
         pytest.skip("only a stand-in counts waits")
-    engine = opened(
+    engine = open_engine(
         TensorParallelGroup(device=torch.device("cuda", 0)),
         mode,
         gpu_kv_layers=resident,
         graphs=False,
     )
-    text = engine.generate(PROMPT, NEW, GREEDY)
-    tokens = [next(text)]
+    stream = engine.generate(PROMPT, NEW, GREEDY)
+    tokens = [next(stream)]
     gpu.waits.clear()
     while engine.stats.new_tokens < NEW:
-        tokens.append(next(text))
+        tokens.append(next(stream))
     rounds = [
         level.stats.forwards for level in engine.stats.levels if isinstance(level, Speculative)
     ]
     if mode == "plain":
         assert len(gpu.waits) == engine.stats.levels[0].stats.forwards
-    elif mode == "retrieval":  # a lookup drafts, on the host
+    elif mode == "retrieval":  # prompt lookup drafts on the host
         assert len(gpu.waits) == sum(rounds)
     else:
         assert sum(rounds) < len(gpu.waits) <= sum(rounds) + rounds[-1]
-    assert [*tokens, *text] == wanted
+    assert [*tokens, *stream] == expected
     engine.close()
 
 
 @pytest.mark.parametrize("split", slow_except([None, 2], 1))
-def test_slices_are_cut_and_joined_on_a_gpu(split: int | None) -> None:
-    """What is drafted against codes stands nearly always; each byte comes once a verification."""
+def test_split_layers_on_a_gpu(split: int | None) -> None:
+    """Most drafts from the high bytes are accepted; a verification transfers each byte once."""
     group = TensorParallelGroup(device=torch.device("cuda", 0))
     choices: dict[str, Any] = {
         "gpu_kv_layers": 1,
         "num_draft_tokens": 5,
         "num_inner_draft_tokens": 2,
     }
-    engine = opened(group, "split-hierarchical", dtype="bfloat16", split_kv_layers=split, **choices)
+    engine = open_engine(
+        group, "split-hierarchical", dtype="bfloat16", split_kv_layers=split, **choices
+    )
     assert len(list(engine.generate(PROMPT, NEW, GREEDY))) == NEW
     stats = engine.stats
     assert stats.acceptance["target"] is not None
@@ -414,7 +417,7 @@ def test_slices_are_cut_and_joined_on_a_gpu(split: int | None) -> None:
     ("purpose", "mode", "deterministic"),
     [("slices", "split", False), ("--deterministic", "plain", True)],
 )
-def test_what_lacks_its_kernels_is_warned_of(
+def test_missing_kernels_give_a_warning(
     purpose: str,
     mode: str,
     deterministic: bool,
@@ -422,15 +425,15 @@ def test_what_lacks_its_kernels_is_warned_of(
     gpu: Machine | None,
 ) -> None:
     if gpu is None:
-        pytest.skip("only a stand-in lacks them")
+        pytest.skip("only a stand-in lacks the kernels")
     group = TensorParallelGroup(device=torch.device("cuda", 0))
-    engine = opened(group, mode, dtype="bfloat16", deterministic=deterministic)
+    engine = open_engine(group, mode, dtype="bfloat16", deterministic=deterministic)
     common = Common(model="m", draft=None, settings=Settings(), sampling=Sampling())
     say_what_fits(engine, None, common)
     engine.close()
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     why = "cannot be used here (RuntimeError: a stand-in compiles nothing): plain"
-    assert f"the kernels for {purpose} {why}" in said
+    assert f"the kernels for {purpose} {why}" in output
 
 
 @pytest.mark.cuda(standin=False)
@@ -438,7 +441,7 @@ def test_what_lacks_its_kernels_is_warned_of(
 @pytest.mark.parametrize(
     ("dim", "groups"), [(64, 1), (80, 4), (128, 1), (128, 4), (128, 7), (256, 4)]
 )
-def test_fused_kernels_are_right(dtype: torch.dtype, dim: int, groups: int) -> None:
+def test_split_kernels_pass_their_self_test(dtype: torch.dtype, dim: int, groups: int) -> None:
     kernels, why = split_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why
 
@@ -448,63 +451,71 @@ def test_fused_kernels_are_right(dtype: torch.dtype, dim: int, groups: int) -> N
 @pytest.mark.parametrize(
     ("dim", "groups"), [(64, 3), (80, 1), (128, 1), (128, 4), (128, 16), (256, 4)]
 )
-def test_steady_kernels_are_right(dtype: torch.dtype, dim: int, groups: int) -> None:
+def test_batch_invariant_kernels_pass_their_self_test(
+    dtype: torch.dtype, dim: int, groups: int
+) -> None:
     kernels, why = batch_invariant_kernels("cuda", dtype, dim, groups)
     assert kernels is not None, why
 
 
-def failing(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any]:
-    """`Attention.forward`, of which one call raises."""
+def fail_once(layer: int, error: Callable[[], BaseException]) -> Callable[..., Any]:
+    """Return a replacement for `Attention.forward` whose call number `layer` raises."""
     calls, forward = count(), Attention.forward
 
-    def once(self: Attention, *arguments: Any) -> Any:
+    def attend(self: Attention, *arguments: Any) -> Any:
         if next(calls) == layer:
             raise error()
         return forward(self, *arguments)
 
-    return once
+    return attend
 
 
-# in prefill, and in a pass that streams
+# during prefill, and during a forward with streamed layers
 @pytest.mark.parametrize("layer", slow_except([4, 30], 1))
-def test_a_text_given_up_leaves_no_copy_and_no_memory(
+def test_an_interrupted_request_leaves_no_copies_and_no_memory(
     layer: int, monkeypatch: pytest.MonkeyPatch, gpu: Machine | None
 ) -> None:
-    engine = opened(TensorParallelGroup(device=torch.device("cuda", 0)), "plain", gpu_kv_layers=2)
-    gc.disable()  # what only a collection frees is still there when the next text is planned
+    engine = open_engine(
+        TensorParallelGroup(device=torch.device("cuda", 0)), "plain", gpu_kv_layers=2
+    )
+    gc.disable()  # memory in reference cycles would stay in use for the next plan
     try:
-        texts = [list(engine.generate(PROMPT, NEW, GREEDY))]
+        outputs = [list(engine.generate(PROMPT, NEW, GREEDY))]
         peaks = [engine.stats.peak_bytes]
-        monkeypatch.setattr(Attention, "forward", failing(layer, KeyboardInterrupt))
+        monkeypatch.setattr(Attention, "forward", fail_once(layer, KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             list(engine.generate(PROMPT, NEW, GREEDY))
-        texts.append(list(engine.generate(PROMPT, NEW, GREEDY)))
+        outputs.append(list(engine.generate(PROMPT, NEW, GREEDY)))
         peaks.append(engine.stats.peak_bytes)
     finally:
         gc.enable()
-    assert texts[0] == texts[1]
-    for phase, peak in peaks[0].items():  # on a GPU blocks are cut as it comes
+    assert outputs[0] == outputs[1]
+    for phase, peak in peaks[0].items():  # on a GPU fragmentation varies
         assert peaks[1][phase] == (pytest.approx(peak, abs=64 << 20) if gpu is None else peak)
     engine.close()
 
 
 @pytest.mark.parametrize("layer", slow_except([4, 30]))
-def test_a_gpu_that_is_full_fails_one_text(
-    layer: int, monkeypatch: pytest.MonkeyPatch, wanted: list[int]
+def test_out_of_memory_fails_a_single_request(
+    layer: int, monkeypatch: pytest.MonkeyPatch, expected: list[int]
 ) -> None:
-    engine = opened(TensorParallelGroup(device=torch.device("cuda", 0)), "plain", gpu_kv_layers=2)
+    engine = open_engine(
+        TensorParallelGroup(device=torch.device("cuda", 0)), "plain", gpu_kv_layers=2
+    )
     monkeypatch.setattr(
-        Attention, "forward", failing(layer, partial(torch.OutOfMemoryError, "CUDA out of memory."))
+        Attention,
+        "forward",
+        fail_once(layer, partial(torch.OutOfMemoryError, "CUDA out of memory.")),
     )
     with pytest.raises(InsufficientMemoryError, match="out of memory"):
         list(engine.generate(PROMPT, NEW, GREEDY))
-    assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
+    assert list(engine.generate(PROMPT, NEW, GREEDY)) == expected
     engine.close()
 
 
-def test_what_others_have_is_not_planned_with() -> None:
+def test_plans_use_only_free_device_memory() -> None:
     device = torch.device("cuda", 0)
-    engine = opened(TensorParallelGroup(device=device), "plain", device_memory=1 << 50)
+    engine = open_engine(TensorParallelGroup(device=device), "plain", device_memory=1 << 50)
     free = engine.runtime.link.device_available()
     next(engine.generate(PROMPT, NEW, GREEDY))
     assert engine.stats.plan is not None
@@ -513,81 +524,84 @@ def test_what_others_have_is_not_planned_with() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_on_one_gpu(mode: str, wanted: list[int], gpu: Machine | None) -> None:
+def test_two_ranks_share_one_gpu(mode: str, expected: list[int], gpu: Machine | None) -> None:
     if gpu is not None:
-        pytest.skip("there are two stand-ins")
-    assert run_ranks(2, on_shared_gpu, mode)[0] == wanted
+        pytest.skip("a stand-in has a GPU per rank")
+    assert run_ranks(2, generate_on_shared_gpu, mode)[0] == expected
 
 
-def on_shared_gpu(mode: str) -> list[int]:
+def generate_on_shared_gpu(mode: str) -> list[int]:
     dist.init_process_group("gloo")
     group = SharedGpu(dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0))
-    return text(group, mode, gpu_kv_layers=1)
+    return generate(group, mode, gpu_kv_layers=1)
 
 
 @pytest.mark.parametrize("mode", slow_except(["plain", "hierarchical"], 1))
-def test_two_gpus(mode: str, wanted: list[int]) -> None:
+def test_two_gpus_match_the_cpu(mode: str, expected: list[int]) -> None:
     if torch.cuda.device_count() == 1:
-        pytest.skip("one GPU here")
-    (tokens, counts), (_, others) = run_ranks(2, on_its_gpu, mode)
-    assert tokens == wanted
+        pytest.skip("needs two GPUs")
+    (tokens, counts), (_, others) = run_ranks(2, generate_on_own_gpu, mode)
+    assert tokens == expected
     assert counts["refused"] == others["refused"] == 0
     assert (counts["replayed"] > 0) == (mode != "plain")
 
 
-def test_nccl_that_does_not_start_is_one_line() -> None:
+def test_nccl_that_fails_to_start_is_an_error() -> None:
     if torch.cuda.device_count() == 1:
-        pytest.skip("one GPU here")
-    run_ranks(2, without_nccl)
+        pytest.skip("needs two GPUs")
+    run_ranks(2, start_without_nccl)
 
 
-def without_nccl() -> None:
-    refused = pytest.raises(
+def start_without_nccl() -> None:
+    raises_error = pytest.raises(
         TierForceError, match=r"NCCL does not start on these GPUs \(unhandled system error\)"
     )
     with (
         gpu_or_standin(),
         patch.object(dist, "all_reduce", side_effect=RuntimeError("unhandled system error")),
-        refused,
+        raises_error,
     ):
         TensorParallelGroup.from_environment("cuda")
 
 
-def test_nccl_that_sums_wrongly_is_refused() -> None:
-    """As with drivers that are patched for peer access: of small sums, or of large ones alone.
+def test_wrong_nccl_sums_are_an_error() -> None:
+    """Drivers patched for peer access may sum wrongly: small tensors too, or only large ones.
 
-    A sum is wrong on one rank alone, and every rank says so.
+    The sum is wrong on a single rank, and every rank raises.
     """
     if torch.cuda.device_count() == 1:
-        pytest.skip("one GPU here")
+        pytest.skip("needs two GPUs")
     for numbers in (1, 1 << 21):
-        run_ranks(2, with_sums_that_fail, numbers)
+        run_ranks(2, start_with_wrong_sums, numbers)
 
 
-def with_sums_that_fail(numbers: int) -> None:
-    right = dist.all_reduce
+def start_with_wrong_sums(numbers: int) -> None:
+    all_reduce = dist.all_reduce
 
-    def wrong(x: Tensor) -> None:
-        right(x)
+    def wrong_all_reduce(x: Tensor) -> None:
+        all_reduce(x)
         if len(x) == numbers and dist.get_rank() == 1:
             x[-1] += 1
 
-    refused = pytest.raises(TierForceError, match=f"NCCL sums {numbers} numbers wrongly on these")
-    with gpu_or_standin(), patch.object(dist, "all_reduce", wrong), refused:
+    raises_error = pytest.raises(
+        TierForceError, match=f"NCCL sums {numbers} numbers wrongly on these"
+    )
+    with gpu_or_standin(), patch.object(dist, "all_reduce", wrong_all_reduce), raises_error:
         TensorParallelGroup.from_environment("cuda")
 
 
-def on_its_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
+def generate_on_own_gpu(mode: str) -> tuple[list[int], dict[str, Any]]:
     with gpu_or_standin():
         parallel.execution.cuda_graphs.USES = 2
-        made, build = [], GraphRunner.__init__
+        runners, initialize = [], GraphRunner.__init__
 
-        def noted(self: GraphRunner, *arguments: Any) -> None:
-            build(self, *arguments)
-            made.append(self)
+        def record_runner(self: GraphRunner, *arguments: Any) -> None:
+            initialize(self, *arguments)
+            runners.append(self)
 
-        GraphRunner.__init__ = noted  # type: ignore[method-assign]
+        GraphRunner.__init__ = record_runner  # type: ignore[method-assign]
         group = TensorParallelGroup.from_environment("cuda")
         assert cuda_graphs_supported(group)
-        tokens = text(group, mode, gpu_kv_layers=1, num_draft_tokens=5, num_inner_draft_tokens=2)
-        return tokens, made[-1].counts
+        lengths = {"num_draft_tokens": 5, "num_inner_draft_tokens": 2}
+        tokens = generate(group, mode, gpu_kv_layers=1, **lengths)
+        return tokens, runners[-1].counts

@@ -1,4 +1,4 @@
-"""The stand-in for a GPU finds what it is there to find: each rule is broken here."""
+"""The stand-in for a GPU detects violations: each of its rules is broken here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from offload.memory.cuda_link import CudaLink
 from standin import Machine, Race, standin
 from support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def machine() -> Iterator[Machine]:
-    with standin() as made:
-        yield made
+    with standin() as simulated:
+        yield simulated
 
 
-class Careless(CudaLink):
-    """Copies that nothing waits for, and that wait for nothing."""
+class UnorderedLink(CudaLink):
+    """A link whose copies do not wait for compute, and whose tickets do not wait for copies."""
 
     def copy(self, pairs: Any) -> Any:
         with torch.cuda.stream(self._stream):
@@ -40,7 +40,7 @@ def host_and_device(link: CudaLink) -> tuple[torch.Tensor, torch.Tensor]:
     return link.host_empty(64, torch.float32).view(2, 32).fill_(1), torch.zeros(2, 32, device=GPU)
 
 
-def test_a_read_that_does_not_wait_for_its_copy_is_a_race(machine: Machine) -> None:
+def test_a_read_without_waiting_for_its_copy_is_a_race(machine: Machine) -> None:
     link = CudaLink(GPU)
     host, device = host_and_device(link)
     ticket = link.copy([(device[0], host[0])])
@@ -54,18 +54,18 @@ def test_a_read_that_does_not_wait_for_its_copy_is_a_race(machine: Machine) -> N
     link.close()
 
 
-def test_a_copy_that_does_not_wait_for_compute_is_a_race(machine: Machine) -> None:
-    host, device = host_and_device(link := Careless(GPU))
+def test_a_copy_without_waiting_for_compute_is_a_race(machine: Machine) -> None:
+    host, device = host_and_device(link := UnorderedLink(GPU))
     device += 1
     with pytest.raises(Race, match="writes"):
         link.copy([(device, host)])
-    careful = CudaLink(GPU)
-    careful.copy([(device, host)])
-    careful.drain()
+    ordered = CudaLink(GPU)
+    ordered.copy([(device, host)])
+    ordered.drain()
     link.close()
 
 
-def test_the_host_may_not_touch_what_a_copy_writes(machine: Machine) -> None:
+def test_a_host_read_during_a_copy_is_a_race(machine: Machine) -> None:
     link = CudaLink(GPU)
     host, device = host_and_device(link)
     link.copy([(host, device)])
@@ -76,7 +76,7 @@ def test_the_host_may_not_touch_what_a_copy_writes(machine: Machine) -> None:
     link.close()
 
 
-def test_memory_freed_under_a_copy_is_a_fault() -> None:
+def test_freeing_device_memory_during_a_copy_is_a_fault() -> None:
     with standin() as machine:
         link = CudaLink(GPU)
         host, device = host_and_device(link)
@@ -84,24 +84,24 @@ def test_memory_freed_under_a_copy_is_a_fault() -> None:
         del device
         link.close()
         assert "was freed before stream 2" in machine.faults.pop()
-    with pytest.raises(Race, match="so it is"), standin() as machine:
-        machine.faults.append("so it is")  # what nothing could be raised for before
+    with pytest.raises(Race, match="a fault"), standin() as machine:
+        machine.faults.append("a fault")  # raised on exit
 
 
-def test_host_memory_given_back_under_a_copy_is_a_fault() -> None:
+def test_unregistering_host_memory_during_a_copy_is_a_fault() -> None:
     with standin() as machine:
         link = CudaLink(GPU)
         host, device = host_and_device(link)
         link.copy([(device, host)])
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
         link.drain()
-        assert "given back before stream 2" in machine.faults.pop()
+        assert "released before stream 2" in machine.faults.pop()
 
 
-def test_tensors_of_two_devices_do_not_mix(machine: Machine) -> None:
+def test_mixing_devices_is_an_error(machine: Machine) -> None:
     with pytest.raises(RuntimeError, match="on the same device"):
         torch.ones(3, device=GPU) + torch.ones(3)
-    # but for a single number
+    # scalars are accepted
     assert (torch.ones(3, device=GPU) * torch.tensor(2.0)).tolist() == [2, 2, 2]
     with pytest.raises(NotImplementedError, match="CUDA"):
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -128,7 +128,7 @@ def test_every_wait_of_the_host_is_counted(machine: Machine) -> None:
     assert machine.waits
 
 
-def test_fresh_memory_holds_no_numbers(machine: Machine) -> None:
+def test_uninitialized_memory_is_poisoned(machine: Machine) -> None:
     assert torch.empty(4, device=GPU).isnan().all()
     assert torch.empty_like(torch.zeros(4, device=GPU)).isnan().all()
     assert (torch.empty(4, dtype=torch.int64, device=GPU) < 0).all()
@@ -146,7 +146,7 @@ def test_memory_is_counted_and_runs_out() -> None:
         assert (torch.cuda.memory_allocated(), machine.peak) == (0, 1 << 19)
 
 
-def recorded(work: Any, pool: Any = None) -> tuple[Any, Any]:
+def capture(work: Any, pool: Any = None) -> tuple[Any, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(
         graph, pool=pool or torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream(GPU)
@@ -155,7 +155,7 @@ def recorded(work: Any, pool: Any = None) -> tuple[Any, Any]:
     return graph, out
 
 
-def test_a_graph_is_computed_when_it_is_replayed_with_numbers_of_the_host_as_they_were(
+def test_a_graph_computes_at_replay_with_the_host_numbers_of_its_capture(
     machine: Machine,
 ) -> None:
     x, add = torch.zeros(3, device=GPU), 1
@@ -164,7 +164,7 @@ def test_a_graph_is_computed_when_it_is_replayed_with_numbers_of_the_host_as_the
         x.mul_(2)
         return x[1:] + add
 
-    graph, out = recorded(work)
+    graph, out = capture(work)
     assert x.tolist() == [0, 0, 0]
     assert out.isnan().all()
     add = 100
@@ -175,35 +175,35 @@ def test_a_graph_is_computed_when_it_is_replayed_with_numbers_of_the_host_as_the
         assert x.tolist() == [2 * value] * 3
 
 
-def test_a_host_that_waits_breaks_a_capture(machine: Machine) -> None:
-    x, before = torch.ones(3, device=GPU), torch.cuda.current_stream()
+def test_host_waits_invalidate_a_capture(machine: Machine) -> None:
+    x, stream = torch.ones(3, device=GPU), torch.cuda.current_stream()
     for wait in (lambda: x.sum().item(), lambda: torch.tensor([1.0]).to(GPU)):
         with pytest.raises(RuntimeError, match="during capture"):
-            recorded(wait)
-        assert torch.cuda.current_stream() != before  # as torch leaves it
-        torch.cuda.set_stream(before)
-        # and the allocator, before torch 2.13
+            capture(wait)
+        assert torch.cuda.current_stream() != stream  # torch does not restore it
+        torch.cuda.set_stream(stream)
+        # nor the allocator, before torch 2.13
         with pytest.raises(RuntimeError, match="captures_underway"):
-            recorded(lambda: x + 1)
+            capture(lambda: x + 1)
         torch._C._cuda_endAllocateToPool(0, (0, 1))
-    recorded(lambda: x + 1)
+    capture(lambda: x + 1)
     assert (x + 1).tolist() == [2, 2, 2]
 
 
-def test_what_a_capture_does_not_permit(machine: Machine) -> None:
+def test_generators_and_replays_invalidate_a_capture(machine: Machine) -> None:
     x, source = torch.ones(3, device=GPU), torch.Generator(GPU)
-    graph, _ = recorded(lambda: x + 1)
+    graph, _ = capture(lambda: x + 1)
     for work in (lambda: x.clone().exponential_(generator=source), graph.replay):
-        before = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream()
         with pytest.raises(RuntimeError, match="during capture"):
-            recorded(work)
-        torch.cuda.set_stream(before)
+            capture(work)
+        torch.cuda.set_stream(stream)
         torch._C._cuda_endAllocateToPool(0, (0, 1))
 
 
-def test_a_graph_keeps_no_memory_that_was_there_before_it(machine: Machine) -> None:
+def test_a_graph_does_not_keep_earlier_memory_alive(machine: Machine) -> None:
     x, others = torch.ones(3, device=GPU), [torch.zeros(3, device=GPU)]
-    graph, out = recorded(lambda: (x + 1) * 2 + others[0])
+    graph, out = capture(lambda: (x + 1) * 2 + others[0])
     graph.replay()
     assert out.tolist() == [4, 4, 4]
     others.clear()
@@ -211,25 +211,25 @@ def test_a_graph_keeps_no_memory_that_was_there_before_it(machine: Machine) -> N
         graph.replay()
 
 
-def test_a_pool_goes_with_its_last_graph(machine: Machine) -> None:
+def test_a_pool_is_freed_with_its_last_graph(machine: Machine) -> None:
     x, pool = torch.ones(3, device=GPU), torch.cuda.graph_pool_handle()
-    kept, _ = recorded(lambda: x + 1, pool)
-    recorded(lambda: x + 2, pool)
-    del kept
+    graph, _ = capture(lambda: x + 1, pool)
+    capture(lambda: x + 2, pool)
+    del graph
     with pytest.raises(RuntimeError, match="use_count"):
-        recorded(lambda: x + 3, pool)
+        capture(lambda: x + 3, pool)
 
 
-def test_each_rank_has_a_gpu_of_its_own() -> None:
+def test_a_rank_may_use_only_its_own_gpu() -> None:
     with standin(gpus=2, index=1):
-        for device in ("cuda:0", "cuda"):  # the second is the first where nothing else was chosen
+        for device in ("cuda:0", "cuda"):  # "cuda" is cuda:0 by default
             with pytest.raises(RuntimeError, match="cuda:1"):
                 torch.zeros(3, device=device)
         torch.cuda.set_device("cuda:1")
         assert torch.zeros(3, device="cuda").device == torch.device("cuda:1")
 
 
-def test_a_refused_registration_is_reported_again_by_the_next_kernel(machine: Machine) -> None:
+def test_the_next_kernel_reports_a_failed_registration(machine: Machine) -> None:
     machine.pins = False
     buffer = torch.empty(64)
     assert torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
@@ -237,20 +237,20 @@ def test_a_refused_registration_is_reported_again_by_the_next_kernel(machine: Ma
         torch.ones(3, device=GPU)
     with pytest.raises(InsufficientMemoryError, match="refused to pin"):
         CudaLink(GPU).host_empty(64, torch.float32)
-    assert torch.ones(3, device=GPU).tolist() == [1, 1, 1]  # the link had it reported
+    assert torch.ones(3, device=GPU).tolist() == [1, 1, 1]  # the link has consumed the error
 
 
-def test_a_sum_over_ranks_is_to_be_waited_for() -> None:
-    run_ranks(1, hasty)
+def test_reading_an_all_reduce_without_waiting_is_a_race() -> None:
+    run_ranks(1, read_early)
 
 
-def hasty() -> None:
+def read_early() -> None:
     with standin() as machine:
         dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
-        for early in (True, False):
+        for reads_early in (True, False):
             x = torch.ones(3, device=GPU)
             work = dist.all_reduce(x, async_op=True)
-            if early:
+            if reads_early:
                 with pytest.raises(Race, match=r"reads .* NCCL's stream: .* writes"):
                     x + 1
             work.wait()
@@ -258,28 +258,36 @@ def hasty() -> None:
         assert not machine.faults
 
 
-def heads(
-    dtype: torch.dtype, dim: int = 8, rows: int = 4, on: torch.device | str = GPU
+def query_key_value(
+    dtype: torch.dtype, dim: int = 8, rows: int = 4, device: torch.device | str = GPU
 ) -> list[torch.Tensor]:
-    return [torch.ones(1, 2, each, dim, dtype=dtype, device=on) for each in (rows, 4, 4)]
+    return [torch.ones(1, 2, size, dim, dtype=dtype, device=device) for size in (rows, 4, 4)]
 
 
-def test_kernels_take_what_they_take_on_a_gpu(machine: Machine) -> None:
+def test_kernels_accept_the_same_arguments_as_on_a_gpu(machine: Machine) -> None:
     flash = torch.ops.aten._scaled_dot_product_flash_attention
-    assert flash(*heads(torch.float16), 0.0, True)[1].shape == (1, 2, 4)
-    for wrong in (heads(torch.float32), heads(torch.float16, dim=12), heads(torch.float16, rows=2)):
+    assert flash(*query_key_value(torch.float16), 0.0, True)[1].shape == (1, 2, 4)
+    for wrong in (
+        query_key_value(torch.float32),
+        query_key_value(torch.float16, dim=12),
+        query_key_value(torch.float16, rows=2),
+    ):
         with pytest.raises(RuntimeError):
             flash(*wrong, 0.0, True)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    assert efficient(*heads(torch.float32), None, True)[1].shape == (1, 2, 32)
-    assert efficient(*heads(torch.float32), None, True)[1][..., 4:].isinf().all()
+    assert efficient(*query_key_value(torch.float32), None, True)[1].shape == (1, 2, 32)
+    assert efficient(*query_key_value(torch.float32), None, True)[1][..., 4:].isinf().all()
     x = torch.ones(1, 2, 2, device=GPU)
     for kernel, dtype, arguments in (
         (flash, torch.float16, (0.0, True)),
         (efficient, torch.float32, (None, True, 0.0, True)),
     ):
         for out, meta in zip(
-            *(kernel(*heads(dtype, on=on), *arguments)[:2] for on in (GPU, "meta")), strict=True
+            *(
+                kernel(*query_key_value(dtype, device=device), *arguments)[:2]
+                for device in (GPU, "meta")
+            ),
+            strict=True,
         ):
             assert (out.shape, out.stride(), out.dtype) == (
                 meta.shape,

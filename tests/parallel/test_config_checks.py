@@ -233,7 +233,7 @@ def test_a_dtype_that_is_not_known_may_be_chosen(
     config = json.loads((folder / "config.json").read_text())
     config.pop("dtype", None)
     (folder / "config.json").write_text(json.dumps({**config, field: name}))
-    with pytest.raises(TierForceError, match=f"says dtype {name[:40]}, in which.*use `dtype` bf"):
+    with pytest.raises(TierForceError, match=f"says dtype {name[:40]}, which.*use `dtype` bf"):
         load_model(folder, TensorParallelGroup())
     assert load_model(folder, TensorParallelGroup(), "float32").norm.weight.dtype == torch.float32
 

@@ -1,14 +1,13 @@
 """A stand-in for a GPU: this project's CUDA code, run on a CPU with real numbers.
 
-`standin()` makes torch say that there are GPUs. Tensors on them are of a type of their own, which
-computes in host memory what a GPU would, and refuses what a GPU refuses: tensors of two devices in
-one operation, kernels that only CPUs have, host waits while a graph is captured. Streams are
-clocks: accesses to the same memory that nothing orders are a Race, memory that is freed while
-another stream may use it is a fault. Captured graphs bake what CUDA graphs bake. Fresh memory holds
-NaN.
+`standin()` makes torch report GPUs. Tensors on them have their own type, which computes in host
+memory what a GPU would, and rejects what a GPU rejects: tensors of two devices in one operation,
+kernels that only CPUs have, host waits while a graph is captured. Streams are vector clocks:
+unordered accesses to the same memory are a Race, memory that is freed while another stream may use
+it is a fault. Captured graphs bake in what CUDA graphs bake in. Fresh memory holds NaN.
 
-What it cannot tell: anything about time, CUDA's own kernels and their rounding, NCCL, the driver,
-or memory cut into pieces.
+It cannot check anything about time, CUDA's own kernels and their rounding, NCCL, the driver, or
+memory fragmentation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from offload.kernels import selection as fused
+from offload.kernels import selection
 from standin.clocks import Race, Timeline
 from standin.dispatch import OnGpu
 from standin.graphs import capture_type, graph_type
@@ -49,10 +48,10 @@ class Stream:
         return isinstance(other, Stream) and other.timeline is self.timeline
 
     def wait_stream(self, other: Stream) -> None:
-        self.timeline.after(other.timeline.mark())
+        self.timeline.wait_for(other.timeline.mark())
 
     def wait_event(self, event: dict[Timeline, int]) -> None:
-        self.timeline.after(event)
+        self.timeline.wait_for(event)
 
     def record_event(self) -> dict[Timeline, int]:
         return self.timeline.mark()
@@ -62,38 +61,38 @@ class Stream:
 
 
 class Work:
-    """A collective under way on NCCL's stream."""
+    """A collective in flight on NCCL's stream."""
 
     def __init__(self, work: Any, machine: Machine):
         self.work, self.machine, self.mark = work, machine, machine.nccl.mark()
 
     def wait(self) -> None:
         self.work.wait()
-        self.machine.current.after(self.mark)
+        self.machine.current.wait_for(self.mark)
 
 
 def _generator(real: Any) -> Any:
     class Generator(real):
-        """Draws on the host, and says that it does so on the device that was asked for."""
+        """Draws on the host, and reports the requested device as its own."""
 
         def __new__(cls, device: Any = "cpu") -> Generator:
-            made = super().__new__(cls, "cpu")
-            made.where = torch.device(device)
-            return made
+            generator = super().__new__(cls, "cpu")
+            generator.reported_device = torch.device(device)
+            return generator
 
         @property
         def device(self) -> torch.device:
-            return self.where
+            return self.reported_device
 
     return Generator
 
 
-def _guard() -> None:
-    """Let torch's C++ change to a GPU and back.
+def _install_device_guard() -> None:
+    """Let torch's C++ switch to a GPU and back.
 
-    It asks a table how, in which a CPU build has no entry: it gets the meta device's.
+    It looks up a table in which a CPU build has no entry for CUDA: install the meta device's.
     """
-    torch._C._ensureCUDADeviceGuardSet()  # which does so in a CUDA build that finds no GPU
+    torch._C._ensureCUDADeviceGuardSet()  # sufficient in a CUDA build that finds no GPU
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * (_META + 1)).in_dll(
         library, "_ZN3c104impl26device_guard_impl_registryE"
@@ -102,22 +101,22 @@ def _guard() -> None:
 
 
 def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what in torch is replaced, and by what: owner, name and value."""
+    """Yield the attributes of torch to replace: owner, name and new value."""
     stream_type, handles = type("Stream", (Stream,), {"machine": machine}), count(1)
 
     @contextmanager
-    def stream(wanted: Stream) -> Iterator[None]:
-        before, machine.current = machine.current, wanted.timeline
+    def use_stream(stream: Stream) -> Iterator[None]:
+        previous, machine.current = machine.current, stream.timeline
         try:
             yield
         finally:
-            machine.current = before
+            machine.current = previous
 
     cuda: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: gpus,
-        "set_device": lambda device: setattr(machine, "chosen", torch.device(device).index),
+        "set_device": lambda device: setattr(machine, "current_index", torch.device(device).index),
         "get_device_name": lambda device=None: "a stand-in",
         "get_device_properties": lambda device: SimpleNamespace(
             total_memory=machine.memory,
@@ -127,9 +126,9 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
             pci_device_id=0,
         ),
         "Stream": stream_type,
-        "stream": stream,
+        "stream": use_stream,
         "current_stream": lambda device=None: stream_type(timeline=machine.current),
-        "set_stream": lambda wanted: setattr(machine, "current", wanted.timeline),
+        "set_stream": lambda stream: setattr(machine, "current", stream.timeline),
         "CUDAGraph": graph_type(machine),
         "graph": capture_type(machine),
         "graph_pool_handle": lambda: (0, next(handles)),
@@ -150,19 +149,23 @@ def _patches(machine: Machine, gpus: int) -> Iterator[tuple[Any, str, Any]]:
     for name, value in cuda.items():
         yield torch.cuda, name, value
     yield torch, "Generator", _generator(torch.Generator)
-    yield torch._C, "_cuda_endAllocateToPool", lambda device, pool: setattr(machine, "stuck", False)
-    yield dist, "init_process_group", _joined(dist.init_process_group, machine)
+    yield (
+        torch._C,
+        "_cuda_endAllocateToPool",
+        lambda device, pool: setattr(machine, "is_stuck", False),
+    )
+    yield dist, "init_process_group", _init_process_group(dist.init_process_group, machine)
     yield (
         dist,
         "get_backend_config",
-        lambda group=None: "cpu:gloo,cuda:nccl" if machine.nccl_joined else "cpu:gloo,cuda:gloo",
+        lambda group=None: "cpu:gloo,cuda:nccl" if machine.uses_nccl else "cpu:gloo,cuda:gloo",
     )
     yield dist, "all_reduce", _all_reduce(dist.all_reduce, machine)
 
 
-def _joined(real: Any, machine: Machine) -> Callable[..., None]:
+def _init_process_group(real: Any, machine: Machine) -> Callable[..., None]:
     def init(backend: str, **options: Any) -> None:
-        machine.nccl_joined = "nccl" in backend
+        machine.uses_nccl = "nccl" in backend
         real("gloo", **options)
 
     return init
@@ -176,27 +179,27 @@ def _all_reduce(real: Any, machine: Machine) -> Callable[..., Any]:
     return all_reduce
 
 
-def _compiles_nothing(*_: Any) -> None:
+def _fail_self_test(*_: Any) -> None:
     raise RuntimeError("a stand-in compiles nothing")
 
 
 @contextmanager
 def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[Machine]:
-    """Stand in for GPU `index` of this process, with so many bytes of memory.
+    """Simulate GPU `index` of this process, with `memory` bytes.
 
-    On leaving, faults are raised as a Race.
+    On exit, faults are raised as a Race.
     """
-    _guard()
+    _install_device_guard()
     machine = Machine(index, memory)
-    gc.freeze()  # what is there already holds nothing of this GPU: it need not be looked through
+    gc.freeze()  # existing objects hold no memory of this GPU: the collector skips them
     with ExitStack() as stack:
         for owner, name, value in _patches(machine, gpus):
             stack.enter_context(patch.object(owner, name, value))
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
-        # torch.tensor makes its result on the host, and has it moved like any other
+        # torch.tensor creates its result on the host, and copies it like any other tensor.
         torch._C._set_only_lift_cpu_tensors(True)
-        for trial in ("_test_split", "_test_batch_invariant"):
-            stack.enter_context(patch.object(fused, trial, _compiles_nothing))
+        for self_test in ("_test_split", "_test_batch_invariant"):
+            stack.enter_context(patch.object(selection, self_test, _fail_self_test))
         stack.enter_context(OnGpu(machine))
         yield machine
     gc.collect()
@@ -209,7 +212,7 @@ def standin(gpus: int = 1, index: int = 0, memory: int = 24 << 30) -> Iterator[M
 def gpu_or_standin() -> Iterator[Machine | None]:
     """Use the GPUs of this machine if it has any; else one of two stand-ins.
 
-    A rank gets the one with its local number.
+    A rank gets the stand-in with its local rank's index.
     """
     if torch.cuda.is_available():
         yield None

@@ -1,6 +1,6 @@
-"""What happens before what: streams, the host, and the memory they share.
+"""Happens-before order of streams, the host, and their accesses to shared memory.
 
-It is told by vector clocks, as in torch's CUDA sanitizer.
+Vector clocks track it, as in torch's CUDA sanitizer.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, sizes and strid
 
 
 class Race(AssertionError):
-    """Two accesses to the same memory, one of them a write, that nothing puts in an order."""
+    """Two unordered accesses to the same memory, at least one of them a write."""
 
 
 class Timeline:
     """The host, or a stream.
 
-    Its steps are numbered; `seen` says how many steps of each other one are done before its next.
+    Its steps are numbered; `known_steps` holds, for every other timeline, the number of its steps
+    that are done before the next one here.
     """
 
     def __init__(self, name: str):
         self.name, self.steps = name, 0
-        self.seen: dict[Timeline, int] = {}
+        self.known_steps: dict[Timeline, int] = {}
 
     def mark(self) -> dict[Timeline, int]:
-        """Return all that is done once this timeline has come to here."""
-        return {**self.seen, self: self.steps}
+        """Return an event: the steps of all timelines that are done at this point of this one."""
+        return {**self.known_steps, self: self.steps}
 
-    def after(self, mark: Mapping[Timeline, int]) -> None:
+    def wait_for(self, mark: Mapping[Timeline, int]) -> None:
         for other, steps in mark.items():
             if other is not self:
-                self.seen[other] = max(self.seen.get(other, 0), steps)
+                self.known_steps[other] = max(self.known_steps.get(other, 0), steps)
 
-    def knows(self, other: Timeline) -> int:
-        return self.steps if other is self else self.seen.get(other, 0)
+    def steps_known_of(self, other: Timeline) -> int:
+        return self.steps if other is self else self.known_steps.get(other, 0)
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,18 @@ class Block:
         self.name = name
         self.accesses: dict[Timeline, list[Access]] = {}
 
-    def touch(self, timeline: Timeline, region: Region, write: bool, what: str) -> None:
-        """Note an access in the timeline's latest step. Raises Race."""
+    def record_access(self, timeline: Timeline, region: Region, write: bool, what: str) -> None:
+        """Record an access in the timeline's latest step. Raises Race."""
         for other, accesses in self.accesses.items():
             if other is timeline:
                 continue
             for access in reversed(accesses):
-                if access.step <= timeline.knows(other):
+                if access.step <= timeline.steps_known_of(other):
                     break
                 if (write or access.write) and overlap(access.region, region):
-                    kinds = tuple("writes" if each else "reads" for each in (write, access.write))
+                    kinds = [
+                        "writes" if is_write else "reads" for is_write in (write, access.write)
+                    ]
                     raise Race(
                         f"{timeline.name}: {what} {kinds[0]} {self.name} that {other.name}: "
                         f"{access.what} {kinds[1]}"
@@ -73,9 +76,9 @@ class Block:
         self.accesses.setdefault(timeline, []).append(Access(timeline.steps, write, region, what))
 
     def pending(self, *timelines: Timeline) -> str | None:
-        """Return an access that none of these timelines knows to be done, or None."""
+        """Return an access that is not known to be done on any of these timelines, or None."""
         for other, accesses in self.accesses.items():
-            if all(accesses[-1].step > timeline.knows(other) for timeline in timelines):
+            if all(accesses[-1].step > timeline.steps_known_of(other) for timeline in timelines):
                 return f"{other.name}: {accesses[-1].what}"
         return None
 
@@ -85,7 +88,7 @@ def region_of(x: Tensor, offset: int | None = None) -> Region:
 
 
 def overlap(one: Region, other: Region) -> bool:
-    """Tell whether two regions share an element."""
+    """Return whether two regions share an element."""
     (first, last), (low, high) = _ends(one), _ends(other)
     if last < low or high < first or 0 in one[1] or 0 in other[1]:
         return False

@@ -1,4 +1,4 @@
-"""What becomes of every operation: on the host, on the device, or between the two."""
+"""The dispatch of every operation: on the host, on the device, or between the two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.layout import ceil_div
 from standin.clocks import region_of
 from standin.kernels import CPU_ONLY, KERNELS, UNSET, WAITING
 from standin.machine import Allocation, Machine, Use
-from standin.tensors import GpuTensor, copied, poison, tensors_in, unwrapped, wrapped
+from standin.tensors import GpuTensor, clone, poison, tensors_in, unwrap, wrap
 
 aten = torch.ops.aten
 _PINNED = "pinned_by_torch"
@@ -22,7 +22,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class OnGpu(TorchDispatchMode):
-    """Sends every operation of this thread to where its tensors are."""
+    """A mode that runs every operation of this thread on the device of its tensors."""
 
     def __init__(self, machine: Machine):
         super().__init__()
@@ -30,7 +30,7 @@ class OnGpu(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch turns its compiler off and on around each operation
+        return False  # otherwise torch disables its compiler around each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,7 +54,7 @@ class OnGpu(TorchDispatchMode):
                 )
         if device is not None and not self._is_gpu(device):
             raise RuntimeError(f"{func}: from a GPU to {device}")
-        if func in CPU_ONLY or not known(func):
+        if func in CPU_ONLY or not is_supported(func):
             raise NotImplementedError(
                 f"Could not run '{func}' with arguments from the 'CUDA' backend."
             )
@@ -64,8 +64,12 @@ class OnGpu(TorchDispatchMode):
 
     def _on_host(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         if self.machine.pinned and not is_view(func):
-            written = {id(x) for x in mutated(func, args, kwargs)}
-            uses = [(*at, id(x) in written) for x in tensors if (at := self.machine.registered(x))]
+            written = {id(x) for x in mutated_args(func, args, kwargs)}
+            uses = [
+                (*place, id(x) in written)
+                for x in tensors
+                if (place := self.machine.find_registered(x))
+            ]
             if uses:
                 self.machine.step(self.machine.host, str(func), uses)
         return func(*args, **kwargs)
@@ -73,15 +77,17 @@ class OnGpu(TorchDispatchMode):
     def _launch(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         machine = self.machine
         if is_view(func):
-            first, out = tensors[0], func(*unwrapped(args), **unwrapped(kwargs))
-            with torch.inference_mode(first.is_inference()):  # a view of a lasting tensor is one
-                return wrapped(out, first.block)
-        if waits(func, args):
+            first, out = tensors[0], func(*unwrap(args), **unwrap(kwargs))
+            with torch.inference_mode(
+                first.is_inference()
+            ):  # a view of a normal tensor is a normal tensor
+                return wrap(out, first.block)
+        if synchronizes(func, args):
             machine.wait(machine.current, str(func))
-        inner_args, inner_kwargs = unwrapped(args), unwrapped(kwargs)
+        inner_args, inner_kwargs = unwrap(args), unwrap(kwargs)
         if "device" in inner_kwargs:
             inner_kwargs["device"] = "cpu"
-        written = mutated(func, args, kwargs)
+        written = mutated_args(func, args, kwargs)
         targets = {id(x) for x in written}
         accesses: list[Use] = [
             (x.block, region_of(x), id(x) in targets) for x in tensors if isinstance(x, GpuTensor)
@@ -100,49 +106,47 @@ class OnGpu(TorchDispatchMode):
         return self._new(out, func)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a collective on NCCL's stream, behind the current one.
+        """Run a collective on NCCL's stream, after the current one.
 
-        The current one waits for it at once, unless the call is asynchronous.
+        The current stream waits for it immediately, unless the call is asynchronous.
         """
-        machine, names = self.machine, [each.name for each in func._schema.arguments]
+        machine, names = self.machine, [argument.name for argument in func._schema.arguments]
         accesses: list[Use] = [
             (x.block, region_of(x), True) for x in tensors_in(args) if isinstance(x, GpuTensor)
         ]
-        here, machine.current = machine.current, machine.nccl
-        machine.nccl.after(here.mark())
-        inner, named = unwrapped(args), unwrapped(kwargs)
+        stream, machine.current = machine.current, machine.nccl
+        machine.nccl.wait_for(stream.mark())
+        inner, named = unwrap(args), unwrap(kwargs)
         try:
             if machine.capture is not None:
                 machine.capture.add(
                     str(func), accesses, lambda: func(*inner, **named)[-1].wait(), (), {}, True
                 )
-                # the ranks do meet, over what is thrown away
-                *_, work = func(*copied(inner), **named)
+                # the ranks synchronize, on copies that are discarded
+                *_, work = func(*clone(inner), **named)
             else:
                 *_, work = machine.run(str(func), accesses, lambda: func(*inner, **named))
         finally:
-            machine.current = here
+            machine.current = stream
         if not {**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", True):
-            here.after(machine.nccl.mark())
+            stream.wait_for(machine.nccl.mark())
         return args[0], work
 
     def _copy(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Copy between the host and the device, or within the device."""
         machine = self.machine
         if func is aten.copy_.default:
-            to, source, later = (
-                args[0],
-                args[1],
-                args[2] if len(args) > 2 else kwargs.get("non_blocking", False),
-            )
+            to, source = args[:2]
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         else:
-            source, later, device = args[0], kwargs.get("non_blocking", False), kwargs.get("device")
+            source = args[0]
+            non_blocking, device = kwargs.get("non_blocking", False), kwargs.get("device")
             on_gpu = isinstance(source, GpuTensor) if device is None else self._is_gpu(device)
             layout = kwargs.get("memory_format") or torch.preserve_format
-            made = torch.empty_like(
-                unwrapped(source), dtype=kwargs.get("dtype"), memory_format=layout
+            empty = torch.empty_like(
+                unwrap(source), dtype=kwargs.get("dtype"), memory_format=layout
             )
-            to = self._new(made, func) if on_gpu else made
+            to = self._new(empty, func) if on_gpu else empty
         what = f"{func} from {source.device.type} to {to.device.type}"
         if isinstance(to, GpuTensor) and isinstance(source, GpuTensor):
             accesses = [(to.block, region_of(to), True), (source.block, region_of(source), False)]
@@ -157,29 +161,29 @@ class OnGpu(TorchDispatchMode):
         for x, write in ((to, True), (source, False)):
             if isinstance(x, GpuTensor):
                 accesses.append((x.block, region_of(x), write))
-            elif at := machine.registered(x):
-                accesses.append((*at, write))
+            elif place := machine.find_registered(x):
+                accesses.append((*place, write))
             elif not hasattr(x, _PINNED):
                 pinned = False
-        machine.refuse(what)
-        machine.run(what, accesses, lambda: unwrapped(to).copy_(unwrapped(source)))
-        if not (later and pinned):
+        machine.check_not_capturing(what)
+        machine.run(what, accesses, lambda: unwrap(to).copy_(unwrap(source)))
+        if not (non_blocking and pinned):
             machine.wait(machine.current, what)
         return to
 
     def _pin(self, func: Any, x: Tensor) -> Any:
-        """Pin memory, or tell whether it is; it lives until the copies from it are done."""
+        """Pin memory, or return whether it is pinned; it is freed after the copies from it."""
         if func is aten.is_pinned.default:
-            return hasattr(x, _PINNED) or self.machine.registered(x) is not None
+            return hasattr(x, _PINNED) or self.machine.find_registered(x) is not None
         pinned = x.clone()
         setattr(pinned, _PINNED, True)
         return pinned
 
     def _is_gpu(self, device: Any) -> bool:
-        return device is not None and self.machine.here(device)
+        return device is not None and self.machine.is_this_gpu(device)
 
     def _new(self, out: Any, func: Any) -> Any:
-        """Give results memory of their own."""
+        """Allocate device memory for results."""
         if isinstance(out, Tensor):
             return GpuTensor(
                 out,
@@ -188,13 +192,13 @@ class OnGpu(TorchDispatchMode):
                 ),
             )
         if isinstance(out, tuple | list):
-            return type(out)(self._new(each, func) for each in out)
+            return type(out)(self._new(x, func) for x in out)
         return out
 
 
 @cache
 def is_composite(func: Any) -> bool:
-    """Tell whether an operation is made of others, which then come here one by one."""
+    """Return whether an operation decomposes into others, which are dispatched one by one."""
     return (
         func not in KERNELS
         and func.namespace == "aten"
@@ -203,10 +207,10 @@ def is_composite(func: Any) -> bool:
 
 
 @cache
-def known(func: Any) -> bool:
-    """Tell whether a GPU can do this, as far as this build of torch knows.
+def is_supported(func: Any) -> bool:
+    """Return whether a GPU supports an operation, as far as this build of torch knows.
 
-    A build for CUDA knows, also where there is no GPU.
+    A CUDA build knows it even without a GPU.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return (
@@ -220,30 +224,30 @@ def known(func: Any) -> bool:
 def is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
 
 
-def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that are written to."""
-    places = written_places(func)
-    if not places:
+def mutated_args(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among the arguments that an operation writes to."""
+    positions = written_positions(func)
+    if not positions:
         return []
-    values = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+    values = [args[index] if index < len(args) else kwargs.get(name) for index, name in positions]
     return [x for value in values for x in tensors_in(value)]
 
 
 @cache
-def written_places(func: Any) -> list[tuple[int, str]]:
-    """Return number and name of the arguments that an operation writes to."""
+def written_positions(func: Any) -> list[tuple[int, str]]:
+    """Return index and name of the arguments that an operation writes to."""
     return [
-        (at, each.name)
-        for at, each in enumerate(func._schema.arguments)
-        if each.alias_info is not None and each.alias_info.is_write
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
-def waits(func: Any, args: Any) -> bool:
+def synchronizes(func: Any, args: Any) -> bool:
     indexes = (
         args[1]
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)

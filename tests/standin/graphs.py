@@ -1,4 +1,4 @@
-"""Recordings, as CUDA graphs: what was launched, by address, with the host's numbers baked in."""
+"""Captured graphs like CUDA's: launches by address, with the host's numbers baked in."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from standin.tensors import poison, tensors_in
 
 @dataclass
 class Node:
-    """One launch. It does not keep memory from being freed that was there before the capture."""
+    """One launch. It does not keep memory alive that was allocated before the capture."""
 
     what: str
-    uses: list[tuple[Callable[[], Any], Any, bool]]  # blocks by weak reference
-    own: list[bool]  # whether a block was allocated in this capture, whose memory stays
+    uses: list[
+        tuple[Callable[[], Any], Any, bool]
+    ]  # weak references to blocks, regions, and whether they are written
+    own: list[bool]  # whether a block was allocated in this capture: its memory stays valid
     work: Callable[[], Any]
-    out: list[Tensor]  # where the results go; none where the work writes to its arguments
+    out: list[Tensor]  # output buffers; empty if the work writes to its arguments
 
     def memory(self) -> list[Use]:
-        """Return the memory it works on. Raises RuntimeError where that was freed."""
+        """Return the memory it accesses. Raises RuntimeError if that was freed."""
         blocks = [block() for block, _, _ in self.uses]
         if any(block is None and not own for block, own in zip(blocks, self.own, strict=True)):
-            raise RuntimeError(f"{self.what}: a replay works on memory that was freed")
+            raise RuntimeError(f"{self.what}: a replay accesses memory that was freed")
         return [
             (block, *where)
             for block, (_, *where) in zip(blocks, self.uses, strict=True)
@@ -39,11 +41,11 @@ class Node:
 
 
 class Graph:
-    """What `torch.cuda.CUDAGraph` does, in host memory.
+    """`torch.cuda.CUDAGraph`, in host memory.
 
-    While it records nothing is computed: results hold no numbers, and arguments stay as they were.
-    A replay runs on one stream, collectives too: what a capture leaves unordered between streams
-    does not show.
+    Nothing is computed during capture: results hold no numbers, and arguments are unchanged. A
+    replay runs on one stream, collectives included: missing order between the streams of a capture
+    is not detected.
     """
 
     def __init__(self, machine: Machine):
@@ -64,18 +66,18 @@ class Graph:
         if kwargs.get("generator") is not None:
             self.invalid = True
             raise RuntimeError(f"{what}: a generator that is not registered with the graph")
-        out = None if in_place else kernel(*args, **kwargs)  # for its shape
+        out = None if in_place else kernel(*args, **kwargs)  # run for the shape of its result
         poison(out, integer=0)
         uses = [(ref(block), region, write) for block, region, write in accesses]
-        made = [getattr(block, "capture", None) for block, _, _ in accesses]
-        own = [capture is not None and capture() is self for capture in made]
+        captures = [getattr(block, "capture", None) for block, _, _ in accesses]
+        own = [capture is not None and capture() is self for capture in captures]
         self.nodes.append(Node(what, uses, own, lambda: kernel(*args, **kwargs), tensors_in(out)))
         return args[0] if in_place and args else out
 
     def end(self) -> None:
         self.machine.capture = None
         if self.invalid:
-            self.machine.stuck = True  # before torch 2.13
+            self.machine.is_stuck = True  # before torch 2.13
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture"
             )
@@ -87,7 +89,7 @@ class Graph:
     def replay(self) -> None:
         assert not self.invalid
         assert not self.is_reset
-        self.machine.refuse("replay")
+        self.machine.check_not_capturing("replay")
         with _disable_current_modes():
             for node in self.nodes:
                 results = self.machine.run(node.what, node.memory(), node.work)
@@ -107,16 +109,16 @@ class Capture(AbstractContextManager[None]):
         machine = self.graph.machine
         machine.wait_for_all()
         machine.empty_cache()
-        self.before, machine.current = machine.current, self.stream
+        self.previous, machine.current = machine.current, self.stream
         machine.capture = self.graph
 
     def __exit__(self, *error: object) -> None:
-        self.graph.end()  # which raises before the stream is put back, as torch's does
-        self.graph.machine.current = self.before
+        self.graph.end()  # raises before the stream is restored, like torch's
+        self.graph.machine.current = self.previous
 
 
 def graph_type(machine: Machine) -> type[Graph]:
-    """Return what stands for `torch.cuda.CUDAGraph`: a type, as annotations may name it."""
+    """Return a replacement for `torch.cuda.CUDAGraph`: a type, for annotations may name it."""
 
     class CUDAGraph(Graph):
         def __init__(self) -> None:
@@ -134,7 +136,7 @@ def capture_type(machine: Machine) -> Callable[..., Capture]:
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise ValueError(capture_error_mode)
         if pool in pools and not pools[pool]:
-            # the pool went with the last graph in it
+            # the pool was freed with its last graph
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         pools.setdefault(pool, WeakSet()).add(graph)
         return Capture(graph, stream.timeline if stream is not None else machine.stream())

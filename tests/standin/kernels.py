@@ -1,4 +1,4 @@
-"""Kernels that a CPU build of torch lacks: their conditions, shapes, layouts, plain arithmetic."""
+"""Kernels that a CPU build of torch lacks: their conditions, shapes, layouts and arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from offload.layout import ceil_div
 
 aten = torch.ops.aten
-SIXTEEN = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def _require(condition: bool, what: str) -> None:
@@ -21,14 +21,13 @@ def _require(condition: bool, what: str) -> None:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """out (B, H, T, D), lse (B, H, T) float32."""
-    _require(k.shape[2] > 0, "a kernel needs a key")
+    """Return out (B, H, T, D) and lse (B, H, T) float32."""
+    _require(k.shape[2] > 0, "attention needs at least one key")
     scores = q.float() @ k.float().transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
-        # top-left
-        scores = scores.masked_fill(
-            torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -torch.inf
-        )
+        # aligned to the top left
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(mask, -torch.inf)
     return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
 
 
@@ -41,19 +40,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
     )
     _require(k.shape[2] == v.shape[2] and q.shape[3] == k.shape[3], "keys and values must agree")
     _require(all(x.stride(-1) == 1 for x in (q, k, v)), "the last dimension must be contiguous")
-    _require(dropout == 0, "no dropout here")
+    _require(dropout == 0, "dropout is not supported")
 
 
 def flash(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, debug: bool = False
 ) -> tuple[Any, ...]:
     _check(q, k, v, dropout)
-    _require(q.dtype in SIXTEEN, "FlashAttention only support fp16 and bf16 data type")
+    _require(q.dtype in HALF_DTYPES, "FlashAttention only support fp16 and bf16 data type")
     _require(
         q.shape[3] % 8 == 0 and q.shape[3] <= 256,
         "head_size must be a multiple of 8, of at most 256",
     )
-    _require(not causal or q.shape[2] == k.shape[2], "a causal mask is of a square only")
+    _require(not causal or q.shape[2] == k.shape[2], "a causal mask must be square")
     seed = torch.zeros(2, dtype=torch.int64)
     out, lse = _attention(q, k, v, causal)
     return (
@@ -79,7 +78,7 @@ def efficient(
     causal: bool = False,
 ) -> tuple[Any, ...]:
     _check(q, k, v, dropout)
-    _require(bias is None, "not met so far: a bias")
+    _require(bias is None, "an attention bias is not supported")
     out, sums = _attention(q, k, v, causal)
     padded = sums.new_full((*sums.shape[:2], ceil_div(sums.shape[2], 32) * 32), torch.inf)
     padded[:, :, : sums.shape[2]] = sums
@@ -88,10 +87,10 @@ def efficient(
     return out, padded if lse else sums[:, :, :0], seed, seed
 
 
-def wide_product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+def matmul_out_dtype(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     _require(
-        x.dtype == y.dtype and x.dtype in SIXTEEN and dtype in (x.dtype, torch.float32),
-        "out_dtype of 16-bit inputs only",
+        x.dtype == y.dtype and x.dtype in HALF_DTYPES and dtype in (x.dtype, torch.float32),
+        "out_dtype needs 16-bit inputs",
     )
     return x.to(dtype) @ y.to(dtype)
 
@@ -99,11 +98,11 @@ def wide_product(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 KERNELS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention.default: flash,
     aten._scaled_dot_product_efficient_attention.default: efficient,
-    aten.bmm.dtype: wide_product,
-    aten.mm.dtype: wide_product,
+    aten.bmm.dtype: matmul_out_dtype,
+    aten.mm.dtype: matmul_out_dtype,
 }
 CPU_ONLY = {aten._scaled_dot_product_flash_attention_for_cpu.default}
-# these wait for the device, to give the host a number or a shape
+# operations that wait for the device, since the host needs a number or a shape of their result
 WAITING = {
     aten._local_scalar_dense.default,
     aten.equal.default,
@@ -114,7 +113,7 @@ WAITING = {
     aten.repeat_interleave.Tensor,
     aten.bincount.default,
 }
-UNSET = {  # memory as it is found
+UNSET = {  # operations that return uninitialized memory
     aten.empty.memory_format,
     aten.empty_strided.default,
     aten.empty_like.default,

@@ -1,4 +1,4 @@
-"""The state of a stand-in GPU: its streams, its memory and what the host waited for."""
+"""The state of a stand-in GPU: its streams, its memory, and the host's waits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from standin.clocks import Block, Timeline, region_of
 
-Use = tuple[Block, Any, bool]  # the block, the region in it, and whether it is written
+Use = tuple[Block, Any, bool]  # a block, the region in it, and whether it is written
 
 
 class Allocation(Block):
-    """Device memory, counted while anything uses it.
+    """Device memory, counted while anything refers to it.
 
-    When nothing does, it is due to be free of other streams' work.
+    When it is freed, no other stream may have pending work on it.
     """
 
     def __init__(self, machine: Machine, nbytes: int, name: str):
         super().__init__(name)
         self.machine, self.nbytes, self.owner = machine, 0, machine.current
-        # what allocated it, if a recording did
+        # the capture that allocated it, or None
         self.capture = machine.capture and ref(machine.capture)
-        machine.allocate(nbytes)  # which may refuse
+        machine.allocate(nbytes)  # may raise OutOfMemoryError
         self.nbytes = nbytes
 
     def __del__(self) -> None:
@@ -35,12 +35,12 @@ class Allocation(Block):
 class Machine:
     """One GPU of this process.
 
-    Work is done at once, in the order of launches; that it might be done later is what clocks tell.
+    Work is done immediately, in launch order; clocks track that it might be done later.
     """
 
     def __init__(self, index: int, memory: int):
         self.index, self.memory, self.limit = index, memory, memory
-        self.bus = index + 1  # of its PCI address
+        self.bus = index + 1  # bus number in its PCI address
         self.device = torch.device("cuda", index)
         self.host = Timeline("the host")
         self.default = Timeline("the default stream")
@@ -48,15 +48,15 @@ class Machine:
         self.streams = [self.default, self.nccl]
         self.current = self.default
         self.allocated = self.peak = 0
-        self.pinned: dict[int, tuple[int, Block]] = {}  # by address: bytes, and who used them
-        self.waits: list[str] = []  # what the host waited for the device for
-        self.faults: list[str] = []  # what was wrong where nothing can be raised
-        self.capture: Any = None  # the recording under way
-        self.stuck = False  # a capture failed, and the allocator was not told that it is over
-        self.chosen = 0  # the GPU that code means which names none
-        self.pins = True  # whether the driver registers memory
-        self.error: str | None = None  # of the driver, for the next kernel to report
-        self.nccl_joined = False
+        self.pinned: dict[int, tuple[int, Block]] = {}  # address: bytes, and their accesses
+        self.waits: list[str] = []  # operations for which the host waited for the device
+        self.faults: list[str] = []  # errors found where no exception can be raised
+        self.capture: Any = None  # the graph being captured
+        self.is_stuck = False  # a capture failed, and is still open in the allocator
+        self.current_index = 0  # index of "cuda" without an index
+        self.pins = True  # whether the driver can register memory
+        self.error: str | None = None  # a driver error that the next kernel reports
+        self.uses_nccl = False
 
     # -- memory ------------------------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ class Machine:
     def free(self, block: Allocation) -> None:
         self.allocated -= block.nbytes
         if block.capture is not None:
-            return  # a graph's own memory goes back by itself
-        # whoever gets the memory next launches after what these two know
-        if at := block.pending(block.owner, self.host):
-            self.faults.append(f"{block.name} was freed before {at} was known to be done")
+            return  # a graph's own memory is freed with its pool
+        # the next owner of the memory launches after the work known to these two
+        if access := block.pending(block.owner, self.host):
+            self.faults.append(f"{block.name} was freed before {access} was known to be done")
 
     def register(self, address: int, nbytes: int) -> int:
         if not self.pins:
@@ -86,11 +86,11 @@ class Machine:
 
     def unregister(self, address: int) -> None:
         _, block = self.pinned.pop(address)
-        if at := block.pending(self.host):
-            self.faults.append(f"host memory was given back before {at} was known to be done")
+        if access := block.pending(self.host):
+            self.faults.append(f"host memory was released before {access} was known to be done")
 
-    def registered(self, x: Tensor) -> tuple[Block, Any] | None:
-        """Return the block of registered memory that a CPU tensor lies in, and its region there."""
+    def find_registered(self, x: Tensor) -> tuple[Block, Any] | None:
+        """Return the block of registered memory of a CPU tensor, and its region there, or None."""
         for start, (nbytes, block) in self.pinned.items():
             if x.numel() and start <= x.data_ptr() < start + nbytes:
                 return block, region_of(x, (x.data_ptr() - start) // x.itemsize)
@@ -103,43 +103,43 @@ class Machine:
         return self.streams[-1]
 
     def step(self, timeline: Timeline, what: str, accesses: Sequence[Use]) -> None:
-        """Take the next step of a stream, or of the host, behind all that the host knows.
+        """Begin the next step of a stream, or of the host, after all work known to the host.
 
         Raises Race.
         """
-        timeline.after(self.host.mark())
+        timeline.wait_for(self.host.mark())
         timeline.steps += 1
         for block, region, write in accesses:
-            block.touch(timeline, region, write, what)
+            block.record_access(timeline, region, write, what)
 
-    def here(self, device: Any) -> bool:
-        """Tell whether a device is this GPU.
+    def is_this_gpu(self, device: Any) -> bool:
+        """Return whether a device is this GPU.
 
-        Raises RuntimeError where it is another one: each rank has its own.
+        Raises RuntimeError if it is another GPU: each rank has its own.
         """
         device = torch.device(device)
         if device.type != "cuda":
             return False
-        if (self.chosen if device.index is None else device.index) != self.index:
-            raise RuntimeError(f"{device} from a rank on {self.device}")
+        if (self.current_index if device.index is None else device.index) != self.index:
+            raise RuntimeError(f"{device} is used by a rank on {self.device}")
         return True
 
     def wait(self, timeline: Timeline, what: str) -> None:
-        """Let the host wait for a stream."""
-        self.refuse(what)
+        """Make the host wait for a stream."""
+        self.check_not_capturing(what)
         self.waits.append(what)
-        self.host.after(timeline.mark())
+        self.host.wait_for(timeline.mark())
 
     def wait_for_all(self) -> None:
         for timeline in self.streams:
             self.wait(timeline, "synchronize")
 
     def empty_cache(self) -> None:
-        if self.stuck:
+        if self.is_stuck:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
-    def refuse(self, what: str) -> None:
-        """Refuse what a stream that is being captured does not permit."""
+    def check_not_capturing(self, what: str) -> None:
+        """Invalidate a capture by an operation that it does not permit. Raises RuntimeError."""
         if self.capture is not None:
             self.capture.invalid = True
             raise RuntimeError(
@@ -147,7 +147,7 @@ class Machine:
             )
 
     def run(self, what: str, accesses: Sequence[Use], work: Callable[[], Any]) -> Any:
-        """Do work on the current stream, and return its result."""
+        """Run work on the current stream, and return its result."""
         if self.error is not None:
             error, self.error = self.error, None
             raise RuntimeError(error)

@@ -1,4 +1,4 @@
-"""Tensors that say they are on a GPU and keep their numbers in host memory."""
+"""Tensors that report a GPU as their device, with their numbers in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from standin.machine import Allocation
 
 
 class GpuTensor(Tensor):
-    """`inner` holds the numbers, `block` is the memory they would lie in."""
+    """A tensor on the stand-in: `inner` holds its numbers, `block` is its memory on the device."""
 
     inner: Tensor
     block: Allocation
@@ -19,7 +19,7 @@ class GpuTensor(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, block: Allocation) -> GpuTensor:
-        made = Tensor._make_wrapper_subclass(
+        tensor = Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -27,12 +27,12 @@ class GpuTensor(Tensor):
             dtype=inner.dtype,
             device=block.machine.device,
         )
-        made.inner, made.block = inner, block
-        return made
+        tensor.inner, tensor.block = inner, block
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} outside the stand-in")
+        raise AssertionError(f"{func} was called outside the stand-in")
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -46,46 +46,46 @@ def tensors_in(values: Any) -> list[Tensor]:
         return [values]
     if not isinstance(values, tuple | list | dict):
         return []
-    found: list[Tensor] = []
-    for each in values.values() if isinstance(values, dict) else values:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, tuple | list | dict):
-            found += tensors_in(each)
-    return found
+    tensors: list[Tensor] = []
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, tuple | list | dict):
+            tensors += tensors_in(value)
+    return tensors
 
 
-def unwrapped(values: Any) -> Any:
+def unwrap(values: Any) -> Any:
     if isinstance(values, GpuTensor):
         return values.inner
     if isinstance(values, tuple | list):
-        return type(values)(unwrapped(each) for each in values)
+        return type(values)(unwrap(value) for value in values)
     if isinstance(values, dict):
-        return {name: unwrapped(each) for name, each in values.items()}
+        return {name: unwrap(value) for name, value in values.items()}
     return values
 
 
-def copied(values: Any) -> Any:
+def clone(values: Any) -> Any:
     if isinstance(values, Tensor):
         return values.clone()
     return (
-        type(values)(copied(each) for each in values)
+        type(values)(clone(value) for value in values)
         if isinstance(values, tuple | list)
         else values
     )
 
 
-def wrapped(values: Any, block: Allocation) -> Any:
-    """Return values as views of the block."""
+def wrap(values: Any, block: Allocation) -> Any:
+    """Return values as tensors in the block."""
     if isinstance(values, Tensor):
         return GpuTensor(values, block)
-    return type(values)(wrapped(each, block) for each in values)
+    return type(values)(wrap(value, block) for value in values)
 
 
 def poison(values: Any, integer: int | None = None) -> None:
-    """Fill values with what memory holds that nobody wrote.
+    """Fill values like uninitialized memory: with NaN, and integers that are invalid as an index.
 
-    That is no number, and no integer that would do as an index, unless one is given.
+    `integer` replaces the latter.
     """
     for x in tensors_in(values):
         if x.is_floating_point():

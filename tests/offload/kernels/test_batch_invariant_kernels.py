@@ -133,7 +133,9 @@ def test_layers_attend_with_kernels_wherever_their_kv_is(
         {"resident": 1},
         {"resident": 1, "split": 1, "compressed": True},
     ]
-    caches = [tiered_cache(link, **each, layout=layout, batch_invariant=True) for each in placements]
+    caches = [
+        tiered_cache(link, **each, layout=layout, batch_invariant=True) for each in placements
+    ]
     prompt = random_qkv(50, layout)
     for cache in caches:
         cache.rotary = caches[0].rotary

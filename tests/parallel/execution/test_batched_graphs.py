@@ -1,5 +1,5 @@
-"""Passes that several texts share are recorded as those of one are: each combination of texts and
-tokens when it has come often, until one of these texts is over.
+"""Batched forwards are captured like those of one sequence: each combination of sequences and
+numbers of query tokens once it is frequent, until one of these sequences ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from support.recording import (
 )
 from support.slow import slow_except
 
-TEXTS = 3
+CONCURRENCY = 3
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def draft() -> Transformer:
 
 
 def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache]:
-    """Caches that stand behind so many tokens of texts of their own."""
+    """Return caches that hold so many tokens, each of its own sequence."""
     caches = [streaming(model) for _ in lengths]
     for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
         model(random_tokens(length, seed=seed), cache, 1)
@@ -53,7 +53,7 @@ def caches_at(model: Transformer, lengths: Sequence[int]) -> list[StreamingCache
     return caches
 
 
-def asked(
+def forward_requests(
     model: Transformer,
     caches: Sequence[StreamingCache],
     counts: Sequence[int],
@@ -61,119 +61,121 @@ def asked(
     rows: int = 1,
 ) -> list[ForwardRequest]:
     return [
-        ForwardRequest(model, cache, random_tokens(count, seed=100 * seed + text), rows)
-        for text, (cache, count) in enumerate(zip(caches, counts, strict=True))
+        ForwardRequest(model, cache, random_tokens(count, seed=100 * seed + index), rows)
+        for index, (cache, count) in enumerate(zip(caches, counts, strict=True))
     ]
 
 
-def advance(passes: Sequence[ForwardRequest]) -> None:
-    for each in passes:
-        each.cache.advance(len(each.tokens))
+def advance(forwards: Sequence[ForwardRequest]) -> None:
+    for request in forwards:
+        request.cache.advance(len(request.tokens))
 
 
 @pytest.mark.parametrize("lengths", [(5, 31, 120), (120, 31, 5)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_texts_of_any_lengths_are_replayed_together(
+def test_sequences_of_any_lengths_share_replays(
     lengths: tuple[int, ...], rows: int, draft: Transformer
 ) -> None:
-    """Where a window slides, be it for the sake of others, where tokens are taken back, and of
-    texts that read more tokens than others.
+    """Also if a window slides, even if only for the padding, if tokens are rolled back, and if
+    sequences have different numbers of query tokens.
     """
-    recorder = Scripted(faithful)
-    runner = GraphRunner(True, recorder, USES)
+    capturer = Scripted(faithful)
+    runner = GraphRunner(True, capturer, USES)
     caches, plain = caches_at(draft, lengths), caches_at(draft, lengths)
     for seed in range(16):
         counts = (2, 2, 3) if seed % 2 else (2, 2, 2)
         for cache in plain:
             cache.begin_forward(max(counts))
-        found = runner.run(asked(draft, caches, counts, seed, rows))
-        wanted = run_forward(asked(draft, plain, counts, seed, rows))
-        for logits, want in zip(found, wanted, strict=True):
+        results = runner.run(forward_requests(draft, caches, counts, seed, rows))
+        expected = run_forward(forward_requests(draft, plain, counts, seed, rows))
+        for logits, reference in zip(results, expected, strict=True):
             assert len(logits) == rows
-            torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(logits, reference, atol=1e-4, rtol=1e-4)
         for cache, count in zip((*caches, *plain), counts * 2, strict=True):
             cache.advance(count)
             cache.crop(cache.length - seed % 2)
     assert (runner.counts["replayed"], runner.counts["refused"]) == (2, 0)
-    assert recorder.made == 2
+    assert capturer.made == 2
     assert max(cache._dropped for cache in caches) > 0
 
 
-def test_it_is_compared_where_no_text_stood_when_it_was_made(draft: Transformer) -> None:
+def test_a_graph_is_verified_once_all_lengths_differ_from_those_at_capture(
+    draft: Transformer,
+) -> None:
     runner, caches = GraphRunner(True, Scripted(baked), USES), caches_at(draft, (5, 31, 40))
     for seed in range(USES + 3):
-        runner.run(asked(draft, caches, (1, 1, 1), seed))
+        runner.run(forward_requests(draft, caches, (1, 1, 1), seed))
         for cache in caches[1:]:
             cache.advance(1)
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 0)
     caches[0].advance(1)
-    runner.run(asked(draft, caches, (1, 1, 1), 99))
+    runner.run(forward_requests(draft, caches, (1, 1, 1), 99))
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
     assert "off by" in runner.counts["why"]
 
 
-def test_a_text_that_is_over_takes_what_it_shared_along(draft: Transformer) -> None:
+def test_evicting_a_sequence_frees_its_shared_graphs(draft: Transformer) -> None:
     gc.collect()
     gc.disable()
     try:
-        recorder = Scripted(faithful)
-        runner, caches = GraphRunner(True, recorder, USES), caches_at(draft, (5, 31, 40))
+        capturer = Scripted(faithful)
+        runner, caches = GraphRunner(True, capturer, USES), caches_at(draft, (5, 31, 40))
         for seed in range(USES + 2):
-            for some in (caches, caches[:2]):
-                passes = asked(draft, some, [1] * len(some), seed)
-                runner.run(passes)
-                advance(passes)
-        assert recorder.count == runner.counts["replayed"] == 2
-        gone = weakref.ref(caches[2])
+            for subset in (caches, caches[:2]):
+                forwards = forward_requests(draft, subset, [1] * len(subset), seed)
+                runner.run(forwards)
+                advance(forwards)
+        assert capturer.count == runner.counts["replayed"] == 2
+        evicted = weakref.ref(caches[2])
         runner.evict([caches.pop()])
-        del passes, some
-        assert gone() is None
-        assert recorder.count == 1
+        del forwards, subset
+        assert evicted() is None
+        assert capturer.count == 1
         seconds = runner.counts["seconds"]
-        runner.run(asked(draft, caches, (1, 1), 99))
-        assert runner.counts["seconds"] == seconds  # it was a replay
+        runner.run(forward_requests(draft, caches, (1, 1), 99))
+        assert runner.counts["seconds"] == seconds  # nothing is captured: it was replayed
         runner.evict(caches[1:])
-        assert recorder.count == 0
+        assert capturer.count == 0
     finally:
         gc.enable()
 
 
-def test_shared_recordings_are_limited_and_others_are_not(
+def test_only_graphs_of_batched_forwards_are_limited(
     draft: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "MAX_GRAPHS", 2)
-    recorder = Scripted(faithful)
-    runner, caches = GraphRunner(True, recorder, 1), caches_at(draft, (5, 31))
+    capturer = Scripted(faithful)
+    runner, caches = GraphRunner(True, capturer, 1), caches_at(draft, (5, 31))
 
-    def come(count: int, some: list[StreamingCache]) -> int:
-        """How many recordings there are behind such passes."""
+    def graphs_after(count: int, subset: list[StreamingCache]) -> int:
+        """Run such forwards; return the number of captured graphs."""
         for seed in range(2):
-            passes = asked(draft, some, [count] * len(some), seed)
-            runner.run(passes)
-            advance(passes)
-        return recorder.count
+            forwards = forward_requests(draft, subset, [count] * len(subset), seed)
+            runner.run(forwards)
+            advance(forwards)
+        return capturer.count
 
-    assert [come(count, caches) for count in (1, 2, 3)] == [1, 2, 2]
-    assert [come(count, caches[:1]) for count in (1, 2)] == [3, 4]
+    assert [graphs_after(count, caches) for count in (1, 2, 3)] == [1, 2, 2]
+    assert [graphs_after(count, caches[:1]) for count in (1, 2)] == [3, 4]
     runner.evict(caches[1:])
     caches[1:] = caches_at(draft, (9,))
-    assert recorder.count == 2
+    assert capturer.count == 2
     runner.evict(caches[:1])
-    assert come(3, caches) == 1
+    assert graphs_after(3, caches) == 1
     assert (runner.counts["replayed"], runner.counts["refused"]) == (5, 0)
 
 
-def test_a_pass_of_many_tokens_in_all_goes_as_it_is(draft: Transformer) -> None:
-    recorder, lengths = Scripted(faithful), [5] * 5
-    runner, caches = GraphRunner(True, recorder, 1), caches_at(draft, lengths)
-    most = MAX_STATIC_TOKENS // len(lengths)
-    for count in (most + 1, most):
-        assert recorder.made == 0
-        runner.run(asked(draft, caches, [1] * 4 + [count], 0))
-    assert recorder.made == 1
+def test_a_batched_forward_of_many_tokens_runs_eagerly(draft: Transformer) -> None:
+    capturer, lengths = Scripted(faithful), [5] * 5
+    runner, caches = GraphRunner(True, capturer, 1), caches_at(draft, lengths)
+    max_count = MAX_STATIC_TOKENS // len(lengths)
+    for count in (max_count + 1, max_count):
+        assert capturer.made == 0
+        runner.run(forward_requests(draft, caches, [1] * 4 + [count], 0))
+    assert capturer.made == 1
 
 
-SIZES = [(60, 12), (33, 20), (90, 16), (41, 12)]  # so one is left alone, and one comes later
+SIZES = [(60, 12), (33, 20), (90, 16), (41, 12)]  # one starts later, and one ends alone
 
 
 @pytest.fixture(scope="module")
@@ -185,56 +187,59 @@ def demo() -> Pair:
     ("mode", "resident"),
     slow_except([("retrieval", 1), ("speculative", None), ("hierarchical", 1)], 0, 2),
 )
-def test_texts_at_once_are_those_alone(
+def test_concurrent_requests_match_sequential_ones(
     mode: str, resident: int | None, demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
-    replays, want = count_replays(monkeypatch), requests(GREEDY, SIZES)
+    replays, batch = count_replays(monkeypatch), requests(GREEDY, SIZES)
     with demo.engine(mode, graphs=False, gpu_kv_layers=resident, **SMALL) as engine:
-        wanted = alone(engine, want)
+        expected = alone(engine, batch)
     with demo.engine(mode, graphs=True, gpu_kv_layers=resident, **SMALL) as engine:
-        texts = written(engine, want, TEXTS)
-    assert tokens(texts) == wanted
-    counts = [text.stats.cuda_graphs for text in texts]
-    assert all(each is not None and each["refused"] == 0 for each in counts)
-    assert (TEXTS, 1) in replays
+        completions = written(engine, batch, CONCURRENCY)
+    assert tokens(completions) == expected
+    counts = [completion.stats.cuda_graphs for completion in completions]
+    assert all(graphs is not None and graphs["refused"] == 0 for graphs in counts)
+    assert (CONCURRENCY, 1) in replays
 
 
-Found = list[tuple[list[list[int]], dict[str, Any], list[tuple[int, int]]]]
+# tokens, counts of graphs, and replays of each script
+Results = list[tuple[list[list[int]], dict[str, Any], list[tuple[int, int]]]]
 
 
-def on_a_rank() -> Found:
-    """Texts at once on two ranks, of which the second records as it is told."""
+def run_rank() -> Results:
+    """Run concurrent requests on two ranks; the second captures by a script of `SCRIPTS`."""
     parallel.execution.cuda_graphs.USES = 2
-    group, found = TensorParallelGroup.from_environment("cpu"), Found()
+    group, results = TensorParallelGroup.from_environment("cpu"), Results()
     pair = Pair(DEMO / "target", DEMO / "draft", group)
-    for record in RECORDS:
-        group.graph_capturer = Scripted(record if group.rank else faithful)
+    for script in SCRIPTS:
+        group.graph_capturer = Scripted(script if group.rank else faithful)
         with pytest.MonkeyPatch.context() as patch:
             replays = count_replays(patch)
             with pair.engine("hierarchical", graphs=True, **SMALL) as engine:
                 if group.rank:
                     engine.run_worker()
-                    found.append(([], {}, replays))
+                    results.append(([], {}, replays))
                     continue
-                texts = written(engine, requests(GREEDY, SIZES[:TEXTS]), TEXTS)
+                batch = requests(GREEDY, SIZES[:CONCURRENCY])
+                completions = written(engine, batch, CONCURRENCY)
                 engine.close()
-        assert texts[0].stats.cuda_graphs is not None
-        found.append((tokens(texts), texts[0].stats.cuda_graphs, replays))
-    return found
+        graphs = completions[0].stats.cuda_graphs
+        assert graphs is not None
+        results.append((tokens(completions), graphs, replays))
+    return results
 
 
-RECORDS = [faithful, impossible]
+SCRIPTS = [faithful, impossible]
 
 
-def test_over_two_ranks(demo: Pair) -> None:
+def test_two_ranks_replay_the_same_batched_forwards(demo: Pair) -> None:
     with demo.engine("plain") as engine:
-        wanted = alone(engine, requests(GREEDY, SIZES[:TEXTS]))
-    led, followed = run_ranks(2, on_a_rank)
-    for record, (texts, counts, replays), (_, _, others) in zip(
-        RECORDS, led, followed, strict=True
+        expected = alone(engine, requests(GREEDY, SIZES[:CONCURRENCY]))
+    rank_0, rank_1 = run_ranks(2, run_rank)
+    for script, (sequences, counts, replays), (_, _, others) in zip(
+        SCRIPTS, rank_0, rank_1, strict=True
     ):
-        assert texts == wanted
-        on_both = [each for each in replays if each[1] == 2]  # others are the draft's, on rank 0
-        assert on_both == others
-        assert ((TEXTS, 2) in others) == (counts["why"] is None) == (record is faithful)
+        assert sequences == expected
+        # replays on one rank are the draft's, on rank 0
+        assert [replay for replay in replays if replay[1] == 2] == others
+        assert ((CONCURRENCY, 2) in others) == (counts["why"] is None) == (script is faithful)

@@ -1,5 +1,5 @@
-"""Recordings of passes are made when a kind has come often, compared before they are trusted, and
-used on all ranks or on none.
+"""Forwards are captured once they are frequent, verified before use, and replayed on all ranks or
+on none.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ def draft() -> Transformer:
     return load_model(DEMO / "draft", TensorParallelGroup(), "float32")
 
 
-def compared(runner: GraphRunner, model: Transformer, passes: int) -> None:
-    """Passes of one token and of two in turn give the logits of an ordinary cache."""
+def check_logits(runner: GraphRunner, model: Transformer, forwards: int) -> None:
+    """Assert that forwards of one and two tokens in turn give the logits of an eager model."""
     cache, plain = streaming(model), streaming(model)
-    for seed in range(passes):
+    for seed in range(forwards):
         tokens = random_tokens(1 + seed % 2, seed=seed)
-        logits, wanted = runner(model, tokens, cache, 1), model(tokens, plain, 1)
-        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+        logits, expected = runner(model, tokens, cache, 1), model(tokens, plain, 1)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
         cache.advance(len(tokens))
         plain.advance(len(tokens))
 
 
 @pytest.mark.parametrize(
-    ("record", "why"),
+    ("script", "why"),
     [
         (faithful, None),
-        (wrong, "off by 0.02, in what it keeps by 0, and"),
+        (wrong, "replayed logits are off by 0.02, written KV by 0, "),
         (stale, "off by "),
         (impossible, "RuntimeError('operation not permitted when stream is capturing')"),
         (not_a_number, "off by nan"),
     ],
 )
-def test_a_recording_is_compared_before_it_is_trusted(
-    record: Any, why: str | None, draft: Transformer
+def test_a_graph_is_verified_before_it_is_replayed(
+    script: Any, why: str | None, draft: Transformer
 ) -> None:
-    runner = GraphRunner(True, Scripted(record), USES)
-    compared(runner, draft, 24)
+    runner = GraphRunner(True, Scripted(script), USES)
+    check_logits(runner, draft, 24)
     counts = runner.counts
     assert (counts["replayed"], counts["refused"]) == ((2, 0) if why is None else (0, 2))
     assert counts["seconds"] > 0
     assert (counts["why"] is None) if why is None else (why in counts["why"])
 
 
-def test_what_was_recorded_is_what_runs(
+def test_a_replay_replaces_the_launches(
     draft: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed, launched = [], []
@@ -88,21 +88,21 @@ def test_what_was_recorded_is_what_runs(
         return lambda: replayed.append(1) or function()
 
     runner, cache = GraphRunner(True, Scripted(counting), USES), streaming(draft)
-    whole = Transformer.forward
+    forward = Transformer.forward
     monkeypatch.setattr(
-        Transformer, "forward", lambda *arguments: launched.append(1) or whole(*arguments)
+        Transformer, "forward", lambda *arguments: launched.append(1) or forward(*arguments)
     )
     for seed in range(10):
         runner(draft, random_tokens(1, seed=seed), cache, 1)
         cache.advance(1)
-    assert len(replayed) == 10 - USES  # one of them to be compared
-    # as they are, recorded, compared, within replays
+    assert len(replayed) == 10 - USES  # one of them to verify the graph
+    # eager, at capture, to verify, within replays
     assert len(launched) == (USES - 1) + 1 + (1 + 1 + 1) + (10 - USES - 1)
 
 
-def test_it_is_compared_where_it_was_not_made(draft: Transformer) -> None:
-    """A draft that was rejected whole makes the next pass at the same place, where what is baked in
-    does not show.
+def test_a_graph_is_verified_at_another_length(draft: Transformer) -> None:
+    """After a completely rejected draft the next forward has the same length, at which a baked-in
+    position does not show.
     """
     runner, cache = GraphRunner(True, Scripted(baked), USES), streaming(draft)
     for seed in range(USES + 5):
@@ -113,26 +113,26 @@ def test_it_is_compared_where_it_was_not_made(draft: Transformer) -> None:
     assert (runner.counts["replayed"], runner.counts["refused"]) == (0, 1)
 
 
-def test_a_kind_can_be_warmed_up(draft: Transformer) -> None:
+def test_warm_up_runs_until_replays(draft: Transformer) -> None:
     runner, cache = GraphRunner(True, GraphCapturer(CPU)), streaming(draft)
     runner.warm_up(draft, random_tokens(2), cache, 1)
     assert runner.counts["replayed"] == 1
     assert cache.length == 0
 
 
-def test_a_recorder_that_broke_is_not_asked_again(draft: Transformer) -> None:
-    recorder = Scripted(faithful)
-    recorder.broken = "a capture before this one"
-    runner = GraphRunner(True, recorder, USES)
-    compared(runner, draft, 20)
-    assert recorder.made == 0
+def test_a_broken_capturer_is_not_called(draft: Transformer) -> None:
+    capturer = Scripted(faithful)
+    capturer.broken = "a capture before this one"
+    runner = GraphRunner(True, capturer, USES)
+    check_logits(runner, draft, 20)
+    assert capturer.made == 0
     assert runner.counts["why"] == "a capture before this one"
 
 
-def test_logits_outlive_the_next_pass(draft: Transformer) -> None:
+def test_logits_outlive_the_next_forward(draft: Transformer) -> None:
     out = torch.zeros(1, draft.config.vocab)
 
-    def in_place(function: Made) -> Made:  # as a graph does
+    def in_place(function: Made) -> Made:  # like a CUDA graph
         return lambda: out.copy_(function())
 
     runner, cache = GraphRunner(True, Scripted(in_place), USES), streaming(draft)
@@ -141,25 +141,25 @@ def test_logits_outlive_the_next_pass(draft: Transformer) -> None:
         outs.append(runner(draft, random_tokens(1, seed=seed), cache, 1))
         cache.advance(1)
     assert runner.counts["replayed"] == 1
-    kept = [each.clone() for each in outs]
+    saved = [logits.clone() for logits in outs]
     runner(draft, random_tokens(1, seed=99), cache, 1)
-    assert all(torch.equal(*pair) for pair in zip(outs, kept, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(outs, saved, strict=True))
     assert not torch.equal(outs[-1], outs[-2])
 
 
-def test_long_passes_and_other_caches_go_as_they_are(draft: Transformer) -> None:
-    recorder = Scripted(impossible)
-    runner, cache = GraphRunner(True, recorder, 1), streaming(draft)
-    whole = tiered_cache(make_test_link("view"), 2)
+def test_long_forwards_and_other_caches_run_eagerly(draft: Transformer) -> None:
+    capturer = Scripted(impossible)
+    runner, cache = GraphRunner(True, capturer, 1), streaming(draft)
+    other = tiered_cache(make_test_link("view"), 2)
     for _ in range(3):
         runner(draft, random_tokens(MAX_GRAPH_TOKENS + 1), cache, 1)
-    assert recorder.made == 0
+    assert capturer.made == 0
     logits = torch.zeros(1, 5)
-    assert torch.equal(runner(lambda *_: logits, random_tokens(1), whole, 1), logits)  # type: ignore[arg-type]
+    assert torch.equal(runner(lambda *_: logits, random_tokens(1), other, 1), logits)  # type: ignore[arg-type]
 
 
-def test_a_text_that_is_over_leaves_nothing_behind(draft: Transformer) -> None:
-    """Memory for the next text is planned right away: nobody waits for a collector of cycles."""
+def test_an_evicted_cache_is_freed_without_garbage_collection(draft: Transformer) -> None:
+    """Memory for the next request is planned right away, before a collection of cycles."""
     gc.collect()
     gc.disable()
     try:
@@ -167,12 +167,12 @@ def test_a_text_that_is_over_leaves_nothing_behind(draft: Transformer) -> None:
         for seed in range(USES + 3):
             runner(draft, random_tokens(1, seed=seed), cache, 1)
             cache.advance(1)
-        runner(draft, random_tokens(2), cache, 1)  # of a kind that was not recorded yet
+        runner(draft, random_tokens(2), cache, 1)  # a key without a graph
         assert runner.counts["replayed"] == 1
-        gone = weakref.ref(cache)
+        evicted = weakref.ref(cache)
         runner.evict()
         del cache
-        assert gone() is None
+        assert evicted() is None
     finally:
         gc.enable()
 
@@ -186,16 +186,16 @@ def demo() -> Pair:
     ("mode", "budget"),
     slow_except(
         [
-            ("speculative", 300),  # which has no budget to spend
+            ("speculative", 300),  # its budget is unused
             *product(("retrieval", "hierarchical"), (300, 4096)),
         ],
         3,
     ),
 )
-def test_every_level_proposes_the_same(
+def test_graphs_do_not_change_proposals_of_any_level(
     mode: str, budget: int, demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy text would be the target's whatever is proposed; what stood of it would not."""
+    """Greedy output is the target's whatever is drafted; acceptance would change."""
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     choices: dict[str, Any] = {
         "retrieval_budget": budget,
@@ -207,42 +207,38 @@ def test_every_level_proposes_the_same(
     runs = []
     for graphs in (True, False):
         with demo.engine(mode, graphs=graphs, **choices) as engine:
-            text = list(engine.generate(prompt("typing"), 20, GREEDY))
-            kinds = engine.stats.as_dict()["cuda_graphs"]
+            tokens = list(engine.generate(prompt("typing"), 20, GREEDY))
+            counts = engine.stats.as_dict()["cuda_graphs"]
             if graphs:
-                assert kinds["replayed"] > 0
-                assert (kinds["refused"], kinds["why"]) == (0, None)
+                assert counts["replayed"] > 0
+                assert (counts["refused"], counts["why"]) == (0, None)
             else:
-                assert kinds is None
-            runs.append(
-                (
-                    text,
-                    [(level.stats.proposed, level.stats.accepted) for level in engine.stats.levels],
-                )
-            )
+                assert counts is None
+            levels = [level.stats for level in engine.stats.levels]
+            runs.append((tokens, [(stats.proposed, stats.accepted) for stats in levels]))
     assert runs[0] == runs[1]
 
 
-# two ranks take turns: behind less, and for fewer tokens
+# two ranks take turns on the cores: a shorter prompt, and fewer new tokens
 SHORT, FEW = 600, 24
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[Any, Any]]:
-    """What each of two ranks found: they start once for all tests."""
-    return run_ranks(2, on_a_rank, prompt("typing")[:SHORT])
+    """Return the results of two ranks, which start once for all tests."""
+    return run_ranks(2, run_rank, prompt("typing")[:SHORT])
 
 
-def on_a_rank(tokens: list[int]) -> dict[Any, Any]:
+def run_rank(tokens: list[int]) -> dict[Any, Any]:
     group = TensorParallelGroup.from_environment("cpu")
     return {
-        **{("broken", rank): broken_on_one(group, rank) for rank in (0, 1)},
-        **{case: failing_on_one(group, *case) for case in FAILURES},
-        **{("text", shard): text_of(group, tokens, shard) for shard in (False, True)},
+        **{("broken", rank): run_with_broken_capturer(group, rank) for rank in (0, 1)},
+        **{case: run_with_failing_capture(group, *case) for case in FAILURES},
+        **{("generate", shard): generate(group, tokens, shard) for shard in (False, True)},
     }
 
 
-def text_of(
+def generate(
     group: TensorParallelGroup, tokens: list[int], shard: bool
 ) -> tuple[list[int], bool, dict[str, Any] | None]:
     parallel.execution.cuda_graphs.USES = 2
@@ -252,60 +248,67 @@ def text_of(
     if group.rank:
         engine.run_worker()
         return [], cuda_graphs_supported(group), None
-    text = list(engine.generate(tokens, FEW, GREEDY))
+    output = list(engine.generate(tokens, FEW, GREEDY))
     engine.close()
-    return text, cuda_graphs_supported(group), engine.stats.cuda_graphs
+    return output, cuda_graphs_supported(group), engine.stats.cuda_graphs
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_over_two_ranks(shard: bool, demo: Pair, reports: list[dict[Any, Any]]) -> None:
-    (text, possible, counts), (nothing, too, _) = (each["text", shard] for each in reports)
-    assert text == demo.text("plain", prompt("typing")[:SHORT], FEW)
-    assert nothing == []
+def test_two_ranks_replay_what_one_rank_generates(
+    shard: bool, demo: Pair, reports: list[dict[Any, Any]]
+) -> None:
+    rank_0, rank_1 = (report["generate", shard] for report in reports)
+    output, supported, counts = rank_0
+    assert output == demo.text("plain", prompt("typing")[:SHORT], FEW)
+    assert rank_1[0] == []
     assert counts is not None
     assert counts["replayed"] > 0
     assert counts["refused"] == 0
-    assert possible is too is False  # a CPU records nothing
+    assert supported is rank_1[1] is False  # a CPU has no CUDA graphs
 
 
 FAILURES = [(0, impossible), (1, impossible), (1, not_a_number)]
 
 
-def failing_on_one(
-    group: TensorParallelGroup, fails: int, record: Callable[[Made], Made]
+def run_with_failing_capture(
+    group: TensorParallelGroup, failing_rank: int, script: Callable[[Made], Made]
 ) -> dict[str, Any]:
     model = load_model(DEMO / "draft", group, "float32")
-    runner = GraphRunner(True, Scripted(record if group.rank == fails else faithful), USES)
-    compared(runner, model, 20)
+    runner = GraphRunner(True, Scripted(script if group.rank == failing_rank else faithful), USES)
+    check_logits(runner, model, 20)
     return runner.counts
 
 
-def broken_on_one(group: TensorParallelGroup, breaks: int) -> tuple[int, dict[str, Any]]:
-    recorder = Scripted(faithful)
-    recorder.broken = "a capture before this one" if group.rank == breaks else None
-    runner = GraphRunner(True, recorder, USES)
-    compared(runner, load_model(DEMO / "draft", group, "float32"), 14)
-    return recorder.made, runner.counts
+def run_with_broken_capturer(
+    group: TensorParallelGroup, broken_rank: int
+) -> tuple[int, dict[str, Any]]:
+    capturer = Scripted(faithful)
+    capturer.broken = "a capture before this one" if group.rank == broken_rank else None
+    runner = GraphRunner(True, capturer, USES)
+    check_logits(runner, load_model(DEMO / "draft", group, "float32"), 14)
+    return capturer.made, runner.counts
 
 
-@pytest.mark.parametrize("breaks", [0, 1])
-def test_nobody_captures_what_one_rank_will_not(breaks: int, reports: list[dict[Any, Any]]) -> None:
-    for made, counts in (each["broken", breaks] for each in reports):
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_no_rank_captures_if_one_capturer_is_broken(
+    broken_rank: int, reports: list[dict[Any, Any]]
+) -> None:
+    for made, counts in (report["broken", broken_rank] for report in reports):
         assert made == 0
         assert (counts["refused"], counts["why"]) == (2, "a capture before this one")
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_what_one_rank_cannot_record_no_rank_replays(
+def test_no_rank_replays_if_one_capture_fails(
     case: tuple[int, Callable[[Made], Made]], reports: list[dict[Any, Any]]
 ) -> None:
-    """Ranks that replayed and ranks that did not would take each other's sums."""
-    for counts in (each[case] for each in reports):
+    """Ranks that replay and ranks that do not would mix up their all-reduces."""
+    for counts in (report[case] for report in reports):
         assert (counts["replayed"], counts["refused"]) == (0, 2)
         assert counts["why"]
 
 
-def test_by_default_a_cpu_does_without() -> None:
+def test_graphs_are_off_by_default_on_a_cpu() -> None:
     engine = Engine.from_pretrained(DEMO / "target", DEMO / "draft", Settings(retrieval_budget=300))
     assert engine.runtime.settings.graphs is False
     engine.close()

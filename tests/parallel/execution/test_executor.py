@@ -1,5 +1,5 @@
-"""Whatever rank 0 does with its caches between passes, its logits are those of one rank alone, and
-of each text alone.
+"""Whatever rank 0 does with its caches between forwards, its logits are those of a single rank, and
+of each sequence alone.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from support.models import random_tokens
 from support.ranks import run_ranks
 
 NEW, MAX_TOKENS = 40, 10
-PROMPTS = {7: 60, 8: 33, 9: 71}  # tokens of each text's prompt, by its seed
+PROMPTS = {7: 60, 8: 33, 9: 71}  # prompt tokens of each sequence, by its seed
 
 
-class OneText:
-    """A target's cache over two tiers, and the retrieval cache that follows it and is chosen anew
-    at every verification. Its prompt has been read.
+class PrefilledSequence:
+    """A prefilled sequence: the target's cache over two tiers, and the retrieval cache that
+    observes it and is reselected at every verification.
     """
 
     max_tokens = MAX_TOKENS
@@ -54,18 +54,18 @@ class OneText:
             Level("retrieval", model, self.retrieval),
         ]
         self.is_closed = False
-        self.forgotten: list[int] = []
-        with Prefill(self.target, prompt) as reading:
-            self.first = model.prefill(random_tokens(prompt, seed=seed), reading, 25)
+        self.evicted: list[int] = []
+        with Prefill(self.target, prompt) as prefill:
+            self.first = model.prefill(random_tokens(prompt, seed=seed), prefill, 25)
         self.seed = seed
-        self.size = 4 + seed % 3  # tokens of a verification
-        self.turns = [4, 0, 1, 2, 3] if seed == 9 else [0, 1, 2, 3, 4]  # as they come
+        self.size = 4 + seed % 3  # query tokens of a verification
+        self.turns = [4, 0, 1, 2, 3] if seed == 9 else [0, 1, 2, 3, 4]  # order of its rounds
 
-    def run_forward(self, passes: Sequence[ForwardRequest]) -> list[Tensor]:
-        return run_forward(passes)
+    def run_forward(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
+        return run_forward(requests)
 
-    def evict_shared_graphs(self, other: OneText) -> None:
-        self.forgotten.append(other.seed)
+    def evict_shared_graphs(self, other: PrefilledSequence) -> None:
+        self.evicted.append(other.seed)
 
     def close(self) -> None:
         self.is_closed = True
@@ -73,136 +73,135 @@ class OneText:
     def tokens(self, turn: int) -> Tensor:
         return random_tokens(self.size, seed=100 * self.seed + turn)
 
-    def drafted(self, turn: int, at: int) -> ForwardRequest:
-        return ForwardRequest(
-            self.levels[1].model, self.retrieval, self.tokens(turn)[at : at + 1], 1
-        )
+    def draft(self, turn: int, index: int) -> ForwardRequest:
+        token = self.tokens(turn)[index : index + 1]
+        return ForwardRequest(self.levels[1].model, self.retrieval, token, 1)
 
-    def verified(self, turn: int) -> ForwardRequest:
+    def verify(self, turn: int) -> ForwardRequest:
         return ForwardRequest(self.levels[0].model, self.target, self.tokens(turn), self.size - 1)
 
-    def judge(self, turn: int) -> None:
+    def commit(self, turn: int) -> None:
         self.target.advance(1 + [2, 0, 1, 3, 1][turn])
         if turn == 3:
             self.target.crop(self.target.length - 2)
         self.retrieval.crop(self.target.length)
 
-    def uncounted(self, turn: int) -> ForwardRequest:
-        """Return a pass whose tokens are taken back."""
+    def discarded(self, turn: int) -> ForwardRequest:
+        """Return a request whose tokens are never committed."""
         return ForwardRequest(self.levels[1].model, self.retrieval, self.tokens(turn)[:2], 2)
 
 
-def lead(make: TensorParallelExecutor, texts: list[OneText], turn: int) -> dict[int, list[Tensor]]:
-    """A round of each as decoders make them: a short draft on the retrieval cache, a verification,
-    a verdict, and a pass given up. Passes of several texts are made as one.
+def run_round(
+    executor: TensorParallelExecutor, sequences: list[PrefilledSequence], turn: int
+) -> dict[int, list[Tensor]]:
+    """Run a round of each sequence like a decoder: a short draft on the retrieval cache, a
+    verification, a commit, and a discarded forward. Forwards of several sequences are batched.
     """
-    logits: dict[int, list[Tensor]] = {text.seed: [] for text in texts}
+    logits: dict[int, list[Tensor]] = {sequence.seed: [] for sequence in sequences}
 
-    def make_all(passes: list[ForwardRequest]) -> None:
-        for text, made in zip(texts, make(passes), strict=True):
-            logits[text.seed].append(made)
+    def run(requests: list[ForwardRequest]) -> None:
+        for sequence, result in zip(sequences, executor(requests), strict=True):
+            logits[sequence.seed].append(result)
 
-    for at in (0, 1):
-        make_all([text.drafted(turn, at) for text in texts])
-        for text in texts:
-            text.retrieval.advance(1)
-    make_all([text.verified(turn) for text in texts])
-    for text in texts:
-        text.judge(turn)
-    make_all([text.uncounted(turn) for text in texts])
+    for index in (0, 1):
+        run([sequence.draft(turn, index) for sequence in sequences])
+        for sequence in sequences:
+            sequence.retrieval.advance(1)
+    run([sequence.verify(turn) for sequence in sequences])
+    for sequence in sequences:
+        sequence.commit(turn)
+    run([sequence.discarded(turn) for sequence in sequences])
     return logits
 
 
-def alone(folder: Path, seed: int) -> tuple[list[Tensor], int]:
-    """A text's logits where it is the only one, and the bytes it took over the link."""
-    lockstep = TensorParallelExecutor(TensorParallelGroup())
-    text = OneText(load_model(folder, TensorParallelGroup()), seed)
-    lockstep.add(text)
-    logits = [text.first]
-    for turn in text.turns:
-        logits += lead(lockstep, [text], turn)[seed]
-    return logits, text.target.traffic.link_in
+def run_alone(folder: Path, seed: int) -> tuple[list[Tensor], int]:
+    """Return a sequence's logits if it is the only one, and the bytes it moved over the link."""
+    executor = TensorParallelExecutor(TensorParallelGroup())
+    sequence = PrefilledSequence(load_model(folder, TensorParallelGroup()), seed)
+    executor.add(sequence)
+    logits = [sequence.first]
+    for turn in sequence.turns:
+        logits += run_round(executor, [sequence], turn)[seed]
+    return logits, sequence.target.traffic.link_in
 
 
-class Place:
-    """A rank on which texts come and go."""
+class Worker:
+    """A rank on which sequences are opened and closed."""
 
     def __init__(self, folder: Path):
         self.group = TensorParallelGroup.from_environment("cpu")
-        self.model, self.lockstep = (
-            load_model(folder, self.group),
-            TensorParallelExecutor(self.group),
-        )
-        self.opened: list[OneText] = []
+        self.model = load_model(folder, self.group)
+        self.executor = TensorParallelExecutor(self.group)
+        self.opened: list[PrefilledSequence] = []
         self.logits: dict[int, list[Tensor]] = {}
 
-    def open(self, seed: int) -> OneText:
-        text = OneText(self.model, seed)
-        self.opened.append(text)
-        self.lockstep.add(text)
-        self.logits[seed] = [text.first]
-        return text
+    def open(self, seed: int) -> PrefilledSequence:
+        sequence = PrefilledSequence(self.model, seed)
+        self.opened.append(sequence)
+        self.executor.add(sequence)
+        self.logits[seed] = [sequence.first]
+        return sequence
 
-    def broadcast_open(self, seed: int) -> OneText:
-        self.lockstep.broadcast_open()
+    def broadcast_open(self, seed: int) -> PrefilledSequence:
+        self.executor.broadcast_open()
         return self.open(self.group.broadcast(seed))
 
-    def end(self, text: OneText) -> None:
-        self.lockstep.broadcast_close(text)
-        self.lockstep.close(text)
+    def close(self, sequence: PrefilledSequence) -> None:
+        self.executor.broadcast_close(sequence)
+        self.executor.close(sequence)
 
-    def go_on(self, texts: list[OneText], turn: int) -> None:
-        for seed, made in lead(self.lockstep, texts, turn).items():
-            self.logits[seed] += made
+    def run(self, sequences: list[PrefilledSequence], turn: int) -> None:
+        for seed, results in run_round(self.executor, sequences, turn).items():
+            self.logits[seed] += results
 
     def worker_loop(self) -> None:
         self.open(7)
-        while self.lockstep.sequences:
-            over = self.lockstep.worker_loop()
-            if over is None:
+        while self.executor.sequences:
+            closed = self.executor.worker_loop()
+            if closed is None:
                 self.open(self.group.broadcast(0))
             else:
-                self.lockstep.close(over)
-        assert all(text.is_closed for text in self.opened)
+                self.executor.close(closed)
+        assert all(sequence.is_closed for sequence in self.opened)
 
 
-def together(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, int]]:
-    """One text alone; then a second that joins it, and a third in the first one's place."""
-    place = Place(folder)
-    if place.group.rank:
-        place.worker_loop()
+def run_concurrently(folder: Path) -> tuple[dict[int, list[Tensor]], dict[int, int]]:
+    """Run a sequence alone, then a second one beside it, then a third in the first one's place."""
+    worker = Worker(folder)
+    if worker.group.rank:
+        worker.worker_loop()
     else:
-        first = place.open(7)
-        place.go_on([first], 0)
-        second = place.broadcast_open(8)
-        place.go_on([second], 0)
+        first = worker.open(7)
+        worker.run([first], 0)
+        second = worker.broadcast_open(8)
+        worker.run([second], 0)
         for turn in range(1, 4):
-            place.go_on([first, second], turn)
-        place.go_on([first], 4)
-        place.end(first)
-        third = place.broadcast_open(9)
-        place.go_on([third, second], 4)
-        place.end(second)
+            worker.run([first, second], turn)
+        worker.run([first], 4)
+        worker.close(first)
+        third = worker.broadcast_open(9)
+        worker.run([third, second], 4)
+        worker.close(second)
         for turn in range(4):
-            place.go_on([third], turn)
-        place.end(third)
-    assert [text.forgotten for text in place.opened] == [[], [7], [8]]
-    logits = {} if place.group.rank else place.logits
-    return logits, {text.seed: text.target.traffic.link_in for text in place.opened}
+            worker.run([third], turn)
+        worker.close(third)
+    assert [sequence.evicted for sequence in worker.opened] == [[], [7], [8]]
+    logits = {} if worker.group.rank else worker.logits
+    return logits, {sequence.seed: sequence.target.traffic.link_in for sequence in worker.opened}
 
 
-def test_texts_that_come_and_go_are_what_they_are_alone(checkpoint: Callable[..., Path]) -> None:
+def test_concurrent_sequences_match_sequences_alone(checkpoint: Callable[..., Path]) -> None:
     folder = checkpoint(num_hidden_layers=2)
-    wanted = {seed: alone(folder, seed) for seed in PROMPTS}
-    one, one_bytes = together(folder)
-    (led, led_bytes), (nothing, followed_bytes) = run_ranks(2, together, folder)
-    assert nothing == {}
-    for seed, (logits, moved) in wanted.items():
+    expected = {seed: run_alone(folder, seed) for seed in PROMPTS}
+    one, one_bytes = run_concurrently(folder)
+    (rank_0, rank_0_bytes), (rank_1, rank_1_bytes) = run_ranks(2, run_concurrently, folder)
+    assert rank_1 == {}
+    for seed, (logits, moved) in expected.items():
         assert len(logits) == 1 + 5 * 4
-        for got in (one[seed], led[seed]):
-            assert len(got) == len(logits)
-            for found, want in zip(got, logits, strict=True):
-                torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+        for results in (one[seed], rank_0[seed]):
+            assert len(results) == len(logits)
+            for result, reference in zip(results, logits, strict=True):
+                torch.testing.assert_close(result, reference, atol=1e-4, rtol=1e-4)
         assert one_bytes[seed] == moved > 0
-        # each rank its own heads over its own link
-        assert led_bytes[seed] == followed_bytes[seed] == moved // 2
+        # each rank moves its own heads over its own link
+        assert rank_0_bytes[seed] == rank_1_bytes[seed] == moved // 2

@@ -1,4 +1,4 @@
-"""A rank reads its share of a checkpoint and no more: of memory, and of every tensor."""
+"""A rank loads only its share of a checkpoint: of memory, and of every tensor."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_peak_memory_is_the_ranks_share(tmp_path: Path) -> None:
     assert peak <= 1.3 * share
 
 
-def test_ranks_shares_are_parts_of_the_whole(tmp_path: Path) -> None:
-    """Rows and columns of one rank's matrices, put beside the other's, give the whole model's."""
+def test_shares_of_two_ranks_concatenate_to_the_whole(tmp_path: Path) -> None:
+    """Rows and columns of both ranks' matrices, concatenated, are the whole model's."""
     folder = build_checkpoint(tmp_path, family="qwen2")
     whole = dict(load_model(folder, TensorParallelGroup()).named_parameters())
     parts = [
@@ -53,15 +53,13 @@ def test_ranks_shares_are_parts_of_the_whole(tmp_path: Path) -> None:
             assert torch.equal(torch.cat((first, second), dim=1), parameter)
         else:  # stacked matrices, each split by rows
             sizes = [16, 8, 8] if "qkv" in name else [24, 24]
-            pieces = zip(first.split(sizes), second.split(sizes), strict=True)
-            assert torch.equal(torch.cat([piece for pair in pieces for piece in pair]), parameter)
+            pairs = zip(first.split(sizes), second.split(sizes), strict=True)
+            assert torch.equal(torch.cat([part for pair in pairs for part in pair]), parameter)
 
 
-def test_the_same_file_is_read_from_any_folder(tmp_path: Path) -> None:
+def test_a_symbolic_link_loads_the_same_model(tmp_path: Path) -> None:
     folder = build_checkpoint(tmp_path / "model")
-    os.symlink(folder, tmp_path / "link")  # as hub caches are
-    one, two = (
-        load_model(folder, TensorParallelGroup()),
-        load_model(tmp_path / "link", TensorParallelGroup()),
-    )
+    os.symlink(folder, tmp_path / "link")  # like a hub cache
+    one = load_model(folder, TensorParallelGroup())
+    two = load_model(tmp_path / "link", TensorParallelGroup())
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))

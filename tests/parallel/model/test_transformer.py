@@ -1,4 +1,4 @@
-"""Our decoder is that of transformers: any family, bias, RoPE, cache, pass and number of ranks."""
+"""The decoder agrees with transformers: any family, bias, RoPE, cache, forward size, and ranks."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ def resident(
     resident_layers: int | None = None,
     **sizes: int,
 ) -> TieredCache:
-    """A cache for a text of `tokens` tokens; all of its layers on the device unless said
-    otherwise.
-    """
+    """Return a cache for `tokens` tokens, with `resident_layers` on the device, by default all."""
     link = link or make_test_link("view")
     layout = model.config.kv_layout(model.group.size, torch.float32, model.group.rank)
     count = layout.layers if resident_layers is None else resident_layers
@@ -130,12 +128,14 @@ def resident(
     return TieredCache(shape, link, rotary, HostArena(link, torch.float32))
 
 
-def in_one_pass(model: Transformer, tokens: Tensor) -> Tensor:
+def run_whole(model: Transformer, tokens: Tensor) -> Tensor:
     return model(tokens, resident(model, len(tokens)), len(tokens))
 
 
-def in_passes(model: Transformer, tokens: Tensor, cache: TieredCache, sizes: list[int]) -> Tensor:
-    """Token-major: every row's logits, from passes of these sizes."""
+def run_in_parts(
+    model: Transformer, tokens: Tensor, cache: TieredCache, sizes: list[int]
+) -> Tensor:
+    """Return every token's logits, from token-major forwards of these sizes."""
     logits = []
     for part in tokens.split(sizes):
         logits.append(model(part, cache, len(part)))
@@ -143,19 +143,19 @@ def in_passes(model: Transformer, tokens: Tensor, cache: TieredCache, sizes: lis
     return torch.cat(logits)
 
 
-def close(logits: Tensor, wanted: Tensor) -> None:
+def assert_close(logits: Tensor, expected: Tensor) -> None:
     assert logits.dtype == torch.float32
-    assert wanted.std() > 0.3  # logits that say something
-    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    assert expected.std() > 0.3  # logits that tell tokens apart
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) -> None:
+def test_logits_match_transformers(checkpoint: Checkpoints, name: str) -> None:
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
     if name == "sharded":
         assert len(list(folder.glob("model-*.safetensors"))) > 2
-    close(
-        in_one_pass(load_model(folder, TensorParallelGroup()), tokens),
+    assert_close(
+        run_whole(load_model(folder, TensorParallelGroup()), tokens),
         reference_logits(folder, tokens),
     )
 
@@ -167,27 +167,29 @@ def test_logits_are_those_of_transformers(checkpoint: Checkpoints, name: str) ->
         *((name, 32) for name in ("smollm3", "phi3-long", "olmo2", "granite", "qwen3-moe")),
     ],
 )
-def test_layer_major_prefill_is_token_major_prefill(
+def test_layer_major_prefill_matches_token_major(
     checkpoint: Checkpoints, name: str, chunk: int
 ) -> None:
     folder, tokens = checkpoint(**MODELS[name]), random_tokens(TOKENS)
-    model, seen = load_model(folder, TensorParallelGroup()), []
+    model, steps = load_model(folder, TensorParallelGroup()), []
     cache, other = resident(model, TOKENS + 5), resident(model, TOKENS + 5)
     cache.rotary = other.rotary = model.config.rotary(TOKENS, TOKENS + 5, torch.float32, CPU)
-    with Prefill(cache, TOKENS) as reading:
-        last = model.prefill(tokens, reading, chunk, lambda done, total: seen.append((done, total)))
-    all_rows = in_passes(model, tokens, other, [7] * 12 + [6])
-    close(all_rows, reference_logits(folder, tokens))
-    close(last, all_rows[-1:])
+    with Prefill(cache, TOKENS) as prefill:
+        last = model.prefill(
+            tokens, prefill, chunk, lambda done, total: steps.append((done, total))
+        )
+    all_rows = run_in_parts(model, tokens, other, [7] * 12 + [6])
+    assert_close(all_rows, reference_logits(folder, tokens))
+    assert_close(last, all_rows[-1:])
     more = random_tokens(5, seed=1)
-    # both went on from the same keys and values
-    close(model(more, cache, 5), model(more, other, 5))
-    assert seen[-1] == (TOKENS * 3, TOKENS * 3)
-    assert seen == sorted(seen)
+    # both caches hold the same keys and values
+    assert_close(model(more, cache, 5), model(more, other, 5))
+    assert steps[-1] == (TOKENS * 3, TOKENS * 3)
+    assert steps == sorted(steps)
 
 
 @pytest.mark.parametrize("link", ["view", "emulated", "delaying"], indirect=True)
-# of 2, the second is the last layer
+# the second of 2 deferred layers is the last layer
 @pytest.mark.parametrize(("layers", "deferred"), [(0, 0), (1, 0), (3, 0), (2, 1), (2, 2)])
 @pytest.mark.parametrize("chunk", [25, 60])
 def test_tiers_do_not_change_logits(
@@ -195,24 +197,24 @@ def test_tiers_do_not_change_logits(
 ) -> None:
     deferred = deferred if link.copies else 0
     folder, tokens = checkpoint(num_key_value_heads=2), random_tokens(TOKENS)
-    model, wanted = load_model(folder, TensorParallelGroup()), reference_logits(folder, tokens)
+    model, expected = load_model(folder, TensorParallelGroup()), reference_logits(folder, tokens)
     sizes = [1, 5, 17, 1, 2, 4]
     cache = resident(model, TOKENS, link, layers, block=20, slot_heads=1, deferred_layers=deferred)
-    with Prefill(cache, 60) as reading:
-        close(model.prefill(tokens[:60], reading, chunk), wanted[59:60])
-    close(in_passes(model, tokens[60:], cache, sizes), wanted[60:])
+    with Prefill(cache, 60) as prefill:
+        assert_close(model.prefill(tokens[:60], prefill, chunk), expected[59:60])
+    assert_close(run_in_parts(model, tokens[60:], cache, sizes), expected[60:])
     cache.crop(55)
-    close(in_passes(model, tokens[55:75], cache, [3, 17]), wanted[55:75])
+    assert_close(run_in_parts(model, tokens[55:75], cache, [3, 17]), expected[55:75])
 
 
-def test_the_last_rows_are_the_ones_asked_for(checkpoint: Checkpoints) -> None:
+def test_logits_are_returned_for_the_last_rows(checkpoint: Checkpoints) -> None:
     model, tokens = load_model(checkpoint(), TensorParallelGroup()), random_tokens(20)
-    every = in_one_pass(model, tokens)
+    all_logits = run_whole(model, tokens)
     for rows in (1, 7):
-        close(model(tokens, resident(model, 20), rows), every[-rows:])
+        assert_close(model(tokens, resident(model, 20), rows), all_logits[-rows:])
 
 
-def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
+def test_bfloat16_is_as_accurate_as_transformers(checkpoint: Checkpoints) -> None:
     folder, tokens = checkpoint(dtype=torch.bfloat16), random_tokens(TOKENS)
     model = load_model(folder, TensorParallelGroup())
     assert model.embed.weight.dtype == torch.bfloat16
@@ -224,33 +226,33 @@ def test_sixteen_bits_stay_close(checkpoint: Checkpoints) -> None:
     exact = reference_logits(folder, tokens)
     ours = (model(tokens, cache, TOKENS) - exact).abs().mean()
     theirs = (reference_logits(folder, tokens, torch.bfloat16) - exact).abs().mean()
-    # no further from the float32 truth than transformers in the same dtype
+    # about as close to the float32 logits as transformers in the same dtype
     assert ours < 1.5 * theirs
 
 
-def on_a_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
+def run_rank(folders: list[Path], tokens: Tensor) -> list[dict[str, Tensor]]:
     group = TensorParallelGroup.from_environment("cpu")
     results = []
     for folder in folders:
         model = load_model(folder, group)
         link = make_test_link("delaying")
         cache = resident(model, len(tokens), link, 1, block=8)
-        with Prefill(cache, 60) as reading:
-            last = model.prefill(tokens[:60], reading, 25)
-        rest = in_passes(model, tokens[60:], cache, [8, 1, 8, 8, 5])
+        with Prefill(cache, 60) as prefill:
+            last = model.prefill(tokens[:60], prefill, 25)
+        rest = run_in_parts(model, tokens[60:], cache, [8, 1, 8, 8, 5])
         sizes = torch.tensor(
             [sum(parameter.numel() for parameter in model.parameters()), cache.layout.heads]
         )
         results.append(
-            {"whole": in_one_pass(model, tokens), "last": last, "rest": rest, "sizes": sizes}
+            {"whole": run_whole(model, tokens), "last": last, "rest": rest, "sizes": sizes}
         )
         link.close()
     return results
 
 
 @pytest.mark.parametrize("part", slow_except([0, 1, 2], 1))
-def test_two_ranks_are_one(part: int, checkpoint: Checkpoints) -> None:
-    """Of every third model: two ranks start once for all of these."""
+def test_two_ranks_match_one_rank(part: int, checkpoint: Checkpoints) -> None:
+    """Tests every third model: two ranks start once for all of them."""
     names = ["mha", "gqa", "tied", "qkv-bias", "attention-bias", "mlp-bias", "head-dim", "sharded"]
     names += ["qwen3", "smollm3", "phi3-partial-long", "olmo2-bias", "granite-bias", "mixtral"]
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}
@@ -262,23 +264,24 @@ def test_two_ranks_are_one(part: int, checkpoint: Checkpoints) -> None:
     models = [*map(MODELS.get, names), *odd][part::3]
     folders = [checkpoint(**arguments) for arguments in models]
     tokens = random_tokens(TOKENS)
-    by_rank = run_ranks(2, on_a_rank, folders, tokens)
+    by_rank = run_ranks(2, run_rank, folders, tokens)
     for index, folder in enumerate(folders):
-        model, wanted = load_model(folder, TensorParallelGroup()), reference_logits(folder, tokens)
-        close(in_one_pass(model, tokens), wanted)
+        model = load_model(folder, TensorParallelGroup())
+        expected = reference_logits(folder, tokens)
+        assert_close(run_whole(model, tokens), expected)
         for rank in range(2):
-            got = by_rank[rank][index]
-            close(got["whole"], wanted)
-            close(got["last"], wanted[59:60])
-            close(got["rest"], wanted[60:])
+            result = by_rank[rank][index]
+            assert_close(result["whole"], expected)
+            assert_close(result["last"], expected[59:60])
+            assert_close(result["rest"], expected[60:])
         shares = sum(by_rank[rank][index]["sizes"] for rank in range(2))
         whole = sum(parameter.numel() for parameter in model.parameters())
-        assert whole < shares[0] < 1.15 * whole  # split, but for norms, biases and padding
+        assert whole < shares[0] < 1.15 * whole  # all split except norms, biases and padding
         assert shares[1] == model.config.kv_heads
 
 
-class NotingGroup(TensorParallelGroup):
-    """Notes when a sum over ranks starts, and when it is waited for."""
+class RecordingGroup(TensorParallelGroup):
+    """A group that records when an all-reduce starts, and when it is waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,35 +299,35 @@ class NotingGroup(TensorParallelGroup):
         return wait
 
 
-def test_while_the_ranks_sum_one_chunk_the_next_is_computed(checkpoint: Checkpoints) -> None:
-    group = NotingGroup()
+def test_all_reduces_overlap_the_next_chunk(checkpoint: Checkpoints) -> None:
+    group = RecordingGroup()
     model = load_model(checkpoint(num_hidden_layers=2), group, "float32")
     cache = resident(model, TOKENS)
-    with Prefill(cache, TOKENS) as reading:
-        model.prefill(random_tokens(TOKENS), reading, TOKENS // 5)
+    with Prefill(cache, TOKENS) as prefill:
+        model.prefill(random_tokens(TOKENS), prefill, TOKENS // 5)
     events, chunks = group.events, 5
-    assert group.sums == 2 * chunks + 2  # of the last layer, only those of the last rows
-    busy = [
+    assert group.sums == 2 * chunks + 2  # in the last layer, only for the last rows
+    overlapped = [
         number
         for number in range(2 * chunks)
         if events.index(("wait", number)) > events.index(("start", number)) + 1
     ]
-    assert len(busy) >= 2 * chunks - 2  # all but those of the last chunk
+    assert len(overlapped) >= 2 * chunks - 2  # all but the last chunk's
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(1000, 32), (45, 32), (30, 30), (7, 7)])
-def test_of_the_last_layer_a_prefill_computes_the_last_rows_only(
+def test_prefill_computes_only_the_last_rows_in_the_last_layer(
     checkpoint: Checkpoints, chunk: int, rows: int
 ) -> None:
     model = load_model(checkpoint(), TensorParallelGroup(), "float32")
     cache, attended = resident(model, TOKENS), Counter()
-    with Prefill(cache, TOKENS) as reading:
-        attend = reading.attend
+    with Prefill(cache, TOKENS) as prefill:
+        attend = prefill.attend
 
-        def noted(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+        def count_rows(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
             attended[layer] += len(q)
             return attend(layer, q, k, v, start)
 
-        with patch.object(reading, "attend", noted):
-            model.prefill(random_tokens(TOKENS), reading, chunk)
+        with patch.object(prefill, "attend", count_rows):
+            model.prefill(random_tokens(TOKENS), prefill, chunk)
     assert attended == {0: TOKENS, 1: TOKENS, 2: rows}
