@@ -75,9 +75,8 @@ def load(
             check_tokenizer(draft_folder, tokenizer, config)
         weights = _weights(folder, settings, group)
         target = load_model(folder, group, settings.dtype, config)
-        target.config.inverse_frequencies(
-            1
-        )  # slow imports, at startup instead of at the first request
+        # slow imports, at startup instead of at the first request
+        target.config.inverse_frequencies(1)
         draft_model = None
         if draft_folder is not None:
             draft_model = _load_draft(draft_folder, target, settings.shard_draft)
@@ -185,8 +184,8 @@ def _check_stop_tokens(stop_tokens: frozenset[int], folder: Path, vocab: int) ->
     """Raise ConfigError if there are stop tokens, but none in the model's vocabulary."""
     if stop_tokens and min(stop_tokens) >= vocab:
         raise ConfigError(
-            f"{folder}: the stop token in generation_config.json is {min(stop_tokens)}, but the "
-            f"model has {vocab} tokens, so no output would stop: correct eos_token_id there."
+            f"{folder}: generation_config.json has stop token {min(stop_tokens)}, but the model "
+            f"has {vocab} tokens, so no output would stop: correct eos_token_id there."
         )
 
 
