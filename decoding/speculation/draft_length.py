@@ -103,8 +103,8 @@ class ForwardSeconds:
     def reset(self) -> None:
         """Start another request.
 
-        With another context length a forward takes other seconds, but the ratio of its slope to its
-        base stays about the same.
+        The seconds of a forward depend on the context length, but the ratio of slope to base stays
+        about the same.
         """
         if self._weight:
             slope = self._slope()

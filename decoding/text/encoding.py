@@ -46,7 +46,7 @@ def plain_tokens(tokenizer: Any, text: str) -> list[int]:
 def prefix_tokens(tokenizer: Any) -> list[int]:
     """Return the token ids that a tokenizer puts before any text, such as <s>.
 
-    Those that it puts after a text, such as </s>, end a document, and a prompt is to be continued.
+    Those that it puts after a text, such as </s>, are left out: a prompt is to be continued.
     """
     encoding = tokenizer("a", return_special_tokens_mask=True)
     ids = []
@@ -84,7 +84,7 @@ def _parts(text: str, limit: int) -> Iterator[str]:
 def check_length(text: str, limit: int, count: Callable[[str], int]) -> None:
     """Raise ContextLengthError for a text that has far more than `limit` tokens.
 
-    No more of the text is tokenized than needed to tell. Cutting it into parts may change a few
+    Only as much of the text is tokenized as the check needs. Cutting it into parts may change a few
     tokens at each cut, so a text that is only slightly too long is left to the caller.
 
     Args:
@@ -176,7 +176,8 @@ class SpecialTokenGuard:
         """Return the rendered messages, for `encode`.
 
         Templates may look for these characters themselves, for example for <think>. If markers
-        change the output of the template, only whole special tokens in messages are marked.
+        change the output of a template, fewer places are marked: those where the first two
+        characters of a special token occur, or else only whole special tokens.
 
         Args:
             contents: the contents of the messages.
