@@ -1,5 +1,5 @@
-"""Sampling, exact verification, nested decoders, the engine, batch summaries and the command line.
-Knows nothing of hardware.
+"""Sampling, exact verification, nested decoders, the engine, batch summaries and the command line;
+knows nothing of hardware.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from decoding.speculation.sampling import GREEDY, Sampling
 
 __all__ = ["GREEDY", "Engine", "Sampling", "Settings"]
-_HOMES = {
+_MODULES = {
     "Engine": "decoding.engine.engine",
     "GREEDY": "decoding.speculation.sampling",
     "Sampling": "decoding.speculation.sampling",
@@ -22,9 +22,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when they are asked for: the command line must come first, to end
-    quietly while torch loads.
+    """Import the names above on first use.
+
+    The command line must run before torch is imported, to handle an interrupt during the import.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,6 +1,4 @@
-"""`python -m decoding.cli`: the command line, as torchrun and our own launcher start it, a process
-a rank.
-"""
+"""`python -m decoding.cli`: the command line of a rank, started by torchrun or our launcher."""
 
 from decoding.app.main import main
 

@@ -1,1 +1,1 @@
-"""Every option once, with its bounds and its default; knows nothing of models or devices."""
+"""All options, with their bounds and defaults; knows nothing of models or devices."""

@@ -298,7 +298,7 @@ class Settings:
             )
 
     def resolved_mode(self, has_draft: bool) -> str:
-        """Return the mode that `auto` stands for.
+        """Return the mode, with `auto` resolved.
 
         Raises TierForceError if the mode needs a draft model and there is none.
         """

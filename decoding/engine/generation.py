@@ -77,7 +77,7 @@ class Generation:
         """
         for level in self.decoder.levels():
             level.sync([])
-        return self.decoder.text.tokens_from(0)
+        return self.decoder.sequence.tokens_from(0)
 
     def round(self) -> Steps[list[int]]:
         """Make one more round, by passes; return its tokens."""

@@ -1,4 +1,4 @@
-"""From names to what texts are decoded with: models, tokenizer, and the tokens that stop."""
+"""Loading of models, tokenizer and stop tokens by name."""
 
 from __future__ import annotations
 
@@ -37,94 +37,99 @@ from parallel.ranks.process_group import TensorParallelGroup
 def load(
     model: str | Path, draft: str | Path | None, settings: Settings, group: TensorParallelGroup
 ) -> tuple[Runtime, Any, frozenset[int]]:
-    """Load a target, its tokenizer, and a draft where the mode has one; all ranks call it.
+    """Load a target, its tokenizer, and a draft if the mode uses one; all ranks call it.
 
     Args:
         model: the target's folder, GGUF file or hub name.
-        draft: the draft's, likewise.
-        settings: how the models are to run.
-        group: the ranks that share the target.
+        draft: the draft's folder, GGUF file or hub name.
+        settings: the settings of decoding.
+        group: the tensor parallel group of the target.
 
     Returns:
-        The models at work, the target's tokenizer, and the tokens that end a text.
+        The runtime, the target's tokenizer, and the stop tokens.
 
-    Raises TierForceError on all ranks when any rank cannot: ConfigError, CheckpointError, InsufficientMemoryError.
+    Raises TierForceError on all ranks if any rank fails: ConfigError, CheckpointError,
+    InsufficientMemoryError.
     """
     if settings.graphs is None:
         graphs = not settings.deterministic and cuda_graphs_supported(group)
         settings = replace(settings, graphs=graphs)
     with group.sync_errors():
         mode = settings.resolved_mode(draft is not None)
-        check_device(settings.link, group.device.type)  # before weights are read
-        find_prior(settings.hardware, "", group.size)  # likewise
+        check_device(settings.link, group.device.type)  # fails before weights are read
+        find_prior(settings.hardware, "", group.size)  # fails before weights are read
     folder = resolve(str(model), group)
     draft_folder = None
     if draft is not None and "draft" in LEVELS[mode]:
         draft_folder = resolve(str(draft), group)
     elif draft is not None:
         with group.sync_errors():
-            find_local(str(draft))  # a slip in its name is told, although nothing is read of it
+            find_local(str(draft))  # detects a wrong name, although the draft is not loaded
     with group.sync_errors():
         config = ModelConfig.from_pretrained(folder).with_rope_scaling(settings.rope)
         settings.check_layers(config.layers)
-        if settings.dtype != "auto":  # else it is known once weights are opened
+        if settings.dtype != "auto":  # auto: known once weights are opened
             settings.check_split_dtype(mode, settings.dtype)
         tokenizer = load_tokenizer(folder)
-        if draft_folder is not None:  # before weights are read, which may take minutes
+        if draft_folder is not None:  # fails before weights are read, which may take minutes
             check_tokenizer(draft_folder, tokenizer, config)
         weights = _weights(folder, settings, group)
         target = load_model(folder, group, settings.dtype, config)
-        target.config.inverse_frequencies(1)  # no text is to wait for what this imports
-        small = None
+        # slow imports, at startup instead of at the first request
+        target.config.inverse_frequencies(1)
+        draft_model = None
         if draft_folder is not None:
-            small = _load_draft(draft_folder, target, settings.shard_draft)
+            draft_model = _load_draft(draft_folder, target, settings.shard_draft)
         stop_tokens = load_stop_tokens(folder)
         _check_stop_tokens(stop_tokens, folder, target.config.vocab)
         stop_tokens = stop_tokens or target.config.stop_tokens
         identity = _identity(str(model), folder, target, weights)
-        runtime = Runtime.create(target, small, mode, settings, identity)
+        runtime = Runtime.create(target, draft_model, mode, settings, identity)
         if settings.deterministic:
-            _ = (
-                runtime.batch_invariant_kernels
-            )  # tried while there is memory for it: a text keeps to them
+            # self-tested now, while there is memory for it; requests rely on the result
+            _ = runtime.batch_invariant_kernels
         return runtime, tokenizer, stop_tokens
 
 
 def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> WeightDigests | None:
-    """Return the weights of a target whose texts are kept on disk; None where none are.
+    """Return the digests of the target's weights for the prompt cache; None without one.
 
-    On ranks other than 0 nobody asks for them. Raises TierForceError.
+    They are empty on ranks other than 0, which do not need them. Raises TierForceError.
     """
     if settings.prompt_cache is None:
         return None
-    place = rank_from_env()
-    if place.local_size < place.size:
+    info = rank_from_env()
+    if info.local_size < info.size:
         raise TierForceError(
-            f"`prompt_cache` is for ranks of one machine, and {place.size - place.local_size} of "
-            f"{place.size} are on others: leave it out."
+            f"`prompt_cache` needs all ranks on one machine, and {info.size - info.local_size} of "
+            f"{info.size} are on others: leave it out."
         )
     if group.rank:
         return WeightDigests({}, {})
-    kept = PromptCache(Path(settings.prompt_cache))
-    kept.create()
-    with _readable(folder):
-        return WeightDigests.of(folder, kept.folder)
+    cache = PromptCache(Path(settings.prompt_cache))
+    cache.create()
+    with _check_readable(folder):
+        return WeightDigests.of(folder, cache.folder)
 
 
 def _identity(
     name: str, folder: Path, target: Transformer, weights: WeightDigests | None
 ) -> ModelFingerprint | None:
-    """Return what the KV of texts depends on; None where none are kept. Raises TierForceError."""
+    """Return the fingerprint that cached KV depends on; None without a prompt cache.
+
+    Raises TierForceError.
+    """
     if weights is None:
         return None
-    with _readable(folder):
+    with _check_readable(folder):
         weights.check_unchanged()
     digest = digest_of(weights, target.config, target.embed.weight.dtype, target.group)
     return ModelFingerprint(digest, Path(name).name or folder.resolve().name)
 
 
 @contextmanager
-def _readable(folder: Path) -> Iterator[None]:
+def _check_readable(folder: Path) -> Iterator[None]:
+    """Raise TierForceError for an OSError inside this context."""
     try:
         yield
     except OSError as error:
@@ -134,17 +139,17 @@ def _readable(folder: Path) -> Iterator[None]:
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a folder or a GGUF file.
 
-    Raises TierForceError when it is missing or broken.
+    Raises TierForceError if it is missing or broken.
     """
     if is_gguf(folder):
         return gguf_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever the broken file happens to break
+    except Exception as error:  # a broken file can raise anything in transformers
         if "trust_remote_code" in str(error):
             raise TierForceError(
-                f"{folder}: the tokenizer would run code that came with the model (auto_map in "
-                "tokenizer_config.json), which is never done here: use a folder with a "
+                f"{folder}: the tokenizer needs code that came with the model (auto_map in "
+                "tokenizer_config.json), which TierForce never runs: use a folder with a "
                 "tokenizer.json of a known class."
             ) from error
         raise TierForceError(
@@ -153,12 +158,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_stop_tokens(folder: Path) -> frozenset[int]:
-    """Return all end-of-sequence ids of the generation config, none where there is no such file.
+    """Return all end-of-sequence ids of the generation config; none if there is no such file.
 
-    Raises TierForceError when the file is there but cannot be read, or names something else.
+    Raises TierForceError if the file exists but cannot be read, or has invalid ids.
     """
     path = folder / "generation_config.json"
-    if not os.path.lexists(path):  # a link that leads nowhere is a broken file
+    if not os.path.lexists(path):  # a dangling link counts as a broken file
         return frozenset()
     try:
         fields = read_json(path)
@@ -166,8 +171,8 @@ def load_stop_tokens(folder: Path) -> frozenset[int]:
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise TierForceError(
-            f"{path} cannot be read ({one_line(error)}): it says which tokens end a text. Fetch it "
-            "again, or remove it to go by config.json."
+            f"{path} cannot be read ({one_line(error)}), and it has the stop tokens. Fetch it "
+            "again, or remove it to use those of config.json."
         ) from error
     try:
         return token_ids(fields.get("eos_token_id"))
@@ -176,37 +181,35 @@ def load_stop_tokens(folder: Path) -> frozenset[int]:
 
 
 def _check_stop_tokens(stop_tokens: frozenset[int], folder: Path, vocab: int) -> None:
-    """Raise ConfigError where there are tokens that end a text, and the model has none of them."""
+    """Raise ConfigError if there are stop tokens, but none in the model's vocabulary."""
     if stop_tokens and min(stop_tokens) >= vocab:
         raise ConfigError(
-            f"{folder}: by generation_config.json texts end with token {min(stop_tokens)}, but "
-            f"the model has {vocab} tokens, so none would end: correct eos_token_id there."
+            f"{folder}: generation_config.json has stop token {min(stop_tokens)}, but the model "
+            f"has {vocab} tokens, so no output would stop: correct eos_token_id there."
         )
 
 
 def check_tokenizer(folder: Path, tokenizer: Any, config: ModelConfig) -> None:
-    """Refuse a draft whose tokenizer names a token otherwise than the target's.
+    """Raise TierForceError if a draft's tokenizer has another vocabulary than the target's.
 
     Args:
         folder: the draft's folder or GGUF file.
-        tokenizer: the target's.
-        config: the target's.
-
-    Raises TierForceError.
+        tokenizer: the target's tokenizer.
+        config: the target's config.
     """
-    small = ModelConfig.from_pretrained(folder)
+    draft_config = ModelConfig.from_pretrained(folder)
     names = tokenizer.get_vocab(), load_tokenizer(folder).get_vocab()
-    check_same_vocabulary(folder, *names, min(small.vocab, config.vocab))
+    check_same_vocabulary(folder, *names, min(draft_config.vocab, config.vocab))
 
 
 def _load_draft(folder: Path, target: Transformer, shard: bool | None) -> Transformer | None:
-    """Load the draft split over the ranks, or whole on rank 0 and None on the others."""
+    """Load the draft sharded over the ranks, or whole on rank 0, with None on the others."""
     config, group = ModelConfig.from_pretrained(folder), target.group
     if shard is None:
         shard = draft_ranks(config, group.size, target.embed.weight.dtype) > 1
     if shard and config.kv_heads < group.size:
         raise TierForceError(
-            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be split over "
+            f"{folder}: the draft's {config.kv_heads} key/value heads cannot be sharded over "
             f"{group.size} GPUs: leave `shard_draft` out."
         )
     if group.rank and not shard:

@@ -1,4 +1,4 @@
-"""What texts are decoded with: models, settings, link, arena, and the memory there is."""
+"""The runtime of requests: models, settings, host link, host arena, and available memory."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from parallel.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Runtime:
-    """The models on this rank, with the settings, the link and the arena that texts share.
+    """The models on this rank, with the settings, the link and the arena that requests share.
 
-    `draft` is whole and on rank 0 alone, so that drafting needs no collective, or split over all
-    ranks.
+    `draft` is either whole and on rank 0 only, in which case drafting needs no collectives, or
+    sharded over all ranks.
     """
 
     target: Transformer
@@ -40,7 +40,7 @@ class Runtime:
     settings: Settings
     link: Link
     arena: HostArena
-    identity: ModelFingerprint | None = None  # of the target's KV, where prompts are kept on disk
+    identity: ModelFingerprint | None = None  # None without a prompt cache
 
     @classmethod
     def create(
@@ -51,9 +51,9 @@ class Runtime:
         settings: Settings,
         identity: ModelFingerprint | None = None,
     ) -> Runtime:
-        """Put models to work in this mode, on a link and an arena of their own.
+        """Return a runtime in this mode, with a link and an arena of its own.
 
-        Raises TierForceError for a link that the device cannot have.
+        Raises TierForceError for a link that the device does not support.
         """
         link = make_link(settings.link, target.group.device)
         if settings.int8_retrieval is None and (link.l2_bytes or MIN_L2_BYTES) < MIN_L2_BYTES:
@@ -62,35 +62,37 @@ class Runtime:
         return cls(target, draft, mode, settings, link, arena, identity)
 
     def with_settings(self, settings: Settings) -> Runtime:
-        """Return the same models under other settings; for rank 0."""
+        """Return a runtime of the same models with other settings; for rank 0."""
         if settings.graphs is None:
             settings = replace(settings, graphs=self.settings.graphs)
         mode = settings.resolved_mode(self.draft is not None)
         return Runtime.create(self.target, self.draft, mode, settings, self.identity)
 
-    def with_strategy(self, way: Strategy) -> Runtime:
+    def with_strategy(self, strategy: Strategy) -> Runtime:
         """Return this runtime with another mode or budget, on the same link and arena."""
-        needs = self.requirements
-        if not needs.has_choice:
+        requirements = self.requirements
+        if not requirements.has_choice:
             return self
-        chosen = needs.with_strategy(way)
-        return replace(self, mode=chosen.mode, settings=chosen.settings)
+        selected = requirements.with_strategy(strategy)
+        return replace(self, mode=selected.mode, settings=selected.settings)
 
     def prior(self, link_rate: float | None) -> HardwarePrior | None:
-        """Return what is known of this machine, whose link has this rate. Raises TierForceError."""
+        """Return the hardware prior of this machine, with this link rate. Raises TierForceError."""
         prior = find_prior(self.settings.hardware, self.link.device_name, self.target.group.size)
         return None if prior is None else prior.with_link(link_rate)
 
     def prefix_cache(self) -> PrefixCacheManager | None:
-        """Return what keeps prompts on disk, where the settings say so; all ranks call it.
+        """Return the manager of cached prompts; None without a prompt cache. All ranks call it.
 
-        Raises TierForceError, on all ranks, for a folder that cannot be used.
+        Raises TierForceError on all ranks for a folder that cannot be used.
         """
         settings = self.settings
         if settings.prompt_cache is None:
             return None
         if self.identity is None:
-            raise TierForceError("`prompt_cache` is for models that were loaded with it.")
+            raise TierForceError(
+                "`prompt_cache` must be set when the models are loaded: load them with it."
+            )
         return PrefixCacheManager(
             settings.prompt_cache, settings.prompt_cache_limit, self.identity, self.target.group
         )
@@ -102,19 +104,19 @@ class Runtime:
 
     @property
     def split_kernels(self) -> Kernels:
-        """The kernels that layers in slices are joined with, or None, and why it is so."""
+        """Return the kernels that reconstruct split layers, or None; and the reason."""
         layout, device = self.requirements.layout, self.target.group.device
         return split_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
     def batch_invariant_kernels(self) -> Kernels:
-        """The kernels that identical texts attend with, or None, and why it is so."""
+        """Return the attention kernels of deterministic requests, or None; and the reason."""
         layout, device = self.requirements.layout, self.target.group.device
         return batch_invariant_kernels(device.type, self.dtype, layout.head_dim, layout.groups)
 
     @property
     def requirements(self) -> Requirements:
-        """Return what texts need of this rank."""
+        """Return the requirements of requests on this rank."""
         return Requirements(
             target=self.target.config,
             draft=self.draft.config if self.draft is not None else None,
@@ -133,39 +135,39 @@ class Runtime:
         return parameter_bytes(*(model for model in (self.target, self.draft) if model is not None))
 
     def memory(self) -> Memory:
-        """Return the memory that the next text may use on this rank, as it is now.
+        """Return the memory that is now available to the next request on this rank.
 
-        On a CPU device memory is host memory, which all ranks share.
+        On a CPU, device memory is host memory, which all ranks share.
         """
         limit, group = self.settings.device_memory, self.target.group
         on_cpu = group.device.type == "cpu"
         host = host_available() // group.size + self.arena.nbytes
-        there = self.link.device_available() // (group.size if on_cpu else 1)
+        available = self.link.device_available() // (group.size if on_cpu else 1)
         if limit is None:
-            return Memory(int(there * USABLE_SHARE), host)
-        usable = there if on_cpu else int(there * USABLE_SHARE)
+            return Memory(int(available * USABLE_SHARE), host)
+        usable = available if on_cpu else int(available * USABLE_SHARE)
         device = min(limit - self.weight_bytes, usable)
         if on_cpu:
-            # two readings of one memory differ by what came and went
+            # may be negative: the two measurements of one memory are not simultaneous
             host = max(0, host - max(0, device))
         return Memory(device, host)
 
-    def plan(self, prompt: int, new: int, memory: Memory | None = None) -> MemoryPlan:
-        """Plan where the KV of a text of `prompt` + `new` tokens goes on this rank.
+    def plan(self, prompt: int, max_new_tokens: int, memory: Memory | None = None) -> MemoryPlan:
+        """Return the plan of the KV of `prompt` + `max_new_tokens` tokens on this rank.
 
-        `memory` None: all there is. Raises InsufficientMemoryError.
+        `memory` None: all that is available. Raises InsufficientMemoryError.
         """
-        return fit(self.requirements, memory or self.memory(), prompt, new)
+        return fit(self.requirements, memory or self.memory(), prompt, max_new_tokens)
 
     def link_rate(self) -> float | None:
-        """Measure the link: bytes a second of the slowest rank while all copy at once.
+        """Measure the link: bytes/s of the slowest rank while all ranks copy; GPUs may share lanes.
 
-        None where nothing is copied. GPUs may share lanes. All ranks call it. Raises InsufficientMemoryError.
+        None if the link does not copy. All ranks call it. Raises InsufficientMemoryError.
         """
         if not self.link.copies:
             return None
         group = self.target.group
         with group.sync_errors():
-            copies = BandwidthProbe(self.link, LINK_PROBE_BYTES)
-        with closing(copies):
-            return min(group.gather(copies.rate(out=False, seconds=LINK_PROBE_SECONDS)))
+            probe = BandwidthProbe(self.link, LINK_PROBE_BYTES)
+        with closing(probe):
+            return min(group.gather(probe.rate(out=False, seconds=LINK_PROBE_SECONDS)))

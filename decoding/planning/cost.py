@@ -14,8 +14,8 @@ from typing import Protocol
 
 from decoding.config.defaults import (
     ACCEPTANCE,
-    CODE_SHARE,
     DEFAULT_RETRIEVAL_BUDGET,
+    HIGH_BYTE_SHARE,
     INNER_ACCEPTANCE,
     INNER_DRAFT,
     RECONSTRUCTION_TRAFFIC,
@@ -183,7 +183,7 @@ class PredictedCosts:
         """Return the seconds of a pass over what the device has of the target's cache."""
         hardware = self.hardware
         kv_rate = hardware.kv_rate or hardware.memory_rate
-        code = kv_rate / (hardware.high_bits_rate or kv_rate / CODE_SHARE)
+        code = kv_rate / (hardware.high_bits_rate or kv_rate / HIGH_BYTE_SHARE)
         attended = round(needs.effective_device_tokens(plan, prompt, code))
         return target_cost(hardware, needs).seconds(rows, attended, self.texts)
 

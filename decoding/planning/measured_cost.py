@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from decoding.config.defaults import (
-    CODE_SHARE,
     COMPUTE_BOUND_RATIO,
+    HIGH_BYTE_SHARE,
     HISTORY_DECAY,
     MIN_ROUNDS,
     MIN_TESTED,
@@ -149,6 +149,6 @@ def _read_below(needs: Requirements, plan: MemoryPlan, prompt: int) -> float:
     """Return the bytes that a pass of the level below the target reads: weights and KV."""
     tokens: float = needs.budget
     if needs.has_split:
-        tokens = needs.effective_device_tokens(plan, prompt, CODE_SHARE)
+        tokens = needs.effective_device_tokens(plan, prompt, HIGH_BYTE_SHARE)
     weights = weight_bytes(needs.target, needs.ranks, needs.dtype)
     return weights + needs.layout.bytes(round(tokens))

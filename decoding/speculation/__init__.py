@@ -1,3 +1,3 @@
-"""Drafts and their exact verification: sampling laws, decoders that nest, prompt lookup, draft
+"""Draft tokens and their exact verification: sampling, nested decoders, prompt lookup, draft
 lengths.
 """

@@ -1,6 +1,6 @@
-"""How decoders get their passes: they ask, and whoever runs them answers with logits.
+"""Decoders as coroutines: they yield forward requests, and the caller sends back logits.
 
-So one who runs several decoders may make their passes as one.
+A caller that runs several decoders can so batch their forwards into one.
 """
 
 from __future__ import annotations
@@ -15,39 +15,38 @@ from torch import Tensor
 from parallel.execution.batched_forward import ForwardRequest
 
 T = TypeVar("T")
-Steps = Generator[
-    ForwardRequest, Tensor, T
-]  # yields each pass, is sent its logits (rows, V), returns a T
+# yields forward requests, is sent the logits (rows, V) of each, and returns a T
+Steps = Generator[ForwardRequest, Tensor, T]
 
 
-def run(passes: Steps[T], make: Callable[[ForwardRequest], Tensor]) -> T:
-    """Make the passes one after another, and return what comes of them all."""
+def run(steps: Steps[T], forward: Callable[[ForwardRequest], Tensor]) -> T:
+    """Run the forwards one after another, and return the result of the coroutine."""
     logits: Tensor | None = None
     while True:
         try:
-            asked = next(passes) if logits is None else passes.send(logits)
+            request = next(steps) if logits is None else steps.send(logits)
         except StopIteration as end:
             return end.value
-        logits = make(asked)
+        logits = forward(request)
 
 
 class Clock:
-    """Seconds, less those in which texts waited for something that is no pass of theirs."""
+    """Seconds, less the time that requests spent waiting for something other than a forward."""
 
     def __init__(self) -> None:
-        self._away = 0.0
-        self._stopped: float | None = None  # when, while it stands
+        self._paused_s = 0.0
+        self._paused_at: float | None = None  # None while running
 
     def __call__(self) -> float:
-        now = time.perf_counter() if self._stopped is None else self._stopped
-        return now - self._away
+        now = time.perf_counter() if self._paused_at is None else self._paused_at
+        return now - self._paused_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count no seconds meanwhile."""
-        self._stopped = time.perf_counter()
+        """Count no seconds inside this context."""
+        self._paused_at = time.perf_counter()
         try:
             yield
         finally:
-            self._away += time.perf_counter() - self._stopped
-            self._stopped = None
+            self._paused_s += time.perf_counter() - self._paused_at
+            self._paused_at = None

@@ -1,8 +1,9 @@
-"""Decoders that nest: a hierarchy is one `Speculative` inside another, down to a leaf.
+"""Nested decoders: a hierarchy is one `Speculative` inside another, down to a leaf.
 
-The leaf is an `Autoregressive`, or a `Lookup`, which has no model. Verification is exact: a level
-writes by its model's law, and so it is a valid proposer for the level above it (TriForce, arXiv
-2404.11912, section 4.2, with Leviathan's residual redraw at every level).
+The leaf is an `Autoregressive`, or a `PromptLookup`, which has no model. Verification is exact:
+every level samples from its own model's distribution, which makes it a valid proposer for the level
+above (TriForce, arXiv 2404.11912, section 4.2, with Leviathan's residual resampling at every
+level).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from parallel.ranks.process_group import ints_to_device_async
 
 @dataclass
 class LevelStats:
-    """The counts of one level since it was made."""
+    """The counts of one level since its creation."""
 
     forwards: int = 0  # forward passes of its model
-    proposed: int = 0  # tokens put before it by the level below
-    accepted: int = 0  # of which stood
-    produced: int = 0  # tokens it handed on
+    proposed: int = 0  # draft tokens of the level below that it verified
+    accepted: int = 0  # draft tokens that it accepted
+    produced: int = 0  # tokens that it handed to the level above
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -49,27 +50,27 @@ class LevelStats:
 
 
 class Proposer(ABC):
-    """A level that proposes tokens to the level above it.
+    """A level that drafts tokens for the level above it.
 
-    What it knows is `text` up to `position`, and behind it the tokens `ahead`: proposals of this
-    level and of those above it, which may yet be taken back.
+    It has read `sequence` up to `position`, followed by the `unverified` tokens: drafts of this
+    level and of those above it, which may still be rejected.
     """
 
-    def __init__(self, name: str, text: TokenSequence, position: int):
-        self.name, self.text, self.position = name, text, position
+    def __init__(self, name: str, sequence: TokenSequence, position: int):
+        self.name, self.sequence, self.position = name, sequence, position
         self.unverified: list[int] = []
         self.stats = LevelStats()
 
     @abstractmethod
     def propose(self, n: int) -> Steps[Draft]:
-        """Append up to n >= 1 tokens to `ahead`, by passes; a model appends all n.
+        """Append up to n >= 1 draft tokens to `unverified`; a level with a model appends all n.
 
-        Row i of the draft's probs is the exact law token i was drawn from.
+        Row i of the draft's probs is the exact distribution that token i was sampled from.
         """
 
-    def sync(self, ahead: Sequence[int]) -> None:
-        """Read the text to its end, behind which the levels above propose the tokens `ahead`."""
-        self.position, self.unverified = len(self.text), list(ahead)
+    def sync(self, unverified: Sequence[int]) -> None:
+        """Move to the end of the sequence, followed by unverified tokens of the levels above."""
+        self.position, self.unverified = len(self.sequence), list(unverified)
 
     def levels(self) -> list[Proposer]:
         """Return this level and those below it, outermost first."""
@@ -77,57 +78,58 @@ class Proposer(ABC):
 
 
 class Decoder(Proposer):
-    """One model on one cache, which holds all of what the level knows but a pending end."""
+    """One model and its cache, which holds the level's tokens except the last, pending ones."""
 
     def __init__(
         self,
         name: str,
         model: ForwardFn,
         cache: Cache,
-        text: TokenSequence,
+        sequence: TokenSequence,
         sampling: Sampling,
-        chance: Randomness,
+        randomness: Randomness,
     ):
-        """Start where `cache` stands, which has read `text` so far."""
-        super().__init__(name, text, cache.length)
+        """Start at the end of `cache`, which holds the beginning of `sequence`."""
+        super().__init__(name, sequence, cache.length)
         self.model, self.cache = model, cache
-        self.sampling, self.chance = sampling, chance
-        # told of the logits (n, V) of the n tokens that each of its passes makes
+        self.sampling, self.randomness = sampling, randomness
+        # called with the logits (n, V) of the n tokens that each forward produces
         self.on_logits: Callable[[Tensor], None] | None = None
-        self.rounds: list[RoundStats] = []  # of a level that verifies
+        self.rounds: list[RoundStats] = []  # filled by levels that verify
 
     @abstractmethod
     def round(self, limit: int) -> Steps[list[int]]:
-        """Append 1 to `limit` tokens of this level's law to the text, by passes; return them.
+        """Commit 1 to `limit` tokens of this level's distribution to the sequence; return them.
 
-        For the outermost level: one pass of its model decides what stands.
+        For the outermost level: one forward of its model decides what is accepted.
         """
 
-    def sync(self, ahead: Sequence[int]) -> None:
-        now = [*self.text.tokens_from(self.position), *ahead]
-        known = self.position + common_prefix(self.unverified, now)
-        super().sync(ahead)
-        # at least one token is pending: a pass needs a row
-        self.cache.crop(min(known, len(self.text) + len(ahead) - 1))
+    def sync(self, unverified: Sequence[int]) -> None:
+        tokens = [*self.sequence.tokens_from(self.position), *unverified]
+        matched = self.position + common_prefix(self.unverified, tokens)
+        super().sync(unverified)
+        # at least one token stays pending: a forward needs a query token
+        self.cache.crop(min(matched, len(self.sequence) + len(unverified) - 1))
 
     def _pending(self) -> Tensor:
         """Return the tokens (P,) whose KV the cache lacks."""
         start = self.cache.length
-        tokens = [*self.text.tokens_from(start), *self.unverified[max(0, start - len(self.text)) :]]
-        return ints_to_device_async(tokens, self.chance.device)
+        unverified = self.unverified[max(0, start - len(self.sequence)) :]
+        tokens = [*self.sequence.tokens_from(start), *unverified]
+        return ints_to_device_async(tokens, self.randomness.device)
 
-    def _forward(self, tokens: Tensor, rows: int) -> ForwardRequest:
-        """Return the pass that reads tokens (T,) behind what the cache holds."""
-        return ForwardRequest(self.model, self.cache, tokens, rows)
+    def _forward(self, tokens: Tensor, num_logits: int) -> ForwardRequest:
+        """Return the request of a forward on tokens (T,), which follow the cached ones."""
+        return ForwardRequest(self.model, self.cache, tokens, num_logits)
 
     def _commit(self, tokens: list[int]) -> list[int]:
-        self.text.append(tokens)
-        self.position = len(self.text)
+        self.sequence.append(tokens)
+        self.position = len(self.sequence)
         return tokens
 
 
 class Autoregressive(Decoder):
-    """A level that makes one token a pass, each drawn from the model's law after all before it."""
+    """A level that samples one token per forward from its model's distribution."""
 
     def propose(self, n: int) -> Steps[Draft]:
         draft = yield from self._sample(n)
@@ -139,40 +141,40 @@ class Autoregressive(Decoder):
         return self._commit(to_host(draft.tokens, draft.probs))
 
     def _sample(self, n: int) -> Steps[Draft]:
-        tokens, laws = list[Tensor](), list[Tensor]()
-        position = len(self.text) + len(self.unverified)
-        rows = yield from self._catch_up()
+        sampled, sampled_probs = list[Tensor](), list[Tensor]()
+        position = len(self.sequence) + len(self.unverified)
+        tokens = yield from self._catch_up()
         for _ in range(n):
-            logits = yield self._forward(rows, 1)
-            law = self.chance.probs(self.sampling, logits)  # (1, V)
+            logits = yield self._forward(tokens, 1)
+            probs = self.randomness.probs(self.sampling, logits)  # (1, V)
             if self.on_logits:
                 self.on_logits(logits)
-            self.cache.advance(len(rows))
-            # (1,), on the device: no waiting until the draft is done
-            rows = self.chance.draw(law[0], position + len(tokens))
-            tokens.append(rows)
-            laws.append(law)
+            self.cache.advance(len(tokens))
+            # (1,), left on the device: no synchronization until the draft is complete
+            tokens = self.randomness.draw(probs[0], position + len(sampled))
+            sampled.append(tokens)
+            sampled_probs.append(probs)
         self.stats.forwards += n
         self.stats.produced += n
-        return Draft(torch.cat(tokens), torch.cat(laws))
+        return Draft(torch.cat(sampled), torch.cat(sampled_probs))
 
     def _catch_up(self) -> Steps[Tensor]:
-        """Read pending tokens until the rest fit one pass, and return these.
+        """Prefill pending tokens until the rest fit into one forward, and return the rest.
 
-        A level that was not asked for long has many.
+        A level that has not drafted for a while has many pending tokens.
         """
-        rows = self._pending()
-        while len(rows) > MAX_CATCH_UP:
-            yield self._forward(rows[:MAX_CATCH_UP], 1)
+        tokens = self._pending()
+        while len(tokens) > MAX_CATCH_UP:
+            yield self._forward(tokens[:MAX_CATCH_UP], 1)
             self.cache.advance(MAX_CATCH_UP)
-            rows = rows[MAX_CATCH_UP:]
-        return rows
+            tokens = tokens[MAX_CATCH_UP:]
+        return tokens
 
 
 class Speculative(Decoder):
-    """A level that draws from its model's law, faster.
+    """A level that samples from its model's distribution in fewer forwards.
 
-    `inner` drafts some tokens, as many as `length` says, and one pass verifies them all.
+    `inner` drafts as many tokens as `length` says, and one forward verifies them all.
     """
 
     def __init__(
@@ -183,22 +185,21 @@ class Speculative(Decoder):
         inner: Proposer,
         length: DraftLength,
         sampling: Sampling,
-        chance: Randomness,
+        randomness: Randomness,
     ):
-        """Start on the text of `inner`, where `cache` stands in it."""
-        super().__init__(name, model, cache, inner.text, sampling, chance)
+        """Start at the end of `cache`, which holds the beginning of the sequence of `inner`."""
+        super().__init__(name, model, cache, inner.sequence, sampling, randomness)
         self.inner, self.length = inner, length
-        self.clock: Callable[[], float] = time.perf_counter  # of seconds, by which lengths go
+        self.clock: Callable[[], float] = time.perf_counter  # seconds, the basis of draft lengths
 
     def propose(self, n: int) -> Steps[Draft]:
-        start, laws = len(self.unverified), []
+        start, accepted_probs = len(self.unverified), []
         while (missing := n - (len(self.unverified) - start)) > 0:
-            tokens, law = yield from self._verify(missing)
+            tokens, probs = yield from self._verify(missing)
             self.unverified += tokens
-            laws.append(law)
-        return Draft(
-            ints_to_device_async(self.unverified[start:], self.chance.device), torch.cat(laws)
-        )
+            accepted_probs.append(probs)
+        draft_tokens = ints_to_device_async(self.unverified[start:], self.randomness.device)
+        return Draft(draft_tokens, torch.cat(accepted_probs))
 
     def round(self, limit: int) -> Steps[list[int]]:
         tokens, _ = yield from self._verify(limit)
@@ -208,36 +209,39 @@ class Speculative(Decoder):
         return [self, *self.inner.levels()]
 
     def _verify(self, limit: int) -> Steps[tuple[list[int], Tensor]]:
-        """Make one round: draft, verify, and return the 1 to `limit` tokens that stand.
+        """Run one round: draft, verify, and return the 1 to `limit` resulting tokens.
 
-        With them come the laws (A + 1, V) they are draws of.
+        They are the A accepted draft tokens and the recovered or bonus token; with them come the
+        distributions (A + 1, V) that they were sampled from.
         """
-        started, known = self.clock(), len(self.unverified)
+        started, num_unverified = self.clock(), len(self.unverified)
         draft = yield from self._draft(min(self.length.next(), limit - 1))
-        # every draft ends on the host, so no compute of it is still under way
+        # every draft ends with a device synchronization, so none of its compute is left running
         drafted = self.clock()
         pending = self._pending()  # (P,)
-        rows = torch.cat((pending, draft.tokens))
-        logits = yield self._forward(rows, len(draft.tokens) + 1)
-        laws = self.chance.probs(self.sampling, logits)  # (N + 1, V)
-        accepted, following = self.chance.rejection_sample(draft, laws, len(self.text) + known)
+        tokens = torch.cat((pending, draft.tokens))
+        logits = yield self._forward(tokens, len(draft.tokens) + 1)
+        target_probs = self.randomness.probs(self.sampling, logits)  # (N + 1, V)
+        accepted, next_token = self.randomness.rejection_sample(
+            draft, target_probs, len(self.sequence) + num_unverified
+        )
         if self.on_logits:
             self.on_logits(logits[: accepted + 1])
         draft_s, verify_s = drafted - started, self.clock() - drafted
-        past = RoundStats(len(draft.tokens), accepted, len(rows), draft_s, verify_s)
-        self.rounds.append(past)
-        self.length.record(past)
+        stats = RoundStats(len(draft.tokens), accepted, len(tokens), draft_s, verify_s)
+        self.rounds.append(stats)
+        self.length.record(stats)
         self.cache.advance(len(pending) + accepted)
         self.stats.forwards += 1
         self.stats.proposed += len(draft.tokens)
         self.stats.accepted += accepted
         self.stats.produced += accepted + 1
-        stood = self.inner.unverified[known : known + accepted]
-        return [*stood, following], laws[: accepted + 1]
+        accepted_tokens = self.inner.unverified[num_unverified:][:accepted]
+        return [*accepted_tokens, next_token], target_probs[: accepted + 1]
 
     def _draft(self, n: int) -> Steps[Draft]:
         if n == 0:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.chance.device)
-            return Draft(nothing, torch.empty(0, 0, device=self.chance.device))
+            empty = torch.empty(0, dtype=torch.int64, device=self.randomness.device)
+            return Draft(empty, torch.empty(0, 0, device=self.randomness.device))
         self.inner.sync(self.unverified)
         return (yield from self.inner.propose(n))

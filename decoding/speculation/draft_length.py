@@ -1,4 +1,4 @@
-"""How long to draft: a fixed length, or the one that pays best by what past rounds took."""
+"""Draft lengths: fixed, or adapted to the acceptance rate and the seconds of past rounds."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from dataclasses import dataclass
 from decoding.config.defaults import MAX_DRAFT, MAX_INNER_DRAFT
 from decoding.config.settings import Settings
 
-NOISE_POSITIONS = 128  # whose noise is remembered, where it is bound to positions
-MAX_CATCH_UP = 32  # pending tokens that a model reads in one pass
+NOISE_POSITIONS = 128  # positions with cached noise, with Gumbel coupling
+MAX_CATCH_UP = 32  # pending tokens per forward
 
-# of adaptive lengths
-_DECAY = 0.95  # what a round still counts after the next
-_PRIOR = 24.0  # tokens that an acceptance rate of _RATE was seen on before the first
-_RATE = 0.93
-_KEPT = 96.0  # tokens that the acceptance rate of the text before counts for
-# rows squared: how much variation it takes to believe in a slope other than the one supposed
-_STIFF = 4.0
-_FLAT_ROWS = 32.0  # supposed at first: a pass of so many rows more costs twice as much
-_FLATTEST = 1024.0
+# adaptive lengths
+_DECAY = 0.95  # weight of a round after the next one
+_PRIOR_TOKENS = 24.0  # weight of the prior acceptance rate, in tokens
+_PRIOR_RATE = 0.93  # prior acceptance rate
+_MAX_CARRIED_TOKENS = 96.0  # weight of the previous request's acceptance rate, in tokens
+_SLOPE_WEIGHT = 4.0  # weight of the assumed slope against the measured one, in rows squared
+_FLAT_ROWS = 32.0  # initial assumption: this many additional rows double the seconds of a forward
+_MAX_FLAT_ROWS = 1024.0
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Return the tokens that a verification of `length` drafted ones yields on average.
+    """Return the expected number of tokens from one verification of `length` draft tokens.
 
-    Leviathan et al. 2023, arXiv 2211.17192, equation 1: 1 + a + ... + a^length, where each token
-    stands with probability a if all before it do.
+    Leviathan et al. 2023, arXiv 2211.17192, equation 1: 1 + a + ... + a^length, where a is the
+    probability that a draft token is accepted if all before it are.
     """
     if acceptance == 1:
         return length + 1
@@ -37,9 +36,9 @@ def expected_tokens(acceptance: float, length: int) -> float:
 def best_length(
     lengths: Iterable[int], acceptance: float, round_s: Callable[[int], float]
 ) -> tuple[int, float]:
-    """Return the draft length with the fewest seconds a token, and these seconds.
+    """Return the draft length with the fewest seconds per token, and these seconds.
 
-    `round_s` tells the seconds of a round by its draft length. Of equals the shortest is taken.
+    `round_s` returns the seconds of a round by its draft length. Ties go to the first length.
     """
     token_s = {n: round_s(n) / expected_tokens(acceptance, n) for n in lengths}
     best = min(token_s, key=token_s.__getitem__)
@@ -50,9 +49,9 @@ def best_length(
 class RoundStats:
     """The counts and seconds of one round of a level."""
 
-    drafted: int  # tokens the level below proposed
-    accepted: int  # of these, the tokens that stood
-    rows: int  # tokens of the verifying pass
+    drafted: int  # draft tokens
+    accepted: int  # accepted draft tokens
+    rows: int  # query tokens of the verification forward
     draft_s: float
     verify_s: float
 
@@ -60,28 +59,28 @@ class RoundStats:
 class DraftLength(ABC):
     """The length of a level's next draft.
 
-    It may follow from past rounds only: then the output law stays what it is.
+    It may depend on past rounds only: verification then keeps the output distribution exact.
     """
 
     @abstractmethod
     def reset(self, start: int) -> None:
-        """Begin another text; `start` is a fair length where nothing is known yet."""
+        """Start another request; `start` is the first length if nothing has been measured yet."""
 
     @abstractmethod
     def next(self) -> int:
         """Return the length of the next draft, at least 1."""
 
     @abstractmethod
-    def record(self, past: RoundStats) -> None:
-        """Learn from a round that is over."""
+    def record(self, stats: RoundStats) -> None:
+        """Record a finished round."""
 
 
 class Fixed(DraftLength):
-    """A length that is always the same."""
+    """A constant length."""
 
     def __init__(self, length: int):
         if length < 1:
-            raise ValueError(f"a draft has at least 1 token, found length {length}")
+            raise ValueError(f"the draft length must be at least 1 token, found {length}")
         self.max_length = length
 
     def reset(self, start: int) -> None:
@@ -90,31 +89,34 @@ class Fixed(DraftLength):
     def next(self) -> int:
         return self.max_length
 
-    def record(self, past: RoundStats) -> None:
+    def record(self, stats: RoundStats) -> None:
         pass
 
 
 class ForwardSeconds:
-    """The seconds of a verifying pass as a line in its rows: least squares over fading rounds."""
+    """The seconds of a verification forward, linear in its rows: decaying least squares."""
 
     def __init__(self) -> None:
         self._flat_rows = _FLAT_ROWS
         self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
 
     def reset(self) -> None:
-        """Begin another text.
+        """Start another request.
 
-        Behind another context a pass costs something else, but is about as flat in its rows.
+        The seconds of a forward depend on the context length, but the ratio of slope to base stays
+        about the same.
         """
         if self._weight:
             slope = self._slope()
             base = (self._seconds - slope * self._rows) / self._weight
-            self._flat_rows = min(_FLATTEST, max(1.0, base / slope)) if slope else _FLATTEST
+            self._flat_rows = (
+                min(_MAX_FLAT_ROWS, max(1.0, base / slope)) if slope else _MAX_FLAT_ROWS
+            )
             self._weight = self._rows = self._seconds = self._rows2 = self._cross = 0.0
 
     def record(self, rows: int, seconds: float) -> None:
-        """Take in a pass of so many rows."""
-        # a machine that was away for a moment says nothing of a pass; a new text does
+        """Record the seconds of a forward with this many rows."""
+        # limits outliers, such as a stall of the machine; the first forwards are taken as they are
         if self._weight > 1:
             seconds = min(seconds, 3 * self.line()(rows))
         self._weight = _DECAY * self._weight + 1
@@ -124,59 +126,59 @@ class ForwardSeconds:
         self._cross = _DECAY * self._cross + rows * seconds
 
     def line(self) -> Callable[[int], float]:
-        """Return a function from the rows of a pass to its seconds."""
+        """Return a function from the rows of a forward to its seconds."""
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         slope = self._slope()
         return lambda rows: max(0.1 * mean, mean + slope * (rows - mean_rows))
 
     def _slope(self) -> float:
-        """Return the seconds a row: what is supposed, where past rounds say little."""
+        """Return the seconds per row; close to the assumed slope if the rows have varied little."""
         mean_rows, mean = self._rows / self._weight, self._seconds / self._weight
         spread = self._rows2 - self._weight * mean_rows**2
-        together = self._cross - self._weight * mean_rows * mean
-        supposed = mean / (mean_rows + self._flat_rows)
-        return max(0.0, (together + _STIFF * supposed) / (spread + _STIFF))
+        covariance = self._cross - self._weight * mean_rows * mean
+        assumed = mean / (mean_rows + self._flat_rows)
+        return max(0.0, (covariance + _SLOPE_WEIGHT * assumed) / (spread + _SLOPE_WEIGHT))
 
 
 class Adaptive(DraftLength):
-    """The length n from 1 to `max_length` that makes most tokens a second.
+    """The length n from 1 to `max_length` with the most tokens per second.
 
-    That is the n with the greatest (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft). The
-    numerator is what a draft of n yields when each token stands with probability a (Leviathan et
-    al. 2023, arXiv 2211.17192, equation 1). Three things are averages of past rounds: a, the
-    seconds a drafted token takes, and those of a verifying pass, a line in its rows. The averages
-    forget, for a text changes, and so does a machine. Of one text a little is remembered in the
-    next.
+    It maximizes (1 - a^(n+1)) / (1 - a) / (t_verify(n) + n t_draft). The first factor is the
+    expected number of tokens from n draft tokens with acceptance rate a (Leviathan et al. 2023,
+    arXiv 2211.17192, equation 1). Estimated from past rounds are a, the seconds per draft token,
+    and the seconds of a verification forward, linear in its rows. The estimates are decaying
+    averages, since content and machine load change over time; some weight is carried over to the
+    next request.
     """
 
     def __init__(self, max_length: int):
         self.max_length = max_length
         self._next = 1
-        self._accepted, self._tested = _PRIOR * _RATE, _PRIOR
+        self._accepted, self._tested = _PRIOR_TOKENS * _PRIOR_RATE, _PRIOR_TOKENS
         self._drafted = self._draft_s = 0.0
         self._verify_s = ForwardSeconds()
 
     def reset(self, start: int) -> None:
         if not self._drafted:
             self._next = min(start, self.max_length)
-        kept = min(1.0, _KEPT / self._tested)
-        self._accepted, self._tested = kept * self._accepted, kept * self._tested
+        scale = min(1.0, _MAX_CARRIED_TOKENS / self._tested)
+        self._accepted, self._tested = scale * self._accepted, scale * self._tested
         self._verify_s.reset()
 
     def next(self) -> int:
         return self._next
 
-    def record(self, past: RoundStats) -> None:
-        self._verify_s.record(past.rows, past.verify_s)
-        if not past.drafted:
+    def record(self, stats: RoundStats) -> None:
+        self._verify_s.record(stats.rows, stats.verify_s)
+        if not stats.drafted:
             return
-        draft_s = past.draft_s
-        # a draft model that had to catch up says nothing of what a drafted token takes
+        draft_s = stats.draft_s
+        # limits outliers, such as a draft model that had to catch up
         if self._drafted:
-            draft_s = min(draft_s, 3 * past.drafted * self._draft_s / self._drafted)
-        self._accepted = _DECAY * self._accepted + past.accepted
-        self._tested = _DECAY * self._tested + past.accepted + (past.accepted < past.drafted)
-        self._drafted = _DECAY * self._drafted + past.drafted
+            draft_s = min(draft_s, 3 * stats.drafted * self._draft_s / self._drafted)
+        self._accepted = _DECAY * self._accepted + stats.accepted
+        self._tested = _DECAY * self._tested + stats.accepted + (stats.accepted < stats.drafted)
+        self._drafted = _DECAY * self._drafted + stats.drafted
         self._draft_s = _DECAY * self._draft_s + draft_s
         per_token, verify_s = self._draft_s / self._drafted, self._verify_s.line()
         self._next, _ = best_length(
@@ -187,7 +189,7 @@ class Adaptive(DraftLength):
 
     @property
     def acceptance(self) -> float:
-        """Return the chance that a drafted token stands when all before it do."""
+        """Return the probability that a draft token is accepted if all before it are."""
         return self._accepted / self._tested
 
 
@@ -195,7 +197,9 @@ Lengths = tuple[DraftLength, ...]
 
 
 def draft_lengths(settings: Settings) -> Lengths:
-    """Return fixed lengths where they are set, else adaptive ones, to be used text after text."""
+    """Return fixed lengths for options that are set, else adaptive ones; reused across requests."""
     inner = (settings.num_inner_draft_tokens, MAX_INNER_DRAFT)
-    rows = ((settings.num_draft_tokens, MAX_DRAFT), inner, inner)
-    return tuple(Adaptive(longest) if given is None else Fixed(given) for given, longest in rows)
+    options = ((settings.num_draft_tokens, MAX_DRAFT), inner, inner)
+    return tuple(
+        Adaptive(max_length) if length is None else Fixed(length) for length, max_length in options
+    )

@@ -1,4 +1,4 @@
-"""Prompt lookup: what stood behind these tokens before is proposed again, with no model."""
+"""Prompt lookup: the continuation of an earlier occurrence of the last n-gram is the draft."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from decoding.speculation.rejection_sampler import Draft
 from decoding.speculation.sequence import TokenSequence
 from parallel.ranks.process_group import ints_to_device_async
 
-_MAX_AGREE = 32  # tokens before the n-gram that are compared
+_MAX_CONTEXT = 32  # tokens preceding the n-gram that are compared
 
 
 class PromptLookup(Proposer):
-    """A level that proposes what followed the text's last tokens earlier in the text.
+    """A level without a model that drafts what followed the last tokens earlier in the sequence.
 
-    Its law is one-hot, so verification is exact. Source: prompt lookup decoding (Saxena 2023,
-    github.com/apoorvumang/prompt-lookup-decoding). Of all places where the last `ngram` tokens
-    occur it takes the one where most tokens before them agree too; of equals the latest that n
-    tokens follow. Where they occur nowhere else, `inner` proposes; without one, nothing is
-    proposed, and the level above makes one token.
+    Its distribution is one-hot, so verification is exact. Source: prompt lookup decoding (Saxena
+    2023, github.com/apoorvumang/prompt-lookup-decoding). Of all matches of the last `ngram` tokens
+    it takes the one with the longest common context before them; on a tie, the latest that is
+    followed by n tokens. Without a match `inner` drafts; without an `inner` the draft is empty, and
+    the level above produces one token.
     """
 
     def __init__(
         self,
-        text: TokenSequence,
+        sequence: TokenSequence,
         ngram: int,
         vocab: int,
         device: torch.device,
         inner: Proposer | None = None,
     ):
-        super().__init__("prompt_lookup", text, len(text))
+        super().__init__("prompt_lookup", sequence, len(sequence))
         if ngram < 1:
             raise ValueError(f"a lookup needs an n-gram of at least 1 token, found {ngram}")
         self.ngram, self.vocab, self.device, self.inner = ngram, vocab, device, inner
@@ -48,29 +48,29 @@ class PromptLookup(Proposer):
         self.stats.forwards += bool(continuation)
         self.stats.produced += len(continuation)
         tokens = ints_to_device_async(continuation, self.device)
-        law = torch.zeros(len(continuation), self.vocab, device=self.device)
-        return Draft(tokens, law.scatter_(1, tokens[:, None], 1.0))
+        probs = torch.zeros(len(continuation), self.vocab, device=self.device)
+        return Draft(tokens, probs.scatter_(1, tokens[:, None], 1.0))
 
     def levels(self) -> list[Proposer]:
         return [self, *(self.inner.levels() if self.inner else [])]
 
     def _find(self, n: int) -> list[int]:
-        """Return up to n tokens, those behind the best earlier place of the last n-gram."""
-        size, text = self.ngram, self.text.with_draft(self.unverified)
-        if len(text) <= size:
+        """Return up to n tokens that follow the best earlier match of the last n-gram."""
+        size, tokens = self.ngram, self.sequence.with_draft(self.unverified)
+        if len(tokens) <= size:
             return []
-        # places that something follows
-        ends = np.flatnonzero(text[size - 1 : -1] == text[-1]) + size - 1
+        # last indices of the matches, the n-gram at the very end left out
+        ends = np.flatnonzero(tokens[size - 1 : -1] == tokens[-1]) + size - 1
         for back in range(1, size):
-            ends = ends[text[ends - back] == text[-1 - back]]
+            ends = ends[tokens[ends - back] == tokens[-1 - back]]
         if not len(ends):
             return []
-        for back in range(size, min(size + _MAX_AGREE, len(text))):
-            longer = ends[(ends >= back) & (text[ends - back] == text[-1 - back])]
+        for back in range(size, min(size + _MAX_CONTEXT, len(tokens))):
+            longer = ends[(ends >= back) & (tokens[ends - back] == tokens[-1 - back])]
             if not len(longer):
                 break
             ends = longer
-        # in a text that repeats itself the latest place is soon at the end
-        enough = ends[ends < len(text) - n]
+        # in a repetitive sequence, the latest match is followed by few tokens
+        enough = ends[ends < len(tokens) - n]
         start = int(enough[-1] if len(enough) else ends[0]) + 1
-        return text[start : start + n].tolist()
+        return tokens[start : start + n].tolist()

@@ -1,4 +1,4 @@
-"""Where the noise of a text comes from: drawn as it goes, or bound to positions."""
+"""The randomness of a request: independent noise, or Gumbel noise coupled by position."""
 
 from __future__ import annotations
 
@@ -15,55 +15,61 @@ from parallel.ranks.process_group import copy_to_device_async
 
 
 class Randomness(ABC):
-    """Draws tokens, and decides which proposals stand."""
+    """Samples tokens, and decides which draft tokens are accepted."""
 
     device: torch.device
 
     def probs(self, sampling: Sampling, logits: Tensor) -> Tensor:
-        """Return the laws (T, V) that logits (T, V) stand for."""
+        """Return the distributions (T, V) of logits (T, V)."""
         return sampling.probs(logits)
 
     @abstractmethod
-    def draw(self, law: Tensor, position: int) -> Tensor:
-        """Draw the token (1,) at a position of the text from a law (V,), without waiting."""
+    def draw(self, probs: Tensor, position: int) -> Tensor:
+        """Sample the token (1,) at a position of the sequence from probs (V,), without a sync."""
 
     @abstractmethod
-    def rejection_sample(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
-        """Return how many proposals stand, from `position` on, and the token behind them.
+    def rejection_sample(
+        self, draft: Draft, target_probs: Tensor, position: int
+    ) -> tuple[int, int]:
+        """Return the number of accepted tokens, and the recovered or bonus token.
 
-        laws (N + 1, V): row i is the target's law after i of the N proposals. What comes out has
-        that law, whatever was proposed. Raises InvalidRequestError where one is not made of numbers.
+        The first of the N draft tokens is at `position`. target_probs is (N + 1, V): row i follows
+        i accepted tokens. The output follows these distributions for any draft. Raises
+        InvalidRequestError when a distribution it needs is NaN.
         """
 
 
 def make_randomness(sampling: Sampling, device: torch.device, is_coupled: bool) -> Randomness:
-    """Return where the noise of a text comes from, by its seed."""
+    """Return the randomness of a request, seeded by its sampling options."""
     if is_coupled:
         return GumbelCoupled(sampling.seed, device)
     return IndependentNoise(torch.Generator(device).manual_seed(sampling.seed))
 
 
 class IndependentNoise(Randomness):
-    """Noise that is drawn where it is needed: as many proposals stand as can (Leviathan)."""
+    """Fresh noise for every sample: the highest acceptance rate possible (Leviathan et al.)."""
 
     def __init__(self, generator: torch.Generator):
         self._generator = generator
         self.device = generator.device
 
-    def draw(self, law: Tensor, position: int) -> Tensor:
-        return draw(law, self._generator)
+    def draw(self, probs: Tensor, position: int) -> Tensor:
+        return draw(probs, self._generator)
 
-    def rejection_sample(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
-        return rejection_sample(draft, laws, self._generator)
+    def rejection_sample(
+        self, draft: Draft, target_probs: Tensor, position: int
+    ) -> tuple[int, int]:
+        return rejection_sample(draft, target_probs, self._generator)
 
 
 class GumbelCoupled(Randomness):
-    """Noise that is a function of seed and position: every level takes the first token to ring.
+    """Noise that is a function of seed and position, shared by all levels (Gumbel coupling).
 
-    A proposal stands where it is the target's own choice. So the text is that of plain decoding
-    with this seed, whatever was proposed, and its law is the target's. A proposal is rejected at
-    most twice as often. Source: Gumbel coupling, in its exponential form (Daliri, Musco and Suresh,
-    arXiv 2408.07978, Algorithm 1).
+    Every level samples by the exponential race on this noise, and a draft token is accepted if the
+    target samples the same token. The output is therefore that of plain decoding with this seed,
+    for any draft, and follows the target's distribution. A draft token is rejected at most twice as
+    often as with `IndependentNoise`. Source: Daliri, Musco and Suresh, arXiv 2408.07978, Algorithm
+    1, in its exponential form.
     """
 
     def __init__(self, seed: int, device: torch.device):
@@ -72,34 +78,38 @@ class GumbelCoupled(Randomness):
         self._noise: dict[int, Tensor] = {}  # (V,) by position, the latest last
 
     def probs(self, sampling: Sampling, logits: Tensor) -> Tensor:
-        # row by row: sums of one row and of several may be split differently
+        # row by row: a reduction over several rows may sum in another order than over one
         return torch.cat([sampling.probs(row[None]) for row in logits])
 
-    def draw(self, law: Tensor, position: int) -> Tensor:
-        return exponential_race(law, self._at(position, law))
+    def draw(self, probs: Tensor, position: int) -> Tensor:
+        return exponential_race(probs, self._noise_at(position, probs))
 
-    def rejection_sample(self, draft: Draft, laws: Tensor, position: int) -> tuple[int, int]:
-        own = torch.cat([self.draw(law, position + row) for row, law in enumerate(laws)])  # (N + 1)
+    def rejection_sample(
+        self, draft: Draft, target_probs: Tensor, position: int
+    ) -> tuple[int, int]:
+        target_tokens = torch.cat(
+            [self.draw(probs, position + i) for i, probs in enumerate(target_probs)]
+        )  # (N + 1,)
         count = len(draft.tokens)
-        stands = (own[:count] == draft.tokens).int()
-        accepted = stands.cumprod(0).sum(0, keepdim=True)
-        following = own.index_select(0, accepted)
-        # the laws that were looked at; those behind may follow what does not stand
-        seen = laws[: count + 1].sum(1).cumsum(0).index_select(0, accepted)
-        stood, token = to_host(torch.cat((accepted, following)), seen)
-        return stood, token
+        is_accepted = (target_tokens[:count] == draft.tokens).int()
+        accepted = is_accepted.cumprod(0).sum(0, keepdim=True)
+        next_token = target_tokens.index_select(0, accepted)
+        # only the distributions up to the first rejection count: later ones follow rejected tokens
+        used = target_probs[: count + 1].sum(1).cumsum(0).index_select(0, accepted)
+        num_accepted, token = to_host(torch.cat((accepted, next_token)), used)
+        return num_accepted, token
 
-    def _at(self, position: int, law: Tensor) -> Tensor:
+    def _noise_at(self, position: int, probs: Tensor) -> Tensor:
         """Return the noise (V,) float64 of a position, standard exponential.
 
-        It is a stream of its own, by seed and position (Philox, Salmon et al. 2011), the same on
-        every device.
+        Each position has a random stream of its own, keyed by the seed (Philox, Salmon et al.
+        2011), which is the same on every device.
         """
         noise = self._noise.get(position)
         if noise is None:
             stream = np.random.Generator(np.random.Philox(key=[self._seed, position]))
-            drawn = torch.from_numpy(stream.standard_exponential(len(law)))
-            noise = copy_to_device_async(drawn, self.device)
+            samples = torch.from_numpy(stream.standard_exponential(len(probs)))
+            noise = copy_to_device_async(samples, self.device)
             if len(self._noise) >= NOISE_POSITIONS:
                 self._noise.pop(next(iter(self._noise)))
             self._noise[position] = noise

@@ -1,4 +1,4 @@
-"""Exact speculative verification: the law that comes out is the target's, whatever was proposed."""
+"""Speculative rejection sampling: the output follows the target's distribution for any draft."""
 
 from __future__ import annotations
 
@@ -13,58 +13,61 @@ from offload.errors import InvalidRequestError
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens, and the laws they were drawn from."""
+    """Draft tokens, and the distributions they were sampled from."""
 
     tokens: Tensor  # (N,) int64
-    probs: Tensor  # (N, V) float32; row i is the exact law tokens[i] was drawn from
+    probs: Tensor  # (N, V) float32; row i is the exact distribution tokens[i] was sampled from
 
 
 def rejection_sample(draft: Draft, target_probs: Tensor, generator: Generator) -> tuple[int, int]:
-    """Accept a prefix of the draft and draw one more token, leaving the target's law unchanged.
+    """Accept a prefix of the draft and sample one more token, exactly as the target would.
 
-    Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1. target_probs is (N + 1, V): row i is the
-    target's law after i accepted tokens. Returns how many tokens stand, and the token that follows
-    them, after one wait for the device. Raises InvalidRequestError when a law it needs is NaN.
+    Leviathan et al. 2023 (arXiv 2211.17192), Algorithm 1. target_probs is (N + 1, V): row i follows
+    i accepted tokens. Returns the number of accepted tokens, and the recovered or bonus token, with
+    one device synchronization. Raises InvalidRequestError when a distribution it needs is NaN.
     """
     n = len(draft.tokens)
     if n == 0:
-        law = target_probs[0]
-        (token,) = to_host(draw(law, generator), law)
+        probs = target_probs[0]
+        (token,) = to_host(draw(probs, generator), probs)
         return 0, token
     tokens = draft.tokens[:, None]
     p = target_probs[:n].gather(1, tokens)  # (N, 1)
     q = draft.probs.gather(1, tokens)  # (N, 1)
-    stands = torch.rand(n, 1, generator=generator, device=p.device) * q < p
-    accepted = stands.cumprod(0).sum(0)  # (1,)
-    law = target_probs.index_select(0, accepted)[0]  # (V,)
-    proposed = draft.probs.index_select(0, accepted.clamp(max=n - 1))[0]
-    # nothing is taken off where all of the draft stands
-    proposed = torch.where(accepted < n, proposed, 0.0)
-    following = draw(residual_probs(law, proposed), generator)
-    stood, token = to_host(torch.cat((accepted, following)), law, proposed)
-    return stood, token
+    is_accepted = torch.rand(n, 1, generator=generator, device=p.device) * q < p
+    accepted = is_accepted.cumprod(0).sum(0)  # (1,)
+    probs = target_probs.index_select(0, accepted)[0]  # (V,)
+    draft_probs = draft.probs.index_select(0, accepted.clamp(max=n - 1))[0]
+    # the bonus token after a fully accepted draft is sampled from the target, not a residual
+    draft_probs = torch.where(accepted < n, draft_probs, 0.0)
+    next_token = draw(residual_probs(probs, draft_probs), generator)
+    count, token = to_host(torch.cat((accepted, next_token)), probs, draft_probs)
+    return count, token
 
 
-def to_host(numbers: Tensor, *laws: Tensor) -> list[int]:
-    """Return whole numbers (N,) from the device, after one wait.
+def to_host(integers: Tensor, *distributions: Tensor) -> list[int]:
+    """Return integers (N,) from the device, with one synchronization.
 
-    The first of the laws is the model's own, the other one that of the level which drafted.
-    Raises InvalidRequestError where one is not made of numbers, as the same wait tells.
+    The first of `distributions` is the target's, the optional second the draft's. Raises
+    InvalidRequestError when one has a NaN, which the same synchronization finds out.
     """
-    # a sum with a NaN in it is one
-    good = torch.stack([law.sum() for law in laws]).isfinite()
-    values = torch.cat((numbers, good.to(numbers.dtype))).tolist()
-    own, *others = values[len(numbers) :]
-    if not all((own, *others)):
-        whose = "a draft was drawn from" if own else "the model computed"
+    # one NaN makes the whole sum NaN
+    is_finite = torch.stack([probs.sum() for probs in distributions]).isfinite()
+    values = torch.cat((integers, is_finite.to(integers.dtype))).tolist()
+    target_is_finite, *others = values[len(integers) :]
+    if not all((target_is_finite, *others)):
+        source = "a draft was sampled from" if target_is_finite else "the model computed"
         raise InvalidRequestError(
-            f"the logits that {whose} are not numbers (NaN): weights, or this text in their dtype, "
-            "overflow."
+            f"NaN in the logits that {source}: the weights, or this request's activations, "
+            "overflow in this dtype."
         )
-    return values[: len(numbers)]
+    return values[: len(integers)]
 
 
 def residual_probs(p: Tensor, q: Tensor) -> Tensor:
-    """Return norm(max(0, p - q)) (V,), up to its scale: what a rejected token is redrawn from."""
-    rest = (p - q).clamp(min=0)
-    return torch.where(rest.any(), rest, p)  # p == q up to rounding
+    """Return the residual distribution norm(max(0, p - q)) (V,), unnormalized.
+
+    The recovered token, which replaces a rejected one, is sampled from it.
+    """
+    residual = (p - q).clamp(min=0)
+    return torch.where(residual.any(), residual, p)  # p == q up to rounding

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MIN_TEMPERATURE = 1e-30  # below it, logits / temperature overflow
 MIN_TOP_P = 1e-30  # smaller values are 0 in float32
-_TOP = 1024  # tokens that hold nearly all probability mass of most distributions
+_TOP = 1024  # tokens with nearly all probability mass of most distributions
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Sampling:
     )
     seed: int = option(
         "Seed of the random numbers. The same seed guarantees the same output only with "
-        "--deterministic: otherwise it also depends on draft lengths, which adapt to measured times.",
+        "--deterministic: otherwise it also depends on draft lengths, which adapt to measured "
+        "times.",
         value=0,
         group=SAMPLING,
     )
@@ -68,14 +69,15 @@ class Sampling:
             raise TierForceError(f"`seed` must be between 0 and 2**63 - 1, found {self.seed}.")
 
     def padded_to(self, vocab: int) -> PaddedSampling:
-        """Return the same sampling for a model that has more or fewer tokens than `vocab`."""
+        """Return the same sampling for a draft model with more or fewer tokens than `vocab`."""
         return PaddedSampling(**asdict(self), vocab=vocab)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return the law (T, V) float32 that logits (T, V) stand for.
+        """Return the probabilities (T, V) float32 of logits (T, V).
 
-        A row with a NaN stays NaN, for `verify` to find. Temperature comes first, then top-k, then
-        top-p: the smallest set of tokens whose mass reaches top_p (Holtzman et al. 2019).
+        Temperature comes first, then top-k, then top-p: the smallest set of tokens whose
+        probability mass reaches top_p (Holtzman et al. 2019). A row with a NaN stays NaN, and is
+        detected in `rejection_sampler.to_host`.
         """
         if self.temperature == 0:
             greedy = logits.new_zeros(logits.shape)
@@ -83,34 +85,37 @@ class Sampling:
             return greedy.masked_fill_(logits.isnan().any(1, keepdim=True), math.nan)
         logits = logits / self.temperature
         if 0 < self.top_k < logits.shape[1]:
-            least = logits.topk(self.top_k, dim=1).values[:, -1:]
-            logits = logits.masked_fill(logits < least, -math.inf)
+            threshold = logits.topk(self.top_k, dim=1).values[:, -1:]
+            logits = logits.masked_fill(logits < threshold, -math.inf)
         probs = logits.softmax(1)
         return probs if self.top_p == 1 else nucleus(probs, self.top_p)
 
 
-GREEDY = Sampling(temperature=0)  # the likeliest token is taken
+GREEDY = Sampling(temperature=0)
 
 
 def nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Return laws (T, V) cut to the fewest likeliest tokens whose mass reaches top_p.
+    """Return probs (T, V) restricted to the fewest most likely tokens whose mass reaches top_p.
 
-    Where waiting for the device costs nothing, the likeliest tokens are looked at first: to sort a
-    whole vocabulary takes a CPU longer than all else that drawing needs.
+    On a CPU, where a data-dependent branch costs no synchronization, only the most likely tokens
+    are sorted at first: sorting a whole vocabulary takes longer there than the rest of sampling.
     """
     if not probs.is_cpu or probs.shape[1] <= _TOP:
         return _keep_nucleus(probs, *probs.sort(dim=1, descending=True), top_p)
     ordered, order = probs.topk(_TOP, dim=1)
-    law = _keep_nucleus(probs, ordered, order, top_p)
-    # row by row, so that a law does not depend on those beside it; a NaN is no mass
+    kept = _keep_nucleus(probs, ordered, order, top_p)
+    # decided per row, independent of the other rows; rows with a NaN also take this path
     if len(flat := (~(ordered.cumsum(1)[:, -1] >= top_p)).nonzero().flatten()):
-        law[flat] = _keep_nucleus(probs[flat], *probs[flat].sort(dim=1, descending=True), top_p)
-    return law
+        kept[flat] = _keep_nucleus(probs[flat], *probs[flat].sort(dim=1, descending=True), top_p)
+    return kept
 
 
 def _keep_nucleus(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -> Tensor:
-    """Return laws (T, V) of the likeliest tokens alone, given these and where they stand."""
-    # the token that crosses the threshold is in
+    """Return probs (T, V) of the most likely tokens alone.
+
+    `ordered` (T, K) has their probabilities in descending order, `order` (T, K) their ids.
+    """
+    # the token that crosses the threshold is kept
     outside = ordered.cumsum(1) - ordered >= top_p
     kept = probs.new_zeros(probs.shape).scatter_(1, order, ordered.masked_fill(outside, 0))
     return kept / kept.sum(1, keepdim=True)
@@ -118,39 +123,38 @@ def _keep_nucleus(probs: Tensor, ordered: Tensor, order: Tensor, top_p: float) -
 
 @dataclass(frozen=True)
 class PaddedSampling(Sampling):
-    """The same sampling for a draft model whose vocabulary is padded otherwise than the target's.
+    """The same sampling for a draft model whose vocabulary is padded differently than the target's.
 
-    Its laws are over the target's `vocab`, as verification wants them: what the draft lacks has no
-    probability, and what only the draft has is no candidate.
+    Its distributions are over the target's `vocab`, as verification requires: tokens that the draft
+    model lacks have probability 0, and tokens that only the draft model has are no candidates.
     """
 
     vocab: int = 0
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return the law (T, vocab) float32 that logits (T, rows of the draft) stand for."""
-        law = super().probs(logits[:, : self.vocab])
-        padded = law.new_zeros(len(law), self.vocab)
-        padded[:, : law.shape[1]] = law
+        """Return the probabilities (T, vocab) float32 of logits (T, vocabulary of the draft)."""
+        probs = super().probs(logits[:, : self.vocab])
+        padded = probs.new_zeros(len(probs), self.vocab)
+        padded[:, : probs.shape[1]] = probs
         return padded
 
 
-def draw(law: Tensor, generator: Generator) -> Tensor:
-    """Draw one token (1,) from a law (V,), without waiting for the device.
+def draw(probs: Tensor, generator: Generator) -> Tensor:
+    """Sample one token (1,) from probs (V,), without a device synchronization.
 
-    The law need not be normalised. The index of the least E_i / law_i with E_i standard exponential
-    is distributed as the law; a law of one token has no noise.
+    The probabilities need not be normalized. A one-hot distribution always gives its token.
     """
     # float64: float32 noise comes in steps of 2**-24, too coarse for the many tokens of a
     # vocabulary that are rarer than that
     import torch
 
-    noise = torch.empty_like(law, dtype=torch.float64).exponential_(generator=generator)
-    return exponential_race(law, noise)
+    noise = torch.empty_like(probs, dtype=torch.float64).exponential_(generator=generator)
+    return exponential_race(probs, noise)
 
 
-def exponential_race(law: Tensor, noise: Tensor) -> Tensor:
-    """Return the token (1,) whose bell rings first, at rates law (V,), with noise (V,) float64.
+def exponential_race(probs: Tensor, noise: Tensor) -> Tensor:
+    """Return the winner (1,) of an exponential race with rates probs (V,): argmin noise / probs.
 
-    The noise is standard exponential.
+    With standard exponential noise (V,) float64 the winner is distributed as probs.
     """
-    return (law / noise.clamp(min=sys.float_info.min)).argmax(0, keepdim=True)
+    return (probs / noise.clamp(min=sys.float_info.min)).argmax(0, keepdim=True)

@@ -1,4 +1,4 @@
-"""The text that all levels of a hierarchy share."""
+"""The token sequence that all levels of a hierarchy share."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-_ROOM = 1024  # tokens the buffer grows by, at least
+_MIN_GROWTH = 1024  # tokens
 
 
 class TokenSequence:
-    """The tokens of one text that stand: they are only ever added to.
+    """The committed tokens of one request, append-only.
 
-    Levels read it, each up to its own position. What they propose is not part of it before it
-    stands.
+    Every level has read them up to its own position. Draft tokens are no part of the sequence until
+    they are accepted.
     """
 
     def __init__(self, tokens: Sequence[int]):
@@ -25,7 +25,7 @@ class TokenSequence:
         return self._length
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Let these tokens stand behind the others."""
+        """Commit tokens at the end of the sequence."""
         self._write(tokens)
         self._length += len(tokens)
 
@@ -33,28 +33,28 @@ class TokenSequence:
         """Return the tokens from index `start` on."""
         return self._buffer[start : self._length].tolist()
 
-    def with_draft(self, ahead: Sequence[int]) -> np.ndarray:
-        """Return a view of all tokens with those `ahead` behind them, (N,) int64.
+    def with_draft(self, draft: Sequence[int]) -> np.ndarray:
+        """Return a view (N,) int64 of the sequence followed by draft tokens.
 
-        It is good until the next call of this or of `append`: the room behind the end is shared.
+        It is valid until the next call of this or of `append`: they share the buffer past the end.
         """
-        self._write(ahead)
-        return self._buffer[: self._length + len(ahead)]
+        self._write(draft)
+        return self._buffer[: self._length + len(draft)]
 
     def _write(self, tokens: Sequence[int]) -> None:
-        """Put tokens behind the end, where they do not stand yet."""
+        """Write tokens past the end, without committing them."""
         end = self._length + len(tokens)
         if end > len(self._buffer):
-            room = np.zeros(max(_ROOM, len(tokens)), dtype=np.int64)
-            self._buffer = np.concatenate((self._buffer, room))
+            growth = np.zeros(max(_MIN_GROWTH, len(tokens)), dtype=np.int64)
+            self._buffer = np.concatenate((self._buffer, growth))
         self._buffer[self._length : end] = tokens
 
 
 Tokens = Sequence[int] | npt.NDArray[np.int64]
 
 
-def common_prefix(one: Tokens, other: Tokens) -> int:
-    """Return how many tokens the two have in common before they differ."""
-    count = min(len(one), len(other))
-    differ = np.asarray(one[:count]) != np.asarray(other[:count])
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """Return the length of the common prefix of two sequences."""
+    count = min(len(a), len(b))
+    differ = np.asarray(a[:count]) != np.asarray(b[:count])
     return int(differ.argmax()) if differ.any() else count

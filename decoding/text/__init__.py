@@ -1,1 +1,1 @@
-"""Characters to tokens and back; knows nothing of decoding."""
+"""Text to token ids and back; knows nothing of decoding."""

@@ -1,4 +1,4 @@
-"""Chat templates, rendered under limits: they are code that came with a model."""
+"""Chat templates, rendered under limits: a template is code that comes with a model."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from typing import Any
 
 import psutil
 
-RENDER_S = 10.0  # which no template that ends comes near
-_MAX_GROWTH = 1 << 20  # characters that a template puts around messages
-_ROOM = 1 << 30  # bytes of memory that the process may add meanwhile
-_tried: set[str] = set()  # templates that have been rendered
-_limiting = Lock()  # the limit is the whole process's
+RENDER_S = 10.0  # timeout; far more than any terminating template takes
+_MAX_ADDED_CHARACTERS = 1 << 20  # characters that a template adds to the messages
+_MAX_ADDED_BYTES = 1 << 30  # memory that the process may allocate while rendering
+_rendered_templates: set[str] = set()
+_limit_lock = Lock()  # the memory limit applies to the whole process
 
 
 def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
-    """Return messages as a chat template writes them. Raises whatever its code raises.
+    """Return messages rendered by the tokenizer's chat template. Raises whatever its code raises.
 
-    transformers runs them in a sandbox, which keeps them from the machine, but neither from looping
-    for ever nor from writing gigabytes. Their first rendering is also kept from taking gigabytes:
-    later ones may run beside an engine that needs them.
+    transformers runs templates in a sandbox, which protects the machine, but prevents neither
+    endless loops nor gigabytes of output. A template's first rendering also has a memory limit;
+    later ones do not, since they may run beside an engine that needs the memory.
     """
-    import_module("jinja2.sandbox")  # which may take longer, once
+    import_module("jinja2.sandbox")  # before the timeout starts: the first import is slow
     future: Future[str] = Future()
 
     def render() -> None:
-        with suppress(SystemExit):  # it has been given up
+        with suppress(SystemExit):  # raised on timeout
             try:
                 text = tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=True
@@ -42,36 +42,37 @@ def render_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
 
     thread = Thread(target=render, name="chat template", daemon=True)
     template = str(tokenizer.chat_template)
-    with nullcontext() if template in _tried else _little_memory():
+    with nullcontext() if template in _rendered_templates else _memory_limit():
         thread.start()
         thread.join(RENDER_S)
         if not future.done():
-            # raised in that thread before its next step in Python
+            # raised in that thread at its next Python instruction
             identity = ctypes.c_ulong(thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(identity, ctypes.py_object(SystemExit))
-            raise TimeoutError(f"it has not ended after {RENDER_S:g} s")
+            raise TimeoutError(f"it did not finish within {RENDER_S:g} s")
     try:
         text = future.result()
     except MemoryError as error:
-        raise ValueError(f"it asks for more than {_ROOM >> 20:,} MiB of memory") from error
-    _tried.add(template)
-    if len(text) > _MAX_GROWTH + 4 * sum(len(each["content"]) for each in messages):
-        raise ValueError(f"it writes {len(text):,} characters")
+        limit = _MAX_ADDED_BYTES >> 20
+        raise ValueError(f"it needs more than {limit:,} MiB of memory") from error
+    _rendered_templates.add(template)
+    if len(text) > _MAX_ADDED_CHARACTERS + 4 * sum(len(each["content"]) for each in messages):
+        raise ValueError(f"its output has {len(text):,} characters")
     return text
 
 
 @contextmanager
-def _little_memory() -> Iterator[None]:
-    """Let this process have little more memory than it has: what asks for more gets MemoryError.
+def _memory_limit() -> Iterator[None]:
+    """Limit the memory that this process can allocate; allocations beyond it raise MemoryError.
 
-    One step of a template may ask for gigabytes, and nothing in Python comes in between.
+    A single instruction of a template may allocate gigabytes, which Python code cannot interrupt.
     """
-    with _limiting:
-        before, most = resource.getrlimit(resource.RLIMIT_AS)
-        limit = psutil.Process().memory_info().vms + _ROOM
-        given = [each for each in (before, most, limit) if each != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min(given), most))
+    with _limit_lock:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = psutil.Process().memory_info().vms + _MAX_ADDED_BYTES
+        finite = [each for each in (soft, hard, limit) if each != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(finite), hard))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_AS, (before, most))
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

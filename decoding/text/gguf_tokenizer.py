@@ -1,7 +1,7 @@
-"""A tokenizer made from what a GGUF file says of it.
+"""A tokenizer built from the metadata of a GGUF file.
 
-transformers can do this too, but takes seconds for it, and splits text before merges by fewer rules
-than files name. Source of the names and rules: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
+transformers can do this too, but takes seconds, and supports fewer pre-tokenizers than files use.
+Source of their names and rules: github.com/ggml-org/llama.cpp, src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_NORMAL, _UNKNOWN, _CONTROL, _DEFINED = 1, 2, 3, 4  # kinds of tokens
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 _SPECIALS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_SPACE = "\u2581"  # what SentencePiece writes for a space
+_SPACE = "\u2581"  # SentencePiece's space
 
 
 @dataclass(frozen=True)
 class Splits:
-    """How text is cut before merges, one rule after another, and what goes with it."""
+    """A pre-tokenizer: the rules that split text before merges, and options that belong to it."""
 
-    rules: tuple[str, ...]
-    whole_words: bool = False  # a word that is a token is taken whole, without merges
-    add_bos: bool = False  # where the file does not say
-    composed: bool = False  # text is brought to Unicode's composed form
+    rules: tuple[str, ...]  # regular expressions, applied one after another
+    whole_words: bool = False  # a word that is a token is not merged from parts (ignore_merges)
+    add_bos: bool = False  # default for files without add_bos_token
+    composed: bool = False  # text is normalized to NFC
 
 
 _LLAMA3 = Splits((_WORDS % "{1,3}",), whole_words=True, add_bos=True)
 _DIGITS = Splits((r"\p{N}", _GPT2))
 _PLAIN = Splits((_GPT2,))
-SPLITS = {  # by tokenizer.ggml.pre
+SPLITS = {  # keys: values of tokenizer.ggml.pre
     "gpt-2": _PLAIN,
     "olmo": _PLAIN,
     "smollm": _DIGITS,
@@ -78,28 +78,29 @@ SPLITS = {  # by tokenizer.ggml.pre
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """Return the tokenizer that a GGUF file describes, with its chat template.
+    """Return the tokenizer of a GGUF file, with its chat template.
 
-    Raises CheckpointError for a broken file, and TierForceError for one without a tokenizer, or
-    with one of a kind that is not known here.
+    Raises CheckpointError for a broken file, and TierForceError for one without a tokenizer or with
+    an unsupported one.
     """
-    metadata = read_header(path).metadata
-    prefix = "tokenizer.ggml."
-    said = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
-    said["chat_template"] = metadata.get("tokenizer.chat_template")
+    header, prefix = read_header(path).metadata, "tokenizer.ggml."
+    metadata = {key.removeprefix(prefix): header[key] for key in header if key.startswith(prefix)}
+    metadata["chat_template"] = header.get("tokenizer.chat_template")
     try:
-        return _built(said)
+        return _build(metadata)
     except TierForceError as error:
         raise TierForceError(f"{path}: {error}") from error
     except BaseException as error:  # tokenizers' panics are not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TierForceError(f"{path}: the tokenizer cannot be made ({one_line(error)}).") from None
+        raise TierForceError(
+            f"{path}: the tokenizer cannot be built ({one_line(error)})."
+        ) from None
 
 
-def _built(said: Mapping[str, Any]) -> Any:
-    check_vocabulary(said)
-    kind, tokens = said.get("model"), said.get("tokens")
+def _build(metadata: Mapping[str, Any]) -> Any:
+    check_vocabulary(metadata)
+    kind, tokens = metadata.get("model"), metadata.get("tokens")
     if kind is None or not tokens:
         raise TierForceError(
             "the file has no tokenizer (tokenizer.ggml.model and .tokens): use one that was "
@@ -107,48 +108,48 @@ def _built(said: Mapping[str, Any]) -> Any:
         )
     if kind not in ("gpt2", "llama"):
         raise TierForceError(
-            f"its tokenizer is of kind {shown(kind)}; supported are gpt2 (byte-level BPE) and "
-            "llama (SentencePiece)."
+            f"its tokenizer (tokenizer.ggml.model) is {shown(kind)}; supported are gpt2 "
+            "(byte-level BPE) and llama (SentencePiece)."
         )
     for name in ("scores", "token_type"):
-        if len(said.get(name, tokens)) != len(tokens):
+        if len(metadata.get(name, tokens)) != len(tokens):
             raise TierForceError(
-                f"its tokenizer has {len(tokens)} tokens, but {name} of {len(said[name])}: the "
+                f"its tokenizer has {len(tokens)} tokens, but {name} of {len(metadata[name])}: the "
                 "file is broken."
             )
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) < len(tokens):
-        raise TierForceError("its vocabulary has a token twice: the file is broken.")
+        raise TierForceError("its vocabulary has a duplicate token: the file is broken.")
     if kind == "gpt2":
-        backend, add_bos = _byte_level(said, vocab)
+        backend, add_bos = _byte_level(metadata, vocab)
     else:
-        backend, add_bos = _sentencepiece(said, vocab), True
-    _add_tokens(backend, tokens, said.get("token_type"))
+        backend, add_bos = _sentencepiece(metadata, vocab), True
+    _add_tokens(backend, tokens, metadata.get("token_type"))
     specials = {
-        f"{ours}_token": _token(tokens, said.get(f"{theirs}_token_id"))
-        for ours, theirs in _SPECIALS.items()
+        f"{name}_token": _token(tokens, metadata.get(f"{gguf_name}_token_id"))
+        for name, gguf_name in _SPECIALS.items()
     }
-    first = specials["bos_token"] if said.get("add_bos_token", add_bos) else None
-    last = specials["eos_token"] if said.get("add_eos_token", False) else None
-    backend.post_processor = _framed(vocab, first, last)
+    first = specials["bos_token"] if metadata.get("add_bos_token", add_bos) else None
+    last = specials["eos_token"] if metadata.get("add_eos_token", False) else None
+    backend.post_processor = _post_processor(vocab, first, last)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=said["chat_template"],
+        chat_template=metadata["chat_template"],
         clean_up_tokenization_spaces=False,
         **specials,
     )
 
 
-def _byte_level(said: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Return byte-level BPE (Radford et al. 2019), and whether it begins texts by default."""
-    name = said.get("pre")
+def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokenizer, bool]:
+    """Return a byte-level BPE (Radford et al. 2019), and whether it adds BOS by default."""
+    name = metadata.get("pre")
     if name not in SPLITS:
         raise TierForceError(
-            f"its tokenizer splits text in the way {shown(name)} (tokenizer.ggml.pre); known are "
+            f"its pre-tokenizer (tokenizer.ggml.pre) is {shown(name)}; supported are "
             f"{', '.join(SPLITS)}."
         )
     splits = SPLITS[name]
-    merges = [_pair(merge) for merge in said.get("merges", ())]
+    merges = [_pair(merge) for merge in metadata.get("merges", ())]
     backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=splits.whole_words))
     if splits.composed:
         backend.normalizer = normalizers.NFC()
@@ -160,24 +161,26 @@ def _byte_level(said: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokeniz
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """Return the two tokens of a merge, which a space stands between."""
-    gap = merge.find(" ", 1)  # what stands first is of a token
+    """Return the two tokens of a merge, which a space separates."""
+    gap = merge.find(" ", 1)  # a space at index 0 is part of the first token
     if gap < 0:
-        raise TierForceError(f"its merge {shown(merge)} is not of two tokens: the file is broken.")
+        raise TierForceError(
+            f"its merge {shown(merge)} does not have two tokens: the file is broken."
+        )
     return merge[:gap], merge[gap + 1 :]
 
 
-def _sentencepiece(said: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
-    """Return SentencePiece's BPE with bytes for what has no token (Kudo and Richardson 2018)."""
-    if "scores" not in said:
+def _sentencepiece(metadata: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
+    """Return a SentencePiece BPE with byte fallback (Kudo and Richardson 2018)."""
+    if "scores" not in metadata:
         raise TierForceError(
-            "the tokenizer cannot be made: the file has no tokenizer.ggml.scores, by which "
-            "SentencePiece merges."
+            "the tokenizer cannot be built: the file has no tokenizer.ggml.scores, which "
+            "SentencePiece merges need."
         )
-    unknown = said.get("unknown_token_id", 0)
+    unknown = metadata.get("unknown_token_id", 0)
     model = BPE(
         vocab=vocab,
-        merges=_merges_by_score(vocab, said["scores"]),
+        merges=_merges_by_score(vocab, metadata["scores"]),
         unk_token=_token(list(vocab), unknown),
         fuse_unk=True,
         byte_fallback=True,
@@ -185,7 +188,7 @@ def _sentencepiece(said: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
     backend = Tokenizer(model)
     spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", _SPACE)]
     decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if said.get("add_space_prefix", True):
+    if metadata.get("add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend(_SPACE))
         decoding.append(decoders.Strip(" ", 1, 0))
     backend.normalizer = normalizers.Sequence(spaces)
@@ -194,9 +197,9 @@ def _sentencepiece(said: Mapping[str, Any], vocab: dict[str, int]) -> Tokenizer:
 
 
 def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that make a third, the one of the best score first.
+    """Return all pairs of tokens that concatenate to a token, the best score first.
 
-    Raises TierForceError for more of them than any vocabulary has.
+    Raises TierForceError for more of them than any real vocabulary has.
     """
     merges = []
     for token, index in vocab.items():
@@ -206,39 +209,40 @@ def _merges_by_score(vocab: Mapping[str, int], scores: Sequence[float]) -> list[
                 merges.append((-scores[index], left, right, token, at))
         if len(merges) > MAX_MERGES:
             raise TierForceError(
-                f"its tokens are made of one another in more than {MAX_MERGES:,} ways: the file is "
-                "broken."
+                f"its tokens are concatenations of one another in more than {MAX_MERGES:,} ways: "
+                "the file is broken."
             )
     merges.sort()
     return [(token[:at], token[at:]) for *_, token, at in merges]
 
 
 def _add_tokens(backend: Tokenizer, tokens: Sequence[str], kinds: Sequence[int] | None) -> None:
-    """Have control tokens and those that a user defined stay whole."""
-    own: dict[bool, list[AddedToken]] = {True: [], False: []}  # by whether they are special
+    """Add control tokens and user-defined tokens, which are never split."""
+    special, regular = list[AddedToken](), list[AddedToken]()
     for token, kind in zip(tokens, kinds or [_NORMAL] * len(tokens), strict=True):
-        if kind in (_UNKNOWN, _CONTROL, _DEFINED):
-            is_special = kind != _DEFINED
-            own[is_special].append(AddedToken(token, normalized=False, special=is_special))
-    backend.add_special_tokens(own[True])
-    backend.add_tokens(own[False])
+        if kind in (_UNKNOWN, _CONTROL):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED:
+            regular.append(AddedToken(token, normalized=False, special=False))
+    backend.add_special_tokens(special)
+    backend.add_tokens(regular)
 
 
-def _framed(
+def _post_processor(
     vocab: Mapping[str, int], first: str | None, last: str | None
 ) -> processors.TemplateProcessing:
-    """Return what puts a token before any text, and one behind it."""
+    """Return a post-processor that adds `first` before any text, and `last` after it."""
     parts = [part for part in (first, "$A", last) if part is not None]
     tokens = [(token, vocab[token]) for token in (first, last) if token is not None]
     return processors.TemplateProcessing(single=parts, special_tokens=tokens)
 
 
 def _token(tokens: Sequence[str], index: Any) -> str | None:
-    """Return a token by its id, None for none. Raises TierForceError for what is no id."""
+    """Return a token by its id, None for no id. Raises TierForceError for an invalid id."""
     if index is None:
         return None
     if type(index) is not int or not 0 <= index < len(tokens):
         raise TierForceError(
-            f"its tokenizer names token {shown(index)} of {len(tokens)}: the file is broken."
+            f"its tokenizer refers to token {shown(index)} of {len(tokens)}: the file is broken."
         )
     return tokens[index]

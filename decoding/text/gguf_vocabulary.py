@@ -1,6 +1,6 @@
-"""What a GGUF file may say of its tokenizer: types, and bounds that no vocabulary exceeds.
+"""Validation of a GGUF file's tokenizer fields: types, and sizes that no real vocabulary exceeds.
 
-Beyond the bounds a tokenizer would take minutes to make, in silence.
+Building a larger tokenizer would take minutes, without any output.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from offload.errors import TierForceError
 from parallel.config_checks import shown
 
-# the largest vocabularies have 262,144 tokens of 1.7 million characters in all, the longest of them
-# a few hundred, and half a million merges
+# the largest vocabularies have 262,144 tokens of 1.7 million characters in total, at most a few
+# hundred per token, and half a million merges
 MAX_TOKENS = 1 << 20
 MAX_CHARACTERS = 1 << 22
-MAX_TOKEN = 1024
+MAX_TOKEN = 1024  # characters
 MAX_MERGES = 1 << 21
 _PREFIX = "tokenizer.ggml."
 
@@ -28,63 +28,64 @@ _FIELDS = {
     "add_eos_token": bool,
     "add_space_prefix": bool,
 }
-_LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}  # of what
-_ONE = {str: "a text", bool: "true or false"}
-_MANY = {str: "a list of texts", float: "a list of finite numbers", int: "a list of whole numbers"}
+_LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}  # element types
+_ONE = {str: "a string", bool: "true or false"}
+_MANY = {str: "a list of strings", float: "a list of finite numbers", int: "a list of integers"}
 
 
-def check_vocabulary(said: Mapping[str, Any]) -> None:
-    """Refuse a description that is of other types, or larger than any tokenizer's.
+def check_vocabulary(metadata: Mapping[str, Any]) -> None:
+    """Raise TierForceError for fields of a wrong type, or larger than any real vocabulary.
+
+    The error names the field, its value and what it must be.
 
     Args:
-        said: the fields of `tokenizer.ggml`, without that prefix, and the `chat_template`.
-
-    Raises TierForceError, which names the field, its value and what is right.
+        metadata: the fields of `tokenizer.ggml`, without that prefix, and the `chat_template`.
     """
     for name, kind in _FIELDS.items():
-        if name in said and not _is(said[name], kind):
-            raise _field_error(_PREFIX + name, said[name], _ONE[kind])
+        if name in metadata and not _has_type(metadata[name], kind):
+            raise _field_error(_PREFIX + name, metadata[name], _ONE[kind])
     for name, kind in _LISTS.items():
-        value = said.get(name, [])
+        value = metadata.get(name, [])
         if not isinstance(value, list):
             raise _field_error(_PREFIX + name, value, _MANY[kind])
-        wrong = next((each for each in value if not _is(each, kind)), None)
+        wrong = next((each for each in value if not _has_type(each, kind)), None)
         if wrong is not None:
             raise _field_error(f"{shown(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
-    template = said.get("chat_template")
+    template = metadata.get("chat_template")
     if not isinstance(template, str | None):
         raise _field_error("tokenizer.chat_template", template, _ONE[str])
-    _check_sizes(said.get("tokens", []), said.get("merges", []))
+    _check_sizes(metadata.get("tokens", []), metadata.get("merges", []))
 
 
-def _is(value: Any, kind: type) -> bool:
-    """Return whether a value is of a type; whole numbers are floats, true and false no numbers."""
+def _has_type(value: Any, kind: type) -> bool:
+    """Return whether a value has a type; integers count as floats, booleans not as integers."""
     if kind is float:
         return type(value) in (int, float) and isfinite(value)
     return type(value) is kind
 
 
 def _check_sizes(tokens: Sequence[str], merges: Sequence[str]) -> None:
-    """Raise TierForceError for more or longer texts than a tokenizer is made of."""
-    for name, texts, most in (("token", tokens, MAX_TOKENS), ("merge", merges, MAX_MERGES)):
-        if len(texts) > most:
+    """Raise TierForceError for more or longer tokens or merges than any real vocabulary has."""
+    for name, strings, maximum in (("token", tokens, MAX_TOKENS), ("merge", merges, MAX_MERGES)):
+        if len(strings) > maximum:
             raise TierForceError(
-                f"its vocabulary has {len(texts):,} {name}s, and at most {most:,} are read."
+                f"its vocabulary has {len(strings):,} {name}s; at most {maximum:,} are supported."
             )
-    for name, texts, most in (("token", tokens, MAX_TOKEN), ("merge", merges, 2 * MAX_TOKEN + 1)):
-        longest = max(map(len, texts), default=0)
-        if longest > most:
+    max_merge = 2 * MAX_TOKEN + 1
+    for name, strings, maximum in (("token", tokens, MAX_TOKEN), ("merge", merges, max_merge)):
+        longest = max(map(len, strings), default=0)
+        if longest > maximum:
             raise TierForceError(
-                f"its vocabulary has a {name} of {longest:,} characters, and at most {most:,} are "
-                "read: the file is broken."
+                f"its vocabulary has a {name} of {longest:,} characters; at most {maximum:,} are "
+                "supported: the file is broken."
             )
     if (characters := sum(map(len, tokens))) > MAX_CHARACTERS:
         raise TierForceError(
-            f"its vocabulary's tokens have {characters:,} characters, and at most "
-            f"{MAX_CHARACTERS:,} are read: the file is broken."
+            f"the tokens of its vocabulary have {characters:,} characters; at most "
+            f"{MAX_CHARACTERS:,} are supported: the file is broken."
         )
 
 
-def _field_error(what: str, value: Any, wanted: str) -> TierForceError:
-    given = what if value is None else f"{what} = {shown(value)}"
-    return TierForceError(f"its metadata has {given}; it must be {wanted}.")
+def _field_error(field: str, value: Any, expected: str) -> TierForceError:
+    found = field if value is None else f"{field} = {shown(value)}"
+    return TierForceError(f"its metadata has {found}; it must be {expected}.")

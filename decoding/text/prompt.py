@@ -1,4 +1,4 @@
-"""From a text or messages to prompt tokens: the template around them, and what is cut to fit."""
+"""Prompt tokens of a text or of messages: the template around them, and truncation to fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offload.errors import InvalidRequestError, TierForceError, one_line
 
 INSTRUCTION = "Summarize the text above."
 _DOCUMENT = "a document"
-MARK = "\ue000\ue001\ue000"  # stands for a text of which only the surroundings are wanted
+MARK = "\ue000\ue001\ue000"  # placeholder of a text in a template
 
 
 def chat_tokens(
@@ -30,20 +30,20 @@ def chat_tokens(
     limit: int | None = None,
     what: str = "these messages",
 ) -> list[int]:
-    """Return the prompt tokens of a conversation, which an answer is to follow.
+    """Return the prompt tokens of a conversation, up to the beginning of the next answer.
 
     They are those of transformers' `apply_chat_template(messages, add_generation_prompt=True)`:
-    the chat template renders the messages, and the whole is tokenised as one. Only what looks like
-    a special token in a message's content stays text.
+    the chat template renders the messages, and the result is tokenized as one text. The exception
+    are special tokens in the content of messages, which stay plain text.
 
     Args:
-        tokenizer: with a chat template.
-        messages: with `role` and `content`.
-        limit: tokens beyond which the prompt is refused, in memory that grows with them alone.
-        what: the template is told to take, for error messages.
+        tokenizer: a tokenizer with a chat template.
+        messages: messages with `role` and `content`.
+        limit: the maximum number of tokens of the prompt; memory is proportional to it.
+        what: the name of the messages in error messages.
 
-    Raises TierForceError where the template cannot take them, InvalidRequestError for a text that cannot
-    be written as UTF-8, and ContextLengthError for one far longer than `limit`.
+    Raises TierForceError if the template rejects the messages, InvalidRequestError for a text that
+    cannot be encoded as UTF-8, and ContextLengthError for a prompt far longer than `limit`.
     """
     text, guard = _rendered(tokenizer, messages, what)
     if limit is not None:
@@ -58,15 +58,15 @@ def chat_tokens(
 def tokens_around(
     tokenizer: Any, messages: Sequence[dict[str, str]], what: str
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of what a chat template writes before and after `MARK`, each by itself.
+    """Return the tokens before and after `MARK` in the rendered messages, tokenized separately.
 
-    The messages have it once. Raises TierForceError for a template that leaves it out.
+    `MARK` occurs once in the messages. Raises TierForceError for a template that omits it.
     """
     text, guard = _rendered(tokenizer, messages, what)
     before, mark, after = text.partition(MARK)
     if not mark:
         raise TierForceError(
-            f"the tokenizer's chat template cannot take {what} (it leaves it out)."
+            f"the tokenizer's chat template does not support {what} (it omits it)."
         )
     return guard.encode(before), guard.encode(after)
 
@@ -74,37 +74,38 @@ def tokens_around(
 def _rendered(
     tokenizer: Any, messages: Sequence[dict[str, str]], what: str
 ) -> tuple[str, SpecialTokenGuard]:
-    """Return messages as the chat template writes them, and what tokenises that."""
+    """Return the rendered messages, and the guard that tokenizes them."""
     contents = [each["content"] for each in messages]
     for content in contents:
         check_whole_characters(content)
     guard = SpecialTokenGuard(tokenizer, contents)
 
-    def write(contents: Sequence[str]) -> str:
+    def render(contents: Sequence[str]) -> str:
         pairs = zip(messages, contents, strict=True)
         return render_chat(tokenizer, [{**each, "content": content} for each, content in pairs])
 
     try:
-        return guard.render(contents, write), guard
-    except Exception as error:  # jinja's, or whatever the template's own code raises
+        return guard.render(contents, render), guard
+    except Exception as error:  # jinja errors, or whatever the template's own code raises
         raise TierForceError(
-            f"the tokenizer's chat template cannot take {what} ({one_line(error)})."
+            f"the tokenizer's chat template does not support {what} ({one_line(error)})."
         ) from error
 
 
 class Template(ABC):
-    """What stands around a text in a prompt."""
+    """The part of a prompt that surrounds a text."""
 
     @classmethod
     def plain(cls, tokenizer: Any) -> PlainTemplate:
-        """Return what the tokenizer puts before any text, such as <s>: it is to be continued."""
+        """Return the tokenizer's own prefix, such as <s>, for a text to be continued."""
         return PlainTemplate(prefix_tokens(tokenizer), [])
 
     @classmethod
     def chat(cls, tokenizer: Any, content: str = MARK) -> Template:
-        """Return the tokenizer's chat template around a user's message, in which `MARK` is a text.
+        """Return the tokenizer's chat template around a user message.
 
-        Raises TierForceError where there is no chat template, or a broken one.
+        In `content`, `MARK` is the placeholder of the text. Raises TierForceError if there is no
+        chat template, or a broken one.
         """
         if not tokenizer.chat_template:
             raise TierForceError(
@@ -116,9 +117,9 @@ class Template(ABC):
 
     @classmethod
     def summary(cls, tokenizer: Any, instruction: str = INSTRUCTION) -> Template:
-        """Ask for a summary, through the tokenizer's chat template where it has one.
+        """Return a prompt for a summary; it uses the tokenizer's chat template if there is one.
 
-        Raises TierForceError when that is broken.
+        Raises TierForceError if the chat template is broken.
         """
         if tokenizer.chat_template:
             return cls.chat(tokenizer, f"{MARK}\n\n{instruction}")
@@ -127,25 +128,25 @@ class Template(ABC):
 
     @abstractmethod
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
-        """Return the tokens before and after a text, each tokenised by itself.
+        """Return the tokens before and after a text, tokenized separately.
 
-        Raises TierForceError for a chat template that leaves the text out.
+        Raises TierForceError for a chat template that omits the text.
         """
 
     @abstractmethod
     def build(
-        self, tokenizer: Any, text: str, room: int, keep_end: bool = False
+        self, tokenizer: Any, text: str, max_tokens: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        """Return at most `room` prompt tokens, and how many of the text's were dropped.
+        """Return at most `max_tokens` prompt tokens, and the number of dropped tokens of the text.
 
-        The text's end is dropped, or with `keep_end` its beginning. What looks like a special token
-        in it is plain text. Raises InvalidRequestError when the template leaves no room for any of it.
+        The end of the text is dropped, or with `keep_end` its beginning. Special tokens in it are
+        plain text. Raises InvalidRequestError if the template leaves no room for the text.
         """
 
 
 @dataclass(frozen=True)
 class PlainTemplate(Template):
-    """Tokens before and after a text."""
+    """Fixed tokens before and after a text."""
 
     before: list[int]
     after: list[int]
@@ -154,21 +155,21 @@ class PlainTemplate(Template):
         return self.before, self.after
 
     def build(
-        self, tokenizer: Any, text: str, room: int, keep_end: bool = False
+        self, tokenizer: Any, text: str, max_tokens: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        text, dropped = clip(tokenizer, text, room, keep_end)
+        text, dropped = clip(tokenizer, text, max_tokens, keep_end)
         tokens = plain_tokens(tokenizer, text)
-        space = room - len(self.before) - len(self.after)
-        if space < 1:
-            raise _no_room(room, len(self.before) + len(self.after))
-        excess = max(0, len(tokens) - space)
-        kept = tokens[excess:] if keep_end else tokens[:space]
-        return [*self.before, *kept, *self.after], dropped + excess
+        room = max_tokens - len(self.before) - len(self.after)
+        if room < 1:
+            raise _no_room_error(max_tokens, len(self.before) + len(self.after))
+        excess = max(0, len(tokens) - room)
+        truncated = tokens[excess:] if keep_end else tokens[:room]
+        return [*self.before, *truncated, *self.after], dropped + excess
 
     def fit(self, tokenizer: Any, text: str, limit: int) -> list[int]:
-        """Return the prompt with all of the text.
+        """Return the prompt with the whole text.
 
-        Raises InvalidRequestError where it has far more than `limit` tokens.
+        Raises ContextLengthError if the text has far more than `limit` tokens.
         """
         check_whole_characters(text)
         check_length(text, limit, lambda part: len(plain_tokens(tokenizer, part)))
@@ -177,25 +178,26 @@ class PlainTemplate(Template):
 
 @dataclass(frozen=True)
 class _ChatTemplate(Template):
-    """A user's message in a chat template, rendered and tokenised as one with the text."""
+    """A user message in a chat template, rendered and tokenized together with the text."""
 
-    content: str  # of the message, in which `MARK` stands for the text
+    content: str  # the message, with `MARK` in place of the text
 
     def around(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         return tokens_around(tokenizer, [_user(self.content)], _DOCUMENT)
 
     def build(
-        self, tokenizer: Any, text: str, room: int, keep_end: bool = False
+        self, tokenizer: Any, text: str, max_tokens: int, keep_end: bool = False
     ) -> tuple[list[int], int]:
-        text, dropped = clip(tokenizer, text, room, keep_end)
-        prompt, left = self._prompt(tokenizer, text), 0
-        while (excess := len(prompt) - room) > 0:
-            left = (left or len(plain_tokens(tokenizer, text))) - excess
-            if left < 1:
-                raise _no_room(room, len(prompt) - left - excess)
-            text, cut = truncate_to(tokenizer, text, left, keep_end)
-            dropped += cut
-            prompt = self._prompt(tokenizer, text)  # whose tokens at the cut may be others
+        text, dropped = clip(tokenizer, text, max_tokens, keep_end)
+        prompt, room = self._prompt(tokenizer, text), 0
+        while (excess := len(prompt) - max_tokens) > 0:
+            room = (room or len(plain_tokens(tokenizer, text))) - excess
+            if room < 1:
+                raise _no_room_error(max_tokens, len(prompt) - room - excess)
+            text, count = truncate_to(tokenizer, text, room, keep_end)
+            dropped += count
+            # the number of tokens at the cut may have changed
+            prompt = self._prompt(tokenizer, text)
         return prompt, dropped
 
     def _prompt(self, tokenizer: Any, text: str) -> list[int]:
@@ -206,8 +208,8 @@ def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def _no_room(room: int, template: int) -> InvalidRequestError:
+def _no_room_error(max_tokens: int, template: int) -> InvalidRequestError:
     return InvalidRequestError(
-        f"no room left: the context has {max(0, room)} tokens for the prompt, and the template "
-        f"alone takes {template}. Use a longer `context` or fewer `max_new_tokens`."
+        f"no room left: the context has {max(0, max_tokens)} tokens for the prompt, and the "
+        f"template alone takes {template}. Use a longer `context` or fewer `max_new_tokens`."
     )

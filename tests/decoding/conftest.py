@@ -1,4 +1,4 @@
-"""What most tests of the engine take: a small target and its draft, and a folder for prompts."""
+"""Fixtures of most engine tests: a small target and its draft, and a prompt cache folder."""
 
 from __future__ import annotations
 

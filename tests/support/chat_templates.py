@@ -1,5 +1,5 @@
-"""Chat templates of published models, written anew from their documented forms, and tokenizers of
-their kinds: byte-level or SentencePiece's, with or without a blank before every section.
+"""Chat templates of published models, rewritten from their documented forms, and tokenizers of the
+same kinds: byte-level or SentencePiece, with or without a space before every section.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MISTRAL_V1 = (
     "{% else %}{{ ' [INST] ' + m.content + ' [/INST]' }}{% endif %}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
-# the system text stands in the last turn of the user
+# the system message is part of the last user turn
 _MISTRAL_LAST = (
     SPLIT_SYSTEM + "{{ bos_token }}{% for m in rest %}" + ALTERNATION + "{% if m.role == 'user' %}"
     "{% if tools and loop.last %}{{ '[AVAILABLE_TOOLS]' + blank + (tools | tojson) }}{% endif %}"
@@ -81,7 +81,7 @@ QWEN_2_5 = (
     "{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
-# thoughts stay behind the last question only
+# reasoning is kept only after the last question
 QWEN_3 = (
     "{%- if tools %}{{- '<|im_start|>system\n# Tools\n' + (tools | tojson) + '<|im_end|>\n' }}"
     "{%- elif messages[0].role == 'system' %}"
@@ -111,7 +111,7 @@ SMOLLM_2 = (
     "{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# what the system text says of thinking goes, and decides
+# reasoning switches in the system message are removed, and select the mode
 SMOLLM_3 = (
     "{%- set mode = '/think' %}{%- set custom = '' %}{%- if messages[0].role == 'system' %}"
     "{%- set custom = messages[0].content %}{%- if '/no_think' in custom %}"
@@ -177,10 +177,11 @@ class ChatModel:
     """A template, and the tokenizer that goes with it."""
 
     template: str
-    kind: str  # "bytes", or SentencePiece's: "blank" before every section, "first" only, "none"
-    special: tuple[str, ...]  # unk, bos and eos first where there are three of Llama's
-    plain: tuple[str, ...] = ()  # added, but not special
-    strips: bool = False  # special tokens swallow the blanks after them
+    # "bytes", or SentencePiece with a space before every section ("blank"), the "first" or "none"
+    kind: str
+    special: tuple[str, ...]  # special tokens; unk, bos and eos come first if there are all three
+    plain: tuple[str, ...] = ()  # added tokens that are not special
+    strips: bool = False  # special tokens strip the spaces after them
     takes_system: bool = True
 
     def tokenizer(self) -> Any:
@@ -193,12 +194,12 @@ class ChatModel:
             ]
         )
         backend.add_tokens([AddedToken(each, normalized=False) for each in self.plain])
-        named = dict(zip(("unk_token", "bos_token", "eos_token"), self.special, strict=False))
+        roles = dict(zip(("unk_token", "bos_token", "eos_token"), self.special, strict=False))
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
             chat_template=self.template,
             clean_up_tokenization_spaces=False,
-            **named,
+            **roles,
         )
 
 
@@ -253,7 +254,7 @@ def _trained(kind: str) -> str:
     )
     vocab = trained.get_vocab()
     merges = json.loads(trained.to_str())["model"]["merges"]
-    for byte in range(256):  # SentencePiece's bytes for what has no token
+    for byte in range(256):  # SentencePiece's byte fallback
         vocab[f"<0x{byte:02X}>"] = len(vocab)
     vocab["<unk>"] = len(vocab)
     model = BPE(

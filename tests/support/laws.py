@@ -1,29 +1,26 @@
-"""Whether samples follow a law: Pearson's chi-square test, rare outcomes pooled."""
+"""Pearson's chi-square test of whether samples follow a distribution; rare outcomes are pooled."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# seeds are fixed, so a correct law passes for good; another build of torch gets it wrong once in
-# 10,000
+# seeds are fixed: with another build of torch, a correct distribution fails once in 10,000
 LIKELY = 1e-4
 BROKEN = 1e-6
 
 
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """How likely counts are this far from `law` or farther, had they been drawn from it; 0 where an
-    impossible outcome occurred.
+def p_value(counts: Tensor, probs: Tensor) -> float:
+    """Return the p-value of counts under `probs`; 0 if an impossible outcome occurred.
 
-    counts and law have one shape; the law need not be normalised. Too few counts to tell anything
-    give 1.
+    Both have one shape; the probabilities need not be normalized. Too few counts for a test give 1.
     """
-    counts, law = counts.double().flatten(), law.double().flatten()
-    if counts[law == 0].any():
+    counts, probs = counts.double().flatten(), probs.double().flatten()
+    if counts[probs == 0].any():
         return 0.0
-    expected, order = (law / law.sum() * counts.sum()).sort(descending=True)
+    expected, order = (probs / probs.sum() * counts.sum()).sort(descending=True)
     counts = counts[order]
-    # the approximation by chi-square needs five or so in every cell
+    # the chi-square approximation needs about five expected counts per cell
     cells = int((expected >= 5).sum())
     if expected[cells:].sum() < 5:
         cells -= 1
@@ -37,5 +34,5 @@ def p_value(counts: Tensor, law: Tensor) -> float:
 
 
 def frequencies(outcomes: list[int], kinds: int) -> Tensor:
-    """How often each of 0..kinds-1 occurs, (kinds,)."""
+    """Return how often each of 0..kinds-1 occurs, (kinds,)."""
     return torch.bincount(torch.tensor(outcomes, dtype=torch.int64), minlength=kinds)

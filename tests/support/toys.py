@@ -1,4 +1,4 @@
-"""Models whose law of whole texts can be written down, on caches that hold the text itself."""
+"""Toy models whose distribution of whole sequences is known, on caches that hold tokens, not KV."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ PROMPT = [1, 3, 0]
 
 
 class HistoryCache(Cache):
-    """Tokens in place of their KV. As with KV, what stands behind `length` is stale, and written
-    over.
-    """
+    """Tokens instead of their KV; as with KV, entries past `length` are stale and overwritten."""
 
     device_bytes = 0
 
@@ -38,64 +36,65 @@ class HistoryCache(Cache):
         raise NotImplementedError("a toy model has no attention")
 
     def write(self, tokens: list[int]) -> list[int]:
-        """Keep the tokens of a pass behind the others; returns the text up to and with them."""
+        """Append the tokens of a forward; return the sequence up to and including them."""
         self.history[self.length :] = tokens
         return self.history
 
 
 class Toy:
-    """Logits from a random table, by the last two tokens and whether the text is of odd length: a
-    slip of one position shows.
+    """Logits from a random table, by the last two tokens and the parity of the sequence length.
 
-    `scale` is how far the laws are from uniform: 0 is uniform, 20 nearly one-hot.
+    The parity makes a position that is off by one show. `scale` is the distance of the
+    distributions from uniform: 0 is uniform, 20 nearly one-hot.
     """
 
     def __init__(self, seed: int, scale: float):
         self.table = (
             torch.randn(2, VOCAB, VOCAB, VOCAB, generator=Generator().manual_seed(seed)) * scale
         )
-        # a tensor for each history, made once: indexing would be most of a pass
+        # one tensor per history, made once: indexing would dominate the seconds of a forward
         self._rows = self.table.flatten(0, -2).unbind()
 
     def __call__(self, tokens: Tensor, cache: Cache, rows: int) -> Tensor:
         assert isinstance(cache, HistoryCache)
-        text = cache.write(tokens.tolist())
-        return torch.stack(
-            [self.logits(text, end) for end in range(len(text) - rows + 1, len(text) + 1)]
-        )
+        sequence = cache.write(tokens.tolist())
+        ends = range(len(sequence) - rows + 1, len(sequence) + 1)
+        return torch.stack([self.logits(sequence, end) for end in ends])
 
-    def logits(self, text: list[int], end: int | None = None) -> Tensor:
-        """Return the logits (V,) behind a text, or behind its first `end` tokens."""
-        end = len(text) if end is None else end
-        return self._rows[(end % 2 * VOCAB + text[end - 2]) * VOCAB + text[end - 1]]
+    def logits(self, sequence: list[int], end: int | None = None) -> Tensor:
+        """Return the logits (V,) after a sequence, or after its first `end` tokens."""
+        end = len(sequence) if end is None else end
+        return self._rows[(end % 2 * VOCAB + sequence[end - 2]) * VOCAB + sequence[end - 1]]
 
-    def text_law(self, sampling: Sampling, tokens: int) -> Tensor:
-        """The probability of each continuation of PROMPT by `tokens` tokens, (V ** tokens,), in
-        order of `number`.
+    def continuation_probs(self, sampling: Sampling, tokens: int) -> Tensor:
+        """Return the probability of each continuation of PROMPT by `tokens` tokens.
+
+        Its shape is (V ** tokens,), in order of `continuation_index`.
         """
-        law, texts = torch.ones(1, dtype=torch.float64), [PROMPT]
+        probs, sequences = torch.ones(1, dtype=torch.float64), [PROMPT]
         for _ in range(tokens):
-            rows = sampling.probs(torch.stack([self.logits(text) for text in texts]))
-            law = (law[:, None] * rows).flatten()
-            texts = [[*text, token] for text in texts for token in range(VOCAB)]
-        return law
+            logits = torch.stack([self.logits(sequence) for sequence in sequences])
+            probs = (probs[:, None] * sampling.probs(logits)).flatten()
+            sequences = [[*sequence, token] for sequence in sequences for token in range(VOCAB)]
+        return probs
 
 
-def number(continuation: list[int]) -> int:
-    """Its digits are the tokens, in base V."""
+def continuation_index(tokens: list[int]) -> int:
+    """Return the number whose digits in base V are the tokens."""
     value = 0
-    for token in continuation:
+    for token in tokens:
         value = value * VOCAB + token
     return value
 
 
-class Moody(DraftLength):
-    """A length that follows past acceptance as wildly as the rules allow: long after a success,
-    short after a failure.
+class ErraticLength(DraftLength):
+    """A draft length that varies with past acceptance as wildly as allowed.
+
+    It is long after a fully accepted draft, short after a rejection.
     """
 
-    def __init__(self, most: int):
-        self.most, self._next = most, 1
+    def __init__(self, max_length: int):
+        self.max_length, self._next = max_length, 1
 
     def reset(self, start: int) -> None:
         pass
@@ -103,8 +102,9 @@ class Moody(DraftLength):
     def next(self) -> int:
         return self._next
 
-    def record(self, past: RoundStats) -> None:
-        self._next = self.most if past.accepted == past.drafted else 1 + past.accepted % self.most
+    def record(self, stats: RoundStats) -> None:
+        is_accepted = stats.accepted == stats.drafted
+        self._next = self.max_length if is_accepted else 1 + stats.accepted % self.max_length
 
 
 def nest(
@@ -114,72 +114,71 @@ def nest(
     source: Generator | Randomness,
     ngram: int = 0,
 ) -> Decoder:
-    """Decoders outermost first; `lengths` are the draft lengths of all but the last. Ready to go on
-    behind PROMPT.
+    """Return nested decoders of models, outermost first, at the end of PROMPT.
 
-    With an n-gram, prompt lookup stands in front of the last model, or below it when it has a
-    length too.
+    `lengths` are the draft lengths of all models but the last. With an n-gram, prompt lookup drafts
+    before the last model, or below it if that has a draft length too.
     """
-    chance = IndependentNoise(source) if isinstance(source, Generator) else source
-    text, read = TokenSequence(PROMPT), PROMPT[:-1]
+    randomness = IndependentNoise(source) if isinstance(source, Generator) else source
+    sequence, cached = TokenSequence(PROMPT), PROMPT[:-1]
     below: Proposer | None = (
-        PromptLookup(text, ngram, VOCAB, chance.device)
+        PromptLookup(sequence, ngram, VOCAB, randomness.device)
         if ngram and len(lengths) == len(models)
         else None
     )
     for model, length in reversed(list(zip(models, [*lengths, 0][: len(models)], strict=True))):
         cache = HistoryCache()
-        cache.write(read)
-        cache.advance(len(read))
+        cache.write(cached)
+        cache.advance(len(cached))
         if below is None:
-            below = Autoregressive("leaf", model, cache, text, sampling, chance)
+            below = Autoregressive("leaf", model, cache, sequence, sampling, randomness)
             if ngram:
-                below = PromptLookup(text, ngram, VOCAB, chance.device, below)
+                below = PromptLookup(sequence, ngram, VOCAB, randomness.device, below)
         else:
-            many = Fixed(length) if isinstance(length, int) else length
+            draft_length = Fixed(length) if isinstance(length, int) else length
             name = f"over {below.name}"
-            below = Speculative(name, model, cache, below, many, sampling, chance)
+            below = Speculative(name, model, cache, below, draft_length, sampling, randomness)
     assert isinstance(below, Decoder)
     below.sync([])
     return below
 
 
 def restart(decoder: Decoder) -> None:
-    """Give up the text so far and stand behind PROMPT again."""
-    text = TokenSequence(PROMPT)
+    """Drop the sequence so far and return all levels to the end of PROMPT."""
+    sequence = TokenSequence(PROMPT)
     for level in decoder.levels():
-        level.text, level.unverified = text, []
-        level.position = len(text)
+        level.sequence, level.unverified = sequence, []
+        level.position = len(sequence)
         if isinstance(level, Decoder):
             level.cache.crop(len(PROMPT) - 1)
             level.position = level.cache.length
     decoder.sync([])
 
 
-def known(level: Proposer) -> list[int]:
-    """The text as a level knows it, with what is proposed behind it."""
-    return [*level.text.tokens_from(0)[: level.position], *level.unverified]
+def tokens_of(level: Proposer) -> list[int]:
+    """Return the sequence as a level has read it, followed by its unverified tokens."""
+    return [*level.sequence.tokens_from(0)[: level.position], *level.unverified]
 
 
-def answer(asked: ForwardRequest) -> Tensor:
-    """Make a pass of a toy."""
-    return asked.model(asked.tokens, asked.cache, asked.rows)
+def forward(request: ForwardRequest) -> Tensor:
+    """Run a forward of a toy model."""
+    return request.model(request.tokens, request.cache, request.rows)
 
 
 def propose(level: Proposer, n: int) -> Draft:
-    return run(level.propose(n), answer)
+    return run(level.propose(n), forward)
 
 
-def go_on(decoder: Decoder, tokens: int) -> list[int]:
-    """The next `tokens` tokens, round by round as the engine asks for them."""
-    new: list[int] = []
-    while len(new) < tokens:
-        new += run(decoder.round(tokens - len(new)), answer)
-    return new
+def generate(decoder: Decoder, tokens: int) -> list[int]:
+    """Return the next `tokens` tokens, decoded round by round as in the engine."""
+    generated: list[int] = []
+    while len(generated) < tokens:
+        generated += run(decoder.round(tokens - len(generated)), forward)
+    return generated
 
 
-def trace(decoder: Decoder) -> list[Proposer]:
-    """A list that gets a level every time its model is called."""
+def trace_calls(decoder: Decoder) -> list[Proposer]:
+    """Return a list to which a level is appended at every call of its model."""
     calls: list[Proposer] = []
 
     def traced(level: Decoder) -> ForwardFn:

@@ -154,7 +154,7 @@ def compared(dtype: str, job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]
         "planned_gb": planned_bytes(plan) / 1e9,
         "kv_gb": kv / 1e9,
     }
-    rows = errors(session, decoder.text.tokens_from(0), torch.cat(logits), job, dtype)
+    rows = errors(session, decoder.sequence.tokens_from(0), torch.cat(logits), job, dtype)
     session.close()
     return rows, run
 

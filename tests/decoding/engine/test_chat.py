@@ -122,8 +122,8 @@ def test_a_document_leaves_room_to_talk(engine: Engine) -> None:
     ("template", "reason"),
     [
         (None, "has no chat template"),
-        ("{{ raise_exception('not today') }}", "cannot take a conversation"),
-        ("{{ messages[0].content }}", "cannot take a conversation"),
+        ("{{ raise_exception('not today') }}", "does not support a conversation"),
+        ("{{ messages[0].content }}", "does not support a conversation"),
     ],
 )
 def test_templates_that_do_not_do_are_refused(

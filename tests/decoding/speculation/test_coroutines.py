@@ -1,4 +1,4 @@
-"""Passes are made in the order in which they are asked for, and a clock leaves out what is none."""
+"""Forwards run in the order of their requests, and a paused clock counts no seconds."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from parallel.execution.batched_forward import ForwardRequest
 from support.toys import HistoryCache, Toy
 
 
-def asked(tokens: list[int]) -> ForwardRequest:
+def request(tokens: list[int]) -> ForwardRequest:
     return ForwardRequest(Toy(0, 1.0), HistoryCache(), torch.tensor(tokens), 1)
 
 
-def two_passes() -> Steps[list[float]]:
-    first = yield asked([1])
-    second = yield asked([2, 3])
+def two_forwards() -> Steps[list[float]]:
+    first = yield request([1])
+    second = yield request([2, 3])
     return [float(first), float(second)]
 
 
-def test_each_pass_is_answered_once_and_in_order() -> None:
-    made: list[list[int]] = []
+def test_each_forward_runs_once_and_in_order() -> None:
+    inputs: list[list[int]] = []
 
-    def make(each: ForwardRequest) -> Tensor:
-        made.append(each.tokens.tolist())
-        return torch.tensor(float(len(made)))
+    def forward(request: ForwardRequest) -> Tensor:
+        inputs.append(request.tokens.tolist())
+        return torch.tensor(float(len(inputs)))
 
-    assert run(two_passes(), make) == [1.0, 2.0]
-    assert made == [[1], [2, 3]]
+    assert run(two_forwards(), forward) == [1.0, 2.0]
+    assert inputs == [[1], [2, 3]]
 
 
-def test_who_makes_passes_ends_none_of_them_by_an_iteration_that_is_over() -> None:
-    def make(each: ForwardRequest) -> Tensor:
+def test_a_stop_iteration_raised_by_a_forward_is_propagated() -> None:
+    def forward(request: ForwardRequest) -> Tensor:
         raise StopIteration("of something else")
 
     with pytest.raises(StopIteration, match="something else"):
-        run(two_passes(), make)
+        run(two_forwards(), forward)
 
 
-def test_a_clock_stands_while_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_clock_does_not_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = Clock()
@@ -53,8 +53,8 @@ def test_a_clock_stands_while_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     with clock.paused():
         now = 110.0
         assert clock() - started == 3.0
-        amid = clock()
-    assert clock() == amid
+        while_paused = clock()
+    assert clock() == while_paused
     now = 111.0
     assert clock() - started == 4.0
     with suppress(OSError), clock.paused():

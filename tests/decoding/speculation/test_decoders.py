@@ -1,5 +1,5 @@
-"""What nested decoders keep true at every step: one text, one law behind every proposed token,
-nothing lost.
+"""Invariants of nested decoders at every step: one sequence, exact draft probs, consistent
+counts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from support.toys import (
     VOCAB,
     HistoryCache,
     Toy,
-    answer,
-    go_on,
-    known,
+    forward,
+    generate,
     nest,
     propose,
     restart,
+    tokens_of,
 )
 
 FULL = Sampling(1.0, top_p=1)
@@ -38,49 +38,49 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def strangers(levels: int) -> list[Toy]:
+def unrelated_models(levels: int) -> list[Toy]:
     return [Toy(seed, 1.5) for seed in range(levels)]
 
 
 def consistent(level: Proposer) -> bool:
-    """Its cache holds its text, but for what is pending."""
+    """Return whether a level's cache holds the tokens of the level, except pending ones."""
     assert isinstance(level, Decoder)
     cache = level.cache
     assert isinstance(cache, HistoryCache)
     return (
-        cache.length <= len(known(level))
-        and cache.history[: cache.length] == known(level)[: cache.length]
+        cache.length <= len(tokens_of(level))
+        and cache.history[: cache.length] == tokens_of(level)[: cache.length]
     )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_caches_hold_the_text_of_their_level(lengths: list[int]) -> None:
-    decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
-    text = list(PROMPT)
+def test_caches_hold_the_tokens_of_their_level(lengths: list[int]) -> None:
+    decoder = nest(unrelated_models(len(lengths) + 1), lengths, FULL, generator())
+    sequence = list(PROMPT)
     for step in range(300):
-        text += run(decoder.round(1 + step % 7), answer)
-        assert known(decoder) == decoder.text.tokens_from(0) == text
-        assert decoder.cache.length == len(text) - 1
+        sequence += run(decoder.round(1 + step % 7), forward)
+        assert tokens_of(decoder) == decoder.sequence.tokens_from(0) == sequence
+        assert decoder.cache.length == len(sequence) - 1
         assert all(consistent(level) for level in decoder.levels())
         if step % 50 == 49:
             restart(decoder)
-            text = list(PROMPT)
+            sequence = list(PROMPT)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None:
-    decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
+def test_every_level_drafts_after_the_tokens_of_the_level_above(lengths: list[int]) -> None:
+    decoder = nest(unrelated_models(len(lengths) + 1), lengths, FULL, generator())
     drafts = 0
 
-    def checked(above: Speculative) -> None:
+    def check_drafts(above: Speculative) -> None:
         propose = above.inner.propose
 
         def call(n: int) -> Steps[Draft]:
             nonlocal drafts
             drafts += 1
-            assert known(above.inner) == known(above)
+            assert tokens_of(above.inner) == tokens_of(above)
             draft = yield from propose(n)
-            assert known(above.inner) == [*known(above), *draft.tokens.tolist()]
+            assert tokens_of(above.inner) == [*tokens_of(above), *draft.tokens.tolist()]
             assert len(draft.tokens) == n
             return draft
 
@@ -88,63 +88,62 @@ def test_every_level_drafts_behind_the_text_above_it(lengths: list[int]) -> None
 
     for level in decoder.levels():
         if isinstance(level, Speculative):
-            checked(level)
-    go_on(decoder, 300)
+            check_drafts(level)
+    generate(decoder, 300)
     assert drafts > 50
 
 
 @pytest.mark.parametrize("lengths", [[], [3], [4, 2], [3, 2, 2]])
 @pytest.mark.parametrize("sampling", [FULL, Sampling(0.6, top_p=0.9), GREEDY])
-def test_the_law_reported_for_a_token_is_the_model_law_there(
+def test_draft_probs_are_the_distributions_of_the_model(
     lengths: list[int], sampling: Sampling
 ) -> None:
-    models = strangers(len(lengths) + 1)
+    models = unrelated_models(len(lengths) + 1)
     decoder = nest(models, lengths, sampling, generator())
     for n in [1, 2, 5, 1, 8, 3] * 5:
-        text = known(decoder)
+        sequence = tokens_of(decoder)
         draft = propose(decoder, n)
-        assert known(decoder) == [*text, *draft.tokens.tolist()]
-        before = [known(decoder)[: len(text) + i] for i in range(n)]
-        assert torch.equal(
-            draft.probs, sampling.probs(torch.stack([models[0].logits(each) for each in before]))
-        )
+        assert tokens_of(decoder) == [*sequence, *draft.tokens.tolist()]
+        prefixes = [tokens_of(decoder)[: len(sequence) + i] for i in range(n)]
+        logits = torch.stack([models[0].logits(prefix) for prefix in prefixes])
+        assert torch.equal(draft.probs, sampling.probs(logits))
 
 
 @pytest.mark.parametrize("lengths", [[3], [4, 2], [3, 2, 2], [4, 3, 2, 1]])
-def test_a_level_that_drafts_with_its_own_model_is_never_corrected(lengths: list[int]) -> None:
-    # a cache out of step with the text, anywhere, would make some law differ
+def test_drafts_of_the_target_model_itself_are_never_rejected(lengths: list[int]) -> None:
+    # any cache that is out of sync with the sequence would change some distribution
     decoder = nest([Toy(0, 1.5)] * (len(lengths) + 1), lengths, FULL, generator())
     for _ in range(20):
         restart(decoder)
-        go_on(decoder, 40)
+        generate(decoder, 40)
     assert all(
         level.stats.accepted == level.stats.proposed > 100 for level in decoder.levels()[:-1]
     )
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_greedy_text_is_the_target_own(lengths: list[int]) -> None:
-    models = strangers(len(lengths) + 1)
-    want = go_on(nest(models[:1], [], GREEDY, generator()), 60)
-    assert go_on(nest(models, lengths, GREEDY, generator()), 60) == want
-    assert len(set(want)) == VOCAB
+def test_greedy_output_is_that_of_the_target_alone(lengths: list[int]) -> None:
+    models = unrelated_models(len(lengths) + 1)
+    expected = generate(nest(models[:1], [], GREEDY, generator()), 60)
+    assert generate(nest(models, lengths, GREEDY, generator()), 60) == expected
+    assert len(set(expected)) == VOCAB
 
 
 @pytest.mark.parametrize(("lengths", "limit"), list(product([[], [1], [4], [4, 2]], [1, 2, 3, 9])))
-def test_a_round_writes_one_token_to_its_limit(lengths: list[int], limit: int) -> None:
-    decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
-    sizes = {len(run(decoder.round(limit), answer)) for _ in range(200)}
-    most = min(limit, lengths[0] + 1) if lengths else 1
-    assert sizes == set(range(1, most + 1))
+def test_a_round_produces_one_to_limit_tokens(lengths: list[int], limit: int) -> None:
+    decoder = nest(unrelated_models(len(lengths) + 1), lengths, FULL, generator())
+    sizes = {len(run(decoder.round(limit), forward)) for _ in range(200)}
+    max_size = min(limit, lengths[0] + 1) if lengths else 1
+    assert sizes == set(range(1, max_size + 1))
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_counts_of_all_levels_add_up(lengths: list[int]) -> None:
-    decoder = nest(strangers(len(lengths) + 1), lengths, FULL, generator())
-    assert len(go_on(decoder, 200)) == decoder.stats.produced == 200
+    decoder = nest(unrelated_models(len(lengths) + 1), lengths, FULL, generator())
+    assert len(generate(decoder, 200)) == decoder.stats.produced == 200
     levels = decoder.levels()
     for above, below in pairwise(levels):
-        # a level is asked for exactly what is verified
+        # every token that a level drafts is verified
         assert above.stats.proposed == below.stats.produced
         assert above.stats.produced == above.stats.accepted + above.stats.forwards
         assert (
@@ -155,25 +154,26 @@ def test_counts_of_all_levels_add_up(lengths: list[int]) -> None:
     assert levels[-1].stats.forwards == levels[-1].stats.produced
 
 
-def test_a_draft_of_no_tokens_is_refused() -> None:
+def test_a_draft_length_of_0_is_invalid() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Fixed(0)
 
 
-def test_a_level_not_asked_for_long_catches_up_in_passes_it_can_make() -> None:
+def test_a_level_with_many_pending_tokens_catches_up_in_several_forwards() -> None:
     model = Toy(0, 1.5)
     sizes: list[int] = []
 
-    def forward(tokens: torch.Tensor, cache: Cache, rows: int) -> torch.Tensor:
+    def counted(tokens: torch.Tensor, cache: Cache, rows: int) -> torch.Tensor:
         sizes.append(len(tokens))
         return model(tokens, cache, rows)
 
-    cache, text = HistoryCache(), [*PROMPT, *([1, 2, 3] * 40)]
+    sequence = [*PROMPT, *([1, 2, 3] * 40)]
+    randomness = IndependentNoise(generator())
     leaf = Autoregressive(
-        "leaf", forward, cache, TokenSequence(text), FULL, IndependentNoise(generator())
+        "leaf", counted, HistoryCache(), TokenSequence(sequence), FULL, randomness
     )
     leaf.sync([])
     draft = propose(leaf, 3)
     assert sizes == [32, 32, 32, 27, 1, 1]
-    want = [model.logits([*text, *draft.tokens[:end].tolist()]) for end in range(3)]
-    assert torch.equal(draft.probs, FULL.probs(torch.stack(want)))
+    logits = [model.logits([*sequence, *draft.tokens[:end].tolist()]) for end in range(3)]
+    assert torch.equal(draft.probs, FULL.probs(torch.stack(logits)))

@@ -1,5 +1,5 @@
-"""Adaptive draft lengths end where tokens a second are most, in worlds whose acceptance and times
-are known.
+"""Adaptive draft lengths converge to the most tokens per second, in simulations with a known
+acceptance rate and known seconds.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ import pytest
 
 from decoding.speculation.draft_length import Adaptive, Fixed, RoundStats
 
-MOST = 64
+MAX_LENGTH = 64
 
 
 @dataclass(frozen=True)
 class World:
-    """Every drafted token stands with the same probability; a pass costs a line in its rows.
-    Seconds.
-    """
+    """A constant acceptance rate, and forwards whose seconds are linear in their rows."""
 
-    rate: float
-    draft: float
-    verify: float
-    row: float = 0.0
+    rate: float  # acceptance rate
+    draft: float  # seconds per draft token
+    verify: float  # seconds of a verification
+    row: float = 0.0  # seconds per row of a verification
 
-    def per_second(self, n: int) -> float:
+    def tokens_per_second(self, n: int) -> float:
         return (
             (1 - self.rate ** (n + 1))
             / (1 - self.rate)
@@ -41,21 +39,21 @@ class World:
 
     @property
     def best(self) -> float:
-        return max(self.per_second(n) for n in range(1, MOST + 1))
+        return max(self.tokens_per_second(n) for n in range(1, MAX_LENGTH + 1))
 
 
 WORLDS = {
-    "a link": World(rate=0.93, draft=0.002, verify=0.4),
-    "a slow link and good drafts": World(rate=0.97, draft=0.002, verify=2.0),
-    "a link and bad drafts": World(rate=0.6, draft=0.01, verify=0.4),
+    "host link": World(rate=0.93, draft=0.002, verify=0.4),
+    "slow link, good drafts": World(rate=0.97, draft=0.002, verify=2.0),
+    "host link, bad drafts": World(rate=0.6, draft=0.01, verify=0.4),
     "compute": World(rate=0.85, draft=0.003, verify=0.02, row=0.001),
-    "drafts as dear as passes": World(rate=0.5, draft=0.02, verify=0.02),
-    "rows dear": World(rate=0.9, draft=0.0001, verify=0.005, row=0.005),
+    "drafts as slow as verification": World(rate=0.5, draft=0.02, verify=0.02),
+    "slow rows": World(rate=0.9, draft=0.0001, verify=0.005, row=0.005),
 }
 
 
-def begun(start: int, most: int = MOST) -> Adaptive:
-    length = Adaptive(most)
+def adaptive(start: int, max_length: int = MAX_LENGTH) -> Adaptive:
+    length = Adaptive(max_length)
     length.reset(start)
     return length
 
@@ -63,26 +61,26 @@ def begun(start: int, most: int = MOST) -> Adaptive:
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
 @pytest.mark.parametrize("start", [1, 16])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_lengths_end_near_the_best(world: World, start: int, noise: float) -> None:
-    rng, length = random.Random(1), begun(start)
+def test_lengths_converge_near_the_best(world: World, start: int, noise: float) -> None:
+    rng, length = random.Random(1), adaptive(start)
     rates = []
     for number in range(120):
         if number >= 20:
-            rates.append(world.per_second(length.next()))
+            rates.append(world.tokens_per_second(length.next()))
         length.record(world.round(length.next(), rng, noise))
     assert sum(rates) / len(rates) > 0.93 * world.best
 
 
-def test_a_text_that_changes_is_followed() -> None:
-    rng, length = random.Random(2), begun(16)
-    for world in (WORLDS["a slow link and good drafts"], WORLDS["a link and bad drafts"]) * 2:
+def test_lengths_adapt_to_changes_within_a_request() -> None:
+    rng, length = random.Random(2), adaptive(16)
+    for world in (WORLDS["slow link, good drafts"], WORLDS["host link, bad drafts"]) * 2:
         for _ in range(80):
             length.record(world.round(length.next(), rng))
-        assert world.per_second(length.next()) > 0.9 * world.best
+        assert world.tokens_per_second(length.next()) > 0.9 * world.best
 
 
-def test_one_pass_that_took_for_ever_changes_little() -> None:
-    rng, length, world = random.Random(3), begun(6), WORLDS["compute"]
+def test_one_very_slow_forward_changes_little() -> None:
+    rng, length, world = random.Random(3), adaptive(6), WORLDS["compute"]
     for _ in range(60):
         length.record(world.round(length.next(), rng))
     before = length.next()
@@ -90,58 +88,58 @@ def test_one_pass_that_took_for_ever_changes_little() -> None:
     assert abs(length.next() - before) <= 3
 
 
-@pytest.mark.parametrize("most", [1, 2, 16])
-def test_lengths_stay_within_their_bounds(most: int) -> None:
-    rng, length = random.Random(4), begun(16, most)
+@pytest.mark.parametrize("max_length", [1, 2, 16])
+def test_lengths_stay_within_their_bounds(max_length: int) -> None:
+    rng, length = random.Random(4), adaptive(16, max_length)
     for _ in range(200):
         n = length.next()
-        assert 1 <= n <= most
+        assert 1 <= n <= max_length
         length.record(RoundStats(n, rng.randint(0, n), n + 1, rng.random(), rng.random()))
 
 
-def test_a_round_without_a_draft_says_what_a_pass_costs_and_nothing_of_acceptance() -> None:
-    length = begun(5)
+def test_rounds_without_a_draft_do_not_change_the_acceptance_rate() -> None:
+    length = adaptive(5)
     for _ in range(50):
         length.record(RoundStats(0, 0, 1, 0.0, 0.1))
     assert length.next() == 5
     assert length.acceptance == pytest.approx(0.93)
 
 
-def test_a_fixed_length_is_fixed() -> None:
+def test_a_fixed_length_is_constant() -> None:
     length = Fixed(7)
     length.record(RoundStats(7, 0, 8, 1.0, 1.0))
     assert length.next() == length.max_length == 7
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS.keys())
-def test_the_next_text_begins_with_what_was_learnt(world: World) -> None:
-    rng, length = random.Random(5), begun(16)
+def test_the_next_request_starts_with_the_learned_length(world: World) -> None:
+    rng, length = random.Random(5), adaptive(16)
     for _ in range(60):
         length.record(world.round(length.next(), rng))
-    learnt = length.next()
+    learned = length.next()
     length.reset(1)
-    assert length.next() == learnt
+    assert length.next() == learned
 
 
-def test_the_next_text_soon_counts_more_than_the_one_before() -> None:
-    """Its passes cost ten times as much, and half as many tokens stand."""
-    rng, length = random.Random(6), begun(16)
+def test_a_new_request_soon_outweighs_the_previous_one() -> None:
+    """Its forwards take ten times as long, and about half as many draft tokens are accepted."""
+    rng, length = random.Random(6), adaptive(16)
     for _ in range(200):
         length.record(World(rate=0.97, draft=0.002, verify=0.02).round(length.next(), rng))
-    now = World(rate=0.5, draft=0.002, verify=0.2)
+    new = World(rate=0.5, draft=0.002, verify=0.2)
     length.reset(16)
     for _ in range(30):
-        length.record(now.round(length.next(), rng))
-    assert now.per_second(length.next()) > 0.9 * now.best
+        length.record(new.round(length.next(), rng))
+    assert new.tokens_per_second(length.next()) > 0.9 * new.best
 
 
-def test_a_context_that_costs_a_hundred_times_as_much_is_believed_at_once() -> None:
-    """Behind a short text on the device comes a long one over a link."""
-    rng, length = random.Random(7), begun(6)
+def test_forwards_that_take_a_hundred_times_as_long_are_adapted_to_at_once() -> None:
+    """A short request on the device is followed by a long one over the host link."""
+    rng, length = random.Random(7), adaptive(6)
     for _ in range(40):
         length.record(World(rate=0.9, draft=0.002, verify=0.01).round(length.next(), rng))
-    now = World(rate=0.9, draft=0.002, verify=1.0)
+    new = World(rate=0.9, draft=0.002, verify=1.0)
     length.reset(32)
     for _ in range(3):
-        length.record(now.round(length.next(), rng))
-    assert now.per_second(length.next()) > 0.9 * now.best
+        length.record(new.round(length.next(), rng))
+    assert new.tokens_per_second(length.next()) > 0.9 * new.best

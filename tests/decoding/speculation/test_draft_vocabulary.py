@@ -1,5 +1,5 @@
-"""A draft may have more or fewer rows of vocabulary than the target, as long as they share a
-tokenizer: the text stays the target's own.
+"""A draft model may be padded to a larger or smaller vocabulary than the target: with one
+tokenizer, the output stays that of the target.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from support.texts import prompt
 
 VOCAB, FEWER, MORE = 2048, 700, 2112
 NEW = 20
-READ = 400  # tokens of a prompt
+PROMPT_TOKENS = 400
 
 
-def draft_of(rows: int, folder: Path) -> Path:
-    """Copy the demo draft with so many rows; those it has more would be its favourites."""
+def draft_of(vocab: int, folder: Path) -> Path:
+    """Copy the demo draft, padded or cut to a vocabulary; padding would get the largest logits."""
     shutil.copytree(DEMO / "draft", folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
     tensors = load_file(folder / "model.safetensors")
-    weight = tensors["model.embed_tokens.weight"][:rows]
-    louder = 8 * weight[: rows - len(weight)]
-    tensors["model.embed_tokens.weight"] = torch.cat((weight, louder))
+    weight = tensors["model.embed_tokens.weight"][:vocab]
+    padding = 8 * weight[: vocab - len(weight)]
+    tensors["model.embed_tokens.weight"] = torch.cat((weight, padding))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def rename(folder: Path, token: int, name: str) -> Path:
-    """Give a token of the tokenizer another name, or add one behind the last."""
+    """Rename a token of the tokenizer, or add one after the last."""
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
     words = content["model"]["vocab"]
-    known = {at: word for word, at in words.items()}
-    if token in known:
-        old = known[token]
+    names = {at: word for word, at in words.items()}
+    if token in names:
+        old = names[token]
         del words[old]
         words[name] = token
         merges = content["model"]["merges"]
-        # a merge that makes the old word or starts from it cannot be kept
-        kept = [pair for pair in merges if old not in (*pair, "".join(pair))]
-        content["model"]["merges"] = kept
+        # merges with the old word on either side would be invalid
+        valid = [pair for pair in merges if old not in (*pair, "".join(pair))]
+        content["model"]["merges"] = valid
     else:
         content["added_tokens"].append({**content["added_tokens"][1], "id": token, "content": name})
     path.write_text(json.dumps(content))
@@ -59,75 +59,76 @@ def rename(folder: Path, token: int, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[int]:
+def expected() -> list[int]:
     pair = Pair(DEMO / "target", DEMO / "draft")
-    return pair.text("plain", prompt("typing")[:READ], NEW)
+    return pair.text("plain", prompt("typing")[:PROMPT_TOKENS], NEW)
 
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("drafts")
     return {
-        "fewer rows": draft_of(FEWER, folder / "fewer"),
-        "more rows": draft_of(MORE, folder / "more"),
-        "a token more": rename(draft_of(VOCAB, folder / "added"), VOCAB, "<pad>"),
-        "rows and a token more": rename(draft_of(MORE, folder / "both"), VOCAB, "<pad>"),
+        "smaller": draft_of(FEWER, folder / "fewer"),
+        "larger": draft_of(MORE, folder / "more"),
+        "added token": rename(draft_of(VOCAB, folder / "added"), VOCAB, "<pad>"),
+        "larger, added token": rename(draft_of(MORE, folder / "both"), VOCAB, "<pad>"),
     }
 
 
 @pytest.mark.parametrize("mode", slow_except(["hierarchical", "speculative"]))
-@pytest.mark.parametrize(
-    "kind", ["fewer rows", "more rows", "a token more", "rows and a token more"]
-)
-def test_the_text_is_the_target_own(
-    mode: str, kind: str, drafts: dict[str, Path], plain: list[int]
+@pytest.mark.parametrize("kind", ["smaller", "larger", "added token", "larger, added token"])
+def test_output_is_that_of_the_target_alone(
+    mode: str, kind: str, drafts: dict[str, Path], expected: list[int]
 ) -> None:
-    assert max(prompt("typing")[:READ]) >= FEWER  # the draft is to read what it lacks
+    assert max(prompt("typing")[:PROMPT_TOKENS]) >= FEWER  # a token that the smaller draft lacks
     settings = Settings(mode=mode, **EVERY_LEVEL)
     engine = Engine.from_pretrained(
         DEMO / "target", drafts[kind], settings, group=TensorParallelGroup()
     )
     engine.stop_tokens = frozenset()
-    assert list(engine.generate(prompt("typing")[:READ], NEW, GREEDY)) == plain
+    assert list(engine.generate(prompt("typing")[:PROMPT_TOKENS], NEW, GREEDY)) == expected
     draft = engine.stats.levels[-2 if mode == "hierarchical" else 0]
     assert draft.stats.accepted > 0
     engine.close()
 
 
-def split(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
-    """What a rank writes with each draft, split over the ranks."""
+def generate_on_rank(drafts: list[Path], tokens: list[int]) -> list[list[int]]:
+    """Return the output of a rank with each draft, sharded over the ranks."""
     group = TensorParallelGroup.from_environment("cpu")
     settings = Settings(mode="hierarchical", shard_draft=True, **EVERY_LEVEL)
-    texts = []
+    outputs = []
     for draft in drafts:
         engine = Engine.from_pretrained(DEMO / "target", draft, settings, group=group)
         engine.stop_tokens = frozenset()
         assert engine.runtime.draft is not None
         assert engine.runtime.draft.group.size == 2
-        texts += lead(engine, lambda first: list(first.generate(tokens, NEW, GREEDY)))
-    return texts
+        outputs += lead(engine, lambda first: list(first.generate(tokens, NEW, GREEDY)))
+    return outputs
 
 
 @pytest.mark.slow
-def test_a_split_draft_of_other_rows_writes_the_same(
-    drafts: dict[str, Path], plain: list[int]
+def test_output_with_a_sharded_padded_draft_is_that_of_the_target_alone(
+    drafts: dict[str, Path], expected: list[int]
 ) -> None:
-    kinds = [drafts["fewer rows"], drafts["more rows"]]
-    assert run_ranks(2, split, kinds, prompt("typing")[:READ]) == [[plain, plain], []]
+    folders = [drafts["smaller"], drafts["larger"]]
+    assert run_ranks(2, generate_on_rank, folders, prompt("typing")[:PROMPT_TOKENS]) == [
+        [expected, expected],
+        [],
+    ]
 
 
-@pytest.mark.parametrize("rows", [VOCAB, FEWER, MORE])
-def test_another_tokenizer_is_refused_and_the_first_difference_named(
-    rows: int, tmp_path: Path
+@pytest.mark.parametrize("vocab", [VOCAB, FEWER, MORE])
+def test_the_error_for_another_tokenizer_names_the_first_difference(
+    vocab: int, tmp_path: Path
 ) -> None:
-    draft = rename(rename(draft_of(rows, tmp_path / "draft"), 650, "other"), 500, "another")
+    draft = rename(rename(draft_of(vocab, tmp_path / "draft"), 650, "other"), 500, "another")
     with pytest.raises(TierForceError, match=r"token 500 is 'another' for the draft and '.*' for"):
         Engine.from_pretrained(
             DEMO / "target", draft, Settings(dtype="float32"), group=TensorParallelGroup()
         )
 
 
-def test_a_difference_behind_the_rows_both_have_does_not_count(tmp_path: Path) -> None:
+def test_a_difference_past_the_smaller_vocabulary_is_ignored(tmp_path: Path) -> None:
     draft = rename(draft_of(FEWER, tmp_path / "draft"), FEWER, "another")
     engine = Engine.from_pretrained(
         DEMO / "target", draft, Settings(dtype="float32"), group=TensorParallelGroup()

@@ -1,5 +1,5 @@
-"""The law of what a hierarchy writes is the target's own, however bad the levels below and however
-deep they nest.
+"""The output of a hierarchy follows the target's distribution, however bad the levels below are
+and however deep they nest.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ from decoding.speculation.draft_length import DraftLength
 from decoding.speculation.rejection_sampler import Draft
 from support.laws import BROKEN, LIKELY, frequencies, p_value
 from support.slow import slow_except
-from support.toys import PROMPT, VOCAB, Moody, Toy, go_on, nest, number, restart, trace
+from support.toys import (
+    PROMPT,
+    VOCAB,
+    ErraticLength,
+    Toy,
+    continuation_index,
+    generate,
+    nest,
+    restart,
+    trace_calls,
+)
 
 NUCLEUS, FULL, TOP_K = Sampling(0.6, top_p=0.9), Sampling(1.0, top_p=1), Sampling(1.0, 3, 1)
 TOKENS = 4
-TEXTS = 1_000  # planted errors are found from 800 on
+SAMPLES = 1_000  # injected errors are detected from 800 on
 
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def family(below: str) -> list[Toy]:
-    """Target, middle, draft. The two lower ones have nothing to do with the target, or with each
-    other.
-    """
+def hierarchy(below: str) -> list[Toy]:
+    """Return a target, a middle and a draft model, unrelated to one another."""
     sharp, flat = Toy(1, 20.0), Toy(2, 0.0)
     lower = {
         "sharp draft": [flat, sharp],
@@ -41,13 +49,13 @@ def family(below: str) -> list[Toy]:
 
 
 @torch.inference_mode()  # as engines do
-def text_counts(decoder: Decoder, tokens: int = TOKENS) -> Tensor:
-    """How often each continuation of the prompt comes out, (V ** tokens,)."""
-    numbers = []
-    for _ in range(TEXTS):
+def continuation_counts(decoder: Decoder, tokens: int = TOKENS) -> Tensor:
+    """Return how often each continuation of the prompt is sampled, (V ** tokens,)."""
+    indices = []
+    for _ in range(SAMPLES):
         restart(decoder)
-        numbers.append(number(go_on(decoder, tokens)))
-    return frequencies(numbers, VOCAB**tokens)
+        indices.append(continuation_index(generate(decoder, tokens)))
+    return frequencies(indices, VOCAB**tokens)
 
 
 @pytest.mark.parametrize(
@@ -63,23 +71,26 @@ def text_counts(decoder: Decoder, tokens: int = TOKENS) -> Tensor:
         *(0, 3),
     ),
 )
-def test_texts_of_three_levels_follow_the_target_law(
+def test_output_of_three_levels_follows_the_target_distribution(
     outer: int, inner: int, below: str, sampling: Sampling
 ) -> None:
-    models = family(below)
+    models = hierarchy(below)
     decoder = nest(models, [outer, inner], sampling, generator(outer + 10 * inner))
-    assert p_value(text_counts(decoder), models[0].text_law(sampling, TOKENS)) > LIKELY
+    assert (
+        p_value(continuation_counts(decoder), models[0].continuation_probs(sampling, TOKENS))
+        > LIKELY
+    )
 
 
 @pytest.mark.parametrize(
     ("level", "below", "sampling"),
     slow_except(
         [
-            # not a sharp draft: the flat middle level is seldom wrong enough for its redraws to
-            # show
+            # not a sharp draft: few tokens of a flat middle level are rejected, so errors in its
+            # recovered tokens hardly show
             (0, "sharp middle", NUCLEUS),
             (0, "skewed", FULL),
-            # not a sharp middle: with one likely token, a plain redraw draws the same
+            # not a sharp middle: with one likely token, sampling from p gives the same token
             (1, "sharp draft", NUCLEUS),
             (1, "sharp draft", FULL),
             (1, "skewed", FULL),
@@ -87,80 +98,83 @@ def test_texts_of_three_levels_follow_the_target_law(
         *(1, 3),
     ),
 )
-def test_a_plain_redraw_at_one_level_is_found_out(
+def test_resampling_from_p_at_one_level_is_detected(
     level: int, below: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # level 1 is the published middle level: it redraws from p on rejection, and reports p as the
-    # law it drew from
-    models = family(below)
+    # level 1 is the published middle level: after a rejection it samples from p, not from the
+    # residual, and reports p as the draft probs
+    models = hierarchy(below)
     decoder = nest(models, [3, 2], sampling, generator(7))
-    right, asking = decoding.speculation.rejection_sampler.residual_probs, trace(decoder)
+    correct, calls = decoding.speculation.rejection_sampler.residual_probs, trace_calls(decoder)
 
-    def plain_redraw(p: Tensor, q: Tensor) -> Tensor:
-        return p if asking[-1] is decoder.levels()[level] else right(p, q)
+    def wrong_residual(p: Tensor, q: Tensor) -> Tensor:
+        return p if calls[-1] is decoder.levels()[level] else correct(p, q)
 
-    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual_probs", plain_redraw)
-    assert p_value(text_counts(decoder), models[0].text_law(sampling, TOKENS)) < BROKEN
+    monkeypatch.setattr(decoding.speculation.rejection_sampler, "residual_probs", wrong_residual)
+    assert (
+        p_value(continuation_counts(decoder), models[0].continuation_probs(sampling, TOKENS))
+        < BROKEN
+    )
 
 
 @pytest.mark.parametrize("below", slow_except(["sharp draft", "sharp middle", "skewed"], 2))
-def test_a_long_text_follows_the_target_law_after_every_history(below: str) -> None:
-    models = family(below)
-    text = [*PROMPT, *go_on(nest(models, [4, 2], FULL, generator(5)), 2_500)]
+def test_a_long_sequence_follows_the_target_distribution_after_every_history(below: str) -> None:
+    models = hierarchy(below)
+    tokens = [*PROMPT, *generate(nest(models, [4, 2], FULL, generator(5)), 2_500)]
     counts = torch.zeros(2, VOCAB, VOCAB, VOCAB)
-    for end in range(len(PROMPT), len(text)):
-        counts[end % 2, text[end - 2], text[end - 1], text[end]] += 1
-    law = FULL.probs(models[0].table.flatten(0, -2))
-    p_values = [p_value(*each) for each in zip(counts.flatten(0, -2), law, strict=True)]
+    for end in range(len(PROMPT), len(tokens)):
+        counts[end % 2, tokens[end - 2], tokens[end - 1], tokens[end]] += 1
+    probs = FULL.probs(models[0].table.flatten(0, -2))
+    p_values = [p_value(*each) for each in zip(counts.flatten(0, -2), probs, strict=True)]
     assert min(p_values) > LIKELY / len(p_values)
 
 
 @pytest.mark.parametrize("lengths", slow_except([[3, 2, 1], [4, 3, 2, 1]]))
-def test_any_depth_of_nesting_follows_the_target_law(lengths: list[int]) -> None:
-    # each level leaves one token to the level above: with fewer the lowest would never be asked
+def test_any_depth_of_nesting_follows_the_target_distribution(lengths: list[int]) -> None:
+    # each level drafts one token less than its limit: with fewer tokens the lowest never drafts
     tokens = len(lengths) + 1
     models = [Toy(seed, 1.5) for seed in range(len(lengths) + 1)]
     decoder = nest(models, lengths, FULL, generator(6))
-    counts = text_counts(decoder, tokens)
+    counts = continuation_counts(decoder, tokens)
     assert all(level.stats.forwards for level in decoder.levels())
-    assert p_value(counts, models[0].text_law(FULL, tokens)) > LIKELY
+    assert p_value(counts, models[0].continuation_probs(FULL, tokens)) > LIKELY
 
 
 @pytest.mark.parametrize(
     ("models", "lengths", "ngram", "sampling"),
     slow_except(
         [
-            (2, [Moody(4)], 0, FULL),
-            (3, [Moody(4), Moody(3)], 0, NUCLEUS),
+            (2, [ErraticLength(4)], 0, FULL),
+            (3, [ErraticLength(4), ErraticLength(3)], 0, NUCLEUS),
             (1, [3], 1, NUCLEUS),  # the target, and prompt lookup below it
-            (3, [4, 2], 1, NUCLEUS),  # prompt lookup in front of the draft model
-            (3, [Moody(4), Moody(3)], 2, FULL),
+            (3, [4, 2], 1, NUCLEUS),  # prompt lookup before the draft model
+            (3, [ErraticLength(4), ErraticLength(3)], 2, FULL),
         ],
         *(0, 2, 4),
     ),
 )
-def test_lengths_that_follow_the_past_and_prompt_lookup_keep_the_law(
+def test_adaptive_lengths_and_prompt_lookup_keep_the_distribution(
     models: int, lengths: list[int | DraftLength], ngram: int, sampling: Sampling
 ) -> None:
     toys = [Toy(seed, 1.5) for seed in range(models)]
-    counts = text_counts(nest(toys, lengths, sampling, generator(8), ngram))
-    assert p_value(counts, toys[0].text_law(sampling, TOKENS)) > LIKELY
+    counts = continuation_counts(nest(toys, lengths, sampling, generator(8), ngram))
+    assert p_value(counts, toys[0].continuation_probs(sampling, TOKENS)) > LIKELY
 
 
-def test_a_length_that_follows_the_token_under_test_is_found_out() -> None:
-    # why lengths may know past rounds only: here a draft that starts with token 0 is put off as
-    # long as the dice allow
+def test_a_draft_that_depends_on_its_own_tokens_is_detected() -> None:
+    # draft lengths may depend on past rounds only: here a draft that starts with token 0 is drawn
+    # once more
     toys = [Toy(seed, 1.5) for seed in range(2)]
     decoder = nest(toys, [3], FULL, generator(9))
     assert isinstance(decoder, Speculative)
     propose = decoder.inner.propose
 
-    def choosy(n: int) -> Steps[Draft]:
+    def biased(n: int) -> Steps[Draft]:
         draft = yield from propose(n)
         if int(draft.tokens[0]) == 0:
             decoder.inner.sync(decoder.unverified)
             draft = yield from propose(n)
         return draft
 
-    decoder.inner.propose = choosy  # type: ignore[method-assign]
-    assert p_value(text_counts(decoder), toys[0].text_law(FULL, TOKENS)) < BROKEN
+    decoder.inner.propose = biased  # type: ignore[method-assign]
+    assert p_value(continuation_counts(decoder), toys[0].continuation_probs(FULL, TOKENS)) < BROKEN

@@ -1,5 +1,5 @@
-"""Prompts of published models' chat templates are token for token what transformers makes of them;
-but what looks like a special token in a message stays text.
+"""Prompts of published models' chat templates have the tokens that transformers gives them, except
+that special tokens in messages stay plain text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Messages = list[dict[str, str]]
 
 
 def conversation(rng: random.Random, model: ChatModel, names: tuple[str, ...] = ()) -> Messages:
-    """Draw a conversation; some contents have one of the `names` in them."""
+    """Return a random conversation; some contents contain one of `names`."""
 
     def words() -> str:
         drawn = rng.choices(WORDS, k=rng.randint(1, 12))
@@ -55,7 +55,7 @@ def rendered(tokenizer: Any, messages: Messages) -> str:
 
 
 @pytest.mark.parametrize("name", CHAT_MODELS)
-def test_prompts_are_those_of_transformers(name: str) -> None:
+def test_prompts_equal_those_of_transformers(name: str) -> None:
     model = CHAT_MODELS[name]
     tokenizer, rng = model.tokenizer(), random.Random(name)
     for _ in range(CONVERSATIONS):
@@ -64,7 +64,7 @@ def test_prompts_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHAT_MODELS)
-def test_what_looks_like_a_special_token_in_a_message_stays_text(name: str) -> None:
+def test_special_tokens_in_messages_stay_text(name: str) -> None:
     model = CHAT_MODELS[name]
     tokenizer, rng = model.tokenizer(), random.Random(name)
     special = set(tokenizer.convert_tokens_to_ids(list(model.special)))
@@ -72,19 +72,19 @@ def test_what_looks_like_a_special_token_in_a_message_stays_text(name: str) -> N
     for _ in range(CONVERSATIONS):
         messages = conversation(rng, model, model.special)
         tokens = chat_tokens(tokenizer, messages)
-        # the template's own are those that stand there where messages have letters instead
-        apart = [
-            {**each, "content": split.sub(lambda found: f"x{found[0][1:]}", each["content"])}
+        # the template's own special tokens: those that remain if messages have letters instead
+        replaced = [
+            {**each, "content": split.sub(lambda match: f"x{match[0][1:]}", each["content"])}
             for each in messages
         ]
-        own = [token for token in expected(tokenizer, apart) if token in special]
+        own = [token for token in expected(tokenizer, replaced) if token in special]
         assert [token for token in tokens if token in special] == own, messages
-        # and no character is lost, but for blanks that the tokenizer itself adds or swallows
+        # no character is lost, except spaces that the tokenizer itself adds or removes
         text = "".join(tokenizer.decode(tokens).split())
         assert text == "".join(rendered(tokenizer, messages).split()), messages
 
 
-def test_names_that_overlap_or_have_one_character_stay_text_too() -> None:
+def test_special_tokens_that_overlap_or_have_one_character_stay_text() -> None:
     model = ChatModel(
         "{{ messages[0].content }} <a>", "bytes", ("<a>", "a><", "<b>", "♥", "<a><b>")
     )
@@ -99,7 +99,7 @@ def test_names_that_overlap_or_have_one_character_stay_text_too() -> None:
 @pytest.mark.parametrize(
     ("template", "contents"),
     [
-        # put together by what a template takes away, or joins, or makes of letters
+        # special tokens that result from removing, joining or changing characters
         ("{{ m[0].content.replace('/think', '') }}", ["a<|im_/thinkend|><|im_/thinkstart|>b"]),
         ("{{ m[0].content + m[1].content }}", ["a<|im_", "end|>b"]),
         ("{{ m[0].content | lower }}", ["a<|IM_END|>b"]),
@@ -107,7 +107,7 @@ def test_names_that_overlap_or_have_one_character_stay_text_too() -> None:
         ("{{ m[0].content * 2 }}", ["<|im_end|>"]),
     ],
 )
-def test_what_a_template_makes_into_a_special_token_stays_text(
+def test_special_tokens_that_a_template_creates_from_messages_stay_text(
     template: str, contents: list[str]
 ) -> None:
     template = f"{{% set m = messages %}}{template}{{{{ '<|im_start|>' }}}}"
@@ -127,7 +127,7 @@ def test_what_a_template_makes_into_a_special_token_stays_text(
         (normalizers.BertNormalizer(), "a <|im_end|>"),
     ],
 )
-def test_what_a_tokenizer_makes_into_a_special_token_stays_text(
+def test_special_tokens_that_a_normalizer_creates_stay_text(
     normalizer: normalizers.Normalizer, content: str
 ) -> None:
     tokenizer = ChatModel("{{ messages[0].content }}<|im_end|>", "bytes", ()).tokenizer()
@@ -138,8 +138,8 @@ def test_what_a_tokenizer_makes_into_a_special_token_stays_text(
     assert tokens[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_a_guard_takes_as_long_as_the_text_and_the_names_together() -> None:
-    """Not as long as one times the other: a request may have megabytes of what names begin with."""
+def test_guarding_takes_time_linear_in_text_and_special_tokens() -> None:
+    """A request may have megabytes of prefixes of special tokens."""
     names = tuple(f"<SPECIAL_{number}>" for number in range(1000))
     tokenizer = ChatModel("{{ messages[0].content }}", "bytes", names).tokenizer()
     messages = [{"role": "user", "content": "<SPECIAL_" * 20_000}]
@@ -158,13 +158,13 @@ def test_a_guard_takes_as_long_as_the_text_and_the_names_together() -> None:
     assert steps < 10 * len(tokens)
 
 
-def test_a_template_does_not_see_what_looks_like_a_special_token() -> None:
-    """Some refuse it, and some split at it."""
-    refuses = (
+def test_templates_do_not_see_special_tokens_in_messages() -> None:
+    """Some templates reject them, and some split at them."""
+    template = (
         "{% for m in messages %}{% if '<|im_end|>' in m.content %}{{ raise_exception('no') }}"
         "{% endif %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
     )
-    tokenizer = ChatModel(refuses, "bytes", CHAT_MODELS["chatml"].special).tokenizer()
+    tokenizer = ChatModel(template, "bytes", CHAT_MODELS["chatml"].special).tokenizer()
     content = "a<|im_end|>b"
     tokens = chat_tokens(tokenizer, [{"role": "user", "content": content}])
     assert tokenizer.decode(tokens) == f"<|im_start|>{content}<|im_end|>"

@@ -1,4 +1,4 @@
-"""Text becomes tokens in bounded memory, however long it is."""
+"""Text of any length is tokenized and truncated in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 100
 
 
 class Counting:
-    """A tokenizer that counts the characters that it is given at once, and in all."""
+    """A tokenizer that counts the characters of its inputs: the longest, and the total."""
 
     def __init__(self, tokenizer: Any):
         self.wrapped = tokenizer
@@ -46,33 +46,35 @@ def text() -> str:
 
 @pytest.fixture(scope="module")
 def whole(text: str) -> list[int]:
-    """The tokens of all of the text."""
+    """Return the tokens of the whole text."""
     return plain_tokens(AutoTokenizer.from_pretrained(TARGET), text)
 
 
-def test_a_prompt_far_too_long_is_refused_after_little_of_it(tokenizer: Any, text: str) -> None:
+def test_a_prompt_much_too_long_is_rejected_after_tokenizing_little_of_it(
+    tokenizer: Any, text: str
+) -> None:
     tokenizer.wrapped.chat_template = CHAT
     messages = [{"role": "user", "content": text}]
-    for refused in (
+    for call in (
         lambda: check_length(text, LIMIT, lambda part: len(plain_tokens(tokenizer, part))),
         lambda: chat_tokens(tokenizer, messages, LIMIT),
         lambda: Template.plain(tokenizer).fit(tokenizer, text, LIMIT),
     ):
         tokenizer.total = 0
-        with pytest.raises(ContextLengthError, match=r"at least .*context is 100") as found:
-            refused()
-        assert found.value.tokens > LIMIT
+        with pytest.raises(ContextLengthError, match=r"at least .*context is 100") as caught:
+            call()
+        assert caught.value.tokens > LIMIT
         assert tokenizer.total < 100_000
 
 
-def test_one_a_little_too_long_is_tokenised(tokenizer: Any, text: str) -> None:
+def test_a_text_slightly_too_long_is_not_rejected(tokenizer: Any, text: str) -> None:
     tokens = plain_tokens(tokenizer, text[:300_000])
     check_length(text[:300_000], len(tokens) - 1, lambda _: len(tokens))
 
 
 @pytest.mark.parametrize("chat", [None, CHAT])
 @pytest.mark.parametrize("keep_end", [False, True])
-def test_what_does_not_fit_is_cut_as_if_all_had_been_tokenised(
+def test_truncation_equals_that_of_the_whole_tokenized_text(
     chat: str | None, keep_end: bool, tokenizer: Any, text: str, whole: list[int]
 ) -> None:
     tokenizer.wrapped.chat_template = chat
@@ -82,10 +84,10 @@ def test_what_does_not_fit_is_cut_as_if_all_had_been_tokenised(
     assert tokenizer.longest < 200_000
     assert LIMIT - 2 <= len(tokens) <= LIMIT
     around = len(template.around(tokenizer)[0]) + len(template.around(tokenizer)[1])
-    # a cut between two parts may change a few tokens beside it
+    # cutting the text into parts may change a few tokens at each cut
     assert abs(len(tokens) - around + dropped - len(whole)) <= 40
-    kept = whole[-30:] if keep_end else whole[:30]
-    assert any(tokens[at : at + 20] == kept[5:25] for at in range(len(tokens)))
+    expected = whole[-30:] if keep_end else whole[:30]
+    assert any(tokens[at : at + 20] == expected[5:25] for at in range(len(tokens)))
 
 
 def test_a_clipped_text_is_its_beginning_or_its_end(tokenizer: Any, text: str) -> None:
@@ -103,7 +105,7 @@ def test_a_clipped_text_is_its_beginning_or_its_end(tokenizer: Any, text: str) -
     assert (plain_tokens(tokenizer, cut), excess) == (tokens[5:], 5)
 
 
-def test_a_template_s_own_special_tokens_count_as_one_each() -> None:
+def test_special_tokens_of_a_template_count_as_one_token_each() -> None:
     tokenizer = CHAT_MODELS["llama-3"].tokenizer()
     messages = [{"role": ("user", "assistant")[at % 2], "content": "a"} for at in range(3001)]
     tokens = len(chat_tokens(tokenizer, messages))
@@ -112,8 +114,8 @@ def test_a_template_s_own_special_tokens_count_as_one_each() -> None:
         chat_tokens(tokenizer, messages, tokens // 8)
 
 
-TEXTS = {
-    "letters": "The sun was low, and nobody spoke.",
+STRINGS = {
+    "letters": "The sun was low, and no one spoke.",
     "accents": "naïve é à la carte, déjà vu: œuvre",
     "characters of several tokens": "東京は夜の七時😀🏳️‍🌈 한국어",
     "special tokens": "a</s>b<|im_end|><|im_start|>[INST] c <",
@@ -122,17 +124,19 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("keep_end", [False, True])
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-@pytest.mark.parametrize("name", slow_except(CHAT_MODELS, 0, 1, 2))  # each kind of tokenizer
-def test_every_text_is_cut_to_every_room(name: str, text: str, keep_end: bool) -> None:
-    """Also inside characters of several tokens, and behind a tokenizer's own blank."""
+@pytest.mark.parametrize("text", STRINGS.values(), ids=STRINGS)
+@pytest.mark.parametrize(
+    "name", slow_except(CHAT_MODELS, 0, 1, 2)
+)  # fast: one of each kind of tokenizer
+def test_prompts_are_truncated_to_any_length(name: str, text: str, keep_end: bool) -> None:
+    """Cuts fall also within characters of several tokens, and after a tokenizer's own space."""
     tokenizer = CHAT_MODELS[name].tokenizer()
     template = Template.chat(tokenizer)
     whole, _ = template.build(tokenizer, text, 1000)
-    fewest = sum(map(len, template.around(tokenizer)))
-    for room in range(len(whole), fewest + 3, -1):
-        tokens, dropped = template.build(tokenizer, text, room, keep_end)
-        assert len(tokens) <= room
-        assert dropped >= len(whole) - room
+    minimum = sum(map(len, template.around(tokenizer)))
+    for limit in range(len(whole), minimum + 3, -1):
+        tokens, dropped = template.build(tokenizer, text, limit, keep_end)
+        assert len(tokens) <= limit
+        assert dropped >= len(whole) - limit
     with pytest.raises(InvalidRequestError, match="no room left"):
         template.build(tokenizer, text, 1, keep_end)

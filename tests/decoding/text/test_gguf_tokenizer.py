@@ -1,4 +1,4 @@
-"""A tokenizer made from a GGUF file's metadata is the one that the file was made of."""
+"""A tokenizer built from a GGUF file's metadata equals the one that the file was written from."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from decoding.text.prompt import Template
 from offload.errors import TierForceError
 
 SPECIALS = ["<|end|>", "<|start|>", "<unk>"]
-TEXTS = (
+STRINGS = (
     "",
     " ",
     "Hello, world! It's 1234567 o'clock, they'LL say.",
@@ -51,7 +51,7 @@ def split_by(*rules: pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-# how transformers and the models' own files split text
+# pre-tokenizers of transformers and of the models' own files
 REFERENCES: dict[str, Any] = {
     "gpt-2": GPT2,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
@@ -64,14 +64,14 @@ def lines() -> Iterator[str]:
     yield from long_text()[:60_000].splitlines(keepends=True)
 
 
-def write(path: Path, model: str, tokens: list[str], kinds: list[int], **said: Any) -> Path:
-    """Write a GGUF file of a tokenizer alone; `said` are fields of tokenizer.ggml."""
+def write(path: Path, model: str, tokens: list[str], kinds: list[int], **fields: Any) -> Path:
+    """Write a GGUF file with only a tokenizer; `fields` are those of tokenizer.ggml."""
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
-    for name, value in said.items():
+    for name, value in fields.items():
         add.get(type(value), writer.add_array)(f"tokenizer.ggml.{name}", value)
     writer.add_chat_template("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     writer.write_header_to_file()
@@ -89,14 +89,14 @@ def tokens_of(backend: Tokenizer) -> list[str]:
     return sorted(vocab, key=vocab.__getitem__)
 
 
-def same_tokens(path: Path, backend: Tokenizer) -> Any:
-    """Hold a file's tokenizer against the one it was made of, on every text; return it."""
+def check_same_tokens(path: Path, backend: Tokenizer) -> Any:
+    """Check a file's tokenizer against the one it was written from; return it."""
     tokenizer = gguf_tokenizer(path)
     assert tokenizer.get_vocab() == backend.get_vocab()
-    for text in (*TEXTS, long_text()[60_000:80_000]):
-        wanted = backend.encode(text).ids
-        assert tokenizer(text, add_special_tokens=False).input_ids == wanted
-        assert tokenizer.decode(wanted, skip_special_tokens=True) == backend.decode(wanted)
+    for text in (*STRINGS, long_text()[60_000:80_000]):
+        expected = backend.encode(text).ids
+        assert tokenizer(text, add_special_tokens=False).input_ids == expected
+        assert tokenizer.decode(expected, skip_special_tokens=True) == backend.decode(expected)
     return tokenizer
 
 
@@ -112,18 +112,18 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
         show_progress=False,
     )
     backend.train_from_iterator(lines(), trainer)
-    if pre == "qwen2":  # as its tokenizer.json says
+    if pre == "qwen2":  # as in its tokenizer.json
         backend.normalizer = normalizers.NFC()
     tokens = tokens_of(backend)
     kinds = [3 if token in SPECIALS else 1 for token in tokens]
-    said = {"pre": pre, "merges": merges_of(backend), "eos_token_id": 0, "bos_token_id": 1}
-    path = write(tmp_path / "model.gguf", "gpt2", tokens, kinds, **said, add_bos_token=False)
-    tokenizer = same_tokens(path, backend)
+    fields = {"pre": pre, "merges": merges_of(backend), "eos_token_id": 0, "bos_token_id": 1}
+    path = write(tmp_path / "model.gguf", "gpt2", tokens, kinds, **fields, add_bos_token=False)
+    tokenizer = check_same_tokens(path, backend)
     assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|end|>", "<|start|>")
     assert tokenizer("").input_ids == []
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     assert rendered == "<|start|>x"
-    # in a document what looks special is plain text
+    # special tokens in a document are plain text
     plain, _ = Template.plain(tokenizer).build(tokenizer, "a<|start|>b", 100)
     assert 1 not in plain
     assert tokenizer.decode(plain) == "a<|start|>b"
@@ -133,19 +133,19 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     ("first", "last", "bos", "prefix"),
     [(True, True, 1, [1]), (False, True, 1, []), (True, False, 1, [1]), (True, True, 0, [0])],
 )
-def test_nothing_that_ends_a_text_stands_before_a_prompt(
+def test_prompts_have_a_bos_token_but_no_end_token(
     first: bool, last: bool, bos: int, prefix: list[int], tmp_path: Path
 ) -> None:
-    """Files may ask for a token at the end of every text; a prompt has no end."""
+    """Files may request a token at the end of every text; a prompt has no end."""
     tokens = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     kinds = [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS))
-    said = {"pre": "gpt-2", "merges": [], "eos_token_id": 0, "bos_token_id": bos}
+    fields = {"pre": "gpt-2", "merges": [], "eos_token_id": 0, "bos_token_id": bos}
     path = write(
         tmp_path / "model.gguf",
         "gpt2",
         tokens,
         kinds,
-        **said,
+        **fields,
         add_bos_token=first,
         add_eos_token=last,
     )
@@ -160,15 +160,18 @@ def test_nothing_that_ends_a_text_stands_before_a_prompt(
     assert 0 not in summary[len(prefix) :]
 
 
-def test_a_word_that_is_a_token_is_taken_whole(tmp_path: Path) -> None:
-    """Llama 3's words need no merges that lead to them; GPT-2's do."""
+def test_whole_word_tokens_need_no_merges_where_the_pre_tokenizer_says_so(tmp_path: Path) -> None:
+    """Llama 3's whole-word tokens need no merges; dbrx's do."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*letters, "whole"]
-    for pre, wanted in (("llama-bpe", [256]), ("dbrx", [letters.index(each) for each in "whole"])):
-        said = {"pre": pre, "merges": ["z z"], "add_bos_token": False}
+    for pre, expected in (
+        ("llama-bpe", [256]),
+        ("dbrx", [letters.index(each) for each in "whole"]),
+    ):
+        fields = {"pre": pre, "merges": ["z z"], "add_bos_token": False}
         tokens_of_pre = [*tokens, "zz"]
-        path = write(tmp_path / f"{pre}.gguf", "gpt2", tokens_of_pre, [1] * 258, **said)
-        assert gguf_tokenizer(path)("whole").input_ids == wanted
+        path = write(tmp_path / f"{pre}.gguf", "gpt2", tokens_of_pre, [1] * 258, **fields)
+        assert gguf_tokenizer(path)("whole").input_ids == expected
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -186,7 +189,7 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
         fuse_unk=True,
         byte_fallback=True,
     )
-    backend = Tokenizer(model)  # as Llama-2's tokenizer.json has it
+    backend = Tokenizer(model)  # as in Llama-2's tokenizer.json
     prepend = [normalizers.Prepend("\u2581")] if prefix else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "\u2581")])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -202,10 +205,10 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
     scores = [ranks.get(token, -1e6) for token in tokens]
     kinds = [6 if token in specials else 1 for token in tokens]
     kinds[:3], kinds[-1] = [2, 3, 3], 4
-    said = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    said |= {} if prefix else {"add_space_prefix": False}
-    path = write(tmp_path / "model.gguf", "llama", tokens, kinds, **said)
-    tokenizer = same_tokens(path, backend)
+    fields = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    fields |= {} if prefix else {"add_space_prefix": False}
+    path = write(tmp_path / "model.gguf", "llama", tokens, kinds, **fields)
+    tokenizer = check_same_tokens(path, backend)
     assert tokenizer("").input_ids == [1]  # a text begins with <s>
     assert tokenizer("of course", add_special_tokens=False).input_ids == [len(tokens) - 1]
     text = "na\u00efve \u4f60\u597d \U0001f600 and of course"
@@ -214,88 +217,93 @@ def test_sentencepiece(tmp_path: Path, prefix: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "said", "words"),
+    ("model", "fields", "message"),
     [
-        ("bert", {}, "of kind 'bert'; supported are gpt2"),
-        ("gpt2", {"pre": "mystery"}, "splits text in the way 'mystery'"),
-        ("gpt2", {}, "splits text in the way None"),
-        ("gpt2", {"pre": "smollm", "merges": ["ab"]}, "its merge 'ab' is not of two tokens"),
-        ("gpt2", {"pre": "smollm", "merges": ["a c"]}, "cannot be made"),
-        ("gpt2", {"pre": "smollm", "eos_token_id": 9}, "names token 9 of 2"),
-        ("llama", {}, "cannot be made"),
+        ("bert", {}, "is 'bert'; supported are gpt2"),
+        ("gpt2", {"pre": "mystery"}, "is 'mystery'; supported are gpt-2"),
+        ("gpt2", {}, "is None; supported are gpt-2"),
+        ("gpt2", {"pre": "smollm", "merges": ["ab"]}, "its merge 'ab' does not have two tokens"),
+        ("gpt2", {"pre": "smollm", "merges": ["a c"]}, "cannot be built"),
+        ("gpt2", {"pre": "smollm", "eos_token_id": 9}, "refers to token 9 of 2"),
+        ("llama", {}, "cannot be built"),
         ("llama", {"scores": [0.0]}, "has 2 tokens, but scores of 1"),
         ("llama", {}, "has no tokenizer.ggml.scores"),
         ("llama", {"scores": [0.0, float("nan")]}, "nan in tokenizer.ggml.scores; it must be a"),
         ("llama", {"scores": 5}, "tokenizer.ggml.scores = 5; it must be a list of finite numbers"),
         ("llama", {"scores": ["a", "b"]}, "'a' in tokenizer.ggml.scores; it must be a list of"),
-        ("gpt2", {"pre": 7}, "tokenizer.ggml.pre = 7; it must be a text"),
+        ("gpt2", {"pre": 7}, "tokenizer.ggml.pre = 7; it must be a string"),
         ("gpt2", {"pre": "smollm", "merges": [1, 2]}, "1 in tokenizer.ggml.merges; it must be a"),
         ("gpt2", {"pre": "smollm", "add_bos_token": 1}, "add_bos_token = 1; it must be true or"),
-        ("gpt2", {"pre": "smollm", "eos_token_id": "</s>"}, "names token '</s>' of 2"),
+        ("gpt2", {"pre": "smollm", "eos_token_id": "</s>"}, "refers to token '</s>' of 2"),
         ("gpt2", {"pre": "smollm", "merges": ["a " + "b" * 5000]}, "a merge of 5,002 characters"),
     ],
 )
-def test_what_is_no_tokenizer(tmp_path: Path, model: str, said: dict[str, Any], words: str) -> None:
-    path = write(tmp_path / "model.gguf", model, ["a", "b"], [1, 1], **said)
-    with pytest.raises(TierForceError, match=words) as caught:
+def test_invalid_tokenizers_are_rejected(
+    tmp_path: Path, model: str, fields: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path / "model.gguf", model, ["a", "b"], [1, 1], **fields)
+    with pytest.raises(TierForceError, match=message) as caught:
         gguf_tokenizer(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_token_that_is_there_twice(tmp_path: Path) -> None:
+def test_duplicate_tokens_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", "gpt2", ["a", "a"], [1, 1], pre="smollm")
-    with pytest.raises(TierForceError, match="has a token twice"):
+    with pytest.raises(TierForceError, match="has a duplicate token"):
         gguf_tokenizer(path)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("tokens", "words"),
+    ("tokens", "message"),
     [
-        (["a", "b" * 3_000_000], "has a token of 3,000,000 characters, and at most 1,024"),
-        ([f"{'c' * 1000}{at}" for at in range(6000)], "tokens have 6,022,890 characters, and at"),
+        (["a", "b" * 3_000_000], "has a token of 3,000,000 characters; at most 1,024"),
+        (
+            [f"{'c' * 1000}{at}" for at in range(6000)],
+            "have 6,022,890 characters; at most 4,194,304",
+        ),
     ],
     ids=["long", "much"],
 )
-def test_a_vocabulary_that_would_take_minutes(
-    tmp_path: Path, model: str, tokens: list[str], words: str
+def test_vocabularies_too_large_to_build_are_rejected(
+    tmp_path: Path, model: str, tokens: list[str], message: str
 ) -> None:
-    said = {"scores": [0.0] * len(tokens), "pre": "smollm"}
-    path = write(tmp_path / "model.gguf", model, tokens, [1] * len(tokens), **said)
-    with pytest.raises(TierForceError, match=words):
+    fields = {"scores": [0.0] * len(tokens), "pre": "smollm"}
+    path = write(tmp_path / "model.gguf", model, tokens, [1] * len(tokens), **fields)
+    with pytest.raises(TierForceError, match=message):
         gguf_tokenizer(path)
 
 
-def test_tokens_that_are_made_of_one_another_in_all_ways(
+def test_tokens_with_too_many_possible_merges_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding.text.gguf_tokenizer, "MAX_MERGES", 500)
     tokens = ["a" * length for length in range(1, 40)]
-    said = {"scores": [0.0] * len(tokens), "unknown_token_id": 0}
-    path = write(tmp_path / "model.gguf", "llama", tokens, [1] * len(tokens), **said)
-    with pytest.raises(TierForceError, match="made of one another in more than 500 ways"):
+    fields = {"scores": [0.0] * len(tokens), "unknown_token_id": 0}
+    path = write(tmp_path / "model.gguf", "llama", tokens, [1] * len(tokens), **fields)
+    with pytest.raises(TierForceError, match="concatenations of one another in more than 500 ways"):
         gguf_tokenizer(path)
 
 
-def test_more_tokens_than_any_model_has() -> None:
-    with pytest.raises(TierForceError, match=r"has 1,048,577 tokens, and at most 1,048,576"):
+def test_more_tokens_than_any_model_has_are_rejected() -> None:
+    with pytest.raises(TierForceError, match=r"has 1,048,577 tokens; at most 1,048,576"):
         check_vocabulary({"tokens": ["a"] * (MAX_TOKENS + 1)})
-    with pytest.raises(TierForceError, match=r"has 2,097,153 merges, and at most 2,097,152"):
+    with pytest.raises(TierForceError, match=r"has 2,097,153 merges; at most 2,097,152"):
         check_vocabulary({"merges": ["a b"] * (MAX_MERGES + 1)})
 
 
 @pytest.mark.parametrize("value", [7, "a", [1, 2], [["a"]], True])
-def test_a_vocabulary_that_is_none(value: Any) -> None:
+def test_vocabulary_fields_of_a_wrong_type_are_rejected(value: Any) -> None:
     with pytest.raises(
-        TierForceError, match=r"tokenizer\.ggml\.tokens.*; it must be a list of texts"
+        TierForceError, match=r"tokenizer\.ggml\.tokens.*; it must be a list of strings"
     ):
         check_vocabulary({"model": "gpt2", "tokens": value})
-    with pytest.raises(TierForceError, match=r"tokenizer\.chat_template.*; it must be a text"):
+    with pytest.raises(TierForceError, match=r"tokenizer\.chat_template.*; it must be a string"):
         check_vocabulary({"chat_template": [value]})
 
 
-def test_every_way_to_split_is_a_pattern() -> None:
+def test_every_pre_tokenizer_rule_is_a_valid_pattern() -> None:
     for splits in SPLITS.values():
         for rule in splits.rules:
             assert pre_tokenizers.Split(Regex(rule), "isolated").pre_tokenize_str("a 1")

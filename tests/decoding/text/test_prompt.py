@@ -1,5 +1,5 @@
-"""From a document to prompt tokens: the template, what is cut to fit, and that a document never
-speaks in special tokens.
+"""Prompt tokens of a document: the template, truncation, and special tokens in the document as
+plain text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ TEXT = "It was the best of times, it was the worst of times."
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """The built-in pair's: <s> is 0, </s> is 1, and it puts nothing before a text of its own
-    accord.
-    """
+    """Return the built-in pair's tokenizer: <s> is 0, </s> is 1, and it adds neither to a text."""
     return AutoTokenizer.from_pretrained(TARGET)
 
 
@@ -48,8 +46,8 @@ def test_without_a_chat_template_the_instruction_follows_the_text(tokenizer: Any
 
 
 @pytest.mark.parametrize("frame", ["<s> $A", "<s> $A </s>"])
-def test_what_the_tokenizer_puts_before_a_text_comes_first(frame: str, tokenizer: Any) -> None:
-    """And what it puts after one, which ends it, does not come at all."""
+def test_the_prefix_of_a_tokenizer_comes_first(frame: str, tokenizer: Any) -> None:
+    """Its suffix, which ends a text, is left out."""
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=frame, special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -61,7 +59,7 @@ def test_what_the_tokenizer_puts_before_a_text_comes_first(frame: str, tokenizer
         assert tokenizer.decode(tokens, skip_special_tokens=True).startswith(TEXT)
 
 
-def test_a_chat_template_is_used_where_there_is_one(tokenizer: Any) -> None:
+def test_a_chat_template_is_used_if_there_is_one(tokenizer: Any) -> None:
     tokenizer.chat_template = CHAT
     tokens, _ = Template.summary(tokenizer, "In one word?").build(tokenizer, TEXT, 1000)
     assert tokens[0] == 0
@@ -80,7 +78,7 @@ def test_special_tokens_in_a_document_are_plain_text(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("chat", [None, CHAT])
-def test_a_long_document_loses_its_end_and_the_template_nothing(
+def test_a_long_document_is_truncated_at_its_end_within_the_template(
     chat: str | None, tokenizer: Any
 ) -> None:
     tokenizer.chat_template = chat
@@ -90,32 +88,32 @@ def test_a_long_document_loses_its_end_and_the_template_nothing(
     assert (exact, none, fits) == (whole, 0, 0)
     cut, dropped = template.build(tokenizer, TEXT, len(whole) - 5)
     assert dropped == 5
-    behind = len(whole) - len(template.around(tokenizer)[1])
-    assert cut == whole[: behind - 5] + whole[behind:]
+    end = len(whole) - len(template.around(tokenizer)[1])
+    assert cut == whole[: end - 5] + whole[end:]
 
 
-def test_a_text_to_be_continued_loses_its_beginning(tokenizer: Any) -> None:
+def test_a_text_to_be_continued_is_truncated_at_its_beginning(tokenizer: Any) -> None:
     whole = tokenizer(TEXT).input_ids
     template = Template.plain(tokenizer)
     assert template.build(tokenizer, TEXT, len(whole) - 3, keep_end=True) == (whole[3:], 3)
     tokenizer.chat_template = CHAT
-    asked = Template.chat(tokenizer)
-    room = len(asked.build(tokenizer, TEXT, 1000)[0]) - 6
-    tokens, dropped = asked.build(tokenizer, TEXT, room, keep_end=True)
-    kept = tokenizer.decode(whole[dropped:])
-    assert tokenizer.decode(tokens) == f"<s>user: {kept.strip()}</s>bot:"
-    assert tokens == rendered_tokens(tokenizer, kept)
+    template = Template.chat(tokenizer)
+    room = len(template.build(tokenizer, TEXT, 1000)[0]) - 6
+    tokens, dropped = template.build(tokenizer, TEXT, room, keep_end=True)
+    rest = tokenizer.decode(whole[dropped:])
+    assert tokenizer.decode(tokens) == f"<s>user: {rest.strip()}</s>bot:"
+    assert tokens == rendered_tokens(tokenizer, rest)
     assert 6 <= dropped <= 8
 
 
-def test_what_has_no_chat_template_cannot_be_asked(tokenizer: Any) -> None:
+def test_chat_without_a_chat_template_is_rejected(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(TierForceError, match="has no chat template: use an instruct model"):
         Template.chat(tokenizer)
 
 
 @pytest.mark.parametrize("room", [-7, 0, 11])
-def test_a_context_that_the_template_alone_fills_leaves_no_room(room: int, tokenizer: Any) -> None:
+def test_a_template_that_fills_the_context_leaves_no_room(room: int, tokenizer: Any) -> None:
     template = PlainTemplate(before=[0], after=list(range(10, 20)))
     with pytest.raises(
         InvalidRequestError,
@@ -132,29 +130,29 @@ def test_a_context_that_the_template_alone_fills_leaves_no_room(room: int, token
     [
         ("{{ raise_exception('Only code') }}", "Only code"),
         ("{% if %}", "Expected an expression"),
-        ("nothing of the message", "it leaves it out"),
+        ("nothing of the message", "it omits it"),
     ],
 )
-def test_a_chat_template_that_cannot_take_a_document_is_refused(
+def test_a_chat_template_that_does_not_support_a_document_is_rejected(
     chat: str, reason: str, tokenizer: Any
 ) -> None:
     tokenizer.chat_template = chat
-    with pytest.raises(TierForceError, match=f"template cannot take a document \\({reason}"):
+    with pytest.raises(TierForceError, match=f"template does not support a document \\({reason}"):
         Template.summary(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "has not ended after 0.5 s"),
-        ("{{ 'A' * 3000000 }}", "it writes 3,000,000 characters"),
-        ("{{ ('A' * 2000000000) | length }}", "it asks for more than 1,024 MiB of memory"),
-        ("{{ 'A'.ljust(2000000000) | length }}", "it asks for more than 1,024 MiB of memory"),
-        ("{{ messages[0]['nothing']['at all'] }}", "chat template cannot take a document"),
+        ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "did not finish within 0.5 s"),
+        ("{{ 'A' * 3000000 }}", "its output has 3,000,000 characters"),
+        ("{{ ('A' * 2000000000) | length }}", "it needs more than 1,024 MiB of memory"),
+        ("{{ 'A'.ljust(2000000000) | length }}", "it needs more than 1,024 MiB of memory"),
+        ("{{ messages[0]['nothing']['at all'] }}", "chat template does not support a document"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ],
 )
-def test_a_template_that_does_harm_is_given_up(
+def test_harmful_templates_are_stopped(
     tokenizer: Any, template: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendering, "RENDER_S", 0.5)
@@ -163,40 +161,40 @@ def test_a_template_that_does_harm_is_given_up(
     with pytest.raises(TierForceError, match=reason):
         Template.summary(tokenizer)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
-    for _ in range(100):  # and no thread goes on with it
+    for _ in range(100):  # the rendering thread ends
         if not any(thread.name == "chat template" for thread in threading.enumerate()):
             return
         time.sleep(0.1)
-    raise AssertionError("the template is still at it")
+    raise AssertionError("the template is still being rendered")
 
 
-def test_memory_is_limited_for_what_has_not_been_rendered(
+def test_memory_is_limited_at_the_first_rendering_only(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine's thread may want it later on; and threads do not mix up their limits."""
+    """An engine's thread may need the memory later; concurrent renderings restore the limit."""
     limits: list[tuple[int, int]] = []
-    setting, before = resource.setrlimit, resource.getrlimit(resource.RLIMIT_AS)
+    setrlimit, before = resource.setrlimit, resource.getrlimit(resource.RLIMIT_AS)
 
-    def noted(which: int, to: tuple[int, int]) -> None:
+    def recorded(which: int, to: tuple[int, int]) -> None:
         limits.append(to)
-        setting(which, to)
+        setrlimit(which, to)
 
-    monkeypatch.setattr(resource, "setrlimit", noted)
+    monkeypatch.setattr(resource, "setrlimit", recorded)
     tokenizer.chat_template = "{% for each in range(20000) %}{% endfor %}" + CHAT
-    together = [threading.Thread(target=Template.chat, args=(tokenizer,)) for _ in range(4)]
-    for thread in together:
+    threads = [threading.Thread(target=Template.chat, args=(tokenizer,)) for _ in range(4)]
+    for thread in threads:
         thread.start()
-    for thread in together:
+    for thread in threads:
         thread.join()
     assert limits[1::2] == [before] * (len(limits) // 2)
-    assert all(each < 1 << 50 for each, _ in limits[::2])
+    assert all(soft < 1 << 50 for soft, _ in limits[::2])
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     limits.clear()
     Template.chat(tokenizer)
     assert not limits
 
 
-def test_half_a_character_is_refused_wherever_it_stands(tokenizer: Any) -> None:
+def test_a_lone_surrogate_anywhere_is_rejected(tokenizer: Any) -> None:
     with pytest.raises(InvalidRequestError, match="index 3"):
         Template.plain(tokenizer).build(tokenizer, "caf\udce9", 1000)
     for template in (CHAT, None):
