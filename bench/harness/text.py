@@ -96,8 +96,8 @@ def _from_python(count: int, min_characters: int) -> dict[str, str]:
     text, name = long_text(), "python-language-reference"
     if len(text) < min_characters:
         raise TierForceError(
-            f"{name} has {len(text):,} characters, fewer than {min_characters:,}: name a folder with"
-            " --data."
+            f"{name} has {len(text):,} characters, fewer than {min_characters:,}: name a folder "
+            "with --data."
         )
     starts = [number * len(text) // count for number in range(count)]
     return {f"{name}-{at + 1}": text[start:] + text[:start] for at, start in enumerate(starts)}

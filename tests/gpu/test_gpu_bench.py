@@ -140,7 +140,7 @@ def test_a_part_that_dies_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
         (row["part"], row["what"], row["value"]) for row in json.loads(output.read_text())["rows"]
     ]
     reasons = [(part, value) for part, what, value in rows if what == "failed"]
-    assert reasons[0] == ("dies", "its process ended with exit code 3")
+    assert reasons[0] == ("dies", "its process exited with code 3")
     assert reasons[1][1].startswith("KeyError: 'missing'")
     assert reasons[2] == ("hangs", "ended after 1 s: its time was up")
     assert ("dies", "before", 1.0) in rows
