@@ -1,1 +1,1 @@
-"""Measurements: `python -m bench NAME` prints a table and writes one JSON document."""
+"""Benchmarks: `python -m bench NAME` prints a table and writes one JSON document."""

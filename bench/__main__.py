@@ -9,24 +9,27 @@ import typer
 
 from decoding.app.environment import set_environment_defaults
 
-COMMANDS = {  # name: module, and what it measures
-    "gpu": ("bench.gpu.day", "what only a GPU can tell: its tests, kernels, link and passes"),
-    "compare": ("bench.peers.compare", "TierForce beside transformers, DeepSpeed, llama.cpp"),
-    "grid": ("bench.speed.grid", "decoding speed over any grid of settings, links included"),
+COMMANDS = {  # name: module, summary
+    "gpu": ("bench.gpu.day", "what only a GPU can show: tests, kernels, link and forwards"),
+    "compare": (
+        "bench.peers.compare",
+        "TierForce compared with transformers, DeepSpeed and llama.cpp",
+    ),
+    "grid": ("bench.speed.grid", "decoding speed over a grid of settings and links"),
     "forwards": ("bench.speed.forwards", "cost of one forward of each level, by context"),
     "concurrency": ("bench.speed.concurrency", "concurrent requests compared with one at a time"),
-    "conversation": ("bench.speed.conversation", "questions about a document, one by one"),
-    "reopening": ("bench.speed.reopening", "a document that is kept on disk, opened again"),
-    "prefill": ("bench.speed.prefill", "tokens a second and peak memory of prefill"),
-    "transfer": ("bench.speed.transfer", "whether copies hide behind compute"),
-    "acceptance": ("bench.drafts.acceptance", "how often proposals stand, by policy and budget"),
-    "needle": ("bench.drafts.needle", "whether what drafts still knows what was said early"),
+    "conversation": ("bench.speed.conversation", "questions about a document, one after another"),
+    "reopening": ("bench.speed.reopening", "a document loaded from the prompt cache"),
+    "prefill": ("bench.speed.prefill", "tokens/s and peak memory of prefill"),
+    "transfer": ("bench.speed.transfer", "overlap of transfers and compute"),
+    "acceptance": ("bench.drafts.acceptance", "acceptance of drafts by policy and budget"),
+    "needle": ("bench.drafts.needle", "whether drafts recall a sentence planted early"),
     "recipes": ("bench.paper.recipes", "the published experiments, at full or reduced size"),
-    "loss": ("bench.checks.loss", "the loss per token along a text, and with stretched RoPE"),
-    "fidelity": ("bench.checks.fidelity", "texts and laws beside plain decoding's"),
-    "predictions": ("bench.checks.predictions", "predicted times beside measured ones"),
-    "memory": ("bench.checks.memory", "plans held to the memory that they ask for"),
-    "report": ("bench.harness.report", "the tables of README and docs/results, filled in anew"),
+    "loss": ("bench.checks.loss", "loss by position, with and without RoPE scaling"),
+    "fidelity": ("bench.checks.fidelity", "outputs and distributions compared with plain decoding"),
+    "predictions": ("bench.checks.predictions", "predicted and measured times"),
+    "memory": ("bench.checks.memory", "whether runs fit in their planned memory"),
+    "report": ("bench.harness.report", "regenerate the tables of README and docs/results"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Predictions and plans, held against what happens."""
+"""Predictions and plans compared with measurements."""

@@ -1,1 +1,1 @@
-"""What proposals are worth: acceptance, overlap, needles."""
+"""Quality of drafts: acceptance, overlap, needles."""

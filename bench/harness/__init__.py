@@ -1,1 +1,1 @@
-"""What benchmarks share: texts, options, processes of their own, documents, tables, the page."""
+"""Shared parts of benchmarks: texts, options, subprocesses, documents, tables."""

@@ -1,4 +1,4 @@
-"""A prompt that was read, continued to its end: what benchmarks time and count."""
+"""Timed and counted decoding after a prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from decoding.speculation.sequence import TokenSequence
 def endless(
     target: str | Path, draft: str | Path | None, settings: Settings, device: str = "auto"
 ) -> Iterator[Engine]:
-    """Yield an engine that stops at no token, so that all texts have as many."""
+    """Yield an engine without stop tokens, so that all outputs have the same length."""
     engine = Engine.from_pretrained(target, draft, settings, device=device)
     engine.stop_tokens = frozenset()
     yield engine
@@ -33,12 +33,12 @@ def endless(
 
 @dataclass(frozen=True)
 class Run:
-    """One timed decoding: seconds, and what was counted."""
+    """One timed decoding, with its counts."""
 
     seconds: float
     tokens: int
     tokens_per_verification: float | None = None
-    acceptance: float | None = None  # of what was put before the target
+    acceptance: float | None = None  # of the target's draft tokens
     link_bytes: int = 0
     rounds: list[RoundStats] = field(default_factory=list)
 
@@ -47,8 +47,8 @@ class Run:
         return 1e3 * self.seconds / self.tokens
 
 
-class PrefilledText:
-    """A text that is read once, and continued any number of times from the prompt's end."""
+class PrefilledPrompt:
+    """A prompt that is prefilled once, and continued any number of times."""
 
     def __init__(self, session: SequenceState):
         self.session = session
@@ -58,9 +58,9 @@ class PrefilledText:
     def run(
         self, sampling: Sampling, lengths: Lengths | None = None, limit: float = math.inf
     ) -> Run:
-        """Decode all new tokens behind the first, or what is done after `limit` seconds.
+        """Decode all new tokens after the first, or as many as take `limit` seconds.
 
-        `lengths` None: those of the settings.
+        `lengths`: draft lengths; None for those of the settings.
         """
         session = self.session
         for level, state in zip(session.levels, self._start, strict=True):
@@ -83,21 +83,21 @@ def decode_loop(
     sampling: Sampling,
     lengths: Lengths | None = None,
     limit: float = math.inf,
-    observe: Callable[[Tensor], None] | None = None,
+    on_logits: Callable[[Tensor], None] | None = None,
 ) -> tuple[Decoder, float]:
-    """Decode all new tokens of a session but the first, which is given; or until `limit` seconds.
+    """Decode all new tokens of a sequence after `first`, or as many as take `limit` seconds.
 
-    `observe` is told of the logits of each round's tokens (`Request`). Returns what decoded, with
-    its counts, and the seconds it took.
+    `on_logits` receives the logits of each round's tokens, as `Request.on_logits` does. Returns the
+    decoder, with its counts, and the seconds it took.
     """
     is_coupled = session.runtime.settings.deterministic
-    chance = make_randomness(sampling, session.prompt.device, is_coupled)
-    text = TokenSequence([*session.prompt.tolist(), first])
-    decoder = session.decoder(text, sampling, chance, lengths)
-    decoder.on_logits = observe
+    randomness = make_randomness(sampling, session.prompt.device, is_coupled)
+    sequence = TokenSequence([*session.prompt.tolist(), first])
+    decoder = session.decoder(sequence, sampling, randomness, lengths)
+    decoder.on_logits = on_logits
     started = time.perf_counter()
     while (missing := session.new - 1 - decoder.stats.produced) > 0:
-        run(decoder.round(missing), lambda asked: session.run_forward([asked])[0])
+        run(decoder.round(missing), lambda request: session.run_forward([request])[0])
         if time.perf_counter() - started > limit:
             break
     return decoder, time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Dimensions of the models that published figures are of: they say what a model costs."""
+"""Dimensions of the models in published experiments, which determine their cost."""
 
 from __future__ import annotations
 

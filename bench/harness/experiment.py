@@ -1,8 +1,8 @@
-"""How a benchmark runs: what it has measured is written as it comes, and printed at the end.
+"""Running a benchmark: its document is saved as it grows, and printed at the end.
 
-A benchmark is a generator. Each time something is finished it yields its document so far: lists of
-rows, which are dicts, mappings such as ratios, and single values. The document that is written also
-has the options, the command, the machine and the commit.
+A benchmark is a generator. After each measurement it yields its document so far: lists of rows
+(dicts), mappings such as ratios, and single values. The saved document also has the options, the
+command, the machine and the commit.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ ROOT = Path(__file__).parents[2]
 def benchmark(
     title: str, hidden: Sequence[str] = ()
 ) -> Callable[[Callable[..., Measurement]], Callable[..., None]]:
-    """Make a command of a benchmark.
+    """Turn a benchmark into a command.
 
-    Ctrl-C, and an error that is a TierForceError, end it with the rows that there are.
+    Ctrl-C and TierForceErrors end it; the rows so far are kept.
 
     Args:
-        title: of its tables. Options stand in it in braces, as in `str.format`, and {threads} are
-            those that it ran with.
-        hidden: columns that are written, but not printed.
+        title: title of its tables, with options in braces, as in `str.format`; {threads} is the
+            number of threads actually used.
+        hidden: columns that are saved, but not printed.
     """
 
     def decorate(main: Callable[..., Measurement]) -> Callable[..., None]:
@@ -69,7 +69,7 @@ def benchmark(
                     for document in documents:
                         save(output, document, options)
             except KeyboardInterrupt:
-                say("interrupted: what is finished is kept")
+                say("interrupted: finished rows are kept")
             except TierForceError as error:
                 failure = str(error)
             finally:
@@ -88,7 +88,7 @@ def benchmark(
 
 
 def prepare(threads: int) -> None:
-    """Keep transformers quiet, and give this process so many cores and threads (0: as it has)."""
+    """Silence transformers, and limit this process to `threads` cores and threads (0: no limit)."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if threads:
@@ -97,7 +97,7 @@ def prepare(threads: int) -> None:
 
 
 def present(title: str, document: Document, hidden: Sequence[str] = ()) -> None:
-    """Print a document: rows as tables, all else as lines."""
+    """Print a document: rows as tables, everything else as lines."""
     for name, part in document.items():
         if isinstance(part, list):
             show(title if name == "rows" else f"{heading(name)}: {title}", part, hidden)
@@ -135,7 +135,7 @@ def environment() -> dict[str, Any]:
 
 
 def _settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with paths by their names, and a digest of the text."""
+    """Return the options, with names in place of paths, and a digest of the text."""
     named = {
         name: _name(value) if isinstance(value, Path) or os.sep in str(value) else value
         for name, value in options.items()
@@ -152,7 +152,7 @@ def _digest(path: Path | None) -> str:
 
 
 def _command() -> str:
-    """Return what was typed, with the name of a file or folder in place of its path."""
+    """Return the command line, with names in place of paths."""
     main = sys.modules["__main__"].__spec__
     module = main.name.removesuffix(".__main__") if main else sys.argv[0]
     return shlex.join(
@@ -166,7 +166,7 @@ def _without_folders(word: str) -> str:
 
 
 def _name(path: str | Path) -> str:
-    """Return the path of a file of this project, and the name of any other."""
+    """Return the relative path of a file in this project, and the name of any other."""
     whole = Path(os.path.abspath(path))
     return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else whole.name
 
@@ -182,7 +182,7 @@ def _git(*arguments: str) -> str:
 
 
 _CHANGES = "+changes" if _git("status", "--porcelain", "--", ".", ":!docs/results") else ""
-COMMIT = _git("rev-parse", "HEAD") + _CHANGES  # when the run began, not when it is saved
+COMMIT = _git("rev-parse", "HEAD") + _CHANGES  # at the start of the run
 
 
 def _cpu() -> str:
@@ -193,7 +193,7 @@ def _cpu() -> str:
     return named[1] if named else platform.processor()
 
 
-@cache  # a search of all that is installed, for every row that is kept
+@cache  # searches all installed packages, and is called for every saved row
 def _version(name: str) -> str | None:
     try:
         return version(name)

@@ -1,4 +1,4 @@
-"""A function in a process of its own: its memory goes with it, and its end is an answer too."""
+"""Calls in a fresh process, which frees its memory and whose death is a result, too."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 import psutil
 
 _POLL_S = 0.05
-_START = "spawn"  # a process that holds nothing of ours
+_START = "spawn"  # the child inherits no memory
 
 
 class Died(Exception):
-    """The process gave no answer; the message is the reason."""
+    """The process returned nothing; the message is the reason."""
 
 
 def call_in_process(
     function: Callable[..., Any], *args: Any, limit_s: float = math.inf
 ) -> tuple[Any, float]:
-    """Call a module's own function in a fresh process.
+    """Call a module-level function in a fresh process.
 
-    Returns its answer and the most memory its process held, in GB. A `Died` takes the answer's
-    place where the process ends without one, or takes longer than `limit_s` seconds.
+    Returns its result and the peak memory of its process in GB. The result is a `Died` if the
+    process ends without one, or takes longer than `limit_s` seconds.
     """
     started, peak = time.monotonic(), 0.0
-    with child_process(_answer, function, args) as (child, pipe):
+    with child_process(_send_result, function, args) as (child, pipe):
         try:
             while child.is_alive() and not pipe.poll(_POLL_S):
                 peak = max(peak, _memory_gb(child.pid))
@@ -45,18 +45,18 @@ def call_in_process(
 def child_process(
     function: Callable[..., None], *args: Any, end_by: int = signal.SIGTERM
 ) -> Iterator[tuple[Any, Any]]:
-    """Run `function(pipe, *args)` in a process of its own meanwhile.
+    """Run `function(pipe, *args)` in a process of its own during the body.
 
-    Yields the process, and the end of the pipe that receives what it sends; `EOFError` says that it
-    has ended. After the body the process gets the signal `end_by`, and so does all it has started.
+    Yields the process, and the receiving end of the pipe, which raises `EOFError` once the process
+    has ended. After the body the process and its children get the signal `end_by`.
     """
     context: Any = multiprocessing.get_context(_START)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=function, args=(theirs, *args))
     try:
-        with _interrupts_wait():
+        with _delayed_interrupts():
             child.start()
-        theirs.close()  # so that a child that dies ends the pipe
+        theirs.close()  # the child's death then closes the pipe
         yield child, ours
     finally:
         if child.pid is not None:
@@ -68,45 +68,45 @@ def child_process(
 
 
 @contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Let a Ctrl-C wait until the body is done.
+def _delayed_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C until the end of the body.
 
-    A process that the body starts never gets one: it is ours, and we end the process.
+    A process started in the body never receives it: this process ends it instead.
     """
-    resource_tracker.ensure_running()  # its own start would let interrupts through again
-    came: list[int] = []  # through other threads, which block none
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which is inherited
+    resource_tracker.ensure_running()  # starting it later would unblock interrupts
+    received: list[int] = []  # by other threads, which do not block it
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the child
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGINT, handler)
-        if came:
+        if received:
             signal.raise_signal(signal.SIGINT)
 
 
-def _answer(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _send_result(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     pipe.send(function(*args))
 
 
 def ending(child: Any) -> Died:
-    """Return why a process that has ended, or is about to, gave no answer."""
+    """Return why a process that has ended, or is about to, returned nothing."""
     child.join()
     if child.exitcode == -9:
         return Died("killed, most likely for memory")
-    return Died(f"ended with exit code {child.exitcode}")
+    return Died(f"exited with code {child.exitcode}")
 
 
 def _memory_gb(pid: int | None) -> float:
     try:
-        return sum(each.memory_info().rss for each in _family(pid)) / 1e9
+        return sum(process.memory_info().rss for process in _family(pid)) / 1e9
     except psutil.Error:
         return 0.0
 
 
 def _family(pid: int | None) -> list[psutil.Process]:
-    """Return a process and all that it started, if it still runs."""
+    """Return a process and its descendants, if it is still running."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]

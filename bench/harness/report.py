@@ -1,16 +1,16 @@
-"""The tables of README and docs/results, filled in from the committed documents and nothing else.
+"""The tables of README and docs/results, generated from the committed documents only.
 
-A table stands between a comment that says what it shows and `<!-- end -->`;
-`python -m bench report` fills it in anew. The comment names a document, and in further lines:
+`python -m bench report` regenerates each table between a comment that specifies it and
+`<!-- end -->`. The comment names a document, and further lines:
 
     <!-- table compare-cpu.json
     columns: peer = 65,536 tokens | ms_per_token | prefill_s
     where: context = 65536 | peer = ours: plain or llama.cpp
-    rows: the list of rows that is shown, if not `rows`
-    ratios: how those begin that are shown, or none
+    rows: key of the list of rows, if not `rows`
+    ratios: prefix of the ratios to show, or none
     -->
 
-Columns are fields of a row, each perhaps with a heading of its own.
+Columns are fields of a row, each with an optional heading.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _BLOCK = re.compile(r"(<!-- table (\S+)\n(.*?)-->\n).*?(<!-- end -->)", re.DOTAL
 
 
 def main() -> None:
-    """Fill in every table."""
+    """Regenerate every table."""
     for path in PAGES:
         text = filled(path.read_text(encoding="utf-8"), path.parent)
         path.write_text(text, encoding="utf-8")
-        print(f"tables of {path} filled in")
+        print(f"regenerated the tables of {path}")
 
 
 def filled(text: str, beside: Path = RESULTS, folder: Path = RESULTS) -> str:
-    """Return a text with its tables made anew from the documents in `folder`.
+    """Return a page with its tables regenerated from the documents in `folder`.
 
-    Links are those of a file in the folder `beside`.
+    `beside`: folder of the page, for relative links.
     """
     links = "" if beside == RESULTS else "docs/results/"
 
@@ -51,14 +51,14 @@ def filled(text: str, beside: Path = RESULTS, folder: Path = RESULTS) -> str:
 
 
 def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
-    """Return the table, its ratios, and what was run where and when."""
+    """Return the table, its ratios, and a caption."""
     document = json.loads((folder / file).read_text(encoding="utf-8"))
     lines = []
     if columns := _pairs(spec.get("columns", "")):
-        wanted = {name: values.split(" or ") for name, values in _pairs(spec.get("where", ""))}
+        where = {name: values.split(" or ") for name, values in _pairs(spec.get("where", ""))}
         rows = [flat(row) for row in document[spec.get("rows", "rows")]]
-        kept = [row for row in rows if all(str(row[name]) in wanted[name] for name in wanted)]
-        cells = [[row.get(name) for name, _ in columns] for row in kept]
+        selected = [row for row in rows if all(str(row[name]) in where[name] for name in where)]
+        cells = [[row.get(name) for name, _ in columns] for row in selected]
         lines = markdown([words or heading(name) for name, words in columns], cells)
     ratios, start = document.get("ratios", {}), spec.get("ratios", "")
     shown = [claim for claim in ratios if claim.startswith(start)] if start != "none" else []
@@ -68,15 +68,15 @@ def table(file: str, spec: Mapping[str, str], folder: Path, links: str) -> str:
 
 
 def _pairs(words: str) -> list[tuple[str, str]]:
-    """Return the parts of `name = words | name`, with no words where there are none."""
+    """Return the pairs of `name = value | name`; a missing value is empty."""
     parts = [part.partition(" = ") for part in words.split(" | ") if part]
-    return [(name, told) for name, _, told in parts]
+    return [(name, value) for name, _, value in parts]
 
 
 def caption(environment: Mapping[str, Any], path: str) -> str:
-    """Return one line: the command, the machine, the day, the commit and the document."""
+    """Return one line: command, machine, date, commit and document."""
     machine = ", ".join([*environment["gpus"], environment["cpu"]])
-    commit, changes, _ = environment["commit"].partition("+changes")  # on top of the commit
+    commit, changes, _ = environment["commit"].partition("+changes")  # uncommitted files
     return (
         f"`{environment['command']}` on {machine}, {environment['threads']} threads, "
         f"{environment['date'][:10]}, commit {commit[:7]}{changes} ([{Path(path).name}]({path}))"

@@ -1,6 +1,6 @@
-"""Rows as people read them: on a terminal, in Markdown and on the page.
+"""Formatting of rows for the terminal and for Markdown.
 
-A row is a dict. Its fields have plain names; their headings stand here.
+A row is a dict with plain field names; their headings are defined here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# progress, for people: standard output is the table's
+# progress messages, on standard error: standard output is for the table
 say = partial(Console(stderr=True).print, highlight=False, markup=False, soft_wrap=True)
 
 HEADINGS = {
@@ -29,7 +29,7 @@ HEADINGS = {
     "mb_per_verification": "MB per verification",
     "prefill_s": "prefill s",
     "peak_gb": "peak GB",
-    "peak_mb_per_rank": "peak MB a rank",
+    "peak_mb_per_rank": "peak MB per rank",
     "planned_mb": "planned MB",
     "device_mb": "device MB",
     "limit_mb": "limit MB",
@@ -38,29 +38,29 @@ HEADINGS = {
     "matmul_share": "share of the matmul rate",
     "wall_over_bound": "wall / max(link, compute)",
     "probability": "planted words' probability",
-    "stands": "planted word stands",
+    "stands": "planted word accepted",
 }
 
 
 def heading(name: str) -> str:
-    """Return the heading of a field; that of a mapping's entry is `field.key`."""
+    """Return the heading of a field; an entry of a mapping is named `field.key`."""
     plain = name.removeprefix("setting.").replace("_", " ").replace(".", " ")
     return HEADINGS.get(name, plain)
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's fields by name: a mapping as an entry each, and without lists."""
+    """Return a row's fields by name, with mappings flattened and lists left out."""
     cells: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            cells |= {f"{name}.{key}": each for key, each in value.items()}
+            cells |= {f"{name}.{key}": entry for key, entry in value.items()}
         elif not isinstance(value, list):
             cells[name] = value
     return cells
 
 
 def cell(value: Any) -> str:
-    """Return a value as people read it: three or four digits."""
+    """Return a value with three or four significant digits."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -73,7 +73,7 @@ def cell(value: Any) -> str:
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]], hidden: Sequence[str] = ()) -> None:
-    """Print rows as a table, without fields that are empty in all or named in `hidden`."""
+    """Print rows as a table, without fields that are always empty or in `hidden`."""
     lines = [flat(row) for row in rows]
     filled = dict.fromkeys(name for line in lines for name in line if line[name] is not None)
     shown = [name for name in filled if name not in hidden]
@@ -90,5 +90,5 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], hidden: Sequence[str] = 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Return the lines of a Markdown table."""
-    lines = [headings, ["---"] * len(headings), *([cell(each) for each in row] for row in rows)]
+    lines = [headings, ["---"] * len(headings), *([cell(value) for value in row] for row in rows)]
     return ["| " + " | ".join(line) + " |" for line in lines]

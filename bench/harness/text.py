@@ -1,4 +1,4 @@
-"""Long real texts: of files and folders, of PG-19 and NarrativeQA, or what every machine has."""
+"""Long real texts: from files, folders, PG-19, NarrativeQA, or the Python installation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from offload.errors import TierForceError, one_line
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
-BUILT_IN = "pydoc_data.topics"  # the name of the text that is on every machine
-# name on the hub, configuration, split, and where a row has its text and its name
+BUILT_IN = "pydoc_data.topics"  # name of the text that every Python installation has
+# data set: name on the hub, configuration, split, and a row's columns of text and title
 HUB: dict[str, tuple[str, str | None, str, tuple[str, ...], str]] = {
     "pg19": ("emozilla/pg19-test", None, "test", ("text",), "short_book_title"),
     "narrativeqa": ("deepmind/narrativeqa", None, "test", ("document", "text"), "document"),
@@ -22,7 +22,7 @@ HUB: dict[str, tuple[str, str | None, str, tuple[str, ...], str]] = {
 
 
 def tokenizer_of(model: str) -> Any:
-    """Return the tokenizer of the model that a name stands for. Raises TierForceError."""
+    """Return the tokenizer of a model by name. Raises TierForceError."""
     return load_tokenizer(resolve(model, TensorParallelGroup()))
 
 
@@ -33,8 +33,8 @@ def long_text(path: Path | None = None) -> str:
     """
     if path is not None:
         try:
-            return "\n\n".join(each.read() for each in find_documents(path).documents)
-        except TierForceError as error:  # which is worded for another command
+            return "\n\n".join(document.read() for document in find_documents(path).documents)
+        except TierForceError as error:  # worded for `summarize`
             raise TierForceError(str(error).replace("--input", "--text", 1)) from error
     from pydoc_data.topics import topics
 
@@ -42,28 +42,29 @@ def long_text(path: Path | None = None) -> str:
 
 
 def text_tokens(tokenizer: Any, path: Path | None = None) -> list[int]:
-    """Return all tokens of that text."""
+    """Return all tokens of `long_text(path)`."""
     tokens: list[int] = tokenizer(long_text(path)).input_ids
     return tokens
 
 
 def prompt_tokens(tokenizer: Any, tokens: int, path: Path | None = None) -> list[int]:
-    """Return the first `tokens` tokens of that text. Raises TierForceError when it has fewer."""
-    every = text_tokens(tokenizer, path)
-    if len(every) < tokens:
+    """Return the first tokens of `long_text(path)`. Raises TierForceError if there are fewer."""
+    available = text_tokens(tokenizer, path)
+    if len(available) < tokens:
         raise TierForceError(
-            f"the text has {len(every)} tokens, fewer than the {tokens} asked for: use a longer "
+            f"the text has {len(available)} tokens, fewer than the required {tokens}: use a longer "
             "--text."
         )
-    return every[:tokens]
+    return available[:tokens]
 
 
-def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[list[int]]:
-    """Return `count` stretches of `context` tokens, spread evenly over the text.
+def prompts(tokens: Sequence[int], context: int, count: int, new_tokens: int) -> list[list[int]]:
+    """Return `count` prompts of `context` tokens, spread evenly over the text.
 
-    Behind each there are `new` tokens more. Raises TierForceError when the text is too short.
+    Each is followed by at least `new_tokens` tokens. Raises TierForceError if the text is too
+    short.
     """
-    spare = len(tokens) - context - new
+    spare = len(tokens) - context - new_tokens
     if spare < count - 1:
         raise TierForceError(
             f"the text has {len(tokens)} tokens, too few for {count} prompts of {context}: use a "
@@ -73,62 +74,63 @@ def prompts(tokens: Sequence[int], context: int, count: int, new: int) -> list[l
     return [list(tokens[index * step : index * step + context]) for index in range(count)]
 
 
-def documents(source: str | None, count: int, shortest: int) -> dict[str, str]:
-    """Return up to `count` texts of at least `shortest` characters, by name.
+def documents(source: str | None, count: int, min_characters: int) -> dict[str, str]:
+    """Return up to `count` documents of at least `min_characters` characters, by name.
 
     `source` is `pg19`, `narrativeqa`, a folder or a file; None is Python's language reference,
-    begun at as many places. Raises TierForceError.
+    rotated to `count` starting points. Raises TierForceError.
     """
     if source is None:
-        return _from_python(count, shortest)
-    texts = (
-        _from_hub(source, count, shortest)
+        return _from_python(count, min_characters)
+    found = (
+        _from_hub(source, count, min_characters)
         if source in HUB
-        else _from_disk(Path(source), count, shortest)
+        else _from_disk(Path(source), count, min_characters)
     )
-    if not texts:
-        raise TierForceError(f"--data {source}: no text there has {shortest:,} characters.")
-    return texts
+    if not found:
+        raise TierForceError(f"--data {source}: no document has {min_characters:,} characters.")
+    return found
 
 
-def _from_python(count: int, shortest: int) -> dict[str, str]:
+def _from_python(count: int, min_characters: int) -> dict[str, str]:
     text, name = long_text(), "python-language-reference"
-    if len(text) < shortest:
+    if len(text) < min_characters:
         raise TierForceError(
-            f"{name} has {len(text):,} characters, fewer than {shortest:,}: name a folder with"
-            " --data."
+            f"{name} has {len(text):,} characters, fewer than {min_characters:,}: name a folder "
+            "with --data."
         )
     starts = [number * len(text) // count for number in range(count)]
     return {f"{name}-{at + 1}": text[start:] + text[:start] for at, start in enumerate(starts)}
 
 
-def _from_disk(path: Path, count: int, shortest: int) -> dict[str, str]:
-    texts = ((each.id, each.read()) for each in find_documents(path).documents)
-    return dict(islice(((name, text) for name, text in texts if len(text) >= shortest), count))
+def _from_disk(path: Path, count: int, min_characters: int) -> dict[str, str]:
+    found = ((document.id, document.read()) for document in find_documents(path).documents)
+    long = ((name, text) for name, text in found if len(text) >= min_characters)
+    return dict(islice(long, count))
 
 
-def _from_hub(source: str, count: int, shortest: int) -> dict[str, str]:
+def _from_hub(source: str, count: int, min_characters: int) -> dict[str, str]:
     try:
         import datasets
     except ImportError as error:
         raise TierForceError(
             f"--data {source} needs the package datasets: pip install datasets, or name a folder."
         ) from error
-    name, configuration, split, where, title = HUB[source]
-    texts: dict[str, str] = {}
+    name, configuration, split, column, title = HUB[source]
+    found: dict[str, str] = {}
     try:
         for row in datasets.load_dataset(name, configuration, split=split, streaming=True):
             text: Any = row
-            for key in where:
+            for key in column:
                 text = text[key]
-            if len(text) >= shortest:
+            if len(text) >= min_characters:
                 named = row[title]["id"] if isinstance(row[title], dict) else row[title]
-                # NarrativeQA has a row a question
-                texts.setdefault(str(named).replace("/", "-"), text)
-            if len(texts) == count:
+                # NarrativeQA has one row per question
+                found.setdefault(str(named).replace("/", "-"), text)
+            if len(found) == count:
                 break
-    except Exception as error:  # no network, a set that moved, a column that is gone
+    except Exception as error:  # no network, a renamed data set or column
         raise TierForceError(
-            f"--data {source}: {name} cannot be had ({one_line(error)}); name a folder instead."
+            f"--data {source}: {name} cannot be loaded ({one_line(error)}); name a folder instead."
         ) from error
-    return texts
+    return found

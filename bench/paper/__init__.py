@@ -1,1 +1,1 @@
-"""The published experiments, run again."""
+"""The published experiments, reproduced."""

@@ -1,1 +1,1 @@
-"""TierForce side by side with what users would otherwise run."""
+"""TierForce compared with its alternatives."""

@@ -1,1 +1,1 @@
-"""Times of passes, refreshes, transfers, prefill and decoding."""
+"""Times of forwards, selections, transfers, prefill and decoding."""

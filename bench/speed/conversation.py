@@ -91,7 +91,7 @@ def main(
     text: opt.Text = None,
     context: opt.Context = 7000,
     questions: Annotated[int, typer.Option(min=2, max=len(QUESTIONS), help="Questions.")] = 4,
-    ways: opt.Ways = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
+    ways: opt.Variants = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
     kept: Annotated[bool, typer.Option(help="Also transformers with a cache that stays.")] = True,
     new_tokens: opt.NewTokens = 64,
     dtype: opt.Dtype = "bfloat16",

@@ -31,7 +31,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from bench.harness import options as opt
-from bench.harness.decode_loop import PrefilledText, Run
+from bench.harness.decode_loop import PrefilledPrompt, Run
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompts, text_tokens
@@ -252,7 +252,7 @@ def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, lim
     session = sessions.open(prompt, new + 1)
     with ExitStack() as opened:
         opened.callback(sessions.close, session)
-        text = PrefilledText(session)
+        text = PrefilledPrompt(session)
         for point in turned(group.points, sampling.seed):
             needs, plan = session.runtime.requirements, session.plan
             lengths = point.lengths.setdefault(needs.mode, draft_lengths(point.settings))

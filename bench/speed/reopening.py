@@ -168,7 +168,7 @@ def main(
     draft: opt.Draft = None,
     text: opt.Text = None,
     context: opt.Context = 7000,
-    ways: opt.Ways = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
+    ways: opt.Variants = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
     peers: Annotated[bool, typer.Option(help="Also transformers and llama.cpp.")] = True,
     new_tokens: opt.NewTokens = 128,
     repeats: opt.Repeats = 3,

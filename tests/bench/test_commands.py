@@ -106,7 +106,7 @@ def test_what_was_measured_before_an_error_is_kept(
         raise TierForceError("no more memory.")
 
     measure("interrupted")
-    assert "what is finished is kept" in capsys.readouterr().err
+    assert "finished rows are kept" in capsys.readouterr().err
     with pytest.raises(typer.Exit):
         measure("failing")
     out, err = capsys.readouterr()

@@ -180,7 +180,7 @@ def test_whatever_fails_is_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(-9, "killed, most likely for memory"), (3, "ended with exit code 3")]
+    ("code", "words"), [(-9, "killed, most likely for memory"), (3, "exited with code 3")]
 )
 def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
     assert words in str(ending(SimpleNamespace(exitcode=code, join=lambda: None)))
@@ -254,7 +254,7 @@ def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
     job.join(60)
     out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
     assert job.exitcode == 0, err
-    assert "interrupted: what is finished is kept" in err
+    assert "interrupted: finished rows are kept" in err
     assert "Traceback" not in err
     assert "ours: plain" in out  # as a table
     rows = json.loads(output.read_text())["rows"]

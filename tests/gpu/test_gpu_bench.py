@@ -140,7 +140,7 @@ def test_a_part_that_dies_fails_or_hangs_does_not_end_others(tmp_path: Path) -> 
         (row["part"], row["what"], row["value"]) for row in json.loads(output.read_text())["rows"]
     ]
     reasons = [(part, value) for part, what, value in rows if what == "failed"]
-    assert reasons[0] == ("dies", "its process ended with exit code 3")
+    assert reasons[0] == ("dies", "its process exited with code 3")
     assert reasons[1][1].startswith("KeyError: 'missing'")
     assert reasons[2] == ("hangs", "killed after 1 s: the time limit was reached")
     assert ("dies", "before", 1.0) in rows

@@ -137,7 +137,7 @@ def compared(dtype: str, job: Job) -> tuple[list[dict[str, Any]], dict[str, Any]
             session,
             first,
             Sampling(1.0, top_p=1),
-            observe=lambda more: logits.append(more.float().clone()),
+            on_logits=lambda more: logits.append(more.float().clone()),
         )
         decoder.sync([])
     target, stats = session.target, decoder.stats

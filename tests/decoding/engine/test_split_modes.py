@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.harness.decode_loop import PrefilledText
+from bench.harness.decode_loop import PrefilledPrompt
 from decoding import GREEDY, Engine, Sampling, Settings
 from decoding.engine.session import SequenceState
 from decoding.planning.memory_plan import device_breakdown
@@ -180,7 +180,7 @@ def test_a_text_is_gone_through_twice_alike(split: int) -> None:
     """Codes, outliers and the retrieval cache of layers without codes come back with the rest."""
     engine = opened("split", split_kv_layers=split, num_draft_tokens=5)
     session = SequenceState(engine.runtime, TEXT, 70)
-    text = PrefilledText(session)
+    text = PrefilledPrompt(session)
     first, again = (text.run(Sampling(1.0, top_p=1, seed=1)) for _ in range(2))
     assert first.tokens == again.tokens > 60
     assert first.tokens_per_verification == again.tokens_per_verification
