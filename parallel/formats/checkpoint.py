@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel.errors import CheckpointError
 from parallel.formats.gguf_header import LFS, check_lfs_pointer
-from parallel.formats.weight_headers import DTYPES, HEAD, unread_dtype, weight_files
+from parallel.formats.weight_headers import DTYPES, HEAD, dtype_error, weight_files
 
 _DERIVED = "rotary_emb.inv_freq"  # may be left over: computed from the config
 
@@ -164,7 +164,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._shapes[name] = tuple(tensor.get_shape())
                 kind = tensor.get_dtype()
                 if kind not in DTYPES:
-                    raise unread_dtype(path, name, kind)
+                    raise dtype_error(path, name, kind)
                 self._dtypes[name] = getattr(torch, DTYPES[kind])
 
     def _open(self, path: Path) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, is_positive, shown
+from parallel.config_checks import COUNT, COUNT_OR_NONE, NORM_EPS, Number, format_value, is_positive
 from parallel.errors import CheckpointError, ConfigError
 from parallel.formats.gguf_header import GgufHeader, TensorInfo
 from parallel.formats.gguf_tensors import check_end, check_tensor_offsets
@@ -106,11 +106,11 @@ def family_of(header: GgufHeader) -> GgufFamily:
     name = header.metadata.get("general.architecture")
     if header.metadata.get("general.type", "model") != "model":
         raise ConfigError(
-            f"{header.path} holds no model but a {shown(header.metadata['general.type'])} file."
+            f"{header.path} holds no model but a {format_value(header.metadata['general.type'])} file."
         )
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
-            f"{header.path}: architecture {shown(name)} is not supported in GGUF files; supported "
+            f"{header.path}: architecture {format_value(name)} is not supported in GGUF files; supported "
             f"are {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
@@ -172,7 +172,7 @@ def _read_fields(header: GgufHeader) -> dict[str, Any]:
             continue
         if reason := _field_error(name, value):
             raise ConfigError(
-                f"{header.path}: its metadata has {key} = {shown(value)}; it must be {reason}."
+                f"{header.path}: its metadata has {key} = {format_value(value)}; it must be {reason}."
             )
         said[name] = value
     if foreign:
@@ -209,7 +209,7 @@ def _tokens(header: GgufHeader) -> list[str]:
     tokens = header.metadata.get(TOKENS, [])
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ConfigError(
-            f"{header.path}: its metadata has {TOKENS} = {shown(tokens)}; it must be a list of "
+            f"{header.path}: its metadata has {TOKENS} = {format_value(tokens)}; it must be a list of "
             "texts."
         )
     return tokens

@@ -156,7 +156,7 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
-def unread_dtype(path: Path, name: str, dtype: str) -> CheckpointError:
+def dtype_error(path: Path, name: str, dtype: str) -> CheckpointError:
     """Return the error for a tensor of a safetensors file whose dtype is not read."""
     found = [each for each in QUANTISED_BY if (path.parent / each).is_file()]
     why = f", as {found[0]} beside it says" if found else ""
