@@ -15,8 +15,8 @@ from parallel.errors import ConfigError
 MAX_LAYERS = 100_000
 
 
-def format_value(value: Any) -> str:
-    """Return a value as it appears in a message, cut to 60 characters."""
+def quote(value: Any) -> str:
+    """Return a value as messages quote it, cut to 60 characters."""
     return f"{value!r:.60}"
 
 
@@ -67,9 +67,7 @@ _OPTIONAL = {  # null means absent
 def check_number(name: str, value: Any, number: Number) -> None:
     """Raise ConfigError unless the value of a config's field is in range."""
     if not number.allows(value):
-        raise ConfigError(
-            f"the model's config gives {name} = {format_value(value)}; it must be {number}."
-        )
+        raise ConfigError(f"the model's config gives {name} = {quote(value)}; it must be {number}.")
 
 
 def is_positive(value: Any) -> bool:
@@ -98,7 +96,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         value = fields.get(name)  # a name, or a torch.dtype from transformers
         if value is not None and not isinstance(value, str) and not f"{value}".startswith("torch."):
             raise ConfigError(
-                f"the model's config gives {name} = {format_value(value)}; it must be the name of "
+                f"the model's config gives {name} = {quote(value)}; it must be the name of "
                 "a dtype, such as bfloat16."
             )
 
@@ -118,7 +116,7 @@ def list_field(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
         return []
     if not isinstance(value, list) or not all(isinstance(element, kind) for element in value):
         raise ConfigError(
-            f"the model's config gives {name} = {format_value(value)}; it must be a list of "
+            f"the model's config gives {name} = {quote(value)}; it must be a list of "
             f"{'names' if kind is str else 'whole numbers'}."
         )
     return value
@@ -140,6 +138,6 @@ def bool_field(fields: Mapping[str, Any], name: str, default: bool) -> bool:
     value = fields.get(name, default)
     if not isinstance(value, bool | None):
         raise ConfigError(
-            f"the model's config gives {name} = {format_value(value)}; it must be true or false."
+            f"the model's config gives {name} = {quote(value)}; it must be true or false."
         )
     return bool(value)

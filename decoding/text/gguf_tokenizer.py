@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.text.gguf_vocabulary import MAX_MERGES, check_vocabulary
 from offload.errors import TierForceError, one_line
-from parallel.config_checks import shown
+from parallel.config_checks import quote
 from parallel.formats.gguf_header import read_header
 
 _GPT2 = (
@@ -107,7 +107,7 @@ def _built(said: Mapping[str, Any]) -> Any:
         )
     if kind not in ("gpt2", "llama"):
         raise TierForceError(
-            f"its tokenizer is of kind {shown(kind)}; supported are gpt2 (byte-level BPE) and "
+            f"its tokenizer is of kind {quote(kind)}; supported are gpt2 (byte-level BPE) and "
             "llama (SentencePiece)."
         )
     for name in ("scores", "token_type"):
@@ -144,7 +144,7 @@ def _byte_level(said: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Tokeniz
     name = said.get("pre")
     if name not in SPLITS:
         raise TierForceError(
-            f"its tokenizer splits text in the way {shown(name)} (tokenizer.ggml.pre); known are "
+            f"its tokenizer splits text in the way {quote(name)} (tokenizer.ggml.pre); known are "
             f"{', '.join(SPLITS)}."
         )
     splits = SPLITS[name]
@@ -163,7 +163,7 @@ def _pair(merge: str) -> tuple[str, str]:
     """Return the two tokens of a merge, which a space stands between."""
     gap = merge.find(" ", 1)  # what stands first is of a token
     if gap < 0:
-        raise TierForceError(f"its merge {shown(merge)} is not of two tokens: the file is broken.")
+        raise TierForceError(f"its merge {quote(merge)} is not of two tokens: the file is broken.")
     return merge[:gap], merge[gap + 1 :]
 
 
@@ -239,6 +239,6 @@ def _token(tokens: Sequence[str], index: Any) -> str | None:
         return None
     if type(index) is not int or not 0 <= index < len(tokens):
         raise TierForceError(
-            f"its tokenizer names token {shown(index)} of {len(tokens)}: the file is broken."
+            f"its tokenizer names token {quote(index)} of {len(tokens)}: the file is broken."
         )
     return tokens[index]

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any
 
 from offload.errors import TierForceError
-from parallel.config_checks import shown
+from parallel.config_checks import quote
 
 # the largest vocabularies have 262,144 tokens of 1.7 million characters in all, the longest of them
 # a few hundred, and half a million merges
@@ -50,7 +50,7 @@ def check_vocabulary(said: Mapping[str, Any]) -> None:
             raise _field_error(_PREFIX + name, value, _MANY[kind])
         wrong = next((each for each in value if not _is(each, kind)), None)
         if wrong is not None:
-            raise _field_error(f"{shown(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
+            raise _field_error(f"{quote(wrong)} in {_PREFIX}{name}", None, _MANY[kind])
     template = said.get("chat_template")
     if not isinstance(template, str | None):
         raise _field_error("tokenizer.chat_template", template, _ONE[str])
@@ -86,5 +86,5 @@ def _check_sizes(tokens: Sequence[str], merges: Sequence[str]) -> None:
 
 
 def _field_error(what: str, value: Any, wanted: str) -> TierForceError:
-    given = what if value is None else f"{what} = {shown(value)}"
+    given = what if value is None else f"{what} = {quote(value)}"
     return TierForceError(f"its metadata has {given}; it must be {wanted}.")

@@ -17,9 +17,9 @@ from parallel.config_checks import (
     bool_field,
     check_fields,
     check_number,
-    format_value,
     list_field,
     per_layer_field,
+    quote,
 )
 from parallel.errors import ConfigError
 
@@ -184,9 +184,7 @@ def family_of(fields: Mapping[str, Any]) -> Family:
         )
     act = fields.get("hidden_act", "silu")
     if act != "silu":
-        raise ConfigError(
-            f"activation {format_value(act)} is not supported; these families use silu."
-        )
+        raise ConfigError(f"activation {quote(act)} is not supported; these families use silu.")
     return family
 
 

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from parallel.config.families import Family
-from parallel.config_checks import SCALE, Number, check_number, format_value, is_positive
+from parallel.config_checks import SCALE, Number, check_number, is_positive, quote
 from parallel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def read_rope(
     kind = rope["rope_type"]
     if kind not in family.rope_types or any(isinstance(value, dict) for value in rope.values()):
         raise ConfigError(
-            f"RoPE type {format_value(kind)} is not supported; supported are "
+            f"RoPE type {quote(kind)} is not supported; supported are "
             f"{', '.join(family.rope_types)}, one for all layers."
         )
     part = rope.pop("partial_rotary_factor", fields.get("partial_rotary_factor"))
@@ -147,7 +147,7 @@ def rope_object(fields: Mapping[str, Any]) -> dict[str, Any]:
         rope = fields.get(name)
         if rope is not None and not isinstance(rope, Mapping):
             raise ConfigError(
-                f"the model's config gives {name} = {format_value(rope)}; it must be an object of "
+                f"the model's config gives {name} = {quote(rope)}; it must be an object of "
                 "RoPE parameters."
             )
     return dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
@@ -158,7 +158,7 @@ def _check_numbers(rope: Mapping[str, Any], kind: str) -> None:
     for name, number in {"rope_theta": _THETA_RANGE, **_REQUIRED[kind]}.items():
         if not number.allows(value := rope.get(name)):
             raise ConfigError(
-                f"RoPE type {kind!r} needs {name} above 0, {number}; found {format_value(value)}."
+                f"RoPE type {kind!r} needs {name} above 0, {number}; found {quote(value)}."
             )
     for name, number in _OPTIONAL.items():
         if kind != "default" and rope.get(name) is not None:
@@ -180,13 +180,13 @@ def _rotary_dim(head_dim: int, part: Any, family: Family) -> int:
         return head_dim
     if not family.partial_rotary:
         raise ConfigError(
-            f"partial rotary embeddings (partial_rotary_factor = {format_value(part)}) are not "
+            f"partial rotary embeddings (partial_rotary_factor = {quote(part)}) are not "
             "supported in this family."
         )
     rotary_dim = int(head_dim * part) if is_positive(part) and part < 1 else 0
     if rotary_dim < 2 or rotary_dim % 2:
         raise ConfigError(
-            f"partial_rotary_factor = {format_value(part)} of {head_dim} dimensions per head is "
+            f"partial_rotary_factor = {quote(part)} of {head_dim} dimensions per head is "
             "not an even number of dimensions."
         )
     return rotary_dim

@@ -399,7 +399,7 @@ def test_a_draft_with_another_vocabulary_does_not_fit(tmp_path: Path) -> None:
                 "dual_chunk_attention_config": {"original_max_position_embeddings": 262_144},
             },
             261_632,
-            "dual chunk attention, which is not computed",
+            "dual chunk attention, which is not implemented",
         ),
     ],
     ids=["LLaMA-2-7B-32K", "Qwen2.5-1M"],
