@@ -26,12 +26,9 @@ _RECURRENT = ("mamba", "hybrid", "linear")  # parts of the names of recurrent la
 _QUANTISED_FIELDS = ("quantization_config", "quantization", "compression_config")
 _COMPRESSED = "compressed weights: use the model's 16-bit checkpoint"
 _LAYER_LISTS = ("layer_types", "layers_block_type")
-_ATTENDING = {"full_attention", "sliding_attention", "attention"}
-_TEXT_FIELDS = (
-    "text_config",
-    "llm_config",
-    "language_config",
-)  # config of the text model within a wrapper
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "attention"}
+# config of the text model within a wrapper
+_TEXT_FIELDS = ("text_config", "llm_config", "language_config")
 # text models equal to another type, with or without the suffix _text
 _TEXT_MODELS = {
     "qwen2_vl": "qwen2",
@@ -39,7 +36,7 @@ _TEXT_MODELS = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",
 }
-_SINKS = ("gpt_oss",)  # types with attention sinks that their configs do not mention
+_SINK_TYPES = ("gpt_oss",)  # types with attention sinks that their configs do not mention
 _CONVERSIONS = {  # hints on models that need custom code but can be converted
     "chatglm": (
         "its publisher's conversions, whose names end in -hf, need no such code, but their "
@@ -116,7 +113,7 @@ def window_part(fields: Mapping[str, Any], window: Any, is_used: Any, positions:
 
 def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     """Yield unsupported features, without quantisation and the windows of a known type."""
-    if fields.get("model_type") in _SINKS:
+    if fields.get("model_type") in _SINK_TYPES:
         yield "attention sinks"
     kinds = {kind for name in _LAYER_LISTS for kind in _kinds(fields, name)}
     has_recurrent = not kinds or any(word in kind for kind in kinds for word in _RECURRENT)
@@ -124,7 +121,7 @@ def _parts(fields: Mapping[str, Any], known: bool) -> Iterator[str]:
     for part in _present_fields(fields, names):
         yield f"{part} ({_FOREIGN_FIELDS[part.partition(' ')[0]]})"
     for name in _LAYER_LISTS:
-        if others := sorted(_kinds(fields, name) - _ATTENDING):
+        if others := sorted(_kinds(fields, name) - _ATTENTION_TYPES):
             yield f"{name} with {', '.join(others)} (layers that are not attention)"
     usage = (fields.get("sliding_window"), fields.get("use_sliding_window", True))
     window = window_part(fields, *usage, fields.get("max_position_embeddings"))

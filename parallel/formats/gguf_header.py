@@ -199,9 +199,8 @@ class _Parser:
         if kind != _ARRAY:
             raise _broken_error(self.path, f"has metadata of an unknown type ({kind})")
         inner, count = self._unpack("<IQ")
-        if count > min(
-            _MAX_ELEMENTS, self.end - self.position
-        ):  # each element takes at least one byte
+        # each element takes at least one byte
+        if count > min(_MAX_ELEMENTS, self.end - self.position):
             if count <= _MAX_ELEMENTS:
                 raise self._end_error()
             raise _broken_error(self.path, f"has a list of {count:,} elements in its metadata")

@@ -55,7 +55,7 @@ class GraphCapturer:
         try:
             with torch.cuda.graph(
                 graph,
-                memory_pool=memory_pool,
+                pool=memory_pool,
                 stream=self._stream,
                 # other threads, such as NCCL's watchdog, may make calls a capture forbids
                 capture_error_mode="thread_local",

@@ -26,11 +26,11 @@ class Watchdog:
     """This rank's view of the state of its peers, and the thread that monitors them.
 
     Each rank's heartbeat in the store has the number of checks its thread has made, and the number
-    of collectives the rank has entered. The lowest rank without a problem itself reports two
-    problems: a rank whose thread no longer checks (it is stopped, or hangs and holds the
-    interpreter), and a rank that is running but has not reached the collective in which this one
-    waits. Rank 0 may keep the others waiting indefinitely, for instance for a user's next question
-    or a slow disk. The report is a warning: nothing is ended, since a stopped rank may resume.
+    of collectives the rank has entered. The lowest healthy rank reports two problems of others: a
+    rank whose thread no longer checks (it is stopped, or hangs and holds the interpreter), and a
+    rank that is running but has not reached the collective in which this one waits. Rank 0 may keep
+    the others waiting indefinitely, for instance for a user's next question or a slow disk. The
+    report is a warning: nothing is ended, since a stopped rank may resume.
     """
 
     def __init__(
@@ -51,10 +51,8 @@ class Watchdog:
         self._in_collective = False  # whether the last one is in progress
         now = time.monotonic()
         self._peers = {peer: _Peer(now) for peer in range(size) if peer != rank}
-        self._waiting_since = (
-            0,
-            now,
-        )  # collective in which this rank waits, and the time it started
+        # collective in which this rank waits, and the time it started
+        self._waiting_since = (0, now)
         self._stopped = threading.Event()
         self._beat(0)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -111,11 +109,11 @@ class Watchdog:
         for rank, beat in beats.items():
             peer = self._peers[rank]
             if beat != peer.beat or was_stopped:
-                peer.beat, peer.changed = beat, now
+                peer.beat, peer.last_beat_at = beat, now
         silent = {
             rank
             for rank, peer in self._peers.items()
-            if peer.beat != _FAREWELL.encode() and now - peer.changed >= self._silent_s
+            if peer.beat != _FAREWELL.encode() and now - peer.last_beat_at >= self._silent_s
         }
         is_overdue = collectives and now - self._waiting_since[1] >= self._silent_s
         lagging = {
@@ -126,16 +124,16 @@ class Watchdog:
             and peer.beat != _FAREWELL.encode()
             and peer.collectives < collectives
         }
-        # the lowest rank without a problem reports
-        reports = all(lower in silent or lower in lagging for lower in range(self.rank))
+        # only the lowest healthy rank reports
+        is_reporter = all(lower in silent or lower in lagging for lower in range(self.rank))
         for rank, peer in self._peers.items():
             problem = "silent" if rank in silent else "lagging" if rank in lagging else ""
-            if problem and problem != peer.warned and reports:
+            if problem and problem != peer.reported and is_reporter:
                 self._warn(self._message(rank, problem))
-                peer.warned = problem
-            elif peer.warned and not problem:
+                peer.reported = problem
+            elif peer.reported and not problem:
                 self._warn(f"rank {rank} has resumed.")
-                peer.warned = ""
+                peer.reported = ""
 
     def _message(self, rank: int, problem: str) -> str:
         description = (
@@ -153,8 +151,8 @@ class _Peer:
 
     def __init__(self, now: float):
         self.beat = b""
-        self.changed = now  # time of the last new heartbeat
-        self.warned = ""  # problem that this rank has reported, empty without one
+        self.last_beat_at = now  # time of the last new heartbeat
+        self.reported = ""  # problem that this rank has reported, empty without one
 
     @property
     def collectives(self) -> int:

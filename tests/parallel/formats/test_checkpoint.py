@@ -154,12 +154,12 @@ def test_a_missing_shard(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    "content",
     ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": {"a": 1}}'],
 )
-def test_a_broken_index(copy: Copy, text: str) -> None:
+def test_a_broken_index(copy: Copy, content: str) -> None:
     folder = copy(max_shard_size="10KB")
-    (folder / "model.safetensors.index.json").write_text(text)
+    (folder / "model.safetensors.index.json").write_text(content)
     assert_rejected(
         folder,
         CheckpointError,
@@ -174,9 +174,7 @@ def test_an_index_that_omits_a_tensor(copy: Copy) -> None:
     index = json.loads(path.read_text())
     del index["weight_map"]["model.norm.weight"]
     path.write_text(json.dumps(index))
-    model = load_model(
-        folder, TensorParallelGroup()
-    )  # the tensor is in a file that the index lists
+    model = load_model(folder, TensorParallelGroup())  # reads all listed files
     assert (model.norm.weight != 0).all()
 
 
@@ -233,7 +231,7 @@ def test_a_file_that_breaks_after_it_was_opened(copy: Copy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("content", "reason"),
     [
         ("", "config.json cannot be read"),
         ("{", "config.json cannot be read"),
@@ -244,13 +242,13 @@ def test_a_file_that_breaks_after_it_was_opened(copy: Copy) -> None:
         ("layers", "layers = 'many'; it must be a whole number"),
     ],
 )
-def test_a_broken_config(copy: Copy, text: str, reason: str) -> None:
+def test_a_broken_config(copy: Copy, content: str, reason: str) -> None:
     folder = copy()
-    if text == "layers":
-        text = json.dumps(
+    if content == "layers":
+        content = json.dumps(
             {**json.loads((folder / "config.json").read_text()), "num_hidden_layers": "many"}
         )
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").write_text(content)
     assert_rejected(folder, ConfigError, reason)
     (folder / "config.json").unlink()
     assert_rejected(folder, ConfigError, f"{folder} has no config.json")

@@ -149,7 +149,7 @@ def test_a_file_equals_the_folder_it_was_converted_from(
 ) -> None:
     folder = checkpoint(**MODELS[name])
     path = convert(folder, tmp_path / "model.gguf")
-    theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
+    theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     assert ours == ModelConfig.from_name(str(path))
     assert ours.norm_eps == pytest.approx(theirs.norm_eps)
     # the architecture of Mistral in GGUF is llama
@@ -187,7 +187,7 @@ def test_frequency_factors_equal_llama3_rope(checkpoint: Checkpoints, tmp_path: 
     )
     folder = checkpoint(rope_parameters=llama3, head_dim=None, hidden_size=64)
     path = convert(folder, tmp_path / "model.gguf")
-    theirs, ours = (ModelConfig.from_pretrained(each) for each in (folder, path))
+    theirs, ours = (ModelConfig.from_pretrained(source) for source in (folder, path))
     plain = ModelConfig.from_pretrained(checkpoint(hidden_size=64))
     expected, scale = theirs.inverse_frequencies(99)
     frequencies, ours_scale = ours.inverse_frequencies(99)
