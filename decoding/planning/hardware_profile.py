@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.errors import TierForceError
 from offload.regular_files import read_json
-from parallel.config_checks import Number, shown
+from parallel.config_checks import Number, quote
 
 
 def _bounds(name: str) -> Number:
@@ -112,7 +112,7 @@ class HardwareProfile:
         if not bounds.allows(value):
             raise TierForceError(
                 f"hardware {self.name}: {name} must be a number of 0 or more, found "
-                f"{shown(value)}; at most {bounds.high:g} is taken."
+                f"{quote(value)}; at most {bounds.high:g} is taken."
             )
 
     @classmethod

@@ -337,7 +337,7 @@ def test_times_are_written_as_people_do(seconds: float, words: str) -> None:
         ),
         (
             ["--model", "no/such-model-anywhere"],
-            "neither a folder, a config.json nor a model the hub could give",
+            "neither a folder, a config.json nor a model found on the hub",
         ),
     ],
 )
@@ -356,7 +356,7 @@ def test_a_config_with_gaps_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [
-        ("notes.txt", "all about it", "notes.txt is no GGUF file and no config.json: give a"),
+        ("notes.txt", "all about it", "notes.txt is neither a GGUF file nor a config.json: give a"),
         ("config.json", "{broken", "config.json cannot be read as a model's config (Expecting"),
         ("config.json", "[]", "it is not a JSON object): fetch it again"),
     ],
@@ -391,7 +391,7 @@ def test_a_draft_with_another_vocabulary_does_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "prompt", "note"),
     [
-        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 32_256, "is taken to count that"),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, 32_256, "is assumed to include that"),
         (
             {
                 "model_type": "qwen2",
@@ -399,7 +399,7 @@ def test_a_draft_with_another_vocabulary_does_not_fit(tmp_path: Path) -> None:
                 "dual_chunk_attention_config": {"original_max_position_embeddings": 262_144},
             },
             261_632,
-            "dual chunk attention, which is not computed",
+            "dual chunk attention, which is not implemented",
         ),
     ],
     ids=["LLaMA-2-7B-32K", "Qwen2.5-1M"],
