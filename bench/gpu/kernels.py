@@ -122,7 +122,7 @@ def _split_float(context: Context, heads: int, groups: int, tokens: int) -> None
     out = torch.empty(2, heads, tokens, _DIM, dtype=_DTYPE, device=device)
 
     def reconstruct() -> torch.Tensor:
-        kernels.join(cut, codes, lows, offsets, out)
+        kernels.reconstruct(cut, codes, lows, offsets, out)
         return out
 
     def attend(q: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ PROMPT, NEW = 130_048, 512
 SEVEN, THIRTEEN, SMALL = (config_of(each) for each in (LLAMA_7B, LLAMA_13B, LLAMA_68M))
 
 
-def needs_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> Requirements:
+def requirements_of(target: ModelConfig, mode: str, ranks: int, **choices: Any) -> Requirements:
     settings = Settings(mode=mode, **{"retrieval_budget": DEFAULT_RETRIEVAL_BUDGET, **choices})
     draft = SMALL if mode == "hierarchical" else None
     return Requirements(target, draft, mode, settings, torch.float16, ranks, 1, True)
@@ -38,8 +38,8 @@ def predicted(target: ModelConfig, hardware: str, mode: str, **choices: Any) -> 
     machine = replace(HardwareProfile.from_name(hardware), host_memory=256e9)
     if "gpu_kv_layers" in choices:
         machine = replace(machine, device_memory=48e9)
-    needs = needs_of(target, mode, int(machine.gpus), **choices)
-    return plan_request(needs, machine, PROMPT, NEW)
+    requirements = requirements_of(target, mode, int(machine.gpus), **choices)
+    return plan_request(requirements, machine, PROMPT, NEW)
 
 
 def test_published_plain_offload_of_the_7b() -> None:
@@ -72,10 +72,13 @@ def test_published_hierarchical_rows(target: ModelConfig, hardware: str, publish
 
 def test_texts_at_once_share_weights_and_launches_and_nothing_else() -> None:
     machine = replace(HardwareProfile.from_name("1xA100-80"), host_memory=256e9)
-    plan, needs = predicted(SEVEN, "1xA100-80", "plain").plan, needs_of(SEVEN, "plain", 1)
+    plan, requirements = (
+        predicted(SEVEN, "1xA100-80", "plain").plan,
+        requirements_of(SEVEN, "plain", 1),
+    )
 
     def of(texts: int, prompt: int = PROMPT) -> Forecast:
-        return forecast(needs, plan, machine, prompt, NEW, Acceptance(), texts)
+        return forecast(requirements, plan, machine, prompt, NEW, Acceptance(), texts)
 
     for texts in (2, 6):
         assert of(texts).link_s == pytest.approx(texts * of(1).link_s)
@@ -94,22 +97,24 @@ def test_published_gain_of_six_texts_at_once() -> None:
     machine = replace(HardwareProfile.from_name("1xA100-80"), device_memory=128e9)
     seconds = {}
     for mode in ("plain", "hierarchical"):
-        needs = needs_of(SEVEN, mode, 1, retrieval_budget=768, num_draft_tokens=6)
-        seconds[mode] = plan_request(needs, machine, 19_200, 256, concurrency=6).forecast.token_s
+        requirements = requirements_of(SEVEN, mode, 1, retrieval_budget=768, num_draft_tokens=6)
+        seconds[mode] = plan_request(
+            requirements, machine, 19_200, 256, concurrency=6
+        ).forecast.token_s
     assert seconds["plain"] / seconds["hierarchical"] == pytest.approx(1.9, rel=0.2)
 
 
 def test_as_many_go_together_as_keep_what_each_would_keep_alone() -> None:
     machine = HardwareProfile.from_name("1xA100-80")
-    needs = needs_of(SEVEN, "plain", 1)
+    requirements = requirements_of(SEVEN, "plain", 1)
     for prompt in (2_000, 30_000, 100_000):
-        alone = plan_request(needs, machine, prompt, NEW)
-        shared = plan_concurrent(needs, alone, 8)
+        alone = plan_request(requirements, machine, prompt, NEW)
+        shared = plan_concurrent(requirements, alone, 8)
         count = shared.forecast.concurrency
         assert shared.plan == alone.plan
-        assert shared.needs == alone.needs
+        assert shared.requirements == alone.requirements
         if count < 8:
-            more = plan_request(needs, machine, prompt, NEW, concurrency=count + 1)
+            more = plan_request(requirements, machine, prompt, NEW, concurrency=count + 1)
             assert more.plan != alone.plan
         assert (count == 8, count == 1) == (prompt == 2_000, prompt == 100_000)
         better = shared.forecast.documents_per_hour > alone.forecast.documents_per_hour
@@ -122,9 +127,9 @@ def test_where_short_passes_are_recorded_large_layers_alone_are_worth_sharing() 
     small = replace(SEVEN, hidden=1024, intermediate=2048)
 
     def count(target: ModelConfig, mode: str, machine: HardwareProfile) -> int:
-        needs = needs_of(target, mode, 1, retrieval_budget=512)
-        alone = plan_request(needs, machine, 2_000, 256)
-        return plan_concurrent(needs, alone, 4).forecast.concurrency
+        requirements = requirements_of(target, mode, 1, retrieval_budget=512)
+        alone = plan_request(requirements, machine, 2_000, 256)
+        return plan_concurrent(requirements, alone, 4).forecast.concurrency
 
     assert count(SEVEN, "retrieval", gpu) == count(SEVEN, "hierarchical", gpu) == 4
     assert count(small, "retrieval", gpu) == 1
@@ -132,11 +137,11 @@ def test_where_short_passes_are_recorded_large_layers_alone_are_worth_sharing() 
 
 
 def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
-    ahead = predicted(SEVEN, "1x4090", "hierarchical")
+    report = predicted(SEVEN, "1x4090", "hierarchical")
 
     def with_rate(target: float, inner: float = 0.7) -> Forecast:
         acceptance = Acceptance(target, inner)
-        return forecast(ahead.needs, ahead.plan, ahead.hardware, PROMPT, NEW, acceptance)
+        return forecast(report.requirements, report.plan, report.hardware, PROMPT, NEW, acceptance)
 
     found = [with_rate(rate) for rate in (0.5, 0.8, 0.95)]
     lengths, times = [each.num_draft_tokens for each in found], [each.token_s for each in found]
@@ -147,30 +152,33 @@ def test_more_acceptance_longer_drafts_fewer_seconds() -> None:
 
 def test_what_a_draft_model_puts_before_the_target_stands_as_often_as_before_any_level() -> None:
     """The target's rate is that of a retrieval cache, which there is none of."""
-    ahead = predicted(SEVEN, "1x4090", "speculative")
+    report = predicted(SEVEN, "1x4090", "speculative")
     rates = [Acceptance(target, inner) for target, inner in ((0.9, 0.6), (0.5, 0.6), (0.9, 0.8))]
-    found = [rate.of(ahead.needs, ahead.plan) for rate in rates]
+    found = [rate.of(report.requirements, report.plan) for rate in rates]
     assert found == pytest.approx([0.6, 0.6, 0.8])
 
 
 def test_a_text_that_fits_the_device_waits_for_no_link() -> None:
-    needs, machine = needs_of(SEVEN, "hierarchical", 1), HardwareProfile.from_name("1xA100-80")
-    ahead = plan_request(needs, machine, 16_384, NEW)
-    assert ahead.plan.resident_layers == SEVEN.layers
-    assert ahead.plan.host_bytes == 0
-    without = plan_plain(ahead)
+    requirements, machine = (
+        requirements_of(SEVEN, "hierarchical", 1),
+        HardwareProfile.from_name("1xA100-80"),
+    )
+    report = plan_request(requirements, machine, 16_384, NEW)
+    assert report.plan.resident_layers == SEVEN.layers
+    assert report.plan.host_bytes == 0
+    without = plan_plain(report)
     assert without is not None
-    bounds = (ahead.forecast.verification_bound, without.forecast.verification_bound)
+    bounds = (report.forecast.verification_bound, without.forecast.verification_bound)
     assert bounds == ("compute", "compute")
 
 
 def test_plain_decoding_is_told_with_a_plan_of_its_own() -> None:
     """Memory that a retrieval cache takes is not missing in what it is compared with."""
-    ahead = predicted(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
-    without, alone = plan_plain(ahead), predicted(SEVEN, "2x4090", "plain")
+    report = predicted(SEVEN, "2x4090", "hierarchical", retrieval_budget=32_768)
+    without, alone = plan_plain(report), predicted(SEVEN, "2x4090", "plain")
     assert without is not None
     assert without.forecast == alone.forecast
-    assert without.plan.resident_layers > ahead.plan.resident_layers
+    assert without.plan.resident_layers > report.plan.resident_layers
 
 
 def test_the_best_length_is_the_shortest_of_the_best() -> None:
@@ -196,13 +204,13 @@ def test_arithmetic_of_a_prefill() -> None:
 def test_a_pass_over_a_retrieval_cache_takes_what_was_measured_of_its_8_bits() -> None:
     """By default a byte of it takes as long as an element of 16 bits."""
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
-    needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
-    kv = needs.layout.bytes(needs.budget)
+    requirements = requirements_of(SEVEN, "retrieval", int(machine.gpus))
+    kv = requirements.layout.bytes(requirements.budget)
 
     def pass_s(hardware: HardwareProfile, **chosen: Any) -> float:
-        settings = replace(needs.settings, **chosen)
+        settings = replace(requirements.settings, **chosen)
         costs = PredictedCosts(hardware, Acceptance())
-        return costs.retrieval_s(replace(needs, settings=settings), PROMPT)
+        return costs.retrieval_s(replace(requirements, settings=settings), PROMPT)
 
     assert pass_s(replace(machine, int8_rate=5e11)) == pass_s(machine)
     slower = pass_s(replace(machine, int8_rate=2.5e11)) - pass_s(machine)
@@ -213,48 +221,52 @@ def test_a_pass_over_a_retrieval_cache_takes_what_was_measured_of_its_8_bits() -
     serial = replace(machine, runs_ahead=False)
     costs = [PredictedCosts(replace(serial, int8_rate=rate), Acceptance()) for rate in (1e11, 5e11)]
     one, three = (
-        [each.retrieval_s(replace(needs, draft=draft, mode=mode), PROMPT) for each in costs]
+        [each.retrieval_s(replace(requirements, draft=draft, mode=mode), PROMPT) for each in costs]
         for draft, mode in ((None, "retrieval"), (SMALL, "hierarchical"))
     )
     assert one[0] - one[1] == pytest.approx(three[0] - three[1])
 
 
 def test_a_retrieval_cache_in_8_bits_takes_about_half_of_the_memory() -> None:
-    needs = needs_of(SEVEN, "retrieval", 2)
-    whole = replace(needs, settings=replace(needs.settings, int8_retrieval=False))
+    requirements = requirements_of(SEVEN, "retrieval", 2)
+    whole = replace(requirements, settings=replace(requirements.settings, int8_retrieval=False))
     half, all_of_it = (
-        each.retrieval_spec(PROMPT, NEW).layer_bytes(each.layout) for each in (needs, whole)
+        each.retrieval_spec(PROMPT, NEW).layer_bytes(each.layout) for each in (requirements, whole)
     )
     assert 0.5 < half / all_of_it < 0.57
-    in_host_memory = replace(needs, copies=False)  # where nothing has to leave the device
+    in_host_memory = replace(requirements, copies=False)  # where nothing has to leave the device
     assert not in_host_memory.retrieval_spec(PROMPT, NEW).quantised
-    in_float32 = replace(needs, dtype=torch.float32)
+    in_float32 = replace(requirements, dtype=torch.float32)
     assert not in_float32.retrieval_spec(PROMPT, NEW).quantised
-    asked_for = replace(in_float32, settings=replace(needs.settings, int8_retrieval=True))
+    asked_for = replace(in_float32, settings=replace(requirements.settings, int8_retrieval=True))
     assert asked_for.retrieval_spec(PROMPT, NEW).quantised
 
 
 def test_identical_texts_verify_in_blocks_and_draft_as_others_do() -> None:
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9)
-    needs = needs_of(SEVEN, "retrieval", int(machine.gpus))
-    plan = plan_request(needs, machine, PROMPT, NEW).plan
-    deterministic = replace(needs, settings=replace(needs.settings, deterministic=True))
+    requirements = requirements_of(SEVEN, "retrieval", int(machine.gpus))
+    plan = plan_request(requirements, machine, PROMPT, NEW).plan
+    deterministic = replace(
+        requirements, settings=replace(requirements.settings, deterministic=True)
+    )
     costs = PredictedCosts(machine, Acceptance())
-    one, other = (costs.round_cost(each, plan, PROMPT) for each in (needs, deterministic))
-    steady = target_cost(machine, needs).batch_invariant_seconds(17, PROMPT)
-    selecting = one.compute_s(16) - target_cost(machine, needs).seconds(17, PROMPT)
+    one, other = (costs.round_cost(each, plan, PROMPT) for each in (requirements, deterministic))
+    steady = target_cost(machine, requirements).batch_invariant_seconds(17, PROMPT)
+    selecting = one.compute_s(16) - target_cost(machine, requirements).seconds(17, PROMPT)
     assert other.compute_s(16) - selecting == pytest.approx(steady)
-    assert steady > 1.5 * target_cost(machine, needs).seconds(17, PROMPT)  # three blocks of rows
+    assert steady > 1.5 * target_cost(machine, requirements).seconds(
+        17, PROMPT
+    )  # three blocks of rows
     assert (other.link_s, other.drafted_s) == (one.link_s, one.drafted_s)
 
 
 def test_where_noise_is_shared_a_token_is_rejected_twice_as_often_at_most() -> None:
     """Whatever the budget: as often as it would be rejected with it, and what that comes to."""
     for budget in (1024, DEFAULT_RETRIEVAL_BUDGET, 32_768):
-        needs = needs_of(SEVEN, "retrieval", 2, retrieval_budget=budget)
-        plan = plan_request(needs, HardwareProfile.from_name("2x4090"), 30_000, NEW).plan
+        requirements = requirements_of(SEVEN, "retrieval", 2, retrieval_budget=budget)
+        plan = plan_request(requirements, HardwareProfile.from_name("2x4090"), 30_000, NEW).plan
         for seen, coupled in (
-            (each.of(needs, plan), other.of(needs, plan))
+            (each.of(requirements, plan), other.of(requirements, plan))
             for each, other in (
                 (Acceptance(0.9), Acceptance(0.9, is_coupled=True)),
                 (Acceptance(1.0), Acceptance(1.0, is_coupled=True)),
@@ -267,20 +279,20 @@ def test_where_noise_is_shared_a_token_is_rejected_twice_as_often_at_most() -> N
 def test_a_pass_over_codes_takes_what_was_measured_of_them() -> None:
     """By default a code, half of an element, takes half of its time."""
     machine = replace(HardwareProfile.from_name("2x4090"), host_memory=256e9, kv_rate=5e11)
-    needs = needs_of(SEVEN, "split", int(machine.gpus))
-    plan = plan_request(needs, machine, PROMPT, NEW).plan
-    kv = needs.layout.bytes(PROMPT, plan.split_layers)
+    requirements = requirements_of(SEVEN, "split", int(machine.gpus))
+    plan = plan_request(requirements, machine, PROMPT, NEW).plan
+    kv = requirements.layout.bytes(PROMPT, plan.split_layers)
     assert kv > 0
 
     def near_s(hardware: HardwareProfile) -> float:
-        return PredictedCosts(hardware, Acceptance()).on_device_s(needs, plan, PROMPT, 1)
+        return PredictedCosts(hardware, Acceptance()).on_device_s(requirements, plan, PROMPT, 1)
 
     assert near_s(replace(machine, high_bits_rate=1e12)) == near_s(machine)
     slower = near_s(replace(machine, high_bits_rate=2.5e11)) - near_s(machine)
     assert slower == pytest.approx(1.5 * kv / 5e11, rel=0.01)
     joined = [
         PredictedCosts(replace(machine, reconstruct_rate=rate), Acceptance())
-        .round_cost(needs, plan, PROMPT)
+        .round_cost(requirements, plan, PROMPT)
         .compute_s(8)
         for rate in (1e11, 5e10)
     ]

@@ -29,27 +29,27 @@ PROMPT, NEW = 20_000, 200
 OWN, SPLIT = "retrieval", "split-retrieval"
 
 
-def needs_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any) -> Requirements:
+def requirements_of(mode: str = "auto", dtype: str = "bfloat16", **choices: Any) -> Requirements:
     settings = Settings(mode=mode, dtype=dtype, prefill_chunk=256, **choices)
     model = replace(case_of(1).target, layers=24, kv_heads=4)
     resolved = settings.resolved_mode(has_draft=False)
     return Requirements(model, None, resolved, settings, dtype_spec(dtype), 1, 1, copies=True)
 
 
-def memory_of(needs: Requirements, device: float, host: float = 2.0) -> Memory:
+def memory_of(requirements: Requirements, device: float, host: float = 2.0) -> Memory:
     """Memory for such shares of the KV, beside what there is only once."""
-    kv = needs.layout.bytes(PROMPT + NEW)
-    fixed = needs.memory(PROMPT, NEW)
+    kv = requirements.layout.bytes(PROMPT + NEW)
+    fixed = requirements.memory(PROMPT, NEW)
     return Memory(int(device * kv) + fixed.hidden + fixed.forwards + fixed.tables, int(host * kv))
 
 
-def modes(needs: Requirements, memory: Memory, prompt: int = PROMPT) -> set[str]:
-    return {way.mode for way in feasible_plans(needs, memory, prompt, NEW)}
+def modes(requirements: Requirements, memory: Memory, prompt: int = PROMPT) -> set[str]:
+    return {strategy.mode for strategy in feasible_plans(requirements, memory, prompt, NEW)}
 
 
-def seconds(needs: Requirements, rate: float) -> float:
+def seconds(requirements: Requirements, rate: float) -> float:
     """Of all KV over a link."""
-    return needs.layout.bytes(PROMPT) / rate
+    return requirements.layout.bytes(PROMPT) / rate
 
 
 def rounds(drafted: int, accepted: int, draft_s: float, verify_s: float) -> list[RoundStats]:
@@ -57,36 +57,36 @@ def rounds(drafted: int, accepted: int, draft_s: float, verify_s: float) -> list
 
 
 def test_slices_are_an_option_where_nothing_is_set_and_layers_wait_on_the_host() -> None:
-    needs = needs_of()
-    assert modes(needs, memory_of(needs, 0.6)) == {OWN, SPLIT}
-    assert modes(needs_of(OWN), memory_of(needs, 0.6)) == {OWN}
-    assert modes(needs_of(dtype="float32"), memory_of(needs, 3)) == {OWN}
+    requirements = requirements_of()
+    assert modes(requirements, memory_of(requirements, 0.6)) == {OWN, SPLIT}
+    assert modes(requirements_of(OWN), memory_of(requirements, 0.6)) == {OWN}
+    assert modes(requirements_of(dtype="float32"), memory_of(requirements, 3)) == {OWN}
     # all KV fits the device
-    assert modes(needs, memory_of(needs, 4)) == {OWN}
-    assert modes(needs, memory_of(needs, 0.6), prompt=1000) == {OWN}
+    assert modes(requirements, memory_of(requirements, 4)) == {OWN}
+    assert modes(requirements, memory_of(requirements, 0.6), prompt=1000) == {OWN}
 
 
 def test_a_host_too_small_for_whole_elements_takes_slices() -> None:
-    needs = needs_of()
-    small = memory_of(needs, 0.45, host=0.6)
-    assert modes(needs, small) == {SPLIT}
-    plans = feasible_plans(needs, small, PROMPT, NEW)
-    choice = StrategySelector(MeasuredCosts(1e9)).select(needs, plans, PROMPT)
+    requirements = requirements_of()
+    small = memory_of(requirements, 0.45, host=0.6)
+    assert modes(requirements, small) == {SPLIT}
+    plans = feasible_plans(requirements, small, PROMPT, NEW)
+    choice = StrategySelector(MeasuredCosts(1e9)).select(requirements, plans, PROMPT)
     assert choice.strategy.mode == SPLIT
     assert f"{OWN} does not fit" in choice.why
     with pytest.raises(InsufficientMemoryError, match="host memory"):
-        feasible_plans(needs_of(OWN), small, PROMPT, NEW)
+        feasible_plans(requirements_of(OWN), small, PROMPT, NEW)
     # where neither does, what is said to be needed is the least
     with pytest.raises(InsufficientMemoryError, match="host memory") as least:
-        feasible_plans(needs, memory_of(needs, 0.45, host=0.1), PROMPT, NEW)
+        feasible_plans(requirements, memory_of(requirements, 0.45, host=0.1), PROMPT, NEW)
     for mode in (OWN, SPLIT):
-        way = needs.with_strategy(Strategy(mode, 4096))
+        strategy = requirements.with_strategy(Strategy(mode, 4096))
         with pytest.raises(InsufficientMemoryError) as more:
-            feasible_plans(way, memory_of(needs, 0.45, host=0.1), PROMPT, NEW)
+            feasible_plans(strategy, memory_of(requirements, 0.45, host=0.1), PROMPT, NEW)
         assert more.value.host_bytes >= least.value.host_bytes > 0
     # and a text as long is what is said to fit
-    fits = max_prompt(needs, small, 2 * PROMPT, NEW)
-    assert fits > max(PROMPT, max_prompt(needs_of(OWN), small, 2 * PROMPT, NEW))
+    fits = max_prompt(requirements, small, 2 * PROMPT, NEW)
+    assert fits > max(PROMPT, max_prompt(requirements_of(OWN), small, 2 * PROMPT, NEW))
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_a_host_too_small_for_whole_elements_takes_slices() -> None:
 def test_the_first_text_goes_without_and_its_rounds_decide(
     accepted: int, rate: float, draft_s: float, mode: str
 ) -> None:
-    needs = needs_of()
-    chooser = StrategySelector(MeasuredCosts(rate))
-    plans = feasible_plans(needs, memory_of(needs, 0.6), PROMPT, NEW)
-    first = chooser.select(needs, plans, PROMPT)
+    requirements = requirements_of()
+    selector = StrategySelector(MeasuredCosts(rate))
+    plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
+    first = selector.select(requirements, plans, PROMPT)
     assert first.strategy == Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
     assert "nothing is known" in first.why
     plan = plans[first.strategy]
-    link_s = seconds(needs, rate) * (1 - plan.resident_layers / needs.target.layers)
+    link_s = seconds(requirements, rate) * (1 - plan.resident_layers / requirements.target.layers)
     past = rounds(24, accepted, draft_s, max(link_s, 0.01))
-    chooser.record(needs.with_strategy(first.strategy), plan, PROMPT, past)
-    second = chooser.select(needs, plans, PROMPT)
+    selector.record(requirements.with_strategy(first.strategy), plan, PROMPT, past)
+    second = selector.select(requirements, plans, PROMPT)
     assert second.strategy.mode == mode
     assert f"with mode {OWN if mode == SPLIT else SPLIT}, budget" in second.why
 
@@ -120,31 +120,35 @@ def test_the_first_text_goes_without_and_its_rounds_decide(
     ids=["drafting", "verifying"],
 )
 def test_slices_that_disappoint_are_given_up(draft_s: float, times_link: float) -> None:
-    needs, rate = needs_of(), 1e8
-    chooser = StrategySelector(MeasuredCosts(rate))
-    plans = feasible_plans(needs, memory_of(needs, 0.6), PROMPT, NEW)
-    link_s = seconds(needs, rate)
+    requirements, rate = requirements_of(), 1e8
+    selector = StrategySelector(MeasuredCosts(rate))
+    plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
+    link_s = seconds(requirements, rate)
     usual = Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
-    chooser.record(needs.with_strategy(usual), plans[usual], PROMPT, rounds(24, 6, 1e-3, link_s))
-    tried = chooser.select(needs, plans, PROMPT).strategy
+    selector.record(
+        requirements.with_strategy(usual), plans[usual], PROMPT, rounds(24, 6, 1e-3, link_s)
+    )
+    tried = selector.select(requirements, plans, PROMPT).strategy
     assert tried.mode == SPLIT
     # as many stand as before, and they take longer than it was thought
     for _ in range(3):
         past = rounds(24, 6, draft_s, times_link * link_s)
-        chooser.record(needs.with_strategy(tried), plans[tried], PROMPT, past)
-    assert chooser.select(needs, plans, PROMPT).strategy.mode == OWN
+        selector.record(requirements.with_strategy(tried), plans[tried], PROMPT, past)
+    assert selector.select(requirements, plans, PROMPT).strategy.mode == OWN
 
 
 def test_a_length_below_that_is_set_is_reckoned_with() -> None:
     """A draft of 64 before every pass over codes costs more than the best one."""
     costs = []
     for inner in (None, 64):
-        needs = needs_of(num_inner_draft_tokens=inner)
-        plans = feasible_plans(needs, memory_of(needs, 0.6), PROMPT, NEW)
-        observed, way = MeasuredCosts(1e8), Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
-        observed.record(needs.with_strategy(way), plans[way], PROMPT, rounds(24, 6, 1e-2, 1.0))
+        requirements = requirements_of(num_inner_draft_tokens=inner)
+        plans = feasible_plans(requirements, memory_of(requirements, 0.6), PROMPT, NEW)
+        observed, strategy = MeasuredCosts(1e8), Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
+        observed.record(
+            requirements.with_strategy(strategy), plans[strategy], PROMPT, rounds(24, 6, 1e-2, 1.0)
+        )
         split = Strategy(SPLIT, DEFAULT_RETRIEVAL_BUDGET)
-        cost = observed.round_cost(needs.with_strategy(split), plans[split], PROMPT)
+        cost = observed.round_cost(requirements.with_strategy(split), plans[split], PROMPT)
         assert cost is not None
         costs.append(cost.drafted_s)
     assert costs[1] > 2 * costs[0]

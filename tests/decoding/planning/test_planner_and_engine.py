@@ -29,7 +29,7 @@ from offload.errors import InsufficientMemoryError
 from offload.memory.cpu_link import ZeroCopyLink
 from offload.memory.host_arena import HostArena
 from parallel.ranks.process_group import TensorParallelGroup
-from support.planning import Case, case_of, needs_of
+from support.planning import Case, case_of, requirements_of
 from support.slow import slow_except
 
 CPU = torch.device("cpu")
@@ -59,8 +59,8 @@ def drawn_case(seed: int) -> Case:
 
 def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engine:
     """Return an engine that finds the memory of the case's machine, and knows `costs`."""
-    needs, dtype = needs_of(case), dtype_of(case.settings.dtype)
-    link = GivenLink(int(case.hardware.device_memory) - needs.weight_bytes)
+    requirements, dtype = requirements_of(case), dtype_of(case.settings.dtype)
+    link = GivenLink(int(case.hardware.device_memory) - requirements.weight_bytes)
     patch.setattr(decoding.models.runtime, "host_available", lambda: int(case.hardware.host_memory))
     patch.setattr(Runtime, "link_rate", lambda self: None)
     group = TensorParallelGroup()
@@ -70,8 +70,10 @@ def engine_on(case: Case, costs: CostSource, patch: pytest.MonkeyPatch) -> Engin
     )
     target.embed.weight = torch.empty(0, dtype=dtype)
     arena = HostArena(link, dtype)
-    models: Any = (target, draft if needs.has_draft else None)
-    engine = Engine(Runtime(*models, needs.mode, case.settings, link, arena), None, frozenset())
+    models: Any = (target, draft if requirements.has_draft else None)
+    engine = Engine(
+        Runtime(*models, requirements.mode, case.settings, link, arena), None, frozenset()
+    )
     engine.sessions.selector = StrategySelector(costs)
     return engine
 
@@ -80,13 +82,13 @@ def costs_of(case: Case, observed: bool) -> CostSource:
     """Return the machine's own costs, or those of past texts in ways that would fit."""
     if not observed:
         return PredictedCosts(case.hardware, case.acceptance)
-    draw, needs = random.Random(case.prompt), needs_of(case)
-    costs, memory = MeasuredCosts(case.hardware.link_in), memory_of(case.hardware, needs)
-    for _ in range(3 if needs.may_retrieve else 0):
-        way = Strategy(draw.choice(needs.candidate_modes), draw.choice((64, 512, 2048)))
-        spent = needs.with_strategy(way)
+    draw, requirements = random.Random(case.prompt), requirements_of(case)
+    costs, memory = MeasuredCosts(case.hardware.link_in), memory_of(case.hardware, requirements)
+    for _ in range(3 if requirements.may_retrieve else 0):
+        strategy = Strategy(draw.choice(requirements.candidate_modes), draw.choice((64, 512, 2048)))
+        spent = requirements.with_strategy(strategy)
         try:
-            plan = fit(spent, memory, case.prompt, case.new)
+            plan = fit(spent, memory, case.prompt, case.max_new_tokens)
         except InsufficientMemoryError:
             continue
         past = [
@@ -97,26 +99,30 @@ def costs_of(case: Case, observed: bool) -> CostSource:
     return costs
 
 
-def decision(plan: MemoryPlan, costs: CostSource, needs: Requirements, prompt: int) -> Decision:
+def decision(
+    plan: MemoryPlan, costs: CostSource, requirements: Requirements, prompt: int
+) -> Decision:
     """Return mode and budget, resident, late and split layers, ring, and draft length."""
-    cost = costs.round_cost(needs, plan, prompt)
-    length = 0 if cost is None else cost.best_length(needs.draft_lengths)[0]
+    cost = costs.round_cost(requirements, plan, prompt)
+    length = 0 if cost is None else cost.best_length(requirements.draft_lengths)[0]
     ring = (plan.slots, plan.slot_heads)
     layers = (plan.resident_layers, plan.deferred_layers, plan.split_layers)
-    return needs.strategy, *layers, *ring, length
+    return requirements.strategy, *layers, *ring, length
 
 
 def by_plan(case: Case, costs: CostSource) -> Decision | None:
     """Return what `tierforce plan` decides; None where nothing fits."""
-    needs = needs_of(case)
+    requirements = requirements_of(case)
     try:
-        chooser = StrategySelector(costs)
-        ahead = plan_request(needs, case.hardware, case.prompt, case.new, case.acceptance, chooser)
+        selector = StrategySelector(costs)
+        report = plan_request(
+            requirements, case.hardware, case.prompt, case.max_new_tokens, case.acceptance, selector
+        )
     except InsufficientMemoryError:
         return None
-    found = decision(ahead.plan, costs, ahead.needs, case.prompt)
-    if isinstance(costs, PredictedCosts) and ahead.needs.mode != "plain":
-        assert found[-1] == ahead.forecast.num_draft_tokens
+    found = decision(report.plan, costs, report.requirements, case.prompt)
+    if isinstance(costs, PredictedCosts) and report.requirements.mode != "plain":
+        assert found[-1] == report.forecast.num_draft_tokens
     return found
 
 
@@ -125,12 +131,12 @@ def by_engine(case: Case, costs: CostSource) -> Decision | None:
     with pytest.MonkeyPatch.context() as patch:
         engine = engine_on(case, costs, patch)
         try:
-            plan = engine.plan(case.prompt, case.new)
+            plan = engine.plan(case.prompt, case.max_new_tokens)
         except InsufficientMemoryError:
             return None
-        choice = engine.sessions.select_strategy(case.prompt, case.new)
-        needs = engine.runtime.with_strategy(choice.strategy).requirements
-        return decision(plan, costs, needs, case.prompt)
+        choice = engine.sessions.select_strategy(case.prompt, case.max_new_tokens)
+        requirements = engine.runtime.with_strategy(choice.strategy).requirements
+        return decision(plan, costs, requirements, case.prompt)
 
 
 @pytest.mark.parametrize("observed", slow_except([False, True], 1), ids=["predicted", "observed"])
@@ -175,13 +181,13 @@ def test_the_length_that_adapts_is_near_the_one_that_is_planned(seed: int) -> No
     )
     settings = replace(case.settings, num_draft_tokens=None, gpu_kv_layers=None)
     case = replace(case, settings=settings)
-    needs, costs = needs_of(case), costs_of(case, observed=False)
+    requirements, costs = requirements_of(case), costs_of(case, observed=False)
     rich = replace(case.hardware, device_memory=1e12, host_memory=1e13)
-    plan = fit(needs, memory_of(rich, needs), case.prompt, case.new)
-    cost = costs.round_cost(needs, plan, case.prompt)
+    plan = fit(requirements, memory_of(rich, requirements), case.prompt, case.max_new_tokens)
+    cost = costs.round_cost(requirements, plan, case.prompt)
     assert cost is not None
-    best, seconds = cost.best_length(needs.draft_lengths)
-    adaptive, rate = Adaptive(needs.draft_lengths[-1]), cost.acceptance
+    best, seconds = cost.best_length(requirements.draft_lengths)
+    adaptive, rate = Adaptive(requirements.draft_lengths[-1]), cost.acceptance
     adaptive.reset(6)
     for number in range(400):
         drafted = max(1, min(64, adaptive.next() + (-2, 0, 2)[number % 3]))

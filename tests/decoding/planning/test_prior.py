@@ -46,21 +46,21 @@ MACHINE = HardwareProfile(
 )
 
 
-def needs_of() -> Requirements:
+def requirements_of() -> Requirements:
     settings = Settings(mode="auto", dtype="bfloat16", prefill_chunk=256)
     model = replace(case_of(1).target, layers=24, kv_heads=4)
     return Requirements(model, None, OWN, settings, dtype_spec("bfloat16"), 1, 1, copies=True)
 
 
-def plans_of(needs: Requirements, host: float = 2.0) -> dict[Strategy, MemoryPlan]:
+def plans_of(requirements: Requirements, host: float = 2.0) -> dict[Strategy, MemoryPlan]:
     """In memory for six tenths of the KV, beside what there is only once."""
-    kv, fixed = needs.layout.bytes(PROMPT + NEW), needs.memory(PROMPT, NEW)
+    kv, fixed = requirements.layout.bytes(PROMPT + NEW), requirements.memory(PROMPT, NEW)
     device = int(0.6 * kv) + fixed.hidden + fixed.forwards + fixed.tables
-    return feasible_plans(needs, Memory(device, int(host * kv)), PROMPT, NEW)
+    return feasible_plans(requirements, Memory(device, int(host * kv)), PROMPT, NEW)
 
 
 def best(
-    needs: Requirements,
+    requirements: Requirements,
     plans: Mapping[Strategy, MemoryPlan],
     machine: HardwareProfile,
     texts: int = 1,
@@ -68,9 +68,9 @@ def best(
     """The way of these with the fewest seconds a token by a machine's numbers."""
     costs = PredictedCosts(machine, Acceptance(), texts)
 
-    def seconds(way: Strategy) -> float:
-        cost = costs.round_cost(needs.with_strategy(way), plans[way], PROMPT)
-        return cost.best_length(needs.draft_lengths)[1]
+    def seconds(strategy: Strategy) -> float:
+        cost = costs.round_cost(requirements.with_strategy(strategy), plans[strategy], PROMPT)
+        return cost.best_length(requirements.draft_lengths)[1]
 
     return min(plans, key=seconds)
 
@@ -118,68 +118,76 @@ def test_the_link_is_as_fast_as_it_was_measured() -> None:
 
 @pytest.mark.parametrize("rate", [1e7, 1e9, 1e11])
 def test_the_first_text_takes_what_the_machines_numbers_promise(rate: float) -> None:
-    needs, machine = needs_of(), replace(MACHINE, link_in=rate)
-    plans = plans_of(needs)
-    assert {way.mode for way in plans} == {OWN, SPLIT}
+    requirements, machine = requirements_of(), replace(MACHINE, link_in=rate)
+    plans = plans_of(requirements)
+    assert {strategy.mode for strategy in plans} == {OWN, SPLIT}
     costs = MeasuredCosts(rate)
     choice = StrategySelector(costs, HardwarePrior(machine, is_measured=True)).select(
-        needs, plans, PROMPT
+        requirements, plans, PROMPT
     )
-    assert choice.strategy == best(needs, plans, machine)
+    assert choice.strategy == best(requirements, plans, machine)
     assert choice.why.startswith("by numbers of mine: ")
     # slices must have been measured, on this machine
-    own = {way: plan for way, plan in plans.items() if way.mode == OWN}
+    own = {strategy: plan for strategy, plan in plans.items() if strategy.mode == OWN}
     for prior in (
         HardwarePrior(machine, is_measured=False),
         HardwarePrior(replace(machine, reconstruct_rate=None), is_measured=True),
         HardwarePrior(replace(machine, high_bits_rate=None), is_measured=True),
     ):
-        choice = StrategySelector(costs, prior).select(needs, plans, PROMPT)
-        assert choice.strategy == best(needs, own, prior.machine)
+        choice = StrategySelector(costs, prior).select(requirements, plans, PROMPT)
+        assert choice.strategy == best(requirements, own, prior.machine)
 
 
 def test_the_first_of_several_texts_is_chosen_for_as_one_of_them() -> None:
     """The link is theirs in turn, and weights are read once for all."""
-    needs = needs_of()
-    plans = plans_of(needs)
+    requirements = requirements_of()
+    plans = plans_of(requirements)
     rates = [10.0 ** (step / 2) for step in range(14, 20)]
     found = set()
     for rate in rates:
         machine = replace(MACHINE, link_in=rate)
-        chooser = StrategySelector(MeasuredCosts(rate), HardwarePrior(machine, is_measured=True))
+        selector = StrategySelector(MeasuredCosts(rate), HardwarePrior(machine, is_measured=True))
         for texts in (1, 6):
-            choice = chooser.select(needs, plans, PROMPT, texts)
-            assert choice.strategy == best(needs, plans, machine, texts)
+            choice = selector.select(requirements, plans, PROMPT, texts)
+            assert choice.strategy == best(requirements, plans, machine, texts)
             found.add((rate, choice.strategy))
     assert len(found) > len(rates)  # six at once are not always chosen for as one is
 
 
 def test_the_link_decides_how_large_a_budget_pays() -> None:
-    needs = needs_of()
-    plans = {way: plan for way, plan in plans_of(needs).items() if way.mode == OWN}
-    budgets = [best(needs, plans, replace(MACHINE, link_in=rate)).budget for rate in (1e12, 1e7)]
+    requirements = requirements_of()
+    plans = {
+        strategy: plan for strategy, plan in plans_of(requirements).items() if strategy.mode == OWN
+    }
+    budgets = [
+        best(requirements, plans, replace(MACHINE, link_in=rate)).budget for rate in (1e12, 1e7)
+    ]
     assert budgets == sorted(set(budgets))
 
 
 def test_numbers_that_were_not_measured_choose_slices_where_nothing_else_fits() -> None:
-    needs = needs_of()
-    plans = plans_of(needs, host=0.5)
-    assert {way.mode for way in plans} == {SPLIT}
-    chooser = StrategySelector(MeasuredCosts(1e9), HardwarePrior(MACHINE, is_measured=False))
-    assert chooser.select(needs, plans, PROMPT).strategy == best(needs, plans, MACHINE)
+    requirements = requirements_of()
+    plans = plans_of(requirements, host=0.5)
+    assert {strategy.mode for strategy in plans} == {SPLIT}
+    selector = StrategySelector(MeasuredCosts(1e9), HardwarePrior(MACHINE, is_measured=False))
+    assert selector.select(requirements, plans, PROMPT).strategy == best(
+        requirements, plans, MACHINE
+    )
 
 
 def test_what_a_text_showed_counts_for_more_than_any_numbers() -> None:
-    needs = needs_of()
-    plans = plans_of(needs)
+    requirements = requirements_of()
+    plans = plans_of(requirements)
     wrong = replace(MACHINE, memory_rate=1e6, matmul=1e7)
     with_prior = StrategySelector(MeasuredCosts(1e8), HardwarePrior(wrong, is_measured=True))
     without = StrategySelector(MeasuredCosts(1e8))
-    way = Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
+    strategy = Strategy(OWN, DEFAULT_RETRIEVAL_BUDGET)
     past = [RoundStats(24, 8, 25, 24e-3, 0.5)] * 40
-    for chooser in (with_prior, without):
-        chooser.record(needs.with_strategy(way), plans[way], PROMPT, past)
-    assert with_prior.select(needs, plans, PROMPT) == without.select(needs, plans, PROMPT)
+    for selector in (with_prior, without):
+        selector.record(requirements.with_strategy(strategy), plans[strategy], PROMPT, past)
+    assert with_prior.select(requirements, plans, PROMPT) == without.select(
+        requirements, plans, PROMPT
+    )
 
 
 def test_an_engine_goes_by_the_file_that_it_is_given(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from decoding import GREEDY, Engine
 from decoding.config.defaults import DEFAULT_RETRIEVAL_BUDGET, REJECTION_EXPONENT, RETRIEVAL_BUDGETS
 from decoding.engine.session_manager import SequenceManager
 from decoding.models.runtime import Runtime
-from decoding.planning.fit import feasible_plans as affordable_with
+from decoding.planning.fit import feasible_plans as feasible_plans
 from decoding.planning.measured_cost import MeasuredCosts
 from decoding.planning.memory_plan import MemoryPlan
 from decoding.planning.memory_requirements import Strategy
@@ -49,10 +49,12 @@ def models(pair: Pair, megabytes: float, **choices: Any) -> Runtime:
         return engine.runtime
 
 
-def affordable(runtime: Runtime, prompt: int, new: int) -> dict[int, MemoryPlan]:
+def feasible(runtime: Runtime, prompt: int, max_new_tokens: int) -> dict[int, MemoryPlan]:
     """By budget, in the runtime's own mode."""
-    plans = affordable_with(runtime.requirements, runtime.memory(), prompt, new)
-    return {way.budget: plan for way, plan in plans.items() if way.mode == runtime.mode}
+    plans = feasible_plans(runtime.requirements, runtime.memory(), prompt, max_new_tokens)
+    return {
+        strategy.budget: plan for strategy, plan in plans.items() if strategy.mode == runtime.mode
+    }
 
 
 class Past:
@@ -60,16 +62,16 @@ class Past:
 
     def __init__(self, rate: float = RATE):
         self.costs = MeasuredCosts(rate)
-        self.chooser = StrategySelector(self.costs)
+        self.selector = StrategySelector(self.costs)
 
     def choose(self, runtime: Runtime, plans: dict[int, MemoryPlan], prompt: int) -> StrategyChoice:
-        ways = {Strategy(runtime.mode, budget): plan for budget, plan in plans.items()}
-        return self.chooser.select(runtime.requirements, ways, prompt)
+        strategies = {Strategy(runtime.mode, budget): plan for budget, plan in plans.items()}
+        return self.selector.select(runtime.requirements, strategies, prompt)
 
     def record(
         self, runtime: Runtime, budget: int, plan: MemoryPlan, past: list[RoundStats]
     ) -> None:
-        self.chooser.record(with_budget(runtime.requirements, budget), plan, PROMPT, past)
+        self.selector.record(with_budget(runtime.requirements, budget), plan, PROMPT, past)
 
     def rejection(self, runtime: Runtime, budget: int, plan: MemoryPlan) -> float:
         return self.costs.rejection(with_budget(runtime.requirements, budget), plan)
@@ -82,26 +84,26 @@ def rounds(
 
 
 def test_a_budget_that_is_set_is_the_only_one(pair: Pair) -> None:
-    found = affordable(models(pair, 300, retrieval_budget=777), PROMPT, NEW)
+    found = feasible(models(pair, 300, retrieval_budget=777), PROMPT, NEW)
     assert list(found) == [777]
 
 
 def test_more_budget_leaves_fewer_layers(pair: Pair) -> None:
-    found = affordable(models(pair, 150), PROMPT, NEW)
+    found = feasible(models(pair, 150), PROMPT, NEW)
     assert list(found) == [budget for budget in RETRIEVAL_BUDGETS if budget < 2 * (PROMPT + NEW)]
     layers = [place.resident_layers for place in found.values()]
     assert layers == sorted(layers, reverse=True)
     assert layers[0] > layers[-1]
-    small = affordable(models(pair, 100), PROMPT, NEW)
+    small = feasible(models(pair, 100), PROMPT, NEW)
     assert set(small) < set(found)
     with pytest.raises(InsufficientMemoryError, match="smaller `retrieval_budget`"):
-        affordable(models(pair, 20), PROMPT, NEW)
+        feasible(models(pair, 20), PROMPT, NEW)
 
 
 def test_the_first_text_gets_the_usual_budget_or_what_fits(pair: Pair) -> None:
     for megabytes in (130, 100):
         on = models(pair, megabytes)
-        plans = affordable(on, PROMPT, NEW)
+        plans = feasible(on, PROMPT, NEW)
         choice = Past().choose(on, plans, PROMPT)
         assert choice.strategy.budget == max(
             budget for budget in plans if budget <= DEFAULT_RETRIEVAL_BUDGET
@@ -122,7 +124,7 @@ def test_what_past_texts_showed_decides(
     accepted: int, draft_s: float, larger: bool, pair: Pair
 ) -> None:
     on, split = models(pair, 130), Past()
-    some = affordable(on, PROMPT, NEW)
+    some = feasible(on, PROMPT, NEW)
     plans = {
         budget: replace(some[budget], resident_layers=layers)
         for budget, layers in ((1024, 2), (2048, 1), (4096, 0))
@@ -141,14 +143,14 @@ def test_what_past_texts_showed_decides(
 def test_layers_are_worth_nothing_where_compute_is_the_cost(pair: Pair) -> None:
     """The link could be ten times as slow: a larger budget is taken, though it takes the layers."""
     on, split = models(pair, 130), Past(1e13)
-    plans = affordable(on, PROMPT, NEW)
+    plans = feasible(on, PROMPT, NEW)
     split.record(on, 2048, plans[2048], rounds(20, 24, 8, 1e-6, 0.5))
     assert split.choose(on, plans, PROMPT).strategy.budget > 2048
 
 
 def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pair) -> None:
     on, split = models(pair, 130), Past()
-    plans = affordable(on, PROMPT, NEW)
+    plans = feasible(on, PROMPT, NEW)
     split.record(on, 1024, plans[1024], rounds(3, 24, 0, 1.0, 1.0))
     assert "nothing is known" in split.choose(on, plans, PROMPT).why
     same = {
@@ -162,14 +164,14 @@ def test_a_small_promise_changes_nothing_and_a_short_text_says_nothing(pair: Pai
 
 def test_a_text_within_its_budget_says_nothing_of_longer_ones(pair: Pair) -> None:
     on, split = models(pair, 130), Past()
-    place = affordable(on, 1900, NEW)[2048]
-    split.chooser.record(
+    place = feasible(on, 1900, NEW)[2048]
+    split.selector.record(
         with_budget(on.requirements, 2048), place, 1900, rounds(50, 24, 24, 1e-3, 1e-3)
     )
-    choice = split.choose(on, affordable(on, PROMPT, NEW), PROMPT)
+    choice = split.choose(on, feasible(on, PROMPT, NEW), PROMPT)
     assert choice.strategy.budget == DEFAULT_RETRIEVAL_BUDGET
     assert "nothing is known" in choice.why
-    short = split.choose(on, affordable(on, 900, NEW), 900)
+    short = split.choose(on, feasible(on, 900, NEW), 900)
     assert (short.strategy.budget, "fit" in short.why) == (1024, False)
 
 
@@ -224,7 +226,7 @@ def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
 
 def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair: Pair) -> None:
     on, split = models(pair, 130), Past()
-    place = affordable(on, PROMPT, NEW)[2048]
+    place = feasible(on, PROMPT, NEW)[2048]
     # one in five
     split.record(on, 2048, place, rounds(2000, 10, 4, 1e-3, 1e-3))
     seen = {budget: split.rejection(on, budget, place) for budget in (512, 1024, 2048, 8192)}

@@ -55,10 +55,10 @@ def test_bytes_are_those_the_engine_allocates(mode: str, resident: int, pair: Pa
     prompt, new = 700, 60
     settings = Settings(mode=mode, dtype="float32", retrieval_budget=200, gpu_kv_layers=resident)
     draft = pair.draft.config if pair.draft is not None else None
-    needs = Requirements(pair.target.config, draft, mode, settings, torch.float32, 1, 1, True)
+    requirements = Requirements(pair.target.config, draft, mode, settings, torch.float32, 1, 1, True)
     machine = HardwareProfile("here", 1, 1e9, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    ahead = plan_request(needs, machine, prompt, new)
-    plan, tiers = ahead.plan, ahead.prefill_memory
+    report = plan_request(requirements, machine, prompt, new)
+    plan, tiers = report.plan, report.prefill_memory
     with pair.engine(
         mode, retrieval_budget=200, gpu_kv_layers=resident, link="emulated:50"
     ) as engine:
@@ -504,11 +504,11 @@ def test_what_is_shipped_is_complete() -> None:
 
 def test_weights_too_large_are_said_to_be(pair: Pair) -> None:
     machine = HardwareProfile("tiny", 1, 1e6, 1e9, 1e9, 1e9, 1e10, 1e11, 0.0, 1e9, 0.0)
-    needs = Requirements(
+    requirements = Requirements(
         pair.target.config, None, "plain", Settings(mode="plain"), torch.float32, 1, 1, True
     )
     with pytest.raises(InsufficientMemoryError, match="the weights alone take"):
-        plan_request(needs, machine, 1000, 10)
+        plan_request(requirements, machine, 1000, 10)
 
 
 def test_a_plan_needs_neither_torch_nor_transformers() -> None:
