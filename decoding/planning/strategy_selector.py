@@ -99,9 +99,9 @@ class StrategySelector:
             why += f"; {requirements.mode} does not fit"
         assert strategy is not None
         budgets = requirements.candidate_budgets(prompt) if requirements.selects_budget else []
-        refused = [each for each in budgets if strategy.budget < each <= DEFAULT_RETRIEVAL_BUDGET]
+        larger = [size for size in budgets if strategy.budget < size <= DEFAULT_RETRIEVAL_BUDGET]
         return StrategyChoice(
-            strategy, f"{why}; budget {refused[0]} does not fit" if refused else why
+            strategy, f"{why}; budget {larger[0]} does not fit" if larger else why
         )
 
 
@@ -122,7 +122,9 @@ def _closest(strategies: Mapping[Strategy, object], reference: Strategy) -> Stra
 
     If all budgets are larger, the smallest one; None if no strategy has this mode.
     """
-    same_mode = {each.budget: each for each in strategies if each.mode == reference.mode}
+    same_mode = {
+        strategy.budget: strategy for strategy in strategies if strategy.mode == reference.mode
+    }
     if not same_mode:
         return None
     smaller = [budget for budget in same_mode if budget <= reference.budget]

@@ -181,7 +181,7 @@ class _Kernels:
         )
 
     def chunk_seconds(self, rates: Mapping[str, float]) -> float:
-        """Measure the overhead per key block of batch-invariant attention beyond these rates.
+        """Measure batch-invariant attention's overhead per key block and head beyond these rates.
 
         It is 0 with fused kernels, which handle a whole layer at once. On a GPU without them it
         consists of launches only.
