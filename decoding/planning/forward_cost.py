@@ -60,8 +60,7 @@ def prefill_flops(config: ModelConfig, tokens: int) -> tuple[float, float]:
 def read_bytes(config: ModelConfig, ranks: int, dtype: torch.dtype, tokens: int) -> int:
     """Return the bytes of weights that a forward of `tokens` tokens reads.
 
-    They do not include the embedding, unless it is tied to the head, and experts that no token is
-    routed to.
+    Excludes the embedding unless it is tied to the head, and experts that no token is routed to.
     """
     embedding_rows = 0 if config.tied else vocab_rows(config.vocab, ranks)
     unread = int(inactive_parameters(config, ranks, tokens)) + embedding_rows * config.hidden
@@ -137,8 +136,8 @@ class ForwardCost:
             attended: tokens that each query token attends to.
             weights: bytes of weights read.
             kv: bytes of KV read.
-            extra: query tokens whose attention is added to the KV rate, which was measured with a
-                single query token.
+            extra: query tokens whose attention the KV rate, measured with one query token per
+                request, does not include.
             overhead_s: launches beside those of the layers, in seconds.
         """
         hardware, config, ranks = self.hardware, self.config, self.ranks
