@@ -468,7 +468,7 @@ def test_local_draft_tokenizer_is_compared(tmp_path: Path) -> None:
         ({"link_in": 0}, "link_in must be above 0"),
         ({"link_in": {"value": "fast"}}, "link_in must be a number of 0 or more, found 'fast'"),
         ({"link_in": {"source": "none"}}, "link_in must be a number of 0 or more, found None"),
-        ({"gpus": 1.5}, "gpus must be a uncompressed number, found 1.5"),
+        ({"gpus": 1.5}, "gpus must be a whole number, found 1.5"),
         ({"matmul": 10**400}, "matmul must be a number of 0 or more, found 1000"),
         ({"matmul": 1e31}, r"found 1e.31; the maximum is 1e.30"),
         ({"matmul": 1e-300}, "matmul must be 1 or more, found 1e-300"),
