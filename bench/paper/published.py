@@ -143,7 +143,8 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "temperatures": Recipe(
-        "acceptance and speed by temperature, on-chip; the paper's acceptance is above 0.9 up to T 1.0",
+        "acceptance and speed by temperature, on-chip; in the paper, acceptance is above 0.9 up to "
+        "T 1.0",
         tuple(on_chip(f"T {t}", t, plain=t == 0) for t in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)),
     ),
     "budgets": Recipe(

@@ -54,7 +54,7 @@ class Study:
     stretch: int = 1  # factor of contexts and budgets of reduced runs, with YaRN
 
     def row(self, experiment: Experiment) -> Row:
-        """Return the row of an experiment, run on this machine and predicted. Raises TierForceError."""
+        """Return an experiment's row: measured here, and predicted. Raises TierForceError."""
         drafting = "hierarchical" if self.draft or is_here(experiment) else "retrieval"
         ours = self.measure(experiment, drafting)
         plain = self.measure(experiment, "plain") if experiment.plain else {}
@@ -83,7 +83,7 @@ class Study:
         }
 
     def measure(self, experiment: Experiment, mode: str) -> Measured:
-        """Return medians over the records of all documents; {} if the experiment cannot run here."""
+        """Return medians over all documents; {} if the experiment cannot run here."""
         if (options := options_here(experiment, mode, self.stretch)) is None:
             return {}
         models = self.target, self.draft
@@ -97,9 +97,7 @@ class Study:
         known = {
             name: [record[name] for record in records if record[name] is not None] for name in names
         }
-        return {
-            name: statistics.median(values) if values else None for name, values in known.items()
-        }
+        return {key: statistics.median(values) if values else None for key, values in known.items()}
 
 
 def _ratio(slow: float | None, fast: float | None) -> float | None:
@@ -193,10 +191,15 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
         draft_ranks=1,
         copies=True,
     )
-    new = options["max_new_tokens"]
-    texts = options["concurrency"]
-    ahead = plan_request(needs, machine, options["context"] - new, new, concurrency=texts)
-    return 1e3 * ahead.forecast.token_s, Acceptance().rate(ahead.requirements, ahead.plan)
+    max_new_tokens = options["max_new_tokens"]
+    report = plan_request(
+        requirements,
+        machine,
+        options["context"] - max_new_tokens,
+        max_new_tokens,
+        concurrency=options["concurrency"],
+    )
+    return 1e3 * report.forecast.token_s, Acceptance().rate(report.requirements, report.plan)
 
 
 @benchmark("Recipe {name}, times in ms/token", hidden=["settings"])

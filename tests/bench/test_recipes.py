@@ -1,6 +1,4 @@
-"""Recipes: every published row has a command the product takes, a prediction, and, where it can be,
-a run at reduced size.
-"""
+"""Recipes: each published row has a valid command, a prediction and, if possible, a reduced run."""
 
 from __future__ import annotations
 
@@ -35,12 +33,10 @@ def run(*arguments: str):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_the_commands_at_full_size_are_ones_the_product_takes(
-    row: Experiment, tmp_path: Path
-) -> None:
-    """Up to the missing checkpoint: options and their values are read before it."""
+def test_full_size_commands_are_valid(row: Experiment, tmp_path: Path) -> None:
+    """They fail only for the missing checkpoint: options and values are checked before it."""
     (tmp_path / "book.txt").write_text("It was the best of times.")
-    places = {
+    replaced = {
         "--model": "/no/such/folder",
         "--input": str(tmp_path),
         "--output": str(tmp_path / "out.jsonl"),
@@ -49,27 +45,25 @@ def test_the_commands_at_full_size_are_ones_the_product_takes(
     for line in published_commands(row):
         program, *arguments = shlex.split(line)
         assert program == "tierforce"
-        for option, value in places.items():
+        for option, value in replaced.items():
             arguments[arguments.index(option) + 1] = value
         assert "/no/such/folder" in refused(forked(tmp_path, *arguments))
 
 
-def test_predictions_come_near_what_was_published() -> None:
-    """With the settings of the published runs; what they imply of acceptance was read off the first
-    row alone.
-    """
+def test_predictions_are_close_to_published_times() -> None:
+    """With the published settings; the acceptance rate is derived from the first row alone."""
     for row in RECIPES["offload"].rows:
         assert row.published is not None
         assert predict(row, "hierarchical")[0] == pytest.approx(row.published, rel=0.35), row.name
-        if row.baseline is None:  # that of another engine is not what is predicted
+        if row.baseline is None:  # the times of other engines are not predicted
             assert predict(row, "plain")[0] == pytest.approx(row.published_plain, rel=0.1), row.name
 
 
-def test_what_is_on_chip_is_predicted_without_a_link() -> None:
+def test_on_chip_prediction_excludes_the_link() -> None:
     row = RECIPES["on-chip"].rows[0]
     on_chip, offloaded = (
-        predict(each, "plain")[0]
-        for each in (row, replace(row, full=row.full | {"gpu_kv_layers": 0}))
+        predict(experiment, "plain")[0]
+        for experiment in (row, replace(row, full=row.full | {"gpu_kv_layers": 0}))
     )
     assert on_chip < 0.05 * offloaded
     assert 1.5 < on_chip / predict(row, "hierarchical")[0] < 4
@@ -77,7 +71,7 @@ def test_what_is_on_chip_is_predicted_without_a_link() -> None:
 
 @pytest.fixture
 def two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes with one row that runs here, in forks, and one that does not."""
+    """Recipes with one row that runs here, in forked processes, and one that cannot."""
     small = {
         "context": 600,
         "dtype": "float32",
@@ -103,7 +97,7 @@ def two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_rows")
 @pytest.mark.slow
-def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path) -> None:
+def test_reduced_run_is_labelled(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     target, draft = (str(DEMO / name) for name in ("target", "draft"))
     done = run("offload", "--output", str(output), "--target", target, "--draft", draft)
@@ -121,7 +115,7 @@ def test_a_row_runs_at_reduced_size_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_rows")
-def test_a_row_runs_behind_a_longer_text(tmp_path: Path) -> None:
+def test_reduced_run_with_longer_contexts(tmp_path: Path) -> None:
     output, longer = tmp_path / "found.json", ["--rows", "one", "--stretch", "2"]
     target = ["--target", str(DEMO / "target")]
     done = run("offload", "--output", str(output), *target, *longer)
@@ -133,37 +127,37 @@ def test_a_row_runs_behind_a_longer_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["nothing"], "nothing is not one of offload"),
-        (["offload", "--rows", "nobody"], "no row is named like that"),
+        (["offload", "--rows", "unknown"], "no row matches"),
         (
             ["offload", "--rows", "Llama-2-7B, 1x4090", "--data", "/no/such/folder"],
             "/no/such/folder cannot be read",
         ),
     ],
 )
-def test_what_cannot_be_run_is_told(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_invalid_runs_are_reported(arguments: list[str], message: str, tmp_path: Path) -> None:
     done = run(*arguments, "--output", str(tmp_path / "x.json"))
     assert done.exit_code != 0
-    assert words in " ".join(done.output.replace("│", " ").split())
+    assert message in " ".join(done.output.replace("│", " ").split())
     assert "Traceback" not in done.output
 
 
-def test_texts_of_a_folder_are_those_long_enough(tmp_path: Path) -> None:
+def test_documents_are_filtered_by_length(tmp_path: Path) -> None:
     for name, size in (("a", 50), ("b", 500), ("c", 600), ("d", 700)):
         (tmp_path / f"{name}.txt").write_text("x" * size)
     assert list(documents(str(tmp_path), 2, 100)) == ["b.txt", "c.txt"]
-    with pytest.raises(TierForceError, match="no text there has 1,000 characters"):
+    with pytest.raises(TierForceError, match="no document has 1,000 characters"):
         documents(str(tmp_path), 2, 1000)
-    own = documents(None, 3, 1)
-    assert len(own) == 3
-    assert len({text[:1000] for text in own.values()}) == 3
+    built_in = documents(None, 3, 1)
+    assert len(built_in) == 3
+    assert len({text[:1000] for text in built_in.values()}) == 3
     with pytest.raises(TierForceError, match="fewer than 10,000,000: name a folder"):
         documents(None, 1, 10_000_000)
 
 
-def streamed(rows: list[dict[str, Any]]) -> SimpleNamespace:
+def fake_datasets(rows: list[dict[str, Any]]) -> SimpleNamespace:
     def load_dataset(
         name: str, configuration: str | None, split: str, streaming: bool
     ) -> Iterator[dict[str, Any]]:
@@ -173,16 +167,16 @@ def streamed(rows: list[dict[str, Any]]) -> SimpleNamespace:
     return SimpleNamespace(load_dataset=load_dataset)
 
 
-def test_books_of_the_hub_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_documents_are_deduplicated(monkeypatch: pytest.MonkeyPatch) -> None:
     books = [{"document": {"id": name, "text": name * 300}} for name in ("a", "a", "b", "c")]
-    monkeypatch.setitem(sys.modules, "datasets", streamed(books))
+    monkeypatch.setitem(sys.modules, "datasets", fake_datasets(books))
     assert list(documents("narrativeqa", 2, 100)) == ["a", "b"]
     monkeypatch.setitem(
-        sys.modules, "datasets", streamed([{"short_book_title": "x/y", "text": "z" * 300}])
+        sys.modules, "datasets", fake_datasets([{"short_book_title": "x/y", "text": "z" * 300}])
     )
     assert documents("pg19", 2, 100) == {"x-y": "z" * 300}
-    monkeypatch.setitem(sys.modules, "datasets", streamed([{"other": 1}]))
-    with pytest.raises(TierForceError, match="--data pg19: emozilla/pg19-test cannot be had"):
+    monkeypatch.setitem(sys.modules, "datasets", fake_datasets([{"other": 1}]))
+    with pytest.raises(TierForceError, match="--data pg19: emozilla/pg19-test cannot be loaded"):
         documents("pg19", 2, 100)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(TierForceError, match="needs the package datasets"):
