@@ -1,1 +1,1 @@
-"""TierForce compared with its alternatives."""
+"""TierForce and its alternatives, with one interface."""

@@ -1,4 +1,4 @@
-"""What all peers of a comparison are given, and what they answer."""
+"""The interface of all peers in a comparison: their inputs, and their results."""
 
 from __future__ import annotations
 
@@ -15,42 +15,45 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What all peers are given. Models are folders or GGUF files."""
+    """The inputs of a run, the same for all peers. Models are folders or GGUF files."""
 
     target: Path
     draft: Path | None
-    rope: str | None  # how positions are stretched, such as yarn:4
+    rope: str | None  # RoPE scaling, such as yarn:4
     prompt: list[int]
-    new: int
+    max_new_tokens: int
     sampling: Sampling
     dtype: str
     retrieval_budget: int | None
     link: str
-    scratch: Path  # a folder for what a peer makes once and keeps
+    scratch: Path  # folder for converted checkpoints, which are reused
 
 
 @dataclass(frozen=True)
 class Result:
-    """Seconds and counts of one run; None where a peer does not know."""
+    """Seconds and counts of one run; None if the peer does not report it."""
 
-    first_s: float  # until the first new token: prefill
-    decode_s: float  # from there to the last
-    tokens: list[int]  # the new ones
+    first_s: float  # time to the first new token: prefill
+    decode_s: float  # from the first to the last new token
+    tokens: list[int]  # new tokens only
     tokens_per_verification: float | None = None
     acceptance: dict[str, float | None] = field(default_factory=dict)
     link_bytes_per_token: float | None = None
-    reused_tokens: int | None = None  # of the prompt, from the text before
+    reused_tokens: int | None = None  # prompt tokens reused from the previous request
     note: str | None = None
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds of each token but the first."""
+        """Mean milliseconds per token, without the first."""
         return 1e3 * self.decode_s / max(1, len(self.tokens) - 1)
 
 
-def continued(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Result:
-    """Return what an engine of ours writes behind a prompt."""
-    tokens, stats = list(engine.generate(prompt, new, law)), engine.stats
+def generate_with_engine(
+    engine: Engine, prompt: list[int], max_new_tokens: int, sampling: Sampling
+) -> Result:
+    """Return the result of one generation by our engine."""
+    tokens = list(engine.generate(prompt, max_new_tokens, sampling))
+    stats = engine.stats
     return Result(
         stats.first_token_s,
         stats.decode_s,
@@ -63,13 +66,13 @@ def continued(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Res
 
 
 class Peer(ABC):
-    """One way to continue a text. Made and run in a process of its own."""
+    """One engine with one configuration, loaded and run in a process of its own."""
 
-    note: str | None = None  # what a reader of its row should know
+    note: str | None = None  # a remark for its row
 
     @staticmethod
     def convert(job: Job) -> None:
-        """Make what loading needs and keep it, in a process that is not measured."""
+        """Convert checkpoints for `__init__` and save them, in a process that is not measured."""
 
     def __init__(self, job: Job):
         """Load the models. Raises Unavailable."""
@@ -77,4 +80,4 @@ class Peer(ABC):
 
     @abstractmethod
     def run(self) -> Result:
-        """Read the prompt and decode."""
+        """Prefill the prompt and decode."""

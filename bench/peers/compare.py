@@ -1,9 +1,9 @@
-"""TierForce and its peers side by side: on this machine, with this model, on this text.
+"""TierForce compared with its peers: same machine, same model, same prompt.
 
-Every run is a process of its own: models loaded afresh, its memory watched from outside, and
-whatever happens to it is a row with the reason. Prefill and decoding are timed apart, repeats go
-round all peers, and medians count. What is finished is on disk after every run; Ctrl-C ends with
-the rows that there are.
+Every run has a process of its own, which loads the models and whose memory is monitored from
+outside; a run that fails becomes a row with the reason. Prefill and decoding are timed separately,
+repeats are interleaved over all peers, and medians are reported. Finished rows are on disk after
+every run; Ctrl-C keeps them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from offload.errors import one_line
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
-Outcome = Result | str  # or why there is none
+Outcome = Result | str  # a result, or why there is none
 PLAIN, OFFLOADED = "ours: plain", " offloaded"
 OURS = "ours: "
-COMPARED = (  # one, and what it is to be faster than
+COMPARISONS = (  # a peer, and the baseline that it should beat
     ("ours: retrieval", PLAIN),
     ("ours: hierarchical", PLAIN),
     ("ours: retrieval offloaded", "ours: plain offloaded"),
@@ -47,46 +47,46 @@ COMPARED = (  # one, and what it is to be faster than
 
 @dataclass
 class Runs:
-    """What came of one peer at one context, and the most memory its processes held."""
+    """The outcomes of one peer at one context, and the peak memory of its processes."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     peak_gb: float = 0.0
 
     @property
     def results(self) -> list[Result]:
-        return [each for each in self.outcomes if isinstance(each, Result)]
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Result)]
 
-    def row(self, context: int, peer: str, wanted: list[int] | None) -> Row:
-        """Return the row of these runs: medians of times, counts of the last that was finished.
+    def row(self, context: int, peer: str, expected: list[int] | None) -> Row:
+        """Return the row of these runs: medians of times, counts of the last finished run.
 
-        `wanted` None: tokens are drawn.
+        `expected`: tokens of greedy plain decoding; None if tokens are sampled.
         """
-        reasons = [each for each in self.outcomes if isinstance(each, str)]
+        reasons = [outcome for outcome in self.outcomes if isinstance(outcome, str)]
         row = {"context": context, "peer": peer, "ms_per_token": None, "prefill_s": None}
         if not self.results:
             return row | {"note": reasons[-1]}
-        times = [each.ms_per_token for each in self.results]
+        times = [result.ms_per_token for result in self.results]
         last = self.results[-1]
-        moved = last.link_bytes_per_token
+        link_bytes = last.link_bytes_per_token
         return row | {
-            "prefill_s": statistics.median(each.first_s for each in self.results),
+            "prefill_s": statistics.median(result.first_s for result in self.results),
             "ms_per_token": statistics.median(times),
             "min_ms_per_token": min(times),
             "max_ms_per_token": max(times),
             "tokens_per_verification": last.tokens_per_verification,
             "acceptance": last.acceptance.get("target"),
             "inner_acceptance": last.acceptance.get("retrieval"),
-            "link_mb_per_token": moved / 1e6 if moved else None,
+            "link_mb_per_token": link_bytes / 1e6 if link_bytes else None,
             "peak_gb": self.peak_gb,
-            # as our own plain greedy one
-            "same_text": None if wanted is None else compare_texts(last.tokens, wanted),
+            # compared with our own greedy plain decoding
+            "same_text": None if expected is None else compare_tokens(last.tokens, expected),
             "note": reasons[0] if reasons else last.note,
         }
 
 
-def compare_texts(tokens: list[int], wanted: list[int]) -> str:
-    """Return whether a text is the one wanted, or how many tokens of it are."""
-    return "yes" if tokens == wanted else f"to token {common_prefix(tokens, wanted)}"
+def compare_tokens(tokens: list[int], expected: list[int]) -> str:
+    """Return "yes" if the tokens are as expected, else the length of their common prefix."""
+    return "yes" if tokens == expected else f"to token {common_prefix(tokens, expected)}"
 
 
 def attempt(name: str, job: Job, threads: int) -> Outcome:
@@ -97,20 +97,20 @@ def attempt(name: str, job: Job, threads: int) -> Outcome:
         return replace(peer.run(), note=peer.note)
     except Unavailable as reason:
         return f"skipped: {reason}"
-    except Exception as error:  # a peer may fail in any way; that is what the row then says
+    except Exception as error:  # any failure of a peer is reported in its row
         return f"failed: {type(error).__name__}: {one_line(error)}"
 
 
 def run(name: str, job: Job, threads: int, limit_s: float) -> tuple[Outcome, float]:
-    """Run one peer in a process of its own; return what came of it and its peak memory in GB."""
+    """Run one peer in a process of its own; return its outcome and its peak memory in GB."""
     outcome, peak_gb = call_in_process(attempt, name, job, threads, limit_s=limit_s)
     return (f"failed: {outcome}" if isinstance(outcome, Died) else outcome), peak_gb
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how many times as fast one is as another, at every context that has both.
+    """Return the speedup of each comparison, at every context that has both peers.
 
-    And how the fastest of ours without a link compares with the fastest of the others.
+    Also that of our fastest on-device configuration over the fastest other peer.
     """
     claims: dict[str, float] = {}
     for context in dict.fromkeys(row["context"] for row in rows):
@@ -121,12 +121,12 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
         }
         own = [peer for peer in times if peer.startswith(OURS) and not peer.endswith(OFFLOADED)]
         others = [peer for peer in times if not peer.startswith(OURS)]
-        pairs = [pair for pair in COMPARED if times.keys() >= set(pair)]
+        pairs = [pair for pair in COMPARISONS if times.keys() >= set(pair)]
         for fast, slow in pairs:
             claim = f"{context:,} tokens: {fast}, times as fast as {slow}"
             claims[claim] = times[slow] / times[fast]
         if own and others:
-            fast, slow = (min(each, key=times.__getitem__) for each in (own, others))
+            fast, slow = (min(peers, key=times.__getitem__) for peers in (own, others))
             claim = f"{context:,} tokens: {fast}, times as fast as the fastest other, {slow}"
             claims[claim] = times[slow] / times[fast]
     return claims
@@ -144,50 +144,54 @@ def main(
     context: opt.Contexts = f"{opt.NATIVE}",
     new_tokens: opt.NewTokens = 128,
     peers: Annotated[
-        str, typer.Option(help="Parts of the names of peers to run; all by default.")
+        str, typer.Option(help="Peers to run, by parts of their names; default: all.")
     ] = "",
     link: Annotated[
-        str, typer.Option(help="Of our offloaded modes: emulated:GB/s on a CPU, auto on a GPU.")
+        str,
+        typer.Option(help="Link of our offloaded modes: emulated:GB/s on a CPU, auto on a GPU."),
     ] = "emulated:0.5",
     retrieval_budget: Annotated[
-        int | None, typer.Option(help="Retrieval budget; by default the engine's own.")
+        int | None, typer.Option(help="Retrieval budget; default: the engine's own.")
     ] = None,
     dtype: opt.Dtype = "bfloat16",
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
     threads: opt.Threads = 0,
     repeats: opt.Repeats = 1,
-    limit_s: Annotated[float, typer.Option(help="Seconds a run may take.")] = 900,
+    limit_s: Annotated[float, typer.Option(help="Time limit of a run, seconds.")] = 900,
     output: opt.Output = Path("results/compare.json"),
 ) -> Measurement:
-    """Run every peer at every context, and compare."""
+    """Run every peer at every context and compare them."""
     names = [name for name in PEERS if any(part.strip() in name for part in peers.split(","))]
     if not names:
         known = ", ".join(PEERS)
-        raise typer.BadParameter(f"no peer is named like that: {known}", param_hint="--peers")
+        raise typer.BadParameter(f"no peer matches; peers are {known}", param_hint="--peers")
     model = resolve(target, TensorParallelGroup())
     small = None if draft is None else resolve(draft, TensorParallelGroup())
     tokenizer = load_tokenizer(model)
     prompts = [prompt_tokens(tokenizer, tokens, text) for tokens in opt.integers(context)]
-    law, scratch = Sampling(temperature, top_p=top_p), output.parent / "converted"
+    sampling, scratch = Sampling(temperature, top_p=top_p), output.parent / "converted"
     jobs = [
-        Job(model, small, rope, prompt, new_tokens, law, dtype, retrieval_budget, link, scratch)
+        Job(
+            model, small, rope, prompt, new_tokens, sampling, dtype, retrieval_budget, link, scratch
+        )
         for prompt in prompts
     ]
     for name in names:
-        with suppress(Exception):  # what fails here fails again where its row says why
+        with suppress(Exception):  # it fails again in its run, whose row then has the reason
             PEERS[name].convert(jobs[0])
     runs: dict[tuple[int, str], Runs] = {}
-    greedy: dict[int, list[int]] = {}  # our own plain text, by context
+    greedy: dict[int, list[int]] = {}  # tokens of our own plain decoding, by context
     for job, repeat, name in product(jobs, range(repeats), names):
-        tokens, again = len(job.prompt), replace(job, sampling=replace(law, seed=repeat))
-        outcome, peak_gb = run(name, again, threads, limit_s)
-        found = runs.setdefault((tokens, name), Runs())
-        found.outcomes.append(outcome)
-        found.peak_gb = max(found.peak_gb, peak_gb)
-        if name == PLAIN and isinstance(outcome, Result) and law.temperature == 0:
+        tokens = len(job.prompt)
+        seeded = replace(job, sampling=replace(sampling, seed=repeat))
+        outcome, peak_gb = run(name, seeded, threads, limit_s)
+        peer_runs = runs.setdefault((tokens, name), Runs())
+        peer_runs.outcomes.append(outcome)
+        peer_runs.peak_gb = max(peer_runs.peak_gb, peak_gb)
+        if name == PLAIN and isinstance(outcome, Result) and sampling.temperature == 0:
             greedy.setdefault(tokens, outcome.tokens)
-        rows = {key: each.row(*key, greedy.get(key[0])) for key, each in runs.items()}
+        rows = {key: peer_runs.row(*key, greedy.get(key[0])) for key, peer_runs in runs.items()}
         row = rows[tokens, name]
         speed = f"{cell(row['ms_per_token'])} ms/token, prefill {cell(row['prefill_s'])} s"
         say(f"{tokens} tokens, {name}: {row['note'] or speed}")

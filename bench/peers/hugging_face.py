@@ -1,4 +1,4 @@
-"""transformers' own generate as a peer, and accelerate's offloading."""
+"""transformers' `generate` as a peer, also with accelerate's offloading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel.formats.locate import is_gguf
 
 
 class Clock(BaseStreamer):
-    """A streamer that notes when tokens come out of `generate`; the prompt comes first."""
+    """A streamer that records when `generate` emits tokens; the first call has the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -31,25 +31,25 @@ class Clock(BaseStreamer):
         pass
 
 
-def warped(law: Sampling) -> dict[str, Any]:
-    """Return the keyword arguments by which `generate` draws from that law."""
-    if law.temperature == 0:
+def sampling_options(sampling: Sampling) -> dict[str, Any]:
+    """Return the arguments of `generate` for this sampling."""
+    if sampling.temperature == 0:
         return {"do_sample": False}
     return {
         "do_sample": True,
-        "temperature": law.temperature,
-        "top_p": law.top_p,
-        "top_k": law.top_k,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
     }
 
 
 def load_transformers(
     model: Path, dtype: str, scratch: Path, rope: str | None = None, **options: Any
 ) -> Any:
-    """Return transformers' model of a folder or a GGUF file, with its positions stretched.
+    """Return transformers' model of a folder or a GGUF file, with RoPE scaling.
 
-    What a GGUF file becomes is kept in `scratch`. It generates without stop tokens, so that all
-    make as many tokens. `options` are of `from_pretrained`.
+    A converted GGUF file is saved in `scratch`. The model generates without stop tokens, so that
+    all outputs have the same length. `options` are passed to `from_pretrained`.
     """
     if rope:
         config = ModelConfig.from_pretrained(model).with_rope_scaling(rope)
@@ -65,29 +65,34 @@ def load_transformers(
     return loaded.eval()
 
 
-def generated(
-    model: Any, prompt: list[int], new: int, law: Sampling, device: torch.device, **extra: Any
+def timed_generate(
+    model: Any,
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: Sampling,
+    device: torch.device,
+    **extra: Any,
 ) -> Result:
-    """Return what `generate` writes behind a prompt; `extra` are further arguments of it."""
+    """Return the result of one `generate`; `extra` are further arguments of it."""
     clock, batch = Clock(), torch.tensor([prompt], device=device)
-    torch.manual_seed(law.seed)
+    torch.manual_seed(sampling.seed)
     started = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(
             batch,
             attention_mask=torch.ones_like(batch),
-            max_new_tokens=new,
+            max_new_tokens=max_new_tokens,
             streamer=clock,
-            **warped(law),
+            **sampling_options(sampling),
             **extra,
         )
-    first = clock.times[1]  # the first call hands over the prompt
+    first = clock.times[1]  # after the prompt, which the first call has
     tokens = out[0, len(prompt) :].tolist()
     return Result(first - started, time.perf_counter() - first, tokens)
 
 
 class Transformers(Peer):
-    """transformers' generate. `extra` tells further arguments of it, given the peer."""
+    """transformers' `generate`. `extra` returns further arguments of it, given the peer."""
 
     extra: Callable[[Transformers], dict[str, Any]] = staticmethod(lambda peer: {})
 
@@ -109,17 +114,19 @@ class Transformers(Peer):
 
     def run(self) -> Result:
         job = self.job
-        extra = type(self).extra(self)  # which may load a model
-        return generated(self.model, job.prompt, job.new, job.sampling, self.device, **extra)
+        extra = type(self).extra(self)  # may load a model
+        return timed_generate(
+            self.model, job.prompt, job.max_new_tokens, job.sampling, self.device, **extra
+        )
 
 
 def transformers(extra: Callable[[Transformers], dict[str, Any]]) -> type[Transformers]:
-    """Return the peer with these further arguments of `generate`."""
+    """Return a peer with further arguments of `generate`."""
     return type("Transformers", (Transformers,), {"extra": staticmethod(extra)})
 
 
 class Accelerate(Transformers):
-    """accelerate's cpu_offload: weights come layer by layer; the cache stays on the device."""
+    """accelerate's cpu_offload: weights are onloaded per layer; the cache stays on the device."""
 
     def _load(self, model: Path, rope: str | None = None) -> Any:
         from accelerate import cpu_offload
@@ -127,15 +134,15 @@ class Accelerate(Transformers):
         return cpu_offload(super()._load(model, rope).to("cpu"), execution_device=self.device)
 
 
-def offloaded(peer: Transformers) -> dict[str, Any]:
-    """Return what asks for a cache in host memory. Raises Unavailable without a GPU."""
+def offloaded_cache(peer: Transformers) -> dict[str, Any]:
+    """Return the arguments for a cache in host memory. Raises Unavailable without a GPU."""
     if peer.device.type == "cpu":
         raise Unavailable("transformers' offloaded cache needs a GPU to offload from")
     return {"cache_implementation": "offloaded"}
 
 
-def assisted(peer: Transformers) -> dict[str, Any]:
-    """Return what asks for drafts by the draft model. Raises Unavailable without one."""
+def assistant_model(peer: Transformers) -> dict[str, Any]:
+    """Return the arguments for drafts by the draft model. Raises Unavailable without one."""
     if peer.job.draft is None:
         raise Unavailable("it needs a draft model: give --draft")
     return {"assistant_model": peer._load(peer.job.draft)}

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from bench.peers.base import Job, Peer, Result, Unavailable
-from bench.peers.gguf import dequantised, kernels
+from bench.peers.gguf import dequantised_file, kernels
 from parallel.config.model_config import ModelConfig
 from parallel.formats.locate import is_gguf
 
 
 class LlamaCpp(Peer):
-    """llama.cpp on the very GGUF file of the target; its KV cache is in float16."""
+    """llama.cpp on the target's GGUF file itself; its KV cache is in float16."""
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -27,54 +27,58 @@ class LlamaCpp(Peer):
         self.note = f"{kernels(path)} kernels"
         self.model = Llama(
             str(path),
-            n_ctx=len(job.prompt) + job.new,
+            n_ctx=len(job.prompt) + job.max_new_tokens,
             n_threads=threads,
             n_threads_batch=threads,
             n_gpu_layers=-1 if torch.cuda.is_available() else 0,
             flash_attn=True,
             verbose=False,
-            **stretched(job),
+            **rope_options(job),
         )
 
     def _file(self) -> Path:
         return self.job.target
 
     def run(self) -> Result:
-        self.model.set_seed(self.job.sampling.seed)
-        law, tokens, first = self.job.sampling, list[int](), 0.0
+        sampling, tokens, first = self.job.sampling, list[int](), 0.0
+        self.model.set_seed(sampling.seed)
         started = time.perf_counter()
         for token in self.model.generate(
-            self.job.prompt, top_k=law.top_k, top_p=law.top_p, min_p=0.0, temp=law.temperature
+            self.job.prompt,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=0.0,
+            temp=sampling.temperature,
         ):
             first = first or time.perf_counter()
             tokens.append(token)
-            if len(tokens) == self.job.new:
+            if len(tokens) == self.job.max_new_tokens:
                 break
         return Result(first - started, time.perf_counter() - first, tokens)
 
 
 class Dequantised(LlamaCpp):
-    """llama.cpp on the same weights in the dtype that all others compute in."""
+    """llama.cpp on the same weights, dequantised to the dtype of all other peers."""
 
     @staticmethod
     def convert(job: Job) -> None:
         _check(job)
-        dequantised(job.target, job.dtype, job.scratch)
+        dequantised_file(job.target, job.dtype, job.scratch)
 
     def _file(self) -> Path:
-        return dequantised(self.job.target, self.job.dtype, self.job.scratch)
+        return dequantised_file(self.job.target, self.job.dtype, self.job.scratch)
 
 
 def _check(job: Job) -> None:
-    """Raise Unavailable where llama.cpp cannot load the target."""
+    """Raise Unavailable if llama.cpp cannot load the target."""
     if find_spec("llama_cpp") is None:
         raise Unavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
     if not is_gguf(job.target):
         raise Unavailable("llama.cpp takes a GGUF file: give one with --target")
 
 
-def stretched(job: Job) -> dict[str, Any]:
-    """Return how llama.cpp is asked for the job's YaRN."""
+def rope_options(job: Job) -> dict[str, Any]:
+    """Return llama.cpp's arguments for the job's YaRN."""
     if not job.rope:
         return {}
     rope = ModelConfig.from_pretrained(job.target).with_rope_scaling(job.rope).rope

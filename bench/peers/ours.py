@@ -1,4 +1,4 @@
-"""TierForce as one of the peers, in any of its modes."""
+"""TierForce as a peer, in any of its modes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from bench.peers.base import Job, Peer, Result, Unavailable, continued
+from bench.peers.base import Job, Peer, Result, Unavailable, generate_with_engine
 from decoding import Engine, Settings
 from offload.errors import TierForceError
 
 
 class Ours(Peer):
-    """TierForce in one mode."""
+    """TierForce with one set of settings."""
 
-    choices: Mapping[str, Any] = MappingProxyType({})
+    overrides: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, job: Job):
         super().__init__(job)
@@ -26,7 +26,7 @@ class Ours(Peer):
             "rope": job.rope,
             "retrieval_budget": job.retrieval_budget,
         }
-        settings = Settings(**base | {"link": link} | self._chosen())
+        settings = Settings(**base | {"link": link} | self._overrides())
         try:
             settings.resolved_mode(job.draft is not None)
         except TierForceError as error:
@@ -34,17 +34,18 @@ class Ours(Peer):
         self.engine = Engine.from_pretrained(job.target, job.draft, settings)
         self.engine.stop_tokens = frozenset()
 
-    def _chosen(self) -> dict[str, Any]:
-        """Return the settings of this mode; what is offloaded goes over the job's link."""
-        chosen = dict(self.choices)
-        if "gpu_kv_layers" in chosen:
-            chosen["link"] = self.job.link
-        return chosen
+    def _overrides(self) -> dict[str, Any]:
+        """Return the settings of this peer; an offloaded cache uses the job's link."""
+        overrides = dict(self.overrides)
+        if "gpu_kv_layers" in overrides:
+            overrides["link"] = self.job.link
+        return overrides
 
     def run(self) -> Result:
-        return continued(self.engine, self.job.prompt, self.job.new, self.job.sampling)
+        job = self.job
+        return generate_with_engine(self.engine, job.prompt, job.max_new_tokens, job.sampling)
 
 
-def ours(**choices: Any) -> type[Ours]:
-    """Return the peer with these settings."""
-    return type("Ours", (Ours,), {"choices": choices})
+def ours(**overrides: Any) -> type[Ours]:
+    """Return a peer with these settings."""
+    return type("Ours", (Ours,), {"overrides": overrides})

@@ -1,9 +1,9 @@
-"""What users would otherwise run: the same prompt, as many tokens, the same sampling for all."""
+"""The peers of a comparison; all get the same prompt, number of new tokens and sampling."""
 
 from __future__ import annotations
 
 from bench.peers.base import Peer
-from bench.peers.hugging_face import Accelerate, assisted, offloaded, transformers
+from bench.peers.hugging_face import Accelerate, assistant_model, offloaded_cache, transformers
 from bench.peers.llamacpp import Dequantised, LlamaCpp
 from bench.peers.ours import ours
 from bench.peers.zero import ZeroInference
@@ -21,8 +21,8 @@ PEERS: dict[str, type[Peer]] = {
     "transformers: static cache": transformers(
         lambda peer: {"cache_implementation": "static", "prefill_chunk_size": 2048}
     ),
-    "transformers: offloaded cache": transformers(offloaded),
-    "transformers: assisted": transformers(assisted),
+    "transformers: offloaded cache": transformers(offloaded_cache),
+    "transformers: assisted": transformers(assistant_model),
     "transformers: prompt lookup": transformers(lambda peer: {"prompt_lookup_num_tokens": 10}),
     "accelerate: cpu_offload": Accelerate,
     "DeepSpeed ZeRO-Inference": ZeroInference,

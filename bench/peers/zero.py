@@ -23,7 +23,7 @@ class ZeroInference(Transformers):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-        # a process group of one, without an MPI to ask
+        # a process group of one rank, without MPI
         os.environ.update(
             RANK="0",
             LOCAL_RANK="0",

@@ -1,6 +1,4 @@
-"""Peers side by side: the same text where arithmetic is the same, a row with the reason where there
-is none.
-"""
+"""Peers give the same output if their arithmetic is the same; failures are rows with a reason."""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ from support.ranks import PRELOAD
 
 
 @pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers run in forks of a process that has imported torch and transformers.
+def fork_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run peers in forks of a process that has imported torch and transformers.
 
-    It is started here: where peers are started interrupts are blocked, and would be in all forks.
+    It is started here, as interrupts are blocked while peers start, and forks would inherit that.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
@@ -45,23 +43,24 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job(**changes: object) -> Job:
-    places = {"target": DEMO / "target", "draft": DEMO / "draft", "scratch": Path("nowhere")}
-    found = Job(
-        **places,
+    default = Job(
+        target=DEMO / "target",
+        draft=DEMO / "draft",
+        scratch=Path("nowhere"),
         rope=None,
         prompt=random_tokens(300).tolist(),
-        new=6,
+        max_new_tokens=6,
         sampling=GREEDY,
         dtype="float32",
         retrieval_budget=None,
         link="emulated:50",
     )
-    return Job(**{**vars(found), **changes})
+    return Job(**{**vars(default), **changes})
 
 
 @pytest.mark.slow
-def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
-    """And those that cannot are rows that say why."""
+def test_available_peers_give_the_same_output(tmp_path: Path) -> None:
+    """Rows of unavailable peers have the reason."""
     output = tmp_path / "compare.json"
     names = [
         "ours: plain",
@@ -86,33 +85,33 @@ def test_peers_that_run_here_write_the_same_text(tmp_path: Path) -> None:
         limit_s=300,
         output=output,
     )
-    found = json.loads(output.read_text())
-    rows = {each["peer"]: each for each in found["rows"]}
+    document = json.loads(output.read_text())
+    rows = {row["peer"]: row for row in document["rows"]}
     assert list(rows) == names
-    for name, each in rows.items():
-        if each["note"] is None:
-            assert each["same_text"] == "yes", name
-            assert each["ms_per_token"] > 0
-            assert each["prefill_s"] > 0
-            assert each["peak_gb"] > 0.1
+    for name, row in rows.items():
+        if row["note"] is None:
+            assert row["same_text"] == "yes", name
+            assert row["ms_per_token"] > 0
+            assert row["prefill_s"] > 0
+            assert row["peak_gb"] > 0.1
         else:
-            assert each["note"].startswith("skipped: "), name
-            assert each["ms_per_token"] is None
+            assert row["note"].startswith("skipped: "), name
+            assert row["ms_per_token"] is None
     assert set(names) <= set(PEERS)
-    run_here = {name for name, each in rows.items() if each["note"] is None}
-    assert set(names[:4]) <= run_here
+    available = {name for name, row in rows.items() if row["note"] is None}
+    assert set(names[:4]) <= available
     assert rows["ours: hierarchical offloaded"]["link_mb_per_token"] > 0
     assert rows["ours: plain"]["link_mb_per_token"] is None
     claim = "600 tokens: ours: hierarchical offloaded, times as fast as ours: plain offloaded"
-    fast, slow = (rows[f"ours: {each} offloaded"] for each in ("hierarchical", "plain"))
+    fast, slow = (rows[f"ours: {mode} offloaded"] for mode in ("hierarchical", "plain"))
     gain = slow["ms_per_token"] / fast["ms_per_token"]
-    assert found["ratios"][claim] == pytest.approx(gain)
-    assert found["settings"]["target"] == "demo/target"
+    assert document["ratios"][claim] == pytest.approx(gain)
+    assert document["settings"]["target"] == "demo/target"
 
 
 @pytest.mark.slow
-def test_all_load_the_same_gguf_file(tmp_path: Path) -> None:
-    """And stretch its positions alike; what drafts by a draft model says that there is none."""
+def test_peers_load_the_same_gguf_file(tmp_path: Path) -> None:
+    """They scale RoPE alike; peers that need a draft model report that there is none."""
     file, output = convert(DEMO / "target", tmp_path / "t.gguf", Kind.Q4_1), tmp_path / "c.json"
     names = ["ours: plain", "ours: hierarchical", "dynamic cache", "assisted", "llama.cpp"]
     main(
@@ -125,7 +124,7 @@ def test_all_load_the_same_gguf_file(tmp_path: Path) -> None:
         threads=1,
         output=output,
     )
-    rows = {each["peer"]: each for each in json.loads(output.read_text())["rows"]}
+    rows = {row["peer"]: row for row in json.loads(output.read_text())["rows"]}
     assert rows["transformers: dynamic cache"]["same_text"] == "yes"
     note = "Q4_1 weights, dequantised before: the same numbers"
     assert rows["transformers: dynamic cache"]["note"] == note
@@ -134,15 +133,15 @@ def test_all_load_the_same_gguf_file(tmp_path: Path) -> None:
 
 
 class Llama(SimpleNamespace):
-    """A stand-in for llama-cpp-python's model: it keeps what it was told."""
+    """A stand-in for llama-cpp-python's model, which records its arguments."""
 
-    told: ClassVar[dict[str, Any]] = {}
+    arguments: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, path: str, **options: Any):
-        self.told |= {"path": Path(path), **options}
+        self.arguments |= {"path": Path(path), **options}
 
 
-def test_llamacpp_is_given_the_file_itself_and_the_same_in_full_width(
+def test_llamacpp_loads_the_file_itself_and_its_dequantised_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("llama_cpp")
@@ -150,28 +149,28 @@ def test_llamacpp_is_given_the_file_itself_and_the_same_in_full_width(
     module.Llama, module.LLAMA_ROPE_SCALING_TYPE_YARN = Llama, 2
     monkeypatch.setitem(sys.modules, "llama_cpp", module)
     file = convert(DEMO / "target", tmp_path / "t.gguf", Kind.Q4_1)
-    asked = job(target=file, rope="yarn:4", scratch=tmp_path, dtype="bfloat16")
-    assert PEERS["llama.cpp"](asked).note == "Q4_1 kernels"
-    assert Llama.told["path"] == file
-    assert (Llama.told["rope_scaling_type"], Llama.told["rope_freq_scale"]) == (2, 0.25)
+    llamacpp_job = job(target=file, rope="yarn:4", scratch=tmp_path, dtype="bfloat16")
+    assert PEERS["llama.cpp"](llamacpp_job).note == "Q4_1 kernels"
+    assert Llama.arguments["path"] == file
+    assert (Llama.arguments["rope_scaling_type"], Llama.arguments["rope_freq_scale"]) == (2, 0.25)
     positions = ModelConfig.from_name(str(file)).max_positions
-    assert Llama.told["yarn_orig_ctx"] == positions
-    assert PEERS["llama.cpp: dequantised"](asked).note == "BF16 kernels"
-    assert Llama.told["path"].parent == tmp_path
+    assert Llama.arguments["yarn_orig_ctx"] == positions
+    assert PEERS["llama.cpp: dequantised"](llamacpp_job).note == "BF16 kernels"
+    assert Llama.arguments["path"].parent == tmp_path
     with pytest.raises(Unavailable, match="takes a GGUF file: give one"):
         PEERS["llama.cpp"](job())
 
 
-def test_a_peer_computes_with_the_threads_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = list[int]()
-    monkeypatch.setattr("bench.peers.compare.prepare", seen.append)
-    attempt("nobody", job(), 3)
-    assert seen == [3]
+def test_a_peer_uses_the_given_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    monkeypatch.setattr("bench.peers.compare.prepare", threads.append)
+    attempt("unknown", job(), 3)
+    assert threads == [3]
 
 
-def test_whatever_fails_is_a_reason() -> None:
-    outcome, _ = run("nobody", job(), 1, 60)
-    assert outcome == "failed: KeyError: 'nobody'"
+def test_failures_are_reported() -> None:
+    outcome, _ = run("unknown", job(), 1, 60)
+    assert outcome == "failed: KeyError: 'unknown'"
     outcome, _ = run("ours: plain", job(prompt=[]), 1, 60)
     assert isinstance(outcome, str)
     assert outcome.startswith("failed: InvalidRequestError: the prompt is empty")
@@ -180,25 +179,25 @@ def test_whatever_fails_is_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(-9, "killed, most likely for memory"), (3, "exited with code 3")]
+    ("code", "message"), [(-9, "killed, most likely for memory"), (3, "exited with code 3")]
 )
-def test_a_process_that_dies_is_a_reason(code: int, words: str) -> None:
-    assert words in str(ending(SimpleNamespace(exitcode=code, join=lambda: None)))
+def test_death_of_a_process_is_reported(code: int, message: str) -> None:
+    assert message in str(ending(SimpleNamespace(exitcode=code, join=lambda: None)))
 
 
-def test_a_row_is_made_of_medians_and_says_where_texts_part() -> None:
+def test_a_row_has_medians_and_the_first_difference() -> None:
     times = ((1.0, 0.4), (3.0, 0.8), (2.0, 2.0))
     results = [Result(first, decode, [1, 2, 3, 4, 5]) for first, decode in times]
-    row = Runs([*results, "failed: once"], 2.0).row(600, "somebody", [1, 2, 9, 4, 5])
+    row = Runs([*results, "failed: once"], 2.0).row(600, "peer", [1, 2, 9, 4, 5])
     assert (row["prefill_s"], row["ms_per_token"]) == (2.0, 200.0)
     assert (row["min_ms_per_token"], row["max_ms_per_token"]) == (100.0, 500.0)
     assert (row["peak_gb"], row["same_text"], row["note"]) == (2.0, "to token 2", "failed: once")
-    assert Runs([*results]).row(600, "somebody", None)["same_text"] is None
-    assert Runs([*results]).row(600, "somebody", [1, 2, 3, 4, 5])["same_text"] == "yes"
-    assert Runs(["skipped: not here"]).row(600, "nobody", [1])["note"] == "skipped: not here"
+    assert Runs([*results]).row(600, "peer", None)["same_text"] is None
+    assert Runs([*results]).row(600, "peer", [1, 2, 3, 4, 5])["same_text"] == "yes"
+    assert Runs(["skipped: not here"]).row(600, "peer", [1])["note"] == "skipped: not here"
 
 
-def test_ratios_are_of_the_rows_that_there_are() -> None:
+def test_ratios_skip_missing_rows() -> None:
     times = {
         "ours: plain": 40.0,
         "ours: hierarchical": 10.0,
@@ -221,9 +220,7 @@ def test_ratios_are_of_the_rows_that_there_are() -> None:
 
 
 def _compare_in(folder: Path, options: list[str]) -> None:
-    """As `python -m bench compare` in a session of its own; peers are forks, which have imported
-    all of it.
-    """
+    """Run `python -m bench compare` in a session of its own; peers are forks, with all imports."""
     os.setsid()
     redirect(folder / "out", folder / "err")
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -231,7 +228,7 @@ def _compare_in(folder: Path, options: list[str]) -> None:
     run_bench(["compare", *options])
 
 
-def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
+def test_finished_rows_are_saved_after_an_interrupt(tmp_path: Path) -> None:
     output = tmp_path / "compare.json"
     options = [
         *("--target", str(DEMO / "target")),
@@ -245,18 +242,18 @@ def test_after_an_interrupt_the_finished_rows_are_there(tmp_path: Path) -> None:
         *("--threads", "1"),
     ]
     context = multiprocessing.get_context("forkserver")
-    job = context.Process(target=_compare_in, args=(tmp_path, options))
-    job.start()
-    assert job.pid
-    while not output.exists() and job.is_alive():
+    process = context.Process(target=_compare_in, args=(tmp_path, options))
+    process.start()
+    assert process.pid
+    while not output.exists() and process.is_alive():
         time.sleep(0.05)
-    os.killpg(job.pid, signal.SIGINT)
-    job.join(60)
+    os.killpg(process.pid, signal.SIGINT)
+    process.join(60)
     out, err = ((tmp_path / name).read_text() for name in ("out", "err"))
-    assert job.exitcode == 0, err
+    assert process.exitcode == 0, err
     assert "interrupted: finished rows are kept" in err
     assert "Traceback" not in err
-    assert "ours: plain" in out  # as a table
+    assert "ours: plain" in out  # in the printed table
     rows = json.loads(output.read_text())["rows"]
     assert 1 <= len(rows) < 4
     assert rows[0]["ms_per_token"] > 0
