@@ -1,1 +1,1 @@
-"""Predictions and plans compared with measurements."""
+"""Predictions, plans and outputs compared with measurements."""

@@ -1,10 +1,12 @@
-"""How far texts and laws are from plain decoding's, by mode, link and dtype; and with --deterministic.
+"""Divergence of tokens and distributions from plain decoding, by mode, link and dtype.
 
-A pass over several rows rounds otherwise than a pass over one, and so does attention in other
-pieces. Law and text are exact in the arithmetic of the pass that computes them: what that makes of
-a text is told here. Plain decoding on resident layers writes a text; the others write theirs, and
-then read plain decoding's in passes as long as their verifications, so that laws are compared
-along the same words. transformers, which reads all at once, says what rounding alone does.
+A forward over several query tokens rounds differently from a forward over one, and so does
+attention over other blocks. Speculative decoding is exact in the arithmetic of the forward that
+computes the distribution; the remaining differences are measured here, also with --deterministic.
+Plain decoding with an on-device cache is the reference. All other strategies generate their own
+outputs, and then score the reference's tokens in forwards as long as their verifications, so that
+distributions are compared along the same tokens. transformers scores them in one forward, which
+shows the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from bench.harness import options as opt
 from bench.harness.decode_loop import endless
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
-from bench.harness.text import prompts, text_tokens, tokenizer_of
+from bench.harness.text import select_prompts, text_tokens, tokenizer_of
 from bench.peers.hugging_face import load_transformers
 from decoding import Engine, Sampling, Settings
 from decoding.engine.request import Request
@@ -34,10 +36,10 @@ from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
-PASS = 7  # tokens of a verification, where plain decoding's text is read
+VERIFIED = 7  # query tokens per forward, when the reference's tokens are scored
 LINK = "emulated:10"
-# ways to decode: the mode, and of all layers the share whose KV stays on the device
-WAYS = {
+# row's name: the mode, and the share of layers whose KV stays on the device
+STRATEGIES = {
     "plain": ("plain", 1.0),
     "plain, over a link": ("plain", 0.0),
     "retrieval": ("retrieval", 1.0),
@@ -48,8 +50,8 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Written:
-    """A text, and the logits (N, V) that its tokens were drawn from."""
+class Output:
+    """Generated tokens, and the logits (N, V) that they were sampled from."""
 
     tokens: list[int]
     logits: Tensor
@@ -57,45 +59,49 @@ class Written:
 
 @dataclass
 class Divergence:
-    """How far one way is from plain decoding, text by text."""
+    """Differences between one strategy and plain decoding; an entry per prompt."""
 
-    equal: list[float] = field(default_factory=list)  # the share of tokens, place by place
-    first: list[int] = field(default_factory=list)  # tokens before the first that differs
-    kl: list[Tensor] = field(default_factory=list)  # (N,) nats, along plain decoding's text
-    top: list[Tensor] = field(default_factory=list)  # (N,) whether the likeliest token is the same
+    equal: list[float] = field(default_factory=list)  # share of positions with the same token
+    first: list[int] = field(default_factory=list)  # tokens before the first difference
+    kl: list[Tensor] = field(default_factory=list)  # (N,) nats, along plain decoding's tokens
+    top: list[Tensor] = field(
+        default_factory=list
+    )  # (N,) whether the most likely token is the same
     ms: list[float] = field(default_factory=list)
-    rejected: list[float] = field(default_factory=list)  # the share of what the target was given
+    rejected: list[float] = field(default_factory=list)  # share of draft tokens
 
-    def compare_texts(self, text: Sequence[int], plain: Sequence[int]) -> None:
-        """Take note of a text beside plain decoding's."""
-        same = [one == other for one, other in zip(text, plain, strict=False)]
+    def compare_tokens(self, tokens: Sequence[int], plain: Sequence[int]) -> None:
+        """Record the differences of generated tokens from plain decoding's."""
+        same = [token == expected for token, expected in zip(tokens, plain, strict=False)]
         self.equal.append(sum(same) / len(plain))
-        self.first.append(common_prefix(text, plain))
+        self.first.append(common_prefix(tokens, plain))
 
-    def compare_laws(self, logits: Tensor, plain: Tensor) -> None:
-        """Take note of logits (N, V) beside plain decoding's, along the same text."""
-        one, other = plain.double().log_softmax(1), logits.double().log_softmax(1)
-        self.kl.append((one.exp() * (one - other)).sum(1).clamp(min=0))
+    def compare_logits(self, logits: Tensor, plain: Tensor) -> None:
+        """Record the differences of logits (N, V) from plain decoding's, along the same tokens."""
+        log_p, log_q = plain.double().log_softmax(1), logits.double().log_softmax(1)
+        self.kl.append((log_p.exp() * (log_p - log_q)).sum(1).clamp(min=0))
         self.top.append(plain.argmax(1) == logits.argmax(1))
 
 
-def written(engine: Engine, prompt: list[int], new: int, law: Sampling) -> Written:
-    """Return a text behind a prompt, with the logits of each of its tokens."""
+def generate(engine: Engine, prompt: list[int], max_new_tokens: int, sampling: Sampling) -> Output:
+    """Return the output for a prompt, with the logits of each of its tokens."""
     rows: list[Tensor] = []
     request = Request(
-        prompt, new, law, on_logits=lambda logits: rows.extend(logits.float().clone())
+        prompt,
+        max_new_tokens,
+        sampling,
+        on_logits=lambda logits: rows.extend(logits.float().clone()),
     )
     tokens = list(engine.submit(request))
-    return Written(tokens, torch.stack(rows[: len(tokens)]))
+    return Output(tokens, torch.stack(rows[: len(tokens)]))
 
 
 @torch.inference_mode()
-def read(engine: Engine, prompt: list[int], text: list[int], rows: int) -> Tensor:
-    """Return the logits (N, V) before each token of a text that is read `rows` at a time."""
-    session = SequenceState(engine.runtime, prompt, len(text))
+def score(engine: Engine, prompt: list[int], tokens: list[int], query_tokens: int) -> Tensor:
+    """Return the logits (N, V) that predict each token, in forwards over `query_tokens` each."""
+    session = SequenceState(engine.runtime, prompt, len(tokens))
     logits = [session.prefill()]
-    *before, _ = text
-    for part in torch.tensor(before).split(rows):
+    for part in torch.tensor(tokens[:-1]).split(query_tokens):
         logits.append(engine.runtime.target(part, session.target, len(part)))
         session.target.advance(len(part))
     session.close()
@@ -103,15 +109,15 @@ def read(engine: Engine, prompt: list[int], text: list[int], rows: int) -> Tenso
 
 
 @torch.inference_mode()
-def their_logits(model: Any, prompt: list[int], text: list[int]) -> Tensor:
-    """Return what transformers says, which reads all at once (N, V)."""
-    tokens = torch.tensor([[*prompt, *text[:-1]]])
-    return model(tokens, logits_to_keep=len(text)).logits[0].float()
+def score_with_transformers(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
+    """Return transformers' logits (N, V) that predict each token, from a single forward."""
+    batch = torch.tensor([[*prompt, *tokens[:-1]]])
+    return model(batch, logits_to_keep=len(tokens)).logits[0].float()
 
 
-def settings_of(way: str, layers: int, dtype: str, deterministic: bool) -> Settings:
-    """Return the settings of a way."""
-    mode, share = WAYS[way]
+def settings_of(strategy: str, layers: int, dtype: str, deterministic: bool) -> Settings:
+    """Return the settings of a strategy."""
+    mode, share = STRATEGIES[strategy]
     resident = round(share * layers)
     split = (layers - resident) // 2 if "split" in mode else None
     return Settings(
@@ -124,105 +130,113 @@ def settings_of(way: str, layers: int, dtype: str, deterministic: bool) -> Setti
     )
 
 
-def row_of(way: str, dtype: str, deterministic: bool, found: Divergence) -> Row:
-    """Return the row of a way, of all its texts."""
-    kl, top = torch.cat(found.kl), torch.cat(found.top)
+def row_of(strategy: str, dtype: str, deterministic: bool, divergence: Divergence) -> Row:
+    """Return the row of a strategy, over all prompts."""
+    kl, top = torch.cat(divergence.kl), torch.cat(divergence.top)
     return {
-        "way": way,
+        "way": strategy,
         "dtype": dtype,
         "deterministic": deterministic,
-        # the share of tokens, place by place; None where it writes no text here
-        "equal_tokens": statistics.mean(found.equal) if found.equal else None,
-        # tokens before it, the median of all texts
-        "first_difference": statistics.median(found.first) if found.first else None,
+        # share of positions with the same token; None if it only scores tokens
+        "equal_tokens": statistics.mean(divergence.equal) if divergence.equal else None,
+        # median number of tokens before the first difference
+        "first_difference": statistics.median(divergence.first) if divergence.first else None,
         "mean_kl": float(kl.mean()),  # nats
         "max_kl": float(kl.max()),
-        # the share of places where the likeliest token is the same
+        # share of positions with the same most likely token
         "same_top": float(top.double().mean()),
-        "ms_per_token": statistics.mean(found.ms) if found.ms else None,
-        # the share of what the target was given
-        "rejected": statistics.mean(found.rejected) if found.rejected else None,
+        "ms_per_token": statistics.mean(divergence.ms) if divergence.ms else None,
+        # share of draft tokens
+        "rejected": statistics.mean(divergence.rejected) if divergence.rejected else None,
     }
 
 
-def ways_of(dtype: str, has_draft: bool) -> list[str]:
-    """Return the ways that there are."""
-    levels = {"split": dtype != "float32", "hierarchical": has_draft}
-    return [way for way, (mode, _) in WAYS.items() if levels.get(mode, True)]
+def strategies_for(dtype: str, has_draft: bool) -> list[str]:
+    """Return the strategies that are available with this dtype and draft model."""
+    available = {"split": dtype != "float32", "hierarchical": has_draft}
+    return [name for name, (mode, _) in STRATEGIES.items() if available.get(mode, True)]
 
 
-@benchmark("Beside plain decoding on resident layers, {texts} texts of {new_tokens} tokens")
+@benchmark(
+    "Compared with plain decoding on the device, {prompts} outputs of {new_tokens} tokens each"
+)
 def main(
     target: opt.Target = opt.SMOLLM2,
     draft: opt.Draft = None,
     text: opt.Text = None,
     context: opt.Context = 2000,
     new_tokens: opt.NewTokens = 200,
-    texts: Annotated[int, typer.Option(help="Texts, spread evenly over the given one.")] = 3,
+    prompts: Annotated[int, typer.Option(help="Prompts, spread evenly over the text.")] = 3,
     dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "bfloat16,float32",
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
     threads: opt.Threads = 0,
     output: opt.Output = Path("results/fidelity.json"),
 ) -> Measurement:
-    """Compare texts and laws with those of plain decoding on resident layers."""
-    law, rows = Sampling(temperature, top_p=top_p), list[Row]()
+    """Compare tokens and distributions with those of plain decoding on the device."""
+    sampling, rows = Sampling(temperature, top_p=top_p), list[Row]()
     layers = ModelConfig.from_name(target).layers
-    asked = prompts(text_tokens(tokenizer_of(target), text), context, texts, new_tokens)
+    tokens = text_tokens(tokenizer_of(target), text)
+    selected = select_prompts(tokens, context, prompts, new_tokens)
     for dtype in dtypes.split(","):
         for deterministic in (False, True):
-            plain: list[Written] = []
-            for way in ways_of(dtype, draft is not None):
-                say(f"{way}, {dtype}{', deterministic' if deterministic else ''}")
-                small = draft if "hierarchical" in way else None
-                found, settings = Divergence(), settings_of(way, layers, dtype, deterministic)
+            plain: list[Output] = []
+            for strategy in strategies_for(dtype, draft is not None):
+                say(f"{strategy}, {dtype}{', deterministic' if deterministic else ''}")
+                small = draft if "hierarchical" in strategy else None
+                divergence = Divergence()
+                settings = settings_of(strategy, layers, dtype, deterministic)
                 with endless(target, small, settings, device="cpu") as engine:
-                    for index, prompt in enumerate(asked):
-                        one = written(engine, prompt, new_tokens, law)
+                    for index, prompt in enumerate(selected):
+                        output = generate(engine, prompt, new_tokens, sampling)
                         if len(plain) == index:
-                            plain.append(one)
-                        _compare(engine, prompt, one, plain[index], found)
+                            plain.append(output)
+                        _compare(engine, prompt, output, plain[index], divergence)
                 del engine
                 gc.collect()
-                rows.append(row_of(way, dtype, deterministic, found))
+                rows.append(row_of(strategy, dtype, deterministic, divergence))
                 yield {"rows": rows}
             if not deterministic:
-                rows += _theirs(target, dtype, asked, plain, output.parent / "converted")
+                rows += _transformers_rows(
+                    target, dtype, selected, plain, output.parent / "converted"
+                )
                 yield {"rows": rows}
 
 
 def _compare(
-    engine: Engine, prompt: list[int], one: Written, plain: Written, found: Divergence
+    engine: Engine, prompt: list[int], output: Output, plain: Output, divergence: Divergence
 ) -> None:
-    """Take note of one text of a way, and of what it says of plain decoding's."""
+    """Record the differences of one output, and of the scores of plain decoding's tokens."""
     stats = engine.stats
-    found.compare_texts(one.tokens, plain.tokens)
+    divergence.compare_tokens(output.tokens, plain.tokens)
     if stats.ms_per_token is not None:
-        found.ms.append(stats.ms_per_token)
+        divergence.ms.append(stats.ms_per_token)
     rate = stats.acceptance.get("target")
     if rate is not None:
-        found.rejected.append(1 - rate)
-    if one is plain:
-        found.compare_laws(one.logits, plain.logits)
+        divergence.rejected.append(1 - rate)
+    if output is plain:
+        divergence.compare_logits(output.logits, plain.logits)
         return
-    rows = 1 if stats.mode == "plain" else PASS
-    found.compare_laws(read(engine, prompt, plain.tokens, rows), plain.logits)
+    query_tokens = 1 if stats.mode == "plain" else VERIFIED
+    scores = score(engine, prompt, plain.tokens, query_tokens)
+    divergence.compare_logits(scores, plain.logits)
 
 
-def _theirs(
-    target: str, dtype: str, asked: list[list[int]], plain: list[Written], scratch: Path
+def _transformers_rows(
+    target: str, dtype: str, selected: list[list[int]], plain: list[Output], scratch: Path
 ) -> list[Row]:
-    """Return what transformers' ways to attend say along plain decoding's texts."""
+    """Return a row per attention of transformers, which scores plain decoding's tokens."""
     rows = []
     for attention in ("eager", "sdpa"):
         say(f"transformers, {attention}, {dtype}")
         model = load_transformers(
             resolve(target, TensorParallelGroup()), dtype, scratch, attn_implementation=attention
         )
-        found = Divergence()
-        for prompt, one in zip(asked, plain, strict=True):
-            found.compare_laws(their_logits(model, prompt, one.tokens), one.logits)
-        rows.append(row_of(f"transformers: {attention}", dtype, False, found))
+        divergence = Divergence()
+        for prompt, output in zip(selected, plain, strict=True):
+            scores = score_with_transformers(model, prompt, output.tokens)
+            divergence.compare_logits(scores, output.logits)
+        rows.append(row_of(f"transformers: {attention}", dtype, False, divergence))
         del model
         gc.collect()
     return rows

@@ -1,9 +1,9 @@
-"""The loss per token along a text, beside that of transformers; with and without stretched RoPE.
+"""Loss per token by position, compared with transformers, with and without RoPE scaling.
 
-It tells how far into a text a model is good for, that `--rope yarn:FACTOR` does what it should, and
-that our passes say what transformers says at any length. A text is read once, in chunks; before
-each length the mean of -log p over some tokens is taken. What has been read so far is kept: an
-hour's run that is ended leaves the rows it had.
+This shows up to which length a model is usable, that `--rope yarn:FACTOR` works, and that our
+logits agree with transformers' at any length. A text is processed once, in chunks; the loss at a
+length is the mean of -log p over the last tokens before it. Finished rows are saved, so that an
+interrupted run leaves its results.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from decoding.engine.session import SequenceState
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
-CHUNK = 512  # tokens of a pass
+CHUNK = 512  # tokens per forward
 
 
 def our_logits(engine: Engine, tokens: list[int]) -> Iterator[Tensor]:
-    """Yield the logits (T, V) of one chunk after another."""
+    """Yield our logits (T, V), chunk by chunk."""
     session = SequenceState(engine.runtime, tokens, 1)
     model, cache = engine.runtime.target, session.target
     for part in session.prompt.split(CHUNK):
@@ -44,35 +44,35 @@ def our_logits(engine: Engine, tokens: list[int]) -> Iterator[Tensor]:
 
 @torch.inference_mode()
 def their_logits(model: Any, tokens: list[int]) -> Iterator[Tensor]:
-    """Yield transformers' logits (T, V) of one chunk after another."""
+    """Yield transformers' logits (T, V), chunk by chunk."""
     cache = DynamicCache(config=model.config)
     for part in torch.tensor([tokens]).split(CHUNK, dim=1):
         yield model(part, past_key_values=cache).logits[0].float()
 
 
 def losses(logits: Iterator[Tensor], tokens: list[int], name: str) -> Tensor:
-    """Return -log p of each token but the first, (T - 1,)."""
-    following, kept = torch.tensor(tokens[1:]), list[Tensor]()
+    """Return -log p of each token except the first, (T - 1,)."""
+    next_tokens, parts = torch.tensor(tokens[1:]), list[Tensor]()
     started, done = time.perf_counter(), 0
     for part in logits:
-        targets = following[done : done + len(part)]
-        kept.append(F.cross_entropy(part[: len(targets)], targets, reduction="none"))
+        targets = next_tokens[done : done + len(part)]
+        parts.append(F.cross_entropy(part[: len(targets)], targets, reduction="none"))
         done += len(part)
         if done % (8 * CHUNK) == 0:
             say(f"{name}: {done:,} tokens, {time.perf_counter() - started:.0f} s")
-    return torch.cat(kept)
+    return torch.cat(parts)
 
 
-@benchmark("Loss of the last {last:,} tokens before each length, nats a token, {dtype}")
+@benchmark("Loss of the last {last:,} tokens before each length, nats/token, {dtype}")
 def main(
     target: opt.Target = opt.SMOLLM2,
     text: opt.Text = None,
     contexts: opt.Contexts = "4096,8192,16384,32768",
     ropes: Annotated[
-        str, typer.Option(help="Ways to stretch positions; none is the model's own.")
+        str, typer.Option(help="RoPE scalings, separated by commas; none: the model's own.")
     ] = "none,yarn:4",
-    last: Annotated[int, typer.Option(help="Tokens before each length that count.")] = 1024,
-    peer: Annotated[bool, typer.Option(help="Also through transformers.")] = True,
+    last: Annotated[int, typer.Option(help="Tokens whose loss is averaged per length.")] = 1024,
+    peer: Annotated[bool, typer.Option(help="Also run transformers.")] = True,
     dtype: opt.Dtype = "float32",
     threads: opt.Threads = 0,
     output: opt.Output = Path("results/loss.json"),
@@ -80,7 +80,7 @@ def main(
     """Measure the loss per token at each length of one text."""
     lengths, rows = opt.integers(contexts), list[Row]()
     for rope in ropes.split(","):
-        # a chunk is a pass as long as a longest draft; without RoPE of its own a model has no limit
+        # the draft length bounds the tokens of a forward; without RoPE, length is unlimited
         settings = Settings(
             mode="plain",
             dtype=dtype,
@@ -103,7 +103,7 @@ def main(
 
 
 def row_of(length: int, rope: str, ours: Tensor, last: int, theirs: Tensor | None = None) -> Row:
-    """Return the row of one length, of the losses of all tokens."""
+    """Return the row of one length, given the losses of all tokens."""
     part = slice(length - last - 1, length - 1)
     mean = float(ours[part].mean())
     return {

@@ -1,11 +1,9 @@
-"""A plan that says that a text fits is held to it, under an imposed limit of memory.
+"""Whether runs fit in their planned memory, under a memory limit.
 
-The limit is what the text would need free.
-
-On a CPU device memory is the process's own. Each setting runs in a process of its own: when the
-models are loaded its data segment may grow by what the plan says, device and host together, over
-the share of free memory that a plan uses (0.9), and no further. For contrast each is also run with
-half of that, which must fail, or the limit would show nothing.
+On a CPU, device memory is the process's own. Each setting runs in a process of its own: after the
+models are loaded, its data segment may only grow by the planned memory of device and host, divided
+by the share of free memory that a plan uses (0.9). As a control, each setting is also run with half
+of that limit, which must fail.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from parallel.model.loading import parameter_bytes
 
 @dataclass(frozen=True)
 class Setting:
-    """One text, and what it is decoded with. Shares are of the context and of the layers."""
+    """The settings of one run."""
 
-    part: float
-    mode: str  # auto: hierarchical where there is a draft model, else retrieval
+    part: float  # share of the longest context
+    mode: str  # auto: hierarchical with a draft model, else retrieval
     link: str = "view"
-    resident: float = 1.0
+    resident: float = 1.0  # share of the layers
     budget: int = 1024
     dtype: str = "bfloat16"
-    # of the resident layers, in the least memory that has room for them behind prefill
+    # number of resident layers that are onloaded only after prefill, in minimum device memory
     deferred_layers: int = 0
 
 
@@ -56,32 +54,32 @@ ALL = len(SETTINGS)
 
 @dataclass(frozen=True)
 class Job:
-    """What all settings are run with: models by their names, and the longest prompt."""
+    """Inputs shared by all settings: names of models, and tokens of the longest prompt."""
 
     target: str
     draft: str | None
     rope: str | None
     context: int
-    new: int
+    max_new_tokens: int
 
 
-def held(row: Row) -> bool:
-    """Whether a run ended as it should: a whole text within its plan, and not within less."""
+def as_expected(row: Row) -> bool:
+    """Return whether a run finished if its limit is the plan, and failed if it is less."""
     return (row["ended"] in ("length", "stop")) == (row["share"] == 1)
 
 
-def planned_bytes(place: MemoryPlan) -> int:
-    """Return the memory that a text takes by its plan, on the device and the host."""
-    return place.device_bytes + place.host_bytes
+def planned_bytes(plan: MemoryPlan) -> int:
+    """Return the planned memory of a request, on the device and the host."""
+    return plan.device_bytes + plan.host_bytes
 
 
 @contextmanager
-def limit_memory(place: MemoryPlan, share: float) -> Iterator[None]:
-    """Let this process take no more memory than `share` of what a plan asks to be free."""
+def limit_memory(plan: MemoryPlan, share: float) -> Iterator[None]:
+    """Limit this process to `share` of the free memory that a plan requires."""
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     status = Path("/proc/self/status").read_text()
     data = int(status.split("VmData:")[1].split()[0]) << 10  # private and writable, in bytes
-    limit = data + _allowed(place, share)
+    limit = data + _allowed_bytes(plan, share)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     try:
         yield
@@ -89,12 +87,12 @@ def limit_memory(place: MemoryPlan, share: float) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
-def _allowed(place: MemoryPlan, share: float) -> int:
-    return int(share * planned_bytes(place) / USABLE_SHARE)
+def _allowed_bytes(plan: MemoryPlan, share: float) -> int:
+    return int(share * planned_bytes(plan) / USABLE_SHARE)
 
 
 def engine_for(setting: Setting, job: Job) -> Engine:
-    """Load the models; where layers are to be late, with no more memory than that takes."""
+    """Return an engine; with deferred layers, in the minimum memory that they allow."""
     layers = int(setting.resident * ModelConfig.from_name(job.target).layers)
     settings = Settings(
         mode=Settings(mode=setting.mode).resolved_mode(job.draft is not None),
@@ -108,51 +106,54 @@ def engine_for(setting: Setting, job: Job) -> Engine:
     if not setting.deferred_layers:
         return engine
     runtime = engine.runtime
-    needs = runtime.requirements.memory(int(setting.part * job.context), job.new)
-    phases = device_breakdown(needs, layers, setting.deferred_layers)
-    models = [each for each in (runtime.target, runtime.draft) if each is not None]
+    prompt_length = int(setting.part * job.context)
+    requirements = runtime.requirements.memory(prompt_length, job.max_new_tokens)
+    phases = device_breakdown(requirements, layers, setting.deferred_layers)
+    models = [model for model in (runtime.target, runtime.draft) if model is not None]
     memory = parameter_bytes(*models) + max(sum(phase.values()) for phase in phases)
     runtime = runtime.with_settings(replace(settings, device_memory=memory))
     return Engine(runtime, engine.tokenizer, engine.stop_tokens)
 
 
-def limited(setting: Setting, share: float, job: Job) -> Row:
-    """Decode under `share` of the memory that the plan asks for.
+def run_limited(setting: Setting, share: float, job: Job) -> Row:
+    """Decode within `share` of the planned memory.
 
-    In a process of its own: nothing else may take memory meanwhile.
+    Requires a process of its own, in which nothing else allocates memory meanwhile.
     """
     prepare(0)
-    engine, new = engine_for(setting, job), job.new
-    list(engine.generate([1] * 300, 20))  # threads and their memory
+    engine, new_tokens = engine_for(setting, job), job.max_new_tokens
+    list(engine.generate([1] * 300, 20))  # starts threads and allocates their memory
     prompt = prompt_tokens(engine.tokenizer, int(setting.part * job.context))
-    place = engine.runtime.plan(len(prompt), new)
+    plan = engine.runtime.plan(len(prompt), new_tokens)
     tokens = 0
     try:
-        with limit_memory(place, share):
-            tokens = len(list(engine.generate(prompt, new, Sampling(0.6, top_p=0.9))))
+        with limit_memory(plan, share):
+            tokens = len(list(engine.generate(prompt, new_tokens, Sampling(0.6, top_p=0.9))))
         ended = str(engine.stats.finish_reason)
     except (MemoryError, RuntimeError, TierForceError) as error:
         ended = type(error).__name__
     return asdict(replace(setting, mode=engine.runtime.mode)) | {
         "context": len(prompt),
         "share": share,
-        "planned_mb": planned_bytes(place) / 1e6,
-        "device_mb": place.device_bytes / 1e6,
-        "planned_layers": place.resident_layers,
-        "planned_late_layers": place.deferred_layers,
-        "limit_mb": _allowed(place, share) / 1e6,
+        "planned_mb": planned_bytes(plan) / 1e6,
+        "device_mb": plan.device_bytes / 1e6,
+        "planned_layers": plan.resident_layers,
+        "planned_late_layers": plan.deferred_layers,
+        "limit_mb": _allowed_bytes(plan, share) / 1e6,
         "tokens": tokens,
         "ended": ended,
     }
 
 
 def run(setting: Setting, share: float, job: Job) -> Row:
-    """Decode within a share of the plan; a process that dies has a row too."""
-    row, _ = call_in_process(limited, setting, share, job)
+    """Return the row of a run within a share of its plan, even if its process dies."""
+    row, _ = call_in_process(run_limited, setting, share, job)
     return asdict(setting) | {"share": share, "ended": str(row)} if isinstance(row, Died) else row
 
 
-@benchmark("Decoding within the memory planned for (1.0), and within half", ["part", "resident"])
+@benchmark(
+    "Decoding within the planned memory (share 1.0), and within half of it", ["part", "resident"]
+)
 def main(
     target: opt.Target = opt.SMOLLM2,
     draft: opt.Draft = None,
@@ -162,14 +163,14 @@ def main(
     settings: opt.First = ALL,
     output: opt.Output = Path("results/memory.json"),
 ) -> Measurement:
-    """Decode every setting within what its plan asks for, and within half of it."""
+    """Decode every setting within its planned memory, and within half of it."""
     rows, job = list[Row](), Job(target, draft, rope, context, new_tokens)
     for setting in SETTINGS[:settings]:
         if setting.mode == "speculative" and draft is None:
-            say("speculative is left out: it needs a draft model, give --draft")
+            say("speculative is skipped: it needs a draft model, give --draft")
             continue
         for share in (1.0, 0.5):
             rows.append(run(setting, share, job))
             say(f"{setting.part:g} of the context, {setting.mode}, {share:g}: {rows[-1]['ended']}")
-            # every plan held, and every half failed
-            yield {"rows": rows, "held": all(map(held, rows))}
+            # held: every run within its plan finished, and every run within half failed
+            yield {"rows": rows, "held": all(map(as_expected, rows))}

@@ -1,8 +1,8 @@
-"""Predictions of time held against this machine: what `tierforce plan` would say, and what it took.
+"""Times predicted as by `tierforce plan`, compared with times measured on this machine.
 
-Rates are measured first, on kernels and copies alone (`decoding.probe.kernels`), and no run that is
-predicted is looked at for them. Acceptance is no matter of hardware: a prediction is given the rate
-that its run then showed, so what is tested is time.
+Hardware rates are measured beforehand, on kernels and copies alone (`decoding.probe.kernels`), not
+on the predicted runs. Acceptance does not depend on hardware: each prediction uses the measured
+acceptance rate of its run, so that only times are tested.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SAMPLING = Sampling(0.6, top_p=0.9, seed=1)
 
 @dataclass(frozen=True)
 class Setting:
-    """One run: shares of the context and of the layers, tokens, and GB/s; no link at rate 0."""
+    """The settings of one run."""
 
-    part: float
-    mode: str  # auto: hierarchical where there is a draft model, else retrieval
-    rate: float = 0.0
-    resident: float = 0.0
+    part: float  # share of the longest context
+    mode: str  # auto: hierarchical with a draft model, else retrieval
+    rate: float = 0.0  # GB/s of the link; 0: no link
+    resident: float = 0.0  # share of the layers
     budget: int = 1024
     draft: int = 8
     inner: int = 2
@@ -77,8 +77,8 @@ SETTINGS = [
 ALL = len(SETTINGS)
 
 
-def here(engine: Engine) -> HardwareProfile:
-    """Describe this machine as a probe for this model would; the link is each setting's own."""
+def measured_profile(engine: Engine) -> HardwareProfile:
+    """Return the profile of this machine for a model; the link rates depend on the setting."""
     device, config = engine.group.device, engine.runtime.target.config
     rates: dict[str, Any] = kernel_rates(config, device, engine.runtime.dtype)
     return HardwareProfile(
@@ -96,7 +96,7 @@ def here(engine: Engine) -> HardwareProfile:
 
 
 def acceptance_of(tokens: float, length: int) -> float:
-    """Return the acceptance rate with which drafts of `length` yield so many tokens."""
+    """Return the acceptance rate at which drafts of `length` yield `tokens` tokens on average."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -105,7 +105,7 @@ def acceptance_of(tokens: float, length: int) -> float:
 
 
 def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) -> Row:
-    """Run a setting, and predict it with the acceptance that the run showed."""
+    """Return the row of a setting: measured, and predicted with the measured acceptance."""
     mode = session.runtime.mode
     started = time.perf_counter()
     first = int(session.prefill().argmax())
@@ -114,9 +114,9 @@ def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) 
     decoder, seconds = decode_loop(session, first, SAMPLING, lengths)
     token_s = seconds / decoder.stats.produced
     outer, inner = acceptance_rates(setting, decoder)
-    needs, context = session.runtime.requirements, len(session.prompt)
-    acceptance = Acceptance(outer, inner, needs.budget)
-    told = forecast(needs, session.plan, machine, context, session.new, acceptance)
+    requirements, context = session.runtime.requirements, len(session.prompt)
+    acceptance = Acceptance(outer, inner, requirements.budget)
+    predicted = forecast(requirements, session.plan, machine, context, session.new, acceptance)
     return {
         "context": context,
         "mode": mode,
@@ -127,17 +127,17 @@ def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) 
         "num_inner_draft_tokens": setting.inner,
         "acceptance": outer if mode != "plain" else None,
         "first_s": first_s,
-        "predicted_first_s": told.prefill_s,
-        "first_error": told.prefill_s / first_s - 1,  # errors are relative to what was measured
+        "predicted_first_s": predicted.prefill_s,
+        "first_error": predicted.prefill_s / first_s - 1,  # relative to the measured time
         "ms_per_token": 1e3 * token_s,
-        "predicted_ms_per_token": 1e3 * told.token_s,
-        "ms_per_token_error": told.token_s / token_s - 1,
-        "bound": told.verification_bound,
+        "predicted_ms_per_token": 1e3 * predicted.token_s,
+        "ms_per_token_error": predicted.token_s / token_s - 1,
+        "bound": predicted.verification_bound,
     }
 
 
 def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
-    """Return the rates that both kinds of drafts showed; 1 for a level that there is not."""
+    """Return the measured rates of outer and inner drafts; 1 for a missing level."""
     levels = [level for level in decoder.levels() if isinstance(level, Speculative)]
     rates = [
         acceptance_of(level.stats.tokens_per_forward or 1.0, length)
@@ -147,7 +147,7 @@ def acceptance_rates(setting: Setting, decoder: Decoder) -> tuple[float, float]:
     return outer, inner
 
 
-@benchmark("Predicted and measured, {dtype}, identical {identical}, {threads} threads")
+@benchmark("Predicted and measured, {dtype}, deterministic {deterministic}, {threads} threads")
 def main(
     target: opt.Target = opt.SMOLLM2,
     draft: opt.Draft = None,
@@ -162,36 +162,35 @@ def main(
     threads: opt.Threads = 0,
     settings: opt.First = ALL,
     deterministic: Annotated[
-        bool, typer.Option(help="Predict and run texts that are those of plain decoding.")
+        bool, typer.Option(help="Predict and run deterministic decoding.")
     ] = False,
     output: opt.Output = Path("results/predictions.json"),
 ) -> Measurement:
-    """Predict every setting's time to first token and ms/token, run it, and compare."""
-    usual = Settings(rope=rope, dtype=dtype, deterministic=deterministic)
-    engine = Engine.from_pretrained(target, draft, usual)
+    """Predict and measure time to first token and ms/token of every setting."""
+    defaults = Settings(rope=rope, dtype=dtype, deterministic=deterministic)
+    engine = Engine.from_pretrained(target, draft, defaults)
     base, layers = engine.runtime.settings, engine.runtime.target.config.layers
     tokens = prompt_tokens(engine.tokenizer, context, text)
-    machine, rows = here(engine), list[Row]()
-    SequenceState(
-        engine.runtime, tokens[: context // 4], 1
-    ).prefill()  # makes kernels, once a process
+    machine, rows = measured_profile(engine), list[Row]()
+    # compiles kernels, once per process
+    SequenceState(engine.runtime, tokens[: context // 4], 1).prefill()
     for setting in SETTINGS[:settings]:
-        new = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
+        count = plain_tokens if setting.mode == "plain" and setting.rate else new_tokens
         runtime = engine.runtime.with_settings(setting.settings(base, layers))
         if setting.rate:
-            with closing(BandwidthProbe(runtime.link, 4 << 20)) as copies:
-                link_in, link_out = copies.rate(out=False), copies.rate(out=True)
+            with closing(BandwidthProbe(runtime.link, 4 << 20)) as probe:
+                link_in, link_out = probe.rate(out=False), probe.rate(out=True)
             machine = replace(machine, link_in=link_in, link_out=link_out)
         prompt = tokens[: int(setting.part * context)]
-        rows.append(compare(setting, SequenceState(runtime, prompt, new + 1), machine))
+        rows.append(compare(setting, SequenceState(runtime, prompt, count + 1), machine))
         runtime.link.close()
-        told, took = rows[-1]["predicted_ms_per_token"], rows[-1]["ms_per_token"]
-        say(f"{setting}: predicted {told:.1f} ms/token, took {took:.1f}")
+        predicted, measured = rows[-1]["predicted_ms_per_token"], rows[-1]["ms_per_token"]
+        say(f"{setting}: predicted {predicted:.1f} ms/token, measured {measured:.1f}")
         yield {"rows": rows, "errors": _errors(rows), "hardware": vars(machine)}
 
 
 def _errors(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the median and the worst size of the relative errors."""
+    """Return the median and the maximum of the absolute relative errors."""
     errors: dict[str, float] = {}
     for name in ("first_error", "ms_per_token_error"):
         sizes = [abs(row[name]) for row in rows]

@@ -1,1 +1,1 @@
-"""Shared parts of benchmarks: texts, options, subprocesses, documents, tables."""
+"""Shared parts of benchmarks: prompts, options, subprocesses, documents, tables."""

@@ -38,7 +38,7 @@ class Run:
     seconds: float
     tokens: int
     tokens_per_verification: float | None = None
-    acceptance: float | None = None  # of the target's draft tokens
+    acceptance: float | None = None  # share of draft tokens that the target accepts
     link_bytes: int = 0
     rounds: list[RoundStats] = field(default_factory=list)
 

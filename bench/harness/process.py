@@ -74,7 +74,7 @@ def _delayed_interrupts() -> Iterator[None]:
     A process started in the body never receives it: this process ends it instead.
     """
     resource_tracker.ensure_running()  # starting it later would unblock interrupts
-    received: list[int] = []  # by other threads, which do not block it
+    received: list[int] = []  # signals that other threads received, which do not block them
     handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the child
     try:

@@ -1,4 +1,4 @@
-"""Long real texts: from files, folders, PG-19, NarrativeQA, or the Python installation."""
+"""Long real documents: files, folders, PG-19, NarrativeQA, or the Python installation's."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def prompt_tokens(tokenizer: Any, tokens: int, path: Path | None = None) -> list
     return available[:tokens]
 
 
-def prompts(tokens: Sequence[int], context: int, count: int, new_tokens: int) -> list[list[int]]:
+def select_prompts(
+    tokens: Sequence[int], context: int, count: int, new_tokens: int
+) -> list[list[int]]:
     """Return `count` prompts of `context` tokens, spread evenly over the text.
 
     Each is followed by at least `new_tokens` tokens. Raises TierForceError if the text is too
