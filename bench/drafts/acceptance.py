@@ -1,13 +1,13 @@
-"""What proposals are worth, by policy, budget, chunk, context, temperature and refresh.
+"""Acceptance of drafts by policy, budget, chunk size, context, temperature and selection interval.
 
-The physics: over a link a verification costs the same whatever it verifies, so tokens per
-verification is the speed. It follows from how often the proposals of the target on a retrieval
-cache are what the target itself would have said. `bench/drafts/overlap.py` measures that exactly;
-here it is tabled. `python -m bench grid --vary policy=...` counts whole runs.
+The physics: over a link a verification costs the same for any draft, so tokens per verification
+determine the speed. They follow from the acceptance rate of the target's drafts on a retrieval
+cache, which `bench/drafts/overlap.py` measures exactly and this module tabulates.
+`python -m bench grid --vary policy=...` measures whole runs.
 
-All policies get the same device memory right after a choice. A small model that goes on by itself
-soon repeats itself, and what it repeats is easy to guess: `--along book` lets all policies follow
-the book's own words in place of the target's. Parts are run one at a time with --parts.
+All policies have the same device memory right after a selection. A small model that continues its
+own output soon repeats itself, which is easy to predict: with `--along book`, all policies follow
+the book's tokens instead of the target's. --parts runs single parts.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from bench.drafts.overlap import ALL, OURS, STATIC, WHOLE, Chain, PolicyTrace, V
 from bench.harness import options as opt
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
-from bench.harness.text import prompts, text_tokens
+from bench.harness.text import select_prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 
-INTERVALS = (8, 16, 32, 64)  # tokens between refreshes
+INTERVALS = (8, 16, 32, 64)  # tokens between selections
 SHORT_INTERVALS = (16, 64)
 PARTS = "policies,budgets,chunks,temperatures"
 ALONG = ("target", "book")
 UNSHOWN = [f"{name}.{n}" for n in (8, 32) for name in ("rejected", "against_static")]
-Chains = dict[Variant, dict[int, list[Chain]]]  # by variant and interval
-Rows = Iterator[list[Row]]  # after each text
+Chains = dict[Variant, dict[int, list[Chain]]]  # chains by variant and interval
+Rows = Iterator[list[Row]]  # all rows so far, after each prompt
 
 
 @dataclass(frozen=True)
 class Study:
-    """What the parts share: an engine, a text, how much of it, and how to draw from it."""
+    """The inputs that all parts share: engine, text, prompts, new tokens and sampling."""
 
     engine: Engine
     tokens: Sequence[int]
-    texts: int
-    new: int
+    prompts: int
+    new_tokens: int
     sampling: Sampling
-    along: str  # one of ALONG: whose words the policies follow
+    along: str  # one of ALONG: source of the tokens that the policies follow
 
     def rows(
         self,
@@ -56,36 +56,35 @@ class Study:
         intervals: Sequence[int] = SHORT_INTERVALS,
         temperature: float | None = None,
     ) -> Rows:
-        """Yield a row per variant, all led along the same texts: of one text, then of two, ..."""
+        """Yield a row per variant, along the same tokens: over one prompt, then over two, ..."""
         sampling = self.sampling
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature)
-        every = self.chains(context, list(dict.fromkeys(variants)), intervals, sampling)
-        for texts, chains in enumerate(every, start=1):
-            same = {"texts": texts, "context": context, "temperature": sampling.temperature}
-            yield [same | self._row(variant, chains) for variant in chains]
+        all_chains = self.chains(context, list(dict.fromkeys(variants)), intervals, sampling)
+        for count, chains in enumerate(all_chains, start=1):
+            shared = {"texts": count, "context": context, "temperature": sampling.temperature}
+            yield [shared | self._row(variant, chains) for variant in chains]
 
     def _row(self, variant: Variant, chains: Chains) -> Row:
-        """Return what is said of a variant; by tokens between refreshes, where that matters."""
+        """Return the columns of a variant, by selection interval if they depend on it."""
         own = chains[variant]
         rejected = _rejected(own)
         static = _rejected(chains.get(replace(STATIC, budget=variant.budget), own))
         longest = torch.stack([chain.overlap for chain in own[max(own)]])
         return {
-            "retrieval_budget": variant.budget,  # tokens in 16 bits that take as much memory
-            "tokens": variant.tokens(
-                self.engine.runtime.requirements.layout
-            ),  # that it holds, a head
+            "retrieval_budget": variant.budget,  # equivalent number of tokens in 16 bits
+            # selected tokens per head
+            "tokens": variant.tokens(self.engine.runtime.requirements.layout),
             "policy": variant.name,
-            "rejected": rejected,  # the share of proposals
+            "rejected": rejected,  # share of draft tokens
             "against_static": {n: rejected[n] / max(static[n], 1e-9) for n in rejected},
-            # of a verification of a draft as long as the interval; a book's words tell nothing
+            # per verification of a draft as long as the interval; unknown along a book
             "expected_tokens": {
-                n: statistics.fmean(chain.tokens for chain in each)
-                for n, each in own.items()
+                n: statistics.fmean(chain.tokens for chain in interval_chains)
+                for n, interval_chains in own.items()
                 if self.along == "target"
             },
-            # by tokens since the refresh, for the longest interval
+            # overlap by tokens since the selection, for the longest interval
             "overlap_by_age": longest.mean(0).tolist(),
         }
 
@@ -96,29 +95,29 @@ class Study:
         intervals: Sequence[int],
         sampling: Sampling,
     ) -> Iterator[Chains]:
-        """Lead every variant along the same texts, with these intervals between refreshes.
+        """Run every variant along the same tokens, with these selection intervals.
 
-        Yields what there is behind each text.
+        Yields all chains so far, after each prompt.
         """
-        chains: Chains = {variant: {each: [] for each in intervals} for variant in variants}
-        more = self.new + 1
-        for number, both in enumerate(prompts(self.tokens, context + more, self.texts, 0)):
-            say(f"{context} tokens, T {sampling.temperature}, text {number + 1} of {self.texts}")
-            law, runtime = replace(sampling, seed=number), self.engine.runtime
-            trace = PolicyTrace(runtime, both[:context], self.new, variants, max(intervals))
-            text = torch.tensor(both[context:])
+        chains: Chains = {variant: {n: [] for n in intervals} for variant in variants}
+        total, runtime = context + self.new_tokens + 1, self.engine.runtime
+        for seed, tokens in enumerate(select_prompts(self.tokens, total, self.prompts, 0)):
+            say(f"{context} tokens, T {sampling.temperature}, prompt {seed + 1} of {self.prompts}")
+            seeded = replace(sampling, seed=seed)
+            prompt, continuation = tokens[:context], torch.tensor(tokens[context:])
+            trace = PolicyTrace(runtime, prompt, self.new_tokens, variants, max(intervals))
             if self.along == "target":
-                text = trace.text(len(text), law)
+                continuation = trace.sample(len(continuation), seeded)
             for interval in intervals:
-                for variant, each in trace.chains(text, interval, law).items():
-                    chains[variant][interval] += each
+                for variant, measured in trace.chains(continuation, interval, seeded).items():
+                    chains[variant][interval] += measured
             del trace
-            gc.collect()  # caches and the one that they follow know each other
+            gc.collect()  # the target cache and its observers refer to each other
             yield chains
 
 
-def _joined(studies: Iterable[Rows]) -> Rows:
-    """Yield the rows of one study after the other, each with those before it."""
+def _concatenate(studies: Iterable[Rows]) -> Rows:
+    """Yield the rows of studies one after another, each with all previous rows."""
     done: list[Row] = []
     for study in studies:
         rows: list[Row] = []
@@ -128,7 +127,7 @@ def _joined(studies: Iterable[Rows]) -> Rows:
 
 
 def _rejected(by_interval: Mapping[int, Sequence[Chain]]) -> dict[int, float]:
-    """Return the share of proposals that is rejected, by tokens between refreshes."""
+    """Return the share of rejected draft tokens, by selection interval."""
     return {
         n: 1 - statistics.fmean(float(chain.overlap.mean()) for chain in chains)
         for n, chains in by_interval.items()
@@ -136,35 +135,35 @@ def _rejected(by_interval: Mapping[int, Sequence[Chain]]) -> dict[int, float]:
 
 
 @benchmark(
-    "budget 768 unless said, float32, T {temperature}, top-p {top_p}, {texts} texts of "
-    "{new_tokens} tokens, of the {along}",
+    "budget 768 by default, float32, T {temperature}, top-p {top_p}, {prompts} prompts, "
+    "{new_tokens} tokens of the {along} after each",
     UNSHOWN,
 )
 def main(
     target: opt.Target = opt.SMOLLM2,
     text: opt.Text = None,
-    parts: Annotated[str, typer.Option(help=f"Of {PARTS}.")] = PARTS,
+    parts: Annotated[str, typer.Option(help=f"Parts, of {PARTS}.")] = PARTS,
     context: Annotated[
-        int, typer.Option(help="Prompt tokens, where a part looks at one context.")
+        int, typer.Option(help="Prompt tokens of parts with one context.")
     ] = opt.NATIVE,
     along: Annotated[
-        str, typer.Option(help="Whose words are followed: those of the target, or of the book.")
+        str, typer.Option(help="Source of the tokens to follow: target or book.")
     ] = "target",
     rope: opt.Rope = None,
-    contexts: Annotated[str, typer.Option(help="Prompt tokens of the part policies.")] = "7424",
-    budgets: Annotated[str, typer.Option(help="Budgets, tokens a head.")] = "768,2048,4096",
+    contexts: Annotated[str, typer.Option(help="Prompt tokens, of the part policies.")] = "7424",
+    budgets: Annotated[str, typer.Option(help="Budgets, tokens per head.")] = "768,2048,4096",
     chunks: Annotated[str, typer.Option(help="Chunk sizes.")] = "1,2,4,8,16",
     temperatures: Annotated[str, typer.Option(help="Temperatures.")] = "0,0.4,0.8,1.2",
-    texts: Annotated[int, typer.Option(help="Texts per context.")] = 4,
+    prompts: Annotated[int, typer.Option(help="Prompts per context.")] = 4,
     new_tokens: Annotated[
-        int, typer.Option(help="Tokens drawn from the target behind each; a multiple of 64.")
+        int, typer.Option(help="Tokens after each prompt; a multiple of 64.")
     ] = 256,
     temperature: opt.Temperature = 0.6,
     top_p: opt.TopP = 0.9,
     threads: opt.Threads = 0,
     output: opt.Output = Path("results/acceptance.json"),
 ) -> Measurement:
-    """Measure the parts asked for, in float32."""
+    """Measure the selected parts, in float32."""
     if along not in ALONG:
         raise typer.BadParameter(f"{along}: use {' or '.join(ALONG)}", param_hint="--along")
     if new_tokens < 64 or new_tokens % 64:
@@ -172,16 +171,23 @@ def main(
     settings = Settings(dtype="float32", mode="retrieval", rope=rope)
     engine = Engine.from_pretrained(target, settings=settings)
     tokens = text_tokens(engine.tokenizer, text)
-    study = Study(engine, tokens, texts, new_tokens, Sampling(temperature, top_p=top_p), along)
-    degrees, both = opt.decimals(temperatures), (STATIC, OURS)
-    every = (STATIC, WHOLE, OURS)
-    by_budget = [replace(each, budget=size) for size in opt.integers(budgets) for each in every]
+    study = Study(engine, tokens, prompts, new_tokens, Sampling(temperature, top_p=top_p), along)
+    by_budget = [
+        replace(variant, budget=size)
+        for size in opt.integers(budgets)
+        for variant in (STATIC, WHOLE, OURS)
+    ]
     by_chunk = [replace(OURS, chunk=size) for size in opt.integers(chunks)]
     tasks: dict[str, Rows] = {
-        "policies": _joined(study.rows(each, ALL, INTERVALS) for each in opt.integers(contexts)),
+        "policies": _concatenate(
+            study.rows(length, ALL, INTERVALS) for length in opt.integers(contexts)
+        ),
         "budgets": study.rows(context, by_budget),
         "chunks": study.rows(context, [STATIC, *by_chunk]),
-        "temperatures": _joined(study.rows(context, both, temperature=each) for each in degrees),
+        "temperatures": _concatenate(
+            study.rows(context, (STATIC, OURS), temperature=value)
+            for value in opt.decimals(temperatures)
+        ),
     }
     if unknown := set(parts.split(",")) - set(tasks):
         raise typer.BadParameter(f"{', '.join(unknown)}: use {PARTS}", param_hint="--parts")

@@ -1,18 +1,19 @@
-"""How often a retrieval cache's proposals would stand, without the noise of drawing them.
+"""Acceptance rate of a retrieval cache's drafts, without the noise of sampling them.
 
-Texts are decoded once from the target, or read on in the book, and every policy follows along them.
+Tokens are sampled once from the target, or taken from the book, and every policy follows them.
 
-The law p of the target and the law q of the same model on a retrieval cache are both known at every
-token. A proposal stands with probability sum_x min(p(x), q(x)), the overlap, exactly (Leviathan et
-al. 2023, arXiv 2211.17192, theorem 3.5). Along a text drawn from p, the first k - 1 proposals of a
-chain stand with the mean of prod min(1, q(x_i) / p(x_i)), so a chain of n proposals yields
+The target's distribution p, and the distribution q of the same model on a retrieval cache, are both
+known at every token. A draft token is accepted with probability sum_x min(p(x), q(x)), the overlap,
+exactly (Leviathan et al. 2023, arXiv 2211.17192, theorem 3.5). Along tokens sampled from p, the
+first k - 1 tokens of a draft are accepted with the mean of prod min(1, q(x_i) / p(x_i)), so that a
+draft of n tokens yields
 
     1 + sum_k prod_(i<k) min(1, q(x_i) / p(x_i)) . overlap_k
 
-tokens on average: an unbiased estimate, for a refresh after every n tokens of text, that needs no
-luck of the draw. (In the engine a refresh comes after as many tokens as were accepted, and sees
-rejected ones too: `python -m bench grid` counts whole runs.) Middle pass, verification and refresh
-are the engine's own. Memory is equal right after a selection; the static policy's window grows on.
+tokens on average: an unbiased estimate, for a selection after every n tokens, without sampling
+noise. (In the engine, a selection follows the accepted tokens and observes rejected ones, too:
+`python -m bench grid` measures whole runs.) Draft forward, verification and selection are the
+engine's own. Memory is equal right after a selection; the static policy's window grows afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from offload.retrieval.shape import RetrievalCacheSpec
 
 
 class Window(SelectionPolicy):
-    """The most recent chunks, and the sink: what a cache without retrieval keeps.
+    """The most recent chunks and the sinks, as in a cache without retrieval.
 
     Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
     """
@@ -54,12 +55,12 @@ MEASURED = POLICIES | {"window": Window}
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to spend the device memory of `retrieval_budget` tokens a head."""
+    """A use of the device memory of `budget` tokens per head in 16 bits."""
 
     policy: str
-    budget: int  # tokens in 16 bits that take as much memory
+    budget: int  # equivalent number of tokens in 16 bits
     chunk: int = 8
-    bits: int = 16  # of an element of selected tokens
+    bits: int = 16  # per element of selected tokens
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Variant:
         return name if self.bits == 16 else f"{name}, {self.bits} bits"
 
     def tokens(self, layout: KVLayout) -> int:
-        """Return how many tokens a head fit its memory, of a layout's layers in 16 bits."""
+        """Return the tokens per head that fit in its memory, for a layout's layers in 16 bits."""
         if self.bits == 16:
             return self.budget
         layout = replace(layout, dtype=torch.bfloat16)
@@ -86,92 +87,95 @@ ALL = [STATIC, Variant("window", 768), WHOLE, OURS]
 
 @dataclass(frozen=True)
 class Chain:
-    """One stretch of text between two refreshes, as one policy would have proposed it."""
+    """The tokens between two selections, as a draft of one policy."""
 
-    overlap: Tensor  # (n,) probability that the proposal stands, by tokens since the refresh
-    stands: Tensor  # (n,) min(1, q(x) / p(x)) of the text's own tokens
+    overlap: Tensor  # (n,) probability of acceptance, by tokens since the selection
+    ratios: Tensor  # (n,) min(1, q(x) / p(x)) of the followed tokens
 
     @property
     def tokens(self) -> float:
-        """The expected tokens of one verification of all n proposals."""
-        before = torch.cat((torch.ones(1), self.stands[:-1])).cumprod(0)
-        return 1 + float((before * self.overlap).sum())
+        """The expected tokens of one verification of all n draft tokens."""
+        survival = torch.cat((torch.ones(1), self.ratios[:-1])).cumprod(0)
+        return 1 + float((survival * self.overlap).sum())
 
 
 class PolicyTrace:
-    """A prompt, and behind it a cache for every variant that follows the target along a text."""
+    """A prefilled prompt, with a cache for every variant that follows the target along tokens."""
 
     def __init__(
         self,
         runtime: Runtime,
         prompt: Sequence[int],
-        new: int,
+        new_tokens: int,
         variants: Sequence[Variant],
         rows: int,
     ):
-        """Read the prompt; there is room for `new` tokens and passes of `rows` more."""
-        self.session = SequenceState(runtime, list(prompt), new + rows + 1)
+        """Prefill the prompt, with room for `new_tokens` and forwards over `rows` more."""
+        self.session = SequenceState(runtime, list(prompt), new_tokens + rows + 1)
         self.model, self.target = runtime.target, self.session.target
         self.session.retrieval = None
         del self.session.levels[1:]
-        self.target.observers.clear()  # the session's own
-        self.caches = {variant: self._cache(variant, new, rows) for variant in variants}
+        self.target.observers.clear()  # those of the session
+        self.caches = {variant: self._cache(variant, new_tokens, rows) for variant in variants}
         self.target.observers += self.caches.values()
         self.first = self.session.prefill()  # (1, V)
         self._start = [cache.snapshot() for cache in (self.target, *self.caches.values())]
 
-    def _cache(self, variant: Variant, new: int, rows: int) -> RetrievalCache:
+    def _cache(self, variant: Variant, new_tokens: int, rows: int) -> RetrievalCache:
         target, prompt = self.target, self.session.prompt
-        capacity = len(prompt) + new + rows + 1
-        shape = RetrievalCacheSpec.of(
-            variant.tokens(target.layout), variant.chunk, capacity, rows, new + rows
+        capacity = len(prompt) + new_tokens + rows + 1
+        spec = RetrievalCacheSpec.of(
+            variant.tokens(target.layout), variant.chunk, capacity, rows, new_tokens + rows
         )
-        shape = replace(
-            shape,
+        spec = replace(
+            spec,
             quantised=variant.bits == 8,
             window=target.shape.recent,
             block=target.shape.block,
         )
         policy = MEASURED[variant.policy]()
-        return RetrievalCache(target.layout, shape, policy, target.rotary, prompt.device)
+        return RetrievalCache(target.layout, spec, policy, target.rotary, prompt.device)
 
     def rewind(self) -> None:
-        """Put all caches back to the prompt's end."""
+        """Reset all caches to the end of the prompt."""
         caches = (self.target, *self.caches.values())
         for cache, state in zip(caches, self._start, strict=True):
             cache.restore(state)
 
-    def text(self, new: int, sampling: Sampling) -> Tensor:
-        """Draw the next `new` tokens (new,) from the target's law alone."""
+    def sample(self, count: int, sampling: Sampling) -> Tensor:
+        """Return the next tokens (count,), sampled from the target alone."""
         generator = Generator(self.first.device).manual_seed(sampling.seed)
-        followers, self.target.observers = self.target.observers, []
+        observers, self.target.observers = self.target.observers, []
         tokens, logits = [], self.first
-        for _ in range(new):
+        for _ in range(count):
             tokens.append(draw(sampling.probs(logits)[0], generator))
             logits = self.model(tokens[-1], self.target, 1)
             self.target.advance(1)
-        self.target.observers = followers
+        self.target.observers = observers
         self.rewind()
         return torch.cat(tokens)
 
-    def chains(self, text: Tensor, interval: int, sampling: Sampling) -> dict[Variant, list[Chain]]:
-        """Verify `interval` tokens of the text at a time, each time behind a draft per variant."""
+    def chains(
+        self, tokens: Tensor, interval: int, sampling: Sampling
+    ) -> dict[Variant, list[Chain]]:
+        """Verify `interval` tokens at a time, after a draft by each variant."""
         chains: dict[Variant, list[Chain]] = {variant: [] for variant in self.caches}
-        for start in range(0, len(text) - interval, interval):
-            rows = text[start : start + interval]
-            following = text[start + 1 : start + interval + 1, None]
-            laws = {
-                variant: sampling.probs(self.model(rows, cache, interval))
+        for start in range(0, len(tokens) - interval, interval):
+            inputs = tokens[start : start + interval]
+            next_tokens = tokens[start + 1 : start + interval + 1, None]
+            draft_probs = {
+                variant: sampling.probs(self.model(inputs, cache, interval))
                 for variant, cache in self.caches.items()
             }
-            # (n, V); what follows the text gets refreshed here
-            truth = sampling.probs(self.model(rows, self.target, interval))
+            # (n, V); the observers of this forward reselect
+            target_probs = sampling.probs(self.model(inputs, self.target, interval))
             self.target.advance(interval)
-            for variant, law in laws.items():
-                # a token of the text may be at the nucleus' edge, and out of it in a pass that
-                # rounds differently: 0 / 0
-                share = law.gather(1, following) / truth.gather(1, following)
-                stands = share.clamp(max=1).nan_to_num(nan=1.0).squeeze(1)
-                chains[variant].append(Chain(torch.minimum(truth, law).sum(1), stands))
+            p = target_probs.gather(1, next_tokens)
+            for variant, probs in draft_probs.items():
+                # a token at the edge of the nucleus may be outside of it in a forward that rounds
+                # differently: 0 / 0
+                ratios = (probs.gather(1, next_tokens) / p).clamp(max=1).nan_to_num(nan=1.0)
+                overlap = torch.minimum(target_probs, probs).sum(1)
+                chains[variant].append(Chain(overlap, ratios.squeeze(1)))
         self.rewind()
         return chains

@@ -23,7 +23,7 @@ from bench.gpu.models import (
 )
 from bench.harness.decode_loop import decode_loop
 from bench.harness.tables import heading
-from bench.speed.forwards import median_ms, passes
+from bench.speed.forwards import forward_times, median_ms
 from decoding import Sampling
 from decoding.engine.session import SequenceState
 from decoding.speculation.draft_length import Fixed
@@ -161,7 +161,7 @@ def _planned(context: Context) -> None:
 def _timed(context: Context, session: SequenceState) -> tuple[dict[str, float], float]:
     """Time forwards of all levels; return milliseconds, and the bytes of a verification."""
     before = session.target.traffic.link_in
-    times = passes(session, _REPEATS)
+    times = forward_times(session, _REPEATS)
     for name, ms in times.items():
         context.add(heading(name), ms, "ms")
     count = (1 + _REPEATS) * sum(name.startswith("target") for name in times)

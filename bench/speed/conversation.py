@@ -1,7 +1,7 @@
-"""Questions about a document, one after another: how soon each is answered, once it was read.
+"""Questions about a document, one after another: time to first token with and without its prefill.
 
-The caches stay from turn to turn (`Engine.conversation`), and so they do in transformers, whose
-`generate` is handed the cache of the turn before.
+The caches are kept from turn to turn (`Engine.conversation`); transformers' `generate` gets the
+cache of the previous turn, too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from bench.harness.decode_loop import endless
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
 from bench.harness.text import prompt_tokens, tokenizer_of
-from bench.peers.base import Result, continued
-from bench.peers.hugging_face import generated, load_transformers
+from bench.peers.base import Result, generate_with_engine
+from bench.peers.hugging_face import load_transformers, timed_generate
 from bench.speed.concurrency import settings_of
 from decoding import Sampling
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
-WARM = 32  # tokens of a text that warms up what is measured
-KEPT = "transformers: a cache that is kept"
-QUESTIONS = [  # asked of any novel
+WARMUP = 32  # prompt tokens and new tokens of a warm-up request
+TRANSFORMERS = "transformers: a reused cache"
+QUESTIONS = [  # suitable for any novel
     "Who is the most important person so far?",
     "Where does this happen?",
     "What do people quarrel about?",
@@ -39,50 +39,53 @@ QUESTIONS = [  # asked of any novel
 ]
 
 
-Answer = Callable[[list[int]], Result]  # what is written behind a prompt
+Answer = Callable[[list[int]], Result]  # generates the answer to a prompt
 
 
 def turns(document: Sequence[int], questions: Sequence[list[int]], answer: Answer) -> list[Result]:
-    """Ask one question after another, each behind all that was said."""
-    prompt, found = list(document), list[Result]()
+    """Ask one question after another; each prompt has all previous questions and answers."""
+    prompt, results = list(document), list[Result]()
     for question in questions:
         prompt += question
-        found.append(answer(prompt))
-        prompt += found[-1].tokens
-    return found
+        results.append(answer(prompt))
+        prompt += results[-1].tokens
+    return results
 
 
-def of_transformers(model: Any, new: int, law: Sampling) -> Answer:
-    """Return what transformers' `generate` writes with a cache of its own."""
+def transformers_answer(model: Any, max_new_tokens: int, sampling: Sampling) -> Answer:
+    """Return a function that answers by transformers' `generate` with one cache for all turns."""
     cache = DynamicCache(config=model.config)
-    return lambda prompt: generated(model, prompt, new, law, model.device, past_key_values=cache)
+    return lambda prompt: timed_generate(
+        model, prompt, max_new_tokens, sampling, model.device, past_key_values=cache
+    )
 
 
-def row(way: str, found: Sequence[Result]) -> Row:
-    """Return the row of one way: medians of all turns but the first, which reads the document."""
-    first, *later = found
+def row(variant: str, results: Sequence[Result]) -> Row:
+    """Return the row of one variant: medians over all turns except the first, with the prefill."""
+    first, *later = results
     question = statistics.median(turn.first_s for turn in later)
     reused = [turn.reused_tokens for turn in later if turn.reused_tokens is not None]
-    say(f"{way}: {first.first_s:.1f} s, {question:.2f} s")
+    say(f"{variant}: {first.first_s:.1f} s, {question:.2f} s")
     return {
-        "way": way,  # mode, and the link of its KV
-        "first_reading_s": first.first_s,  # document and question, until the first token
+        "way": variant,  # mode and link
+        "first_reading_s": first.first_s,  # time to the first token after document and question
         "next_question_s": question,
         "share": question / first.first_s,
-        "ms_per_token": statistics.median(turn.ms_per_token for turn in found),
-        "reused_tokens": statistics.median(reused) if reused else None,  # of a question's prompt
+        "ms_per_token": statistics.median(turn.ms_per_token for turn in results),
+        "reused_tokens": statistics.median(reused) if reused else None,  # tokens of a later prompt
     }
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """Return how many times as long the first reading takes as a question behind it."""
+    """Return the time of the first question, with the prefill, over that of a later question."""
     return {
-        f"{row['way']}: the first reading, times a later question": 1 / row["share"] for row in rows
+        f"{row['way']}: the first question, times a later question": 1 / row["share"]
+        for row in rows
     }
 
 
 @benchmark(
-    "{questions} questions about {context:,} tokens, {new_tokens} new ones each, {dtype}, "
+    "{questions} questions about {context:,} tokens, {new_tokens} new tokens each, {dtype}, "
     "T {temperature}, top-p {top_p}, {threads} threads"
 )
 def main(
@@ -90,9 +93,13 @@ def main(
     draft: opt.Draft = None,
     text: opt.Text = None,
     context: opt.Context = 7000,
-    questions: Annotated[int, typer.Option(min=2, max=len(QUESTIONS), help="Questions.")] = 4,
-    ways: opt.Variants = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
-    kept: Annotated[bool, typer.Option(help="Also transformers with a cache that stays.")] = True,
+    questions: Annotated[
+        int, typer.Option(min=2, max=len(QUESTIONS), help="Number of questions.")
+    ] = 4,
+    variants: opt.Variants = "plain@resident,retrieval@resident,retrieval@emulated:0.25",
+    transformers: Annotated[
+        bool, typer.Option(help="Also run transformers, with a reused cache.")
+    ] = True,
     new_tokens: opt.NewTokens = 64,
     dtype: opt.Dtype = "bfloat16",
     temperature: opt.Temperature = 0.6,
@@ -100,27 +107,30 @@ def main(
     threads: opt.Threads = 0,
     output: opt.Output = Path("results/conversation.json"),
 ) -> Measurement:
-    """Ask questions about a document, in every way: how long until the first and a later answer."""
+    """Measure time to first token of the first and of later questions, for every variant."""
     tokenizer = tokenizer_of(target)
     document = prompt_tokens(tokenizer, context, text)
-    asked = [
+    prompts = [
         tokenizer(f"\n\nQuestion: {question}\n\nAnswer:", add_special_tokens=False).input_ids
         for question in QUESTIONS[:questions]
     ]
-    law, rows = Sampling(temperature, top_p=top_p), list[Row]()
-    for way in ways.split(","):
-        mode, _, link = way.partition("@")
+    sampling, rows = Sampling(temperature, top_p=top_p), list[Row]()
+    for variant in variants.split(","):
+        mode, _, link = variant.partition("@")
         with endless(target, draft, settings_of(mode, link, dtype)) as engine:
-            list(engine.generate(document[:WARM], WARM, law))
+            list(engine.generate(document[:WARMUP], WARMUP, sampling))
             with engine.conversation():
-                answer = partial(continued, engine, new=new_tokens, law=law)
-                found = turns(document, asked, answer)
-        rows.append(row(f"{mode}, {link}", found))
+                answer = partial(
+                    generate_with_engine, engine, max_new_tokens=new_tokens, sampling=sampling
+                )
+                results = turns(document, prompts, answer)
+        rows.append(row(f"{mode}, {link}", results))
         yield {"rows": rows, "ratios": ratios(rows)}
-    if kept:
+    if transformers:
         model = load_transformers(
             resolve(target, TensorParallelGroup()), dtype, output.parent / "converted"
         )
-        of_transformers(model, WARM, law)(document[:WARM])
-        rows.append(row(KEPT, turns(document, asked, of_transformers(model, new_tokens, law))))
+        transformers_answer(model, WARMUP, sampling)(document[:WARMUP])
+        answer = transformers_answer(model, new_tokens, sampling)
+        rows.append(row(TRANSFORMERS, turns(document, prompts, answer)))
         yield {"rows": rows, "ratios": ratios(rows)}

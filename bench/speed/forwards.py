@@ -1,8 +1,9 @@
-"""What one pass costs by context: of the target, over the retrieval cache, and of the draft.
+"""Time of one forward by context: of the target, on the retrieval cache, and of the draft model.
 
-The physics: a step and a verification read the whole KV, so they grow with the context; a
-verification's further rows cost arithmetic only. Passes of the lower levels run on caches of fixed
-size and must not grow. One rank and no link. Without a draft model its passes are left out.
+The physics: a decoding step and a verification read the whole KV cache, so their times grow with
+the context; the extra query tokens of a verification only cost arithmetic. Forwards of the lower
+levels use caches of fixed size, and their times must not grow. One rank and no link. Without a
+draft model, its forwards are left out.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from offload.cache.static_shape import StaticCache
 from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.transformer import Transformer
 
-# makes logits (rows, V) of model, tokens, cache and rows: the model itself, or a GraphRunner
-PassRunner = Callable[[Transformer, torch.Tensor, Cache, int], torch.Tensor]
-DRAFTED = 64  # tokens of text behind the prompt that there is room for
+# (model, tokens, cache, num_logits) -> logits (num_logits, V): a model's call, or a GraphRunner
+ForwardRunner = Callable[[Transformer, torch.Tensor, Cache, int], torch.Tensor]
+DRAFTED = 64  # new tokens that the caches have room for
 
 
 def median_ms(
@@ -35,11 +36,11 @@ def median_ms(
     cache: Cache,
     tokens: torch.Tensor,
     repeats: int,
-    run: PassRunner = Transformer.__call__,
+    run: ForwardRunner = Transformer.__call__,
 ) -> float:
-    """Return the median time of a pass over these tokens, after one that warms up.
+    """Return the median time of a forward over these tokens, after a warm-up.
 
-    A pass ends when its logits are there. The cache stays where it is.
+    A forward ends when its logits are available. The cache does not advance.
     """
     times = []
     for _ in range(1 + repeats):
@@ -49,36 +50,36 @@ def median_ms(
     return statistics.median(times[1:])
 
 
-def passes(session: SequenceState, repeats: int) -> dict[str, float]:
-    """Time passes of every level; milliseconds by level and rows.
+def forward_times(session: SequenceState, repeats: int) -> dict[str, float]:
+    """Return milliseconds of forwards by level and number of query tokens.
 
-    A refresh chooses the retrieval cache anew. "Not recorded" is a short pass without CUDA graphs,
-    where it is recorded otherwise.
+    A refresh is a forward that reselects the retrieval cache. "Not recorded" is a short forward
+    without CUDA graphs, where these are used otherwise.
     """
     target, model, tokens = session.target, session.runtime.target, session.prompt
-    followers, target.observers = target.observers, []
+    observers, target.observers = target.observers, []
     times = {
         f"target_{rows}": median_ms(model, target, tokens[:rows], repeats) for rows in (1, 17, 33)
     }
-    target.observers = followers
+    target.observers = observers
     short: list[tuple[str, Transformer, StaticCache, int]] = []
     if session.retrieval is not None:
-        # the text stands still, and is chosen from all the same
+        # reselect although the sequence does not advance
         session.retrieval.selector.min_interval = 0
         times["target_33_refresh"] = median_ms(model, target, tokens[:33], repeats)
         short += [(f"retrieval_{rows}", model, session.retrieval, rows) for rows in (1, 2)]
     if session.draft is not None and session.runtime.draft is not None:
         short.append(("draft_1", session.runtime.draft, session.draft, 1))
     for name, level, cache, rows in short:
-        found = short_passes(session.runner, level, cache, tokens[:rows], 5 * repeats)
-        times |= {f"{name}{kind}": ms for kind, ms in found.items()}
+        measured = short_forwards(session.runner, level, cache, tokens[:rows], 5 * repeats)
+        times |= {f"{name}{suffix}": ms for suffix, ms in measured.items()}
     return times
 
 
-def short_passes(
+def short_forwards(
     run: GraphRunner, model: Transformer, cache: StaticCache, tokens: torch.Tensor, repeats: int
 ) -> dict[str, float]:
-    """Time passes as a session makes them and, where these are recorded, without recordings."""
+    """Return times with the session's runner and, if it uses CUDA graphs, also without graphs."""
     run.warm_up(model, tokens, cache, len(tokens))
     times = {"": median_ms(model, cache, tokens, repeats, run)}
     if run.enabled:
@@ -87,7 +88,8 @@ def short_passes(
 
 
 @benchmark(
-    "Milliseconds a pass, by level and rows: {dtype}, budget {retrieval_budget}, {threads} threads"
+    "Milliseconds per forward, by level and query tokens: {dtype}, budget {retrieval_budget}, "
+    "{threads} threads"
 )
 def main(
     target: opt.Target = opt.SMOLLM2,
@@ -99,9 +101,9 @@ def main(
     dtype: opt.Dtype = "bfloat16",
     threads: opt.Threads = 0,
     repeats: opt.Repeats = 9,
-    output: opt.Output = Path("results/passes.json"),
+    output: opt.Output = Path("results/forwards.json"),
 ) -> Measurement:
-    """Read prompts of growing length, and time every kind of pass behind each."""
+    """Prefill prompts of increasing length, and time every kind of forward after each."""
     settings = Settings(rope=rope, dtype=dtype, retrieval_budget=retrieval_budget)
     engine = Engine.from_pretrained(target, draft, settings)
     lengths = opt.integers(contexts)
@@ -112,8 +114,8 @@ def main(
         session = SequenceState(engine.runtime, tokens[:context], DRAFTED)
         session.prefill()
         prefill_s = time.perf_counter() - started
-        rows.append({"tokens": context, "prefill_s": prefill_s, **passes(session, repeats)})
+        rows.append({"tokens": context, "prefill_s": prefill_s, **forward_times(session, repeats)})
         session.close()
-        peak = max(peak, *(each or 0 for each in session.peaks.values()))
-        say(f"{context:,} tokens: a step takes {rows[-1]['target_1']:.1f} ms")
+        peak = max(peak, *(nbytes or 0 for nbytes in session.peaks.values()))
+        say(f"{context:,} tokens: a decoding step takes {rows[-1]['target_1']:.1f} ms")
         yield {"rows": rows, "peak_rss_bytes": peak}

@@ -1,21 +1,22 @@
-"""Decoding speed over a grid of settings, all timed on the same texts.
+"""Decoding speed over a grid of settings, all timed on the same prompts.
 
-The physics: a plain step reads all KV once (attention) or moves it over the link once (offloading),
-per token. A draft is verified in one such pass, so drafting gains by the tokens that stand, as long
-as verifying and drafting cost less than that. Over a link a verification costs the same for any
-draft, and long drafts pay; where compute is the cost, short ones do. A resident layer saves its
-share of a verification; a larger retrieval budget makes verifications rarer, and drafting dearer.
+The physics: a plain decoding step reads the whole KV cache once (attention), or transfers it over
+the link once (offloading). A draft is verified in one such forward, so drafting gains the accepted
+tokens, as long as verification and drafting cost less than they save. Over a link, a verification
+costs the same for any draft, so long drafts pay off; when compute-bound, short ones do. A resident
+layer saves its share of a verification; a larger retrieval budget makes verifications rarer and
+drafting more expensive.
 
     python -m bench grid --vary mode=plain,hierarchical --vary num_draft_tokens=auto,8,16
 
-Every setting continues the same prompts; which comes first changes from text to text. Settings that
-differ by draft lengths alone continue the same prefill. What is `auto` is chosen by the engine
-itself, which learns from text to text: where that is the budget, each setting is an engine of its
-own, that no other's lengths teach.
+Every setting continues the same prompts, in an order that rotates from prompt to prompt. Settings
+that differ only by draft lengths share a prefill. Settings of `auto` are selected by the engine,
+which learns from request to request: if the budget is `auto`, each setting has an engine of its
+own, so that it learns only from its own draft lengths.
 
-How much of a draft stands is a matter of luck, which a hundred rounds do not even out. So beside
-the plain ms/token there is an expected one: the seconds of a setting over the tokens that its
-drafts yield on average, given how often proposals stand at each place of a draft.
+The number of accepted tokens is random, and a hundred rounds do not average it out. Besides the
+measured ms/token there is an expected one: the seconds of a setting over the tokens that its drafts
+yield on average, given the acceptance rate at each position of a draft.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from bench.harness import options as opt
 from bench.harness.decode_loop import PrefilledPrompt, Run
 from bench.harness.experiment import Measurement, Row, benchmark
 from bench.harness.tables import say
-from bench.harness.text import prompts, text_tokens
+from bench.harness.text import select_prompts, text_tokens
 from decoding import Engine, Sampling, Settings
 from decoding.config.option import options_of
 from decoding.config.settings import LEVELS
@@ -45,9 +46,9 @@ from decoding.speculation.draft_length import Adaptive, Lengths, RoundStats, dra
 from offload.errors import TierForceError
 
 AUTO = "auto"
-LOADED = ("dtype", "rope", "shard_draft", "context")  # an engine is loaded by these, once
+LOADED = ("dtype", "rope", "shard_draft", "context")  # fixed for an engine, which is loaded once
 _RETRIEVAL = {"retrieval_budget", "chunk_size", "policy", "selection_interval"}
-UNUSED = {  # by mode, settings that make no difference to it
+UNUSED = {  # settings without effect, by mode
     "plain": {
         *_RETRIEVAL,
         "num_draft_tokens",
@@ -59,31 +60,31 @@ UNUSED = {  # by mode, settings that make no difference to it
     "speculative": {*_RETRIEVAL, "num_inner_draft_tokens"},
     "retrieval": {"sinks", "window"},
 }
-Varied = dict[str, str]  # settings by name, as they were typed
+Varied = dict[str, str]  # values of settings by name, as given on the command line
 
 
 @dataclass
 class Point:
-    """One setting of the grid, and what was measured of it."""
+    """One combination of settings, and its measurements."""
 
     varied: Varied
     settings: Settings
-    # by mode; adaptive ones go on from text to text, as in the engine
+    # draft lengths by mode; adaptive ones persist from request to request, as in the engine
     lengths: dict[str, Lengths] = field(default_factory=dict)
-    # with all that was chosen
+    # runs, each with the selected settings
     runs: list[tuple[Settings, Run]] = field(default_factory=list)
 
 
 @dataclass
-class Group:
-    """Points that continue the same prefill: they differ by draft lengths alone."""
+class PrefillGroup:
+    """Points that share a prefill: they differ only by draft lengths."""
 
     sessions: SequenceManager
     points: list[Point] = field(default_factory=list)
 
     @property
     def learns(self) -> bool:
-        """Whether any of it goes by past texts: a budget, or the lengths of drafts."""
+        """Whether the budget or draft lengths adapt to past requests."""
         runtime = self.sessions.runtime
         lengths = chain(*(draft_lengths(point.settings) for point in self.points))
         adaptive = any(isinstance(length, Adaptive) for length in lengths)
@@ -91,54 +92,53 @@ class Group:
 
 
 def row_of(point: Point, yields: dict[Settings, list[float]]) -> Row:
-    """Return the row of a point's runs, given what drafts yield under each law of acceptance.
+    """Return the row of a point's runs, given the expected yields by `acceptance_settings`.
 
-    Where the engine chose, all its choices are named.
+    All selections of the engine are listed.
     """
     runs = [run for _, run in point.runs]
-    chosen = {
+    selected = {
         name: " ".join(dict.fromkeys(str(getattr(settings, name)) for settings, _ in point.runs))
         for name in ("mode", "retrieval_budget", "gpu_kv_layers", "split_kv_layers")
     }
     seconds, tokens = sum(run.seconds for run in runs), sum(run.tokens for run in runs)
-    rounds, times = (
-        [each for run in runs for each in run.rounds],
-        [run.ms_per_token for run in runs],
-    )
+    rounds = [round_ for run in runs for round_ in run.rounds]
+    times = [run.ms_per_token for run in runs]
     expected = sum(
-        yields[law_of(settings)][each.drafted]
+        yields[acceptance_settings(settings)][round_.drafted]
         for settings, run in point.runs
-        for each in run.rounds
+        for round_ in run.rounds
     )
     rates = [run.acceptance for run in runs if run.acceptance is not None]
     has_budget = "retrieval_budget" not in UNUSED.get(point.varied.get("mode", AUTO), ())
     return {
         "setting": point.varied,
         "ms_per_token": 1e3 * seconds / tokens,
-        "min_ms_per_token": min(times),  # of one text
+        "min_ms_per_token": min(times),  # over prompts
         "max_ms_per_token": max(times),
         "expected_ms_per_token": 1e3 * seconds / expected if rounds else None,
         "tokens_per_verification": tokens / len(rounds) if rounds else None,
-        # of what was put before the target
+        # mean rate of the draft tokens that the target verified
         "acceptance": statistics.fmean(rates) if rates else None,
-        "mean_draft": statistics.fmean(each.drafted for each in rounds) if rounds else None,
+        "mean_draft": statistics.fmean(round_.drafted for round_ in rounds) if rounds else None,
         "link_mb_per_token": sum(run.link_bytes for run in runs) / tokens / 1e6,
-        "modes": chosen["mode"],
-        "budgets": chosen["retrieval_budget"] if has_budget else "",
-        "gpu_kv_layers": chosen["gpu_kv_layers"],
-        "split_kv_layers": chosen["split_kv_layers"],
+        "modes": selected["mode"],
+        "budgets": selected["retrieval_budget"] if has_budget else "",
+        "gpu_kv_layers": selected["gpu_kv_layers"],
+        "split_kv_layers": selected["split_kv_layers"],
     }
 
 
-def law_of(settings: Settings) -> Settings:
-    """Return settings without those that how often proposals stand does not depend on."""
-    has_codes = "split" in LEVELS.get(settings.mode, ())  # in so many layers
+def acceptance_settings(settings: Settings) -> Settings:
+    """Return settings without those that the acceptance rate does not depend on."""
+    # with split layers, it depends on how many layers are not split
+    is_split = "split" in LEVELS.get(settings.mode, ())
     return replace(
         settings,
         num_draft_tokens=None,
         num_inner_draft_tokens=None,
         link="auto",
-        gpu_kv_layers=settings.gpu_kv_layers if has_codes else None,
+        gpu_kv_layers=settings.gpu_kv_layers if is_split else None,
         device_memory=None,
     )
 
@@ -146,26 +146,26 @@ def law_of(settings: Settings) -> Settings:
 def expected_yields(rounds: Sequence[RoundStats]) -> list[float]:
     """Return the tokens that a verified draft of 0, 1, ... tokens yields on average.
 
-    That is 1 + sum_k prod_(i<=k) (1 - h_i). h_i is how often a proposal at place i was rejected
-    when all before it stood: the product-limit estimate of Kaplan and Meier 1958, for a draft that
-    ended, or stood whole, tells nothing of later places.
+    That is 1 + sum_k prod_(i<=k) (1 - h_i). h_i is the rejection rate at position i if all previous
+    tokens were accepted: the product-limit estimate of Kaplan and Meier 1958, as a draft that ended
+    or was accepted completely is censored for later positions.
     """
-    yields, standing = [1.0], 1.0
-    for place in range(max((each.drafted for each in rounds), default=0)):
-        tested = sum(place <= each.accepted and place < each.drafted for each in rounds)
-        rejected = sum(each.accepted == place < each.drafted for each in rounds)
-        standing *= 1 - rejected / tested if tested else 1
-        yields.append(yields[-1] + standing)
+    yields, survival = [1.0], 1.0
+    for i in range(max((round_.drafted for round_ in rounds), default=0)):
+        tested = sum(i <= round_.accepted and i < round_.drafted for round_ in rounds)
+        rejected = sum(round_.accepted == i < round_.drafted for round_ in rounds)
+        survival *= 1 - rejected / tested if tested else 1
+        yields.append(yields[-1] + survival)
     return yields
 
 
 def parse(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each setting. Raises TierForceError for what is none."""
+    """Return the values of each setting. Raises TierForceError for other names or no value."""
     varied: dict[str, list[str]] = {}
     for word in words:
         name, _, values = word.partition("=")
         name = name.replace("-", "_")
-        settings = [each for each in options_of(Settings) if each not in LOADED]
+        settings = [option for option in options_of(Settings) if option not in LOADED]
         if name not in settings or not values:
             known = ", ".join(settings)
             raise TierForceError(f"--vary {word}: give NAME=VALUE,VALUE. Names are {known}.")
@@ -174,7 +174,7 @@ def parse(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def value_of(name: str, word: str) -> Any:
-    """Return a setting's value. Raises TierForceError for a word that is none."""
+    """Return the value of a setting. Raises TierForceError if `word` is not one."""
     hint = get_type_hints(Settings)[name]
     kinds = get_args(hint) or (hint,)
     if word == AUTO and type(None) in kinds:
@@ -182,16 +182,16 @@ def value_of(name: str, word: str) -> Any:
     try:
         return {"yes": True, "no": False}[word] if bool in kinds else kinds[0](word)
     except (KeyError, ValueError):
-        raise TierForceError(f"--vary {name}={word}: {word} is not a value of it.") from None
+        raise TierForceError(f"--vary {name}={word}: {word} is not a valid value.") from None
 
 
 def settings_of(base: Settings, varied: Varied) -> Settings:
-    """Return settings with those of a point. Raises TierForceError for what makes no sense."""
+    """Return `base` with the settings of a point. Raises TierForceError for invalid settings."""
     return replace(base, **{name: value_of(name, word) for name, word in varied.items()})
 
 
 def grid(varied: dict[str, list[str]]) -> list[Varied]:
-    """Return every combination once, of the settings that its mode uses."""
+    """Return every combination once, each without settings that its mode does not use."""
     points: list[Varied] = []
     for values in product(*varied.values()):
         point = dict(zip(varied, values, strict=True))
@@ -202,84 +202,90 @@ def grid(varied: dict[str, list[str]]) -> list[Varied]:
     return points
 
 
-def possible(base: Settings, points: Sequence[Varied], has_draft: bool) -> list[Varied]:
-    """Return the points that can be run with or without a draft model; say which are left out.
+def runnable(base: Settings, points: Sequence[Varied], has_draft: bool) -> list[Varied]:
+    """Return the points that can run with or without a draft model; report the skipped modes.
 
-    Raises TierForceError where none is left, and for a point that makes no sense.
+    Raises TierForceError if no point can run, and for invalid settings.
     """
-    kept, without = list[Varied](), set[str]()
+    selected, skipped = list[Varied](), set[str]()
     for point in points:
         settings = settings_of(base, point)
         try:
             settings.resolved_mode(has_draft)
         except TierForceError:
-            without.add(settings.mode)
+            skipped.add(settings.mode)
         else:
-            kept.append(point)
-    for mode in sorted(without):
-        say(f"left out: mode {mode} needs a draft model, give --draft")
-    if not kept:
-        raise TierForceError("no setting is left to time: give --draft.")
-    return kept
+            selected.append(point)
+    for mode in sorted(skipped):
+        say(f"skipped: mode {mode} needs a draft model, give --draft")
+    if not selected:
+        raise TierForceError("no setting can run without a draft model: give --draft.")
+    return selected
 
 
-def grouped(runtime: Runtime, base: Settings, points: Sequence[Varied]) -> list[Group]:
-    """Put every point into the group whose prefill it continues."""
+def group_by_prefill(
+    runtime: Runtime, base: Settings, points: Sequence[Varied]
+) -> list[PrefillGroup]:
+    """Return the points, grouped by shared prefill."""
     links: dict[str, Runtime] = {}
-    groups: dict[Settings, Group] = {}
-    given = [int(point.get("num_draft_tokens", AUTO).replace(AUTO, "0")) for point in points]
+    groups: dict[Settings, PrefillGroup] = {}
+    draft_tokens = [int(point.get("num_draft_tokens", AUTO).replace(AUTO, "0")) for point in points]
     for point in points:
         settings = settings_of(base, point)
         if settings.link not in links:
             links[settings.link] = runtime.with_settings(settings)
         mode = settings.resolved_mode(runtime.draft is not None)
-        here = replace(links[settings.link], settings=settings, mode=mode)
+        point_runtime = replace(links[settings.link], settings=settings, mode=mode)
         shared = settings
-        if not here.requirements.has_choice:  # a chosen one depends on the lengths
-            # room for the longest draft; every run has lengths of its own
+        # an automatic budget depends on the draft lengths
+        if not point_runtime.requirements.has_choice:
+            # room for the longest draft; runs override the lengths
             shared = replace(
-                settings, num_draft_tokens=max(MAX_DRAFT, *given), num_inner_draft_tokens=None
+                settings,
+                num_draft_tokens=max(MAX_DRAFT, *draft_tokens),
+                num_inner_draft_tokens=None,
             )
         if shared not in groups:
-            groups[shared] = Group(SequenceManager(replace(here, settings=shared)))
+            groups[shared] = PrefillGroup(SequenceManager(replace(point_runtime, settings=shared)))
         groups[shared].points.append(Point(point, settings))
     return list(groups.values())
 
 
-def time_text(group: Group, prompt: list[int], new: int, sampling: Sampling, limit: float) -> None:
-    """Read a prompt once, and continue it with every point of the group."""
+def time_prompt(
+    group: PrefillGroup, prompt: list[int], new_tokens: int, sampling: Sampling, limit: float
+) -> None:
+    """Prefill a prompt once, and decode after it with every point of the group."""
     sessions = group.sessions
-    session = sessions.open(prompt, new + 1)
+    session = sessions.open(prompt, new_tokens + 1)
     with ExitStack() as opened:
         opened.callback(sessions.close, session)
-        text = PrefilledPrompt(session)
-        for point in turned(group.points, sampling.seed):
-            needs, plan = session.runtime.requirements, session.plan
-            lengths = point.lengths.setdefault(needs.mode, draft_lengths(point.settings))
-            run = text.run(sampling, lengths, limit)
+        prefilled = PrefilledPrompt(session)
+        for point in rotated(group.points, sampling.seed):
+            requirements, plan = session.runtime.requirements, session.plan
+            lengths = point.lengths.setdefault(requirements.mode, draft_lengths(point.settings))
+            run = prefilled.run(sampling, lengths, limit)
             settings = replace(
-                needs.settings,
-                selection_interval=needs.selection_interval(
-                    plan
-                ),  # which decides how old proposals' KV is
+                requirements.settings,
+                # the interval determines how recent the retrieval cache of a draft is
+                selection_interval=requirements.selection_interval(plan),
                 gpu_kv_layers=plan.resident_layers,
                 split_kv_layers=plan.split_layers,
             )
             point.runs.append((settings, run))
             sessions.record(session, run.rounds)
-            named = ", ".join(f"{name} {value}" for name, value in point.varied.items())
-            say(f"text {sampling.seed}: {named}: {run.ms_per_token:.1f} ms/token")
+            label = ", ".join(f"{name} {value}" for name, value in point.varied.items())
+            say(f"prompt {sampling.seed}: {label}: {run.ms_per_token:.1f} ms/token")
 
 
-def turned(points: list[Any], turn: int) -> list[Any]:
-    """Return the points in their order, beginning with the one whose turn it is."""
-    first = turn % len(points)
+def rotated(points: list[Any], start: int) -> list[Any]:
+    """Return the points in their order, rotated to begin with number `start`."""
+    first = start % len(points)
     return points[first:] + points[:first]
 
 
 @benchmark(
-    "Decoding behind {context:,} tokens: {dtype}, T {temperature}, top-p {top_p}, {texts} texts of "
-    "{new_tokens}"
+    "Decoding after {context:,} tokens: {dtype}, T {temperature}, top-p {top_p}, "
+    "{prompts} prompts, {new_tokens} new tokens each"
 )
 def main(
     target: opt.Target = opt.SMOLLM2,
@@ -293,60 +299,65 @@ def main(
             help="A setting and its values: retrieval_budget=512,4096. One value fixes it."
         ),
     ] = None,
-    texts: Annotated[int, typer.Option(help="Prompts that are timed.")] = 3,
-    learn: Annotated[int, typer.Option(help="Prompts before, for the engine to learn from.")] = 0,
+    prompts: Annotated[int, typer.Option(help="Timed prompts.")] = 3,
+    learn: Annotated[
+        int, typer.Option(help="Untimed prompts before, from which the engine learns.")
+    ] = 0,
     new_tokens: opt.NewTokens = 96,
-    limit_s: Annotated[float, typer.Option(help="Seconds after which a run may end.")] = 20,
+    limit_s: Annotated[float, typer.Option(help="Seconds after which a run ends.")] = 20,
     dtype: opt.Dtype = "bfloat16",
     temperature: opt.Temperature = 0.6,
     top_p: opt.TopP = 0.9,
     threads: opt.Threads = 0,
     output: opt.Output = Path("results/grid.json"),
 ) -> Measurement:
-    """Time every combination of the settings that are varied."""
+    """Time every combination of the varied settings."""
     varied = parse(vary or ["mode=plain,retrieval,hierarchical"])
     base = Settings(rope=rope, dtype=dtype)
-    # what makes no sense is refused before anything is read
-    combinations = possible(base, grid(varied), draft is not None)
+    # invalid settings are reported before the models are loaded
+    combinations = runnable(base, grid(varied), draft is not None)
     engine = Engine.from_pretrained(target, draft, base)
-    stretches = prompts(text_tokens(engine.tokenizer, text), context, learn + texts, new_tokens + 1)
-    timed = stretches[:: (learn + texts) // texts][:texts]
-    learnt = [stretch for stretch in stretches if stretch not in timed]
-    base = replace(base, graphs=engine.runtime.settings.graphs)  # as loading has found to work
-    groups = grouped(engine.runtime, base, combinations)
-    every = [point for group in groups for point in group.points]
-    every.sort(key=lambda point: combinations.index(point.varied))
-    for seed, prompt in enumerate([*learnt, *timed]):
-        for group in turned(groups, seed):
-            if seed == len(learnt):
+    total, tokens = learn + prompts, text_tokens(engine.tokenizer, text)
+    selected = select_prompts(tokens, context, total, new_tokens + 1)
+    timed = selected[:: total // prompts][:prompts]
+    untimed = [prompt for prompt in selected if prompt not in timed]
+    base = replace(base, graphs=engine.runtime.settings.graphs)  # resolved when models were loaded
+    groups = group_by_prefill(engine.runtime, base, combinations)
+    points = [point for group in groups for point in group.points]
+    points.sort(key=lambda point: combinations.index(point.varied))
+    for seed, prompt in enumerate([*untimed, *timed]):
+        for group in rotated(groups, seed):
+            if seed == len(untimed):
                 for point in group.points:
                     point.runs.clear()
-            if seed >= len(learnt) or group.learns:
-                law = Sampling(temperature, top_p=top_p, seed=seed)
-                time_text(group, prompt, new_tokens, law, limit_s)
-        if seed >= len(learnt):
-            rows = rows_of(every)
+            if seed >= len(untimed) or group.learns:
+                sampling = Sampling(temperature, top_p=top_p, seed=seed)
+                time_prompt(group, prompt, new_tokens, sampling, limit_s)
+        if seed >= len(untimed):
+            rows = rows_of(points)
             yield {"rows": rows, "ratios": ratios(rows, varied)}
 
 
 def rows_of(points: Sequence[Point]) -> list[Row]:
-    """Return a row per point; points under one law of acceptance share what drafts yield."""
+    """Return a row per point; points with equal `acceptance_settings` share expected yields."""
     rounds: dict[Settings, list[RoundStats]] = {}
     for point in points:
         for settings, run in point.runs:
-            rounds.setdefault(law_of(settings), []).extend(run.rounds)
-    yields = {law: expected_yields(each) for law, each in rounds.items()}
+            rounds.setdefault(acceptance_settings(settings), []).extend(run.rounds)
+    yields = {settings: expected_yields(shared) for settings, shared in rounds.items()}
     return [row_of(point, yields) for point in points]
 
 
 def ratios(rows: list[Row], varied: dict[str, list[str]]) -> dict[str, float]:
-    """Compare, on each link, the best settings of each value with those of the first value."""
+    """Return, per link, the speedup of the best settings with each value over the first value."""
     claims: dict[str, float] = {}
     for link in varied.get("link", [AUTO]):
-        here = [row for row in rows if row["setting"].get("link", link) == link]
+        link_rows = [row for row in rows if row["setting"].get("link", link) == link]
         for name, values in varied.items():
             times = {
-                value: [row["ms_per_token"] for row in here if row["setting"].get(name) == value]
+                value: [
+                    row["ms_per_token"] for row in link_rows if row["setting"].get(name) == value
+                ]
                 for value in values
             }
             first, *others = values

@@ -1,12 +1,12 @@
-"""Prefill: tokens a second and peak memory, beside transformers' own, on one rank and on two.
+"""Prefill: tokens/s and peak memory, compared with transformers, on one rank and on two.
 
-The physics: prefill is arithmetic, that of the weights per token and that of attention per pair of
-tokens; whatever else takes time is overhead. Layer by layer it holds the prompt's hidden states and
-one layer's KV, however many layers there are; the KV goes to the host.
+The physics: prefill is compute-bound, by the weights per token and by attention per pair of tokens;
+all other time is overhead. A layer-wise prefill needs memory for the prompt's hidden states and one
+layer's KV, for any number of layers; the KV is written to the host.
 
-Every measurement has processes of its own, so that peaks of memory are its own. The host store is
-touched before, so that the peak is what comes on top of it and of the weights; a link that copies
-at 1 TB/s makes the one layer's KV on the device real.
+Every measurement has processes of its own, so that their peaks are independent. The host store is
+prefaulted, so that the peak excludes the store and the weights; a link that copies at 1 TB/s makes
+the device buffer of one layer's KV real.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
 
 OURS, RANKS, PEER = "TierForce", "TierForce, 2 ranks", "transformers, sdpa"
-COMPARED = {OURS: PEER, RANKS: OURS}  # each with whom
+BASELINES = {OURS: PEER, RANKS: OURS}
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,16 @@ class Prefill:
     """One prefill on one rank."""
 
     seconds: float
-    peak: int  # bytes of memory on top of what was there, which is weights and host store
+    peak: int  # bytes of memory besides weights and host store
 
 
-Measure = Callable[[Job, int], Prefill]  # given the threads of all ranks together
+Measure = Callable[
+    [Job, int], Prefill
+]  # (job, threads of all ranks together) -> the rank's prefill
 
 
 def ours(job: Job, threads: int) -> Prefill:
-    """Read the prompt on this rank, of as many as there are, on its share of the cores."""
+    """Prefill the prompt on this rank, with its share of the threads."""
     group = TensorParallelGroup.from_environment("cpu")
     prepare(0)
     torch.set_num_threads(max(1, threads // group.size))
@@ -83,7 +85,7 @@ def ours(job: Job, threads: int) -> Prefill:
 
 
 def peer(job: Job, threads: int) -> Prefill:
-    """Read the prompt with transformers and its default cache, whose KV counts as host store."""
+    """Prefill the prompt with transformers and its default cache, which counts as host store."""
     prepare(threads)
     prompt = torch.tensor([job.prompt])
     model = load_transformers(
@@ -94,11 +96,13 @@ def peer(job: Job, threads: int) -> Prefill:
         started = time.perf_counter()
         out = model(prompt, use_cache=True, logits_to_keep=1)
         seconds = time.perf_counter() - started
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers)
-    return Prefill(seconds, (process_peak_bytes() or 0) - before - kept)
+    cache_bytes = sum(
+        layer.keys.nbytes + layer.values.nbytes for layer in out.past_key_values.layers
+    )
+    return Prefill(seconds, (process_peak_bytes() or 0) - before - cache_bytes)
 
 
-METHODS: dict[str, tuple[str, int, Measure]] = {  # name, ranks, what measures
+METHODS: dict[str, tuple[str, int, Measure]] = {  # name, ranks, measurement
     "ours": (OURS, 1, ours),
     "ranks": (RANKS, 2, ours),
     "transformers": (PEER, 1, peer),
@@ -106,7 +110,7 @@ METHODS: dict[str, tuple[str, int, Measure]] = {  # name, ranks, what measures
 
 
 def on_ranks(size: int, measure: Measure, job: Job, threads: int) -> list[Prefill]:
-    """Measure in `size` fresh processes with torchrun's environment; return each one's prefill."""
+    """Measure in `size` fresh processes with torchrun's environment; return a prefill per rank."""
     config = LaunchConfig(
         1, 1, size, run_id="prefill", rdzv_backend="c10d", rdzv_endpoint="localhost:0"
     )
@@ -115,20 +119,20 @@ def on_ranks(size: int, measure: Measure, job: Job, threads: int) -> list[Prefil
 
 
 def _memory_now() -> int:
-    """Return the bytes this process has in memory, and forget its peak."""
+    """Return the resident bytes of this process, and reset its peak."""
     gc.collect()
     process_peak_bytes()
     return psutil.Process().memory_info().rss
 
 
 def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
-    """Return the row of one method's runs, each a prefill per rank: median time, largest peak."""
+    """Return the row of a method, given a prefill per run and rank: median time, maximum peak."""
     config, context = ModelConfig.from_pretrained(job.target), len(job.prompt)
     layout = config.kv_layout(1, getattr(torch, job.dtype))
     needed = context * config.hidden * layout.dtype.itemsize + layout.bytes(context, 1)
     seconds = statistics.median(max(rank.seconds for rank in run) for run in runs)
     flops = sum(prefill_flops(config, context))
-    if name == PEER:  # which computes its last layer whole
+    if name == PEER:  # it computes its last layer completely
         pairs = context * (context + 1) / 2
         flops = matmul_flops(config) * context + attention_flops(config) * pairs
     return {
@@ -136,7 +140,7 @@ def row_of(job: Job, name: str, runs: list[list[Prefill]], rate: float) -> Row:
         "method": name,
         "seconds": seconds,
         "tokens_per_s": context / seconds,
-        "matmul_share": flops / seconds / rate,  # of the rate of large matrix products
+        "matmul_share": flops / seconds / rate,  # share of the rate of large matrix products
         "peak_mb_per_rank": max(rank.peak for run in runs for rank in run) / 1e6,
         "needed_mb": needed / 1e6,  # the prompt's hidden states and one layer's KV
     }
@@ -149,44 +153,46 @@ def main(
     text: opt.Text = None,
     contexts: opt.Contexts = f"{opt.NATIVE // 2},{opt.NATIVE}",
     methods: Annotated[
-        str, typer.Option(help="Of ours, ranks and transformers.")
+        str, typer.Option(help="Methods, of ours, ranks and transformers.")
     ] = "ours,ranks,transformers",
     dtype: opt.Dtype = "bfloat16",
     threads: Annotated[
         int, typer.Option(help="CPU threads of all ranks together; 0: all cores.")
     ] = 0,
-    link: Annotated[str, typer.Option(help="Ours: view, or emulated:RATE.")] = "emulated:1000",
+    link: Annotated[str, typer.Option(help="Our link: view, or emulated:RATE.")] = "emulated:1000",
     repeats: opt.Repeats = 3,
     output: opt.Output = Path("results/prefill.json"),
 ) -> Measurement:
-    """Time prefills on this machine's CPU, and take their peak memory."""
+    """Measure time and peak memory of prefills on this machine's CPU."""
     if process_peak_bytes() is None:
-        raise TierForceError("this system does not tell peaks of memory (/proc/self/clear_refs).")
+        raise TierForceError(
+            "this system does not report peak memory (/proc/self/clear_refs is missing)."
+        )
     model, scratch = resolve(target, TensorParallelGroup()), output.parent / "converted"
-    if "transformers" in methods:  # not in the process whose memory counts
+    if "transformers" in methods:  # outside of the measured process
         hugging_face_folder(model, dtype, scratch)
     rate = matmul_rate(torch.device("cpu"), getattr(torch, dtype))
-    rows, every = list[Row](), torch.get_num_threads()
+    rows, all_threads = list[Row](), torch.get_num_threads()
     for context in opt.integers(contexts):
         prompt = prompt_tokens(load_tokenizer(model), context, text)
         job = Job(model, None, rope, prompt, 1, GREEDY, dtype, None, link, scratch)
         runs: dict[str, list[list[Prefill]]] = {}
         for number in range(repeats):
-            for name, ranks, measure in (METHODS[each] for each in methods.split(",")):
-                runs.setdefault(name, []).append(on_ranks(ranks, measure, job, every))
+            for name, ranks, measure in (METHODS[key] for key in methods.split(",")):
+                runs.setdefault(name, []).append(on_ranks(ranks, measure, job, all_threads))
                 seconds = max(rank.seconds for rank in runs[name][-1])
                 say(f"{context:,} tokens, run {number + 1}, {name}: {seconds:.1f} s")
-        rows += [row_of(job, name, each, rate) for name, each in runs.items()]
+        rows += [row_of(job, name, method_runs, rate) for name, method_runs in runs.items()]
         yield {"rows": rows, "ratios": ratios(rows), "matmul_gflops": rate / 1e9}
 
 
 def ratios(rows: list[Row]) -> dict[str, float]:
-    """Return ours against transformers, and two ranks against one."""
+    """Return the speedups of ours over transformers, and of two ranks over one."""
     speeds = {(row["tokens"], row["method"]): row["tokens_per_s"] for row in rows}
     return {
-        f"{tokens:,} tokens: {name}, times as fast as {COMPARED[name]}": (
-            speed / speeds[tokens, COMPARED[name]]
+        f"{tokens:,} tokens: {name}, times as fast as {BASELINES[name]}": (
+            speed / speeds[tokens, BASELINES[name]]
         )
         for (tokens, name), speed in speeds.items()
-        if (tokens, COMPARED.get(name)) in speeds
+        if (tokens, BASELINES.get(name)) in speeds
     }

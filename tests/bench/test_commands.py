@@ -1,4 +1,4 @@
-"""`python -m bench NAME`: benchmarks by short names, and records that say so."""
+"""`python -m bench NAME`: benchmarks by short names, and documents that record the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from parallel.ranks.process_group import TensorParallelGroup
 ROOT = Path(__file__).parents[2]
 
 
-def test_alone_it_lists_all_without_importing_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_name_benchmarks_are_listed_and_not_imported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = set(sys.modules)
     main([])
     _, *lines = capsys.readouterr().out.splitlines()
@@ -33,11 +35,11 @@ def test_alone_it_lists_all_without_importing_them(capsys: pytest.CaptureFixture
     assert all(find_spec(module) for module, _ in COMMANDS.values())
 
 
-def test_a_name_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
+def test_unknown_name_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
         main(["decoding"])
     out, err = capsys.readouterr()
-    assert leaving.value.code == 2
+    assert exited.value.code == 2
     assert not out
     assert err.startswith("python -m bench: decoding is not a benchmark")
     assert err.count("\n") == 1
@@ -54,50 +56,48 @@ def test_help_names_the_command() -> None:
     assert "python -m bench report" in done.stdout
 
 
-def test_records_say_what_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", find_spec("bench.__main__"))
     monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "grid", "--repeats", "3"])
     assert environment()["command"] == "python -m bench grid --repeats 3"
 
 
-def test_what_is_kept_names_files_and_no_folders(
+def test_documents_name_files_without_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, kept = tmp_path / "book.txt", tmp_path / "kept.json"
+    text, saved = tmp_path / "book.txt", tmp_path / "saved.json"
     text.write_text("It was the best of times.")
 
-    @benchmark("behind {context} tokens, {threads} threads")
+    @benchmark("after {context} tokens, {threads} threads")
     def measure(
-        text: Path | None, model: Path, output: Path = kept, context: int = 64
+        text: Path | None, model: Path, output: Path = saved, context: int = 64
     ) -> Measurement:
         yield {"rows": [{"ms_per_token": 1.5}], "ratios": {"one, times another": 2.0}}
 
-    arguments = ["--text", str(text), f"--output={kept}", "--link", "emulated:0.5"]
+    arguments = ["--text", str(text), f"--output={saved}", "--link", "emulated:0.5"]
     monkeypatch.setattr(sys, "argv", ["bench/__main__.py", "grid", *arguments])
     measure(text, model=tmp_path / "target")
-    document = json.loads(kept.read_text())
+    document = json.loads(saved.read_text())
     digest = hashlib.sha256(text.read_bytes()).hexdigest()[:12]
     assert document["rows"] == [{"ms_per_token": 1.5}]
     assert document["settings"] == {
         "text": "book.txt",
         "model": "target",
-        "output": "kept.json",
+        "output": "saved.json",
         "context": 64,
         "text_sha256": digest,
     }
     command = document["environment"]["command"]
-    assert command.endswith("grid --text book.txt --output=kept.json --link emulated:0.5")
+    assert command.endswith("grid --text book.txt --output=saved.json --link emulated:0.5")
     out = capsys.readouterr().out
-    assert "behind 64 tokens, 1 threads" in out
+    assert "after 64 tokens, 1 threads" in out
     assert "one, times another: 2" in out.splitlines()
     measure(None, ROOT / "demo/target")
-    settings = json.loads(kept.read_text())["settings"]
+    settings = json.loads(saved.read_text())["settings"]
     assert (settings["text"], settings["model"]) == ("pydoc_data.topics", "demo/target")
 
 
-def test_what_was_measured_before_an_error_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_before_an_error_are_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     @benchmark("a title")
     def measure(name: str, output: Path = tmp_path / "{name}.json") -> Measurement:
         yield {"rows": [{"tokens": 7}]}
@@ -117,14 +117,14 @@ def test_what_was_measured_before_an_error_is_kept(
         assert rows == [{"tokens": 7}]
 
 
-def test_threads_are_those_asked_for_also_where_an_engine_is_loaded(tmp_path: Path) -> None:
-    """And they are what they were once the benchmark is done."""
-    cores, seen = os.sched_getaffinity(0), list[int]()
+def test_threads_are_set_and_restored(tmp_path: Path) -> None:
+    """Loading an engine does not change the given number."""
+    cores, threads_seen = os.sched_getaffinity(0), list[int]()
 
     @benchmark("")
     def measure(threads: int, output: Path = tmp_path / "x.json") -> Measurement:
         TensorParallelGroup.from_environment("cpu")
-        seen.append(torch.get_num_threads())
+        threads_seen.append(torch.get_num_threads())
         yield {}
 
     torch.set_num_threads(2)
@@ -132,5 +132,5 @@ def test_threads_are_those_asked_for_also_where_an_engine_is_loaded(tmp_path: Pa
     measure(0)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
-    assert seen == [1, 2]
+    assert threads_seen == [1, 2]
     assert os.sched_getaffinity(0) == cores

@@ -1,4 +1,4 @@
-"""The demo compares the tokens of both modes, fails where they differ, and draws what stats say."""
+"""The demo compares the tokens of both modes, fails if they differ, and draws their stats."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import demo.run
 from support.commands import TARGET, forked
 from support.slow import slow_except
 
-Run = Callable[[list[str]], SimpleNamespace]  # in place of subprocess.run
+Run = Callable[[list[str]], SimpleNamespace]  # replacement of subprocess.run
 SAME = [5, 6, 7, 8]
 
 
-def counted(mode: str, token_ids: list[int]) -> dict[str, Any]:
-    """Stats of a run over a link: 2 MB a pass, and 4 passes in plain decoding."""
+def stats_of(mode: str, token_ids: list[int]) -> dict[str, Any]:
+    """Return stats of a run over a link: 2 MB per forward, and 4 forwards in plain decoding."""
     drafts = mode == "retrieval"
-    new, passes = len(token_ids), 1 if drafts else 4
+    new_tokens, forwards = len(token_ids), 1 if drafts else 4
     return {
         "token_ids": token_ids,
-        "new_tokens": new,
+        "new_tokens": new_tokens,
         "prompt_tokens": 1_234,
         "time_to_first_token_s": 1.0,
         "ms_per_token": 5.0 if drafts else 40.0,
         "tokens_per_verification": 8.0,
-        "link_bytes_per_token": passes * 2e6 / max(new - 1, 1),
-        "forwards": {"target": passes},
+        "link_bytes_per_token": forwards * 2e6 / max(new_tokens - 1, 1),
+        "forwards": {"target": forwards},
         "traffic": {"target": {"link_out": 7_654_321}},
         "acceptance": {"target": 0.5, "retrieval": 0.25} if drafts else {},
         "retrieval_budget": 1_024 if drafts else None,
@@ -48,29 +48,29 @@ def demo_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Run]
     return start
 
 
-def writing(plain: list[int], drafted: list[int], asked: list[str]) -> Run:
-    """Return a command that writes the stats of both modes, and notes which mode was asked."""
+def fake_run(plain: list[int], drafted: list[int], modes: list[str]) -> Run:
+    """Return a replacement of subprocess.run that writes stats and records modes."""
 
     def run(command: list[str]) -> SimpleNamespace:
         options = dict(itertools.pairwise(command))
         mode = options["--mode"]
-        asked.append(mode)
+        modes.append(mode)
         assert options["--model"] == "smollm2"
         assert {"--chat", "--deterministic"} <= set(command)
         assert Path(options["--prompt-file"]).read_text().endswith(demo.run.QUESTION)
-        stats = counted(mode, drafted if mode == "retrieval" else plain)
+        stats = stats_of(mode, drafted if mode == "retrieval" else plain)
         Path(options["--stats"]).write_text(json.dumps(stats))
         return SimpleNamespace(returncode=0)
 
     return run
 
 
-def test_both_modes_are_run_compared_and_drawn(
+def test_both_modes_run_and_are_compared_and_drawn(
     demo_with: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[str] = []
-    demo_with(writing(SAME, SAME, asked))
-    assert asked == ["retrieval", "plain"]
+    modes: list[str] = []
+    demo_with(fake_run(SAME, SAME, modes))
+    assert modes == ["retrieval", "plain"]
     out = " ".join(capsys.readouterr().out.split())
     assert "The same 4 tokens" in out
     assert "8.0 times as fast as plain decoding, for the same 4 tokens" in out
@@ -91,30 +91,30 @@ def test_both_modes_are_run_compared_and_drawn(
         ([5], [5], "after 1 tokens: there is nothing to time"),
     ],
 )
-def test_other_tokens_fail_the_demo_in_one_line(
+def test_different_tokens_fail_the_demo_in_one_line(
     plain: list[int],
     drafted: list[int],
     line: str,
     demo_with: Callable[[Run], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        demo_with(writing(plain, drafted, []))
-    assert isinstance(ended.value.code, str)  # printed to standard error; the exit code is 1
-    assert line in ended.value.code
-    assert "\n" not in ended.value.code
+    with pytest.raises(SystemExit) as exited:
+        demo_with(fake_run(plain, drafted, []))
+    assert isinstance(exited.value.code, str)  # printed to standard error; the exit code is 1
+    assert line in exited.value.code
+    assert "\n" not in exited.value.code
     assert "same" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", slow_except(["0", "1"]))
-def test_a_real_pair_of_runs_over_a_link(
+def test_demo_with_real_runs_over_a_link(
     seed: str,
     demo_with: Callable[..., None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The tokens are the same with one seed, and the demo fails if plain decoding has another."""
+    """Tokens are equal with equal seeds, and the demo fails if plain decoding has another one."""
 
     def run(command: list[str]) -> SimpleNamespace:
         seeds = {"plain": seed, "retrieval": "0"}

@@ -1,4 +1,4 @@
-"""A grid times each combination once, under settings that make sense."""
+"""A grid has each combination of valid settings once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from bench.speed.grid import AUTO, grid, grouped, law_of, parse, possible, settings_of, turned
+from bench.speed.grid import (
+    AUTO,
+    acceptance_settings,
+    grid,
+    group_by_prefill,
+    parse,
+    rotated,
+    runnable,
+    settings_of,
+)
 from decoding import Settings
 from decoding.config.defaults import MAX_DRAFT
 from decoding.models.runtime import Runtime
@@ -16,7 +25,7 @@ from parallel.ranks.process_group import TensorParallelGroup as Ranks
 from support.engines import DEMO
 
 
-def test_every_combination_stands_once() -> None:
+def test_grid_has_every_combination_once() -> None:
     varied = parse(["mode=plain,retrieval", "num-draft-tokens=auto,8", "link=view,emulated:1"])
     points = grid(varied)
     plain = [point for point in points if point["mode"] == "plain"]
@@ -25,7 +34,7 @@ def test_every_combination_stands_once() -> None:
     assert len({tuple(point.items()) for point in points}) == len(points)
 
 
-def test_a_mode_has_the_settings_that_it_uses() -> None:
+def test_points_have_only_settings_that_their_mode_uses() -> None:
     words = [
         "mode=plain,speculative,retrieval",
         "retrieval_budget=512,1024",
@@ -43,16 +52,16 @@ def test_a_mode_has_the_settings_that_it_uses() -> None:
     }
 
 
-def test_what_needs_a_draft_model_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_modes_that_need_a_draft_model_are_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     points = grid(parse(["mode=plain,hierarchical,speculative"]))
-    assert possible(Settings(), points, True) == points
-    assert possible(Settings(), points, False) == [{"mode": "plain"}]
-    said = capsys.readouterr().err
-    assert said.count("left out: ") == 2
+    assert runnable(Settings(), points, True) == points
+    assert runnable(Settings(), points, False) == [{"mode": "plain"}]
+    messages = capsys.readouterr().err
+    assert messages.count("skipped: ") == 2
     with pytest.raises(TierForceError, match="give --draft"):
-        possible(Settings(), points[1:], False)
-    looked_up = {"mode": "speculative", "prompt_lookup_ngram": "3"}
-    assert possible(Settings(), [looked_up], False) == [looked_up]
+        runnable(Settings(), points[1:], False)
+    lookup = {"mode": "speculative", "prompt_lookup_ngram": "3"}
+    assert runnable(Settings(), [lookup], False) == [lookup]
 
 
 @pytest.mark.parametrize(
@@ -64,37 +73,41 @@ def test_what_needs_a_draft_model_is_left_out(capsys: pytest.CaptureFixture[str]
             [2],
             [False],
         ),
-        # an engine of its own each, under its own lengths
+        # an engine per point, with the point's draft lengths
         (["num_draft_tokens=auto,8"], [1, 1], [True, True]),
     ],
 )
-def test_a_prefill_is_shared_where_only_lengths_differ(
+def test_points_that_differ_only_by_draft_lengths_share_a_prefill(
     words: list[str], sizes: list[int], learns: list[bool]
 ) -> None:
     model = load_model(DEMO / "target", Ranks(), "float32")
     base = Settings(mode="retrieval", link="view")
-    groups = grouped(Runtime.create(model, None, "retrieval", base), base, grid(parse(words)))
+    groups = group_by_prefill(
+        Runtime.create(model, None, "retrieval", base), base, grid(parse(words))
+    )
     assert [len(group.points) for group in groups] == sizes
     assert [group.learns for group in groups] == learns
     for group in groups:
         settings = group.sessions.runtime.settings
-        own = [point.varied["num_draft_tokens"] for point in group.points]
+        lengths = [point.varied["num_draft_tokens"] for point in group.points]
         if settings.retrieval_budget is None:
-            assert own == [str(settings.num_draft_tokens or AUTO)]
+            assert lengths == [str(settings.num_draft_tokens or AUTO)]
         else:
             assert settings.num_draft_tokens == MAX_DRAFT
 
 
-def test_words_become_the_values_of_settings() -> None:
+def test_words_are_converted_to_settings() -> None:
     words = {"mode": "plain", "retrieval_budget": "512", "num_draft_tokens": "auto", "graphs": "no"}
-    made = settings_of(Settings(num_draft_tokens=4), words)
-    assert made == Settings(mode="plain", retrieval_budget=512, num_draft_tokens=None, graphs=False)
+    settings = settings_of(Settings(num_draft_tokens=4), words)
+    assert settings == Settings(
+        mode="plain", retrieval_budget=512, num_draft_tokens=None, graphs=False
+    )
 
 
 @pytest.mark.parametrize(
     "word", ["nothing=1", "retrieval_budget", "retrieval_budget=", "dtype=float32", "rope=yarn:4"]
 )
-def test_what_is_no_setting_of_a_text_is_refused(word: str) -> None:
+def test_unknown_settings_raise(word: str) -> None:
     with pytest.raises(TierForceError, match=r"give NAME=VALUE,VALUE\. Names are mode, "):
         parse([word])
 
@@ -102,20 +115,22 @@ def test_what_is_no_setting_of_a_text_is_refused(word: str) -> None:
 @pytest.mark.parametrize(
     ("name", "word"), [("retrieval_budget", "many"), ("graphs", "1"), ("selection_interval", "")]
 )
-def test_what_is_no_value_is_refused(name: str, word: str) -> None:
-    with pytest.raises(TierForceError, match=f"--vary {name}={word}: {word} is not a value"):
+def test_invalid_values_raise(name: str, word: str) -> None:
+    with pytest.raises(TierForceError, match=f"--vary {name}={word}: {word} is not a valid value"):
         settings_of(Settings(), {name: word})
 
 
-def test_each_text_begins_with_another_point() -> None:
-    assert [turned([1, 2, 3], turn)[0] for turn in range(4)] == [1, 2, 3, 1]
+def test_points_rotate_from_prompt_to_prompt() -> None:
+    assert [rotated([1, 2, 3], start)[0] for start in range(4)] == [1, 2, 3, 1]
 
 
-def test_codes_are_part_of_the_law_and_whole_layers_are_not() -> None:
-    """How many layers have codes decides how often proposals stand."""
+def test_acceptance_depends_on_split_layers_only() -> None:
+    """The number of split layers affects acceptance; that of resident layers alone does not."""
     whole = Settings(mode="retrieval", gpu_kv_layers=2, split_kv_layers=0)
-    assert law_of(whole) == law_of(replace(whole, gpu_kv_layers=4, link="view"))
-    coded = Settings(mode="split-retrieval", gpu_kv_layers=2, split_kv_layers=3)
-    assert law_of(coded) == law_of(replace(coded, link="view"))
-    assert law_of(coded) != law_of(replace(coded, split_kv_layers=4))
-    assert law_of(coded) != law_of(replace(coded, gpu_kv_layers=3))
+    assert acceptance_settings(whole) == acceptance_settings(
+        replace(whole, gpu_kv_layers=4, link="view")
+    )
+    split = Settings(mode="split-retrieval", gpu_kv_layers=2, split_kv_layers=3)
+    assert acceptance_settings(split) == acceptance_settings(replace(split, link="view"))
+    assert acceptance_settings(split) != acceptance_settings(replace(split, split_kv_layers=4))
+    assert acceptance_settings(split) != acceptance_settings(replace(split, gpu_kv_layers=3))

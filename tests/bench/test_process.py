@@ -1,4 +1,4 @@
-"""A function in a process of its own is ended by an interrupt, whenever that comes."""
+"""An interrupt ends a function in a process of its own, at any time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bench.harness import process
 from bench.harness.process import call_in_process
 
 
-@pytest.mark.parametrize("threads", [0, 1])  # a thread may get the signal in place of ours
-def test_an_interrupt_while_the_process_starts_is_not_lost(
+@pytest.mark.parametrize("threads", [0, 1])  # another thread may receive the signal
+def test_interrupt_while_the_process_starts_is_not_lost(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = threading.Event()

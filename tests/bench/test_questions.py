@@ -1,4 +1,4 @@
-"""Every way is asked the same questions, and none reads twice what it has read."""
+"""Every variant answers the same questions and reuses its cache."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bench.speed.conversation import KEPT, main
+from bench.speed.conversation import TRANSFORMERS, main
 from support.engines import DEMO
 
 
-def test_a_row_for_each_way(tmp_path: Path) -> None:
+def test_a_row_per_variant(tmp_path: Path) -> None:
     app, output = typer.Typer(), tmp_path / "conversation.json"
     app.command()(main)
     sizes = ["--context", "300", "--questions", "3", "--new-tokens", "6", "--dtype", "float32"]
     models = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "draft")]
-    ways = ["--ways", "plain@resident,hierarchical@emulated:50", "--temperature", "0"]
-    done = CliRunner().invoke(app, [*sizes, *models, *ways, "--output", str(output)])
+    variants = ["--variants", "plain@resident,hierarchical@emulated:50", "--temperature", "0"]
+    done = CliRunner().invoke(app, [*sizes, *models, *variants, "--output", str(output)])
     assert done.exit_code == 0, done.output
-    found = json.loads(output.read_text())
-    plain, hierarchical, kept = found["rows"]
+    document = json.loads(output.read_text())
+    plain, hierarchical, transformers = document["rows"]
     assert plain["way"] == "plain, resident"
     assert hierarchical["way"] == "hierarchical, emulated:50"
-    assert kept["way"] == KEPT
-    for row in found["rows"]:
+    assert transformers["way"] == TRANSFORMERS
+    for row in document["rows"]:
         assert row["share"] == pytest.approx(row["next_question_s"] / row["first_reading_s"])
-        claim = f"{row['way']}: the first reading, times a later question"
-        assert found["ratios"][claim] == pytest.approx(1 / row["share"])
+        claim = f"{row['way']}: the first question, times a later question"
+        assert document["ratios"][claim] == pytest.approx(1 / row["share"])
     assert plain["reused_tokens"] == hierarchical["reused_tokens"] > 300
-    assert kept["reused_tokens"] is None
+    assert transformers["reused_tokens"] is None

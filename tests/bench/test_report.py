@@ -1,4 +1,4 @@
-"""The tables say what the committed documents say, and nothing else."""
+"""Tables are generated from the committed documents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = {
 }
 
 
-def compared() -> dict:
+def compare_document() -> dict:
     rows = [
         {"context": context, "peer": peer, "ms_per_token": ms, "note": note}
         for context in (8192, 65_536)
@@ -38,7 +38,7 @@ def compared() -> dict:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=["results", "more", "front"])
-def test_tables_are_those_of_the_documents(path: Path) -> None:
+def test_tables_match_the_documents(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert filled(text, path.parent) == text
     assert text.count("<!-- end -->") == len(re.findall("<!-- table ", text))
@@ -58,8 +58,8 @@ ratios: 65,536
 """
 
 
-def test_a_table_has_what_is_asked_for_and_says_where_it_is_from(tmp_path: Path) -> None:
-    (tmp_path / "one.json").write_text(json.dumps(compared()))
+def test_a_table_follows_its_specification_and_names_its_document(tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(compare_document()))
     after = filled(f"a\n{SPEC}old\n<!-- end -->\nb", tmp_path.parent, tmp_path)
     assert after.startswith(f"a\n{SPEC}| context | who | ms/token |\n")
     assert after.endswith("([one.json](docs/results/one.json))\n<!-- end -->\nb")
@@ -74,7 +74,7 @@ def test_a_table_has_what_is_asked_for_and_says_where_it_is_from(tmp_path: Path)
     assert "**" not in filled(short, tmp_path, tmp_path)
 
 
-def test_headings_are_words_and_mappings_are_columns() -> None:
+def test_mappings_are_flattened_to_columns_with_headings() -> None:
     row = {"link_gbps": 2, "rejected": {"16": 0.1}, "overlap_by_age": [1.0], "mean_draft": 3}
     assert [heading(name) for name in flat(row)] == ["link GB/s", "rejected 16", "mean draft"]
 
@@ -95,9 +95,9 @@ def test_cells() -> None:
     ]
 
 
-def test_no_table_names_a_folder_of_the_machine_it_was_made_on() -> None:
+def test_documents_have_no_machine_paths() -> None:
     folder = re.compile(r"(?<![\w+/=])(/(work|tmp|home|root|mnt|Users)/|\.\./shared/)")
-    texts = [README, *README.parent.joinpath("docs").rglob("*.*")]
-    for path in texts:
+    files = [README, *README.parent.joinpath("docs").rglob("*.*")]
+    for path in files:
         if path.suffix != ".png":
             assert not folder.search(path.read_text(encoding="utf-8")), path
