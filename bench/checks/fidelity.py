@@ -188,10 +188,10 @@ def main(
                 settings = settings_of(strategy, layers, dtype, deterministic)
                 with endless(target, small, settings, device="cpu") as engine:
                     for index, prompt in enumerate(selected):
-                        output = generate(engine, prompt, new_tokens, sampling)
+                        generated = generate(engine, prompt, new_tokens, sampling)
                         if len(plain) == index:
-                            plain.append(output)
-                        _compare(engine, prompt, output, plain[index], divergence)
+                            plain.append(generated)
+                        _compare(engine, prompt, generated, plain[index], divergence)
                 del engine
                 gc.collect()
                 rows.append(row_of(strategy, dtype, deterministic, divergence))

@@ -41,12 +41,12 @@ class Window(SelectionPolicy):
     Source: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453, section 3.2).
     """
 
-    traits = PolicySpec()
+    spec = PolicySpec()
 
-    def scores(self, rows: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
-        heads, tokens, _ = rows.keys.shape
+    def scores(self, sample: QuerySample, layer: int, head: int, chunk: int) -> Tensor:
+        heads, tokens, _ = sample.keys.shape
         chunks = tokens // chunk
-        ages = torch.arange(chunks, dtype=torch.float32, device=rows.keys.device)
+        ages = torch.arange(chunks, dtype=torch.float32, device=sample.keys.device)
         return ages.repeat(heads, 1)
 
 

@@ -120,10 +120,10 @@ def main(
         with endless(target, draft, settings_of(mode, link, dtype)) as engine:
             list(engine.generate(document[:WARMUP], WARMUP, sampling))
             with engine.conversation():
-                answer = partial(
+                generate = partial(
                     generate_with_engine, engine, max_new_tokens=new_tokens, sampling=sampling
                 )
-                results = turns(document, prompts, answer)
+                results = turns(document, prompts, generate)
         rows.append(row(f"{mode}, {link}", results))
         yield {"rows": rows, "ratios": ratios(rows)}
     if transformers:
