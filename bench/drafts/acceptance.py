@@ -67,10 +67,10 @@ class Study:
 
     def _row(self, variant: Variant, chains: Chains) -> Row:
         """Return the columns of a variant, by selection interval if they depend on it."""
-        own = chains[variant]
-        rejected = _rejected(own)
-        static = _rejected(chains.get(replace(STATIC, budget=variant.budget), own))
-        longest = torch.stack([chain.overlap for chain in own[max(own)]])
+        variant_chains = chains[variant]
+        rejected = _rejected(variant_chains)
+        static = _rejected(chains.get(replace(STATIC, budget=variant.budget), variant_chains))
+        longest = torch.stack([chain.overlap for chain in variant_chains[max(variant_chains)]])
         return {
             "retrieval_budget": variant.budget,  # equivalent number of tokens in 16 bits
             # selected tokens per head
@@ -81,7 +81,7 @@ class Study:
             # per verification of a draft as long as the interval; unknown along a book
             "expected_tokens": {
                 n: statistics.fmean(chain.tokens for chain in interval_chains)
-                for n, interval_chains in own.items()
+                for n, interval_chains in variant_chains.items()
                 if self.along == "target"
             },
             # overlap by tokens since the selection, for the longest interval

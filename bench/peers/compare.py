@@ -119,14 +119,14 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
             for row in rows
             if row["context"] == context and row["ms_per_token"]
         }
-        own = [peer for peer in times if peer.startswith(OURS) and not peer.endswith(OFFLOADED)]
+        ours = [peer for peer in times if peer.startswith(OURS) and not peer.endswith(OFFLOADED)]
         others = [peer for peer in times if not peer.startswith(OURS)]
         pairs = [pair for pair in COMPARISONS if times.keys() >= set(pair)]
         for fast, slow in pairs:
             claim = f"{context:,} tokens: {fast}, times as fast as {slow}"
             claims[claim] = times[slow] / times[fast]
-        if own and others:
-            fast, slow = (min(peers, key=times.__getitem__) for peers in (own, others))
+        if ours and others:
+            fast, slow = (min(peers, key=times.__getitem__) for peers in (ours, others))
             claim = f"{context:,} tokens: {fast}, times as fast as the fastest other, {slow}"
             claims[claim] = times[slow] / times[fast]
     return claims

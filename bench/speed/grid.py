@@ -84,7 +84,7 @@ class PrefillGroup:
 
     @property
     def learns(self) -> bool:
-        """Whether the budget or draft lengths adapt to past requests."""
+        """Return whether the budget or draft lengths adapt to past requests."""
         runtime = self.sessions.runtime
         lengths = chain(*(draft_lengths(point.settings) for point in self.points))
         adaptive = any(isinstance(length, Adaptive) for length in lengths)

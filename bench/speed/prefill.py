@@ -54,9 +54,8 @@ class Prefill:
     peak: int  # bytes of memory besides weights and host store
 
 
-Measure = Callable[
-    [Job, int], Prefill
-]  # (job, threads of all ranks together) -> the rank's prefill
+# (job, threads of all ranks together) -> the rank's prefill
+Measure = Callable[[Job, int], Prefill]
 
 
 def ours(job: Job, threads: int) -> Prefill:

@@ -63,7 +63,7 @@ def test_cache_of_all_tokens_agrees_with_the_target(models: Runtime) -> None:
     trace = PolicyTrace(models, prompt("typing"), 48, [STATIC, EVERYTHING], 16)
     tokens = trace.sample(49, NUCLEUS)
     chains = trace.chains(tokens, 16, NUCLEUS)
-    assert [len(each) for each in chains.values()] == [3, 3]
+    assert [len(variant_chains) for variant_chains in chains.values()] == [3, 3]
     for chain in chains[EVERYTHING]:
         torch.testing.assert_close(chain.overlap, torch.ones(16), atol=1e-3, rtol=0)
         assert chain.tokens == pytest.approx(17, abs=0.01)

@@ -98,7 +98,7 @@ def two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_rows")
 @pytest.mark.slow
 def test_reduced_run_is_labelled(tmp_path: Path) -> None:
-    output = tmp_path / "found.json"
+    output = tmp_path / "recipe.json"
     target, draft = (str(DEMO / name) for name in ("target", "draft"))
     done = run("offload", "--output", str(output), "--target", target, "--draft", draft)
     assert done.exit_code == 0, done.output
@@ -116,7 +116,7 @@ def test_reduced_run_is_labelled(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_rows")
 def test_reduced_run_with_longer_contexts(tmp_path: Path) -> None:
-    output, longer = tmp_path / "found.json", ["--rows", "one", "--stretch", "2"]
+    output, longer = tmp_path / "recipe.json", ["--rows", "one", "--stretch", "2"]
     target = ["--target", str(DEMO / "target")]
     done = run("offload", "--output", str(output), *target, *longer)
     assert done.exit_code == 0, done.output
