@@ -195,7 +195,7 @@ def predict(experiment: Experiment, mode: str) -> tuple[float, float]:
     )
     new = options["max_new_tokens"]
     texts = options["concurrency"]
-    ahead = plan_request(needs, machine, options["context"] - new, new, concurrency=texts)
+    ahead = plan_request(requirements, machine, options["context"] - new, new, concurrency=texts)
     return 1e3 * ahead.forecast.token_s, Acceptance().rate(ahead.requirements, ahead.plan)
 
 
