@@ -412,7 +412,7 @@ def test_slices_are_cut_and_joined_on_a_gpu(split: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("purpose", "mode", "deterministic"),
-    [("slices", "split", False), ("--deterministic", "plain", True)],
+    [("split KV", "split", False), ("--deterministic", "plain", True)],
 )
 def test_what_lacks_its_kernels_is_warned_of(
     purpose: str,

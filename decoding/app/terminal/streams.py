@@ -90,7 +90,7 @@ def printable(text: str) -> str:
     \\x1b.
     """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
 
 
@@ -125,7 +125,7 @@ def warn(line: str) -> None:
 
 def advice_after_loss(arguments: Sequence[str]) -> str:
     """Return what to do after a command with these arguments lost a rank or ran out of memory."""
-    command = next((each for each in arguments if not each.startswith("-")), "")
+    command = next((word for word in arguments if not word.startswith("-")), "")
     if command == "summarize":
         return "Finished records are safe: run the same command again to resume."
     if command == "serve":

@@ -1,4 +1,4 @@
-"""Two ranks that cannot start: one line, whichever rank fails or is slower, and no processes."""
+"""Two ranks that cannot start print one line, whichever fails or is slower; no process is left."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_prompt_from_a_file(tmp_path: Path) -> None:
     assert from_file.out == expected.out != ""
 
 
-def test_output_depends_on_seed_only(tmp_path: Path) -> None:
+def test_seed_determines_output(tmp_path: Path) -> None:
     outputs = [
         forked(tmp_path, *JOB, "--deterministic", "--temperature", "1", "--seed", seed).out
         for seed in ("1", "1", "2")
