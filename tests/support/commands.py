@@ -86,12 +86,12 @@ class Running(ABC):
                 process.kill()
         return finished
 
-    def wait_for(self, condition: Callable[[], Any], every: float = 0.02) -> None:
+    def wait_for(self, condition: Callable[[], Any], interval_s: float = 0.02) -> None:
         """Wait until the condition holds; fail if the command ends first, or it takes too long.
 
-        `every` is the polling interval in seconds, for conditions that slow the command down.
+        `interval_s` is the polling interval, longer for conditions that slow the command down.
         """
-        wait_for(lambda: condition() or self.has_ended(), every)
+        wait_for(lambda: condition() or self.has_ended(), interval_s)
         assert not self.has_ended(), self.wait(PATIENCE).err
 
 
@@ -280,11 +280,11 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete]
 
 
-def wait_for(condition: Callable[[], Any], every: float = 0.02) -> None:
+def wait_for(condition: Callable[[], Any], interval_s: float = 0.02) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "timed out"
-        time.sleep(every)
+        time.sleep(interval_s)
 
 
 def lines(path: Path) -> int:

@@ -147,8 +147,8 @@ def prefill(common: Common, document: Path) -> None:
         _prefill_document(chat, document.name)
     is_short = len(chat.tokens) < MIN_TOKENS
     if is_short or not chat.engine.sessions.is_cached(chat.tokens, chat.max_new_tokens):
-        why = f": prefilling {len(chat.tokens)} tokens again is as fast" if is_short else ""
-        raise TierForceError(f"{document.name} was prefilled, but not stored{why}.")
+        reason = f": prefilling {len(chat.tokens)} tokens again is as fast" if is_short else ""
+        raise TierForceError(f"{document.name} was prefilled, but not stored{reason}.")
     say(f"{document.name} is stored in {common.settings.prompt_cache}")
 
 

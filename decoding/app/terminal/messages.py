@@ -65,10 +65,10 @@ def say_what_fits(
 
 def _warn_without(purpose: str, kernels: Kernels, hint: str) -> None:
     """Warn if the fused kernels for a purpose are unavailable."""
-    used, why = kernels
-    if used is None:
+    kernel, reason = kernels
+    if kernel is None:
         warn(
-            f"the kernels for {purpose} cannot be used here ({why}): plain PyTorch "
+            f"the kernels for {purpose} cannot be used here ({reason}): plain PyTorch "
             f"operations replace them and take several times as long. {hint}"
         )
 

@@ -80,9 +80,9 @@ class CheckedStdout:
                 raise SystemExit(128 + signal.SIGPIPE) from None
             raise lost from error
 
-    def _close(self, why: str | None) -> TierForceError:
+    def _close(self, reason: str | None) -> TierForceError:
         self._is_closed, self._stream = False, open(os.devnull, "w")  # noqa: SIM115
-        return TierForceError(f"standard output cannot be written: {why}.")
+        return TierForceError(f"standard output cannot be written: {reason}.")
 
 
 def printable(text: str) -> str:

@@ -94,8 +94,8 @@ def test_documents_of_lost_machine_are_retried(tmp_path: Path) -> None:
     assert forked(tmp_path / "a", *summarize(source, alone)).code == 1
     options = ("--cluster", "local", "--machines", "2", "--gpus", "2", "--concurrency", "2")
     job = Job(*summarize(source, output), *options)
-    job.wait_for(lambda: len(records(output)) >= 3, every=0.1)
-    job.wait_for(lambda: len(worker_processes(job)) == 2, every=0.1)
+    job.wait_for(lambda: len(records(output)) >= 3, interval_s=0.1)
+    job.wait_for(lambda: len(worker_processes(job)) == 2, interval_s=0.1)
     worker_processes(job)[0].send_signal(signal.SIGKILL)
     finished = job.finish(240)
     assert finished.code == 1
@@ -173,7 +173,7 @@ def test_killed_job_reports_it_and_leaves_only_records(tmp_path: Path) -> None:
     """Its records equal those of a run without a cluster."""
     source, output = documents(tmp_path / "in", 60), tmp_path / "out.jsonl"
     job = Fork(tmp_path, *summarize(source, output), "--cluster", "local")
-    job.wait_for(lambda: len(records(output)) >= 2, every=0.1)
+    job.wait_for(lambda: len(records(output)) >= 2, interval_s=0.1)
     check_killed_job(job, -signal.SIGKILL, kill("job", job))
     written = {record["id"]: record.get("summary") for record in records(output)}
     assert written.pop("broken.txt") is None
@@ -194,7 +194,7 @@ def test_job_with_killed_ray_reports_it_and_leaves_no_processes(tmp_path: Path) 
         *summarize(documents(tmp_path / "in", 2), tmp_path / "out.jsonl"),
         *("--max-new-tokens", "100000", "--cluster", "local"),
     )
-    job.wait_for(lambda: worker_processes(job), every=0.1)
+    job.wait_for(lambda: worker_processes(job), interval_s=0.1)
     check_killed_job(job, 1, kill("raylet", job))
 
 
