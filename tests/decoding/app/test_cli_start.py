@@ -117,7 +117,7 @@ def model_that_is_a_file(folder: Path) -> tuple[str, ...]:
     return *GENERATE, "--model", str(write_text(folder))
 
 
-@case("someone/nothing", "neither a local folder nor a model the hub could give")
+@case("someone/nothing", "neither a local folder nor a model found on the hub")
 def unknown_hub_model(folder: Path) -> tuple[str, ...]:
     return *GENERATE, "--model", "someone/nothing"
 
