@@ -96,7 +96,7 @@ def decode_loop(
     decoder = session.decoder(text, sampling, chance, lengths)
     decoder.on_logits = observe
     started = time.perf_counter()
-    while (missing := session.new - 1 - decoder.stats.produced) > 0:
+    while (missing := session.max_new_tokens - 1 - decoder.stats.produced) > 0:
         run(decoder.round(missing), lambda asked: session.run_forward([asked])[0])
         if time.perf_counter() - started > limit:
             break

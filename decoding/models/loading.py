@@ -108,7 +108,7 @@ def _weights(folder: Path, settings: Settings, group: TensorParallelGroup) -> We
     kept = PromptCache(Path(settings.prompt_cache))
     kept.create()
     with _readable(folder):
-        return WeightDigests.of(folder, kept.folder)
+        return WeightDigests.compute(folder, kept.folder)
 
 
 def _identity(

@@ -40,7 +40,7 @@ def test_a_document_is_read_once(
     os.truncate(layer, 100)
     asked = forked(tmp_path, "ask", *model, *story, *keep, "Who?")
     assert (asked.code, asked.out) == (0, wanted)
-    assert "warning: what was kept of story.txt is damaged" in asked.err
+    assert "warning: the cached prompt of story.txt is corrupt" in asked.err
     assert len(listed(tmp_path)) == 1
 
 
