@@ -37,7 +37,7 @@ from parallel.model.transformer import Attention
 from parallel.ranks.graph_capture import GraphCapturer
 from parallel.ranks.process_group import TensorParallelGroup
 from standin import Machine, gpu_or_standin, standin
-from support.batches import alone, tokens, written
+from support.batches import run_alone, run_batch, tokens
 from support.engines import DEMO, MODES
 from support.ranks import run_ranks
 from support.recording import count_replays
@@ -128,9 +128,9 @@ def test_texts_at_once_write_what_each_writes_alone(
     )
     assert engine.runtime.settings.graphs
     asked = [Request(PROMPT[-length:], new, GREEDY) for length, new in ((200, 16), (130, 26))]
-    want = alone(engine, asked)
+    want = run_alone(engine, asked)
     replays = count_replays(monkeypatch)
-    texts = written(engine, asked, 2)
+    texts = run_batch(engine, asked, 2)
     assert tokens(texts) == want
     assert (2, 1) in replays
     counts = [text.stats.cuda_graphs for text in texts]

@@ -51,7 +51,7 @@ def test_recorded_passes_write_what_a_cpu_writes(
 ) -> None:
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     folder = checkpoint(**OTHERS[name])
-    wanted = Pair(folder, folder).text("plain", PROMPT, NEW)
+    wanted = Pair(folder, folder).generate("plain", PROMPT, NEW)
     pair = Pair(folder, folder, TensorParallelGroup(device=torch.device("cuda", 0)))
     with pair.engine("hierarchical", num_inner_draft_tokens=2, graphs=True, **CHOICES) as engine:
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted

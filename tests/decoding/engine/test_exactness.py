@@ -28,7 +28,7 @@ def pair() -> Pair:
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[int]:
-    return pair.text("plain", PROMPT, NEW)
+    return pair.generate("plain", PROMPT, NEW)
 
 
 POLICY_CASES = [(policy, mode) for policy in POLICIES for mode in ("retrieval", "hierarchical")]
@@ -39,7 +39,7 @@ def test_every_policy_writes_the_target_own_text(
     policy: str, mode: str, pair: Pair, plain: list[int]
 ) -> None:
     choices: dict[str, Any] = {"policy": policy, "chunk_size": 4}
-    assert pair.text(mode, PROMPT, NEW, retrieval_budget=300, **choices, **LINKED) == plain
+    assert pair.generate(mode, PROMPT, NEW, retrieval_budget=300, **choices, **LINKED) == plain
 
 
 LENGTHS = [
@@ -148,6 +148,6 @@ def test_a_large_draft_is_split_over_the_ranks(
 ) -> None:
     index, ranks = SPLIT.index(case), case[1]
     (text, first), (nothing, second) = (report[index] for report in reports)
-    assert text == pair.text("plain", PROMPT[:SHORT], FEW)
+    assert text == pair.generate("plain", PROMPT[:SHORT], FEW)
     assert nothing == []
     assert (first, second) == ranks

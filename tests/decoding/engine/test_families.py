@@ -46,7 +46,7 @@ def test_every_mode_writes_what_transformers_writes(checkpoint: Checkpoints, nam
     assert len(set(text)) > 3  # not one word again and again
     for mode in MODES:
         tight = {"retrieval_budget": 24, "chunk_size": 4, "window": 32, "sinks": 2}
-        written = pair.text(mode, PROMPT, NEW, **tight, link="emulated:50", gpu_kv_layers=1)
+        written = pair.generate(mode, PROMPT, NEW, **tight, link="emulated:50", gpu_kv_layers=1)
         assert written == text, mode
 
 

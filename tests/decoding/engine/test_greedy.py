@@ -29,7 +29,7 @@ def pair() -> Pair:
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> dict[str, list[int]]:
     """The target's own greedy text behind each prompt, one token a pass."""
-    return {name: pair.text("plain", prompt(name), NEW) for name in LENGTHS}
+    return {name: pair.generate("plain", prompt(name), NEW) for name in LENGTHS}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def plain(pair: Pair) -> dict[str, list[int]]:
 def test_every_mode_writes_the_target_own_text(
     name: str, mode: str, choices: dict[str, Any], pair: Pair, plain: dict[str, list[int]]
 ) -> None:
-    assert pair.text(mode, prompt(name), NEW, **choices) == plain[name]
+    assert pair.generate(mode, prompt(name), NEW, **choices) == plain[name]
 
 
 def test_plain_text_is_that_of_transformers(plain: dict[str, list[int]]) -> None:
@@ -141,5 +141,5 @@ def on_a_rank(target: Path, draft: Path, tokens: list[int], new: int) -> list[li
 def test_two_ranks_write_what_one_writes(pair: Pair) -> None:
     tokens = prompt("documentation")[:400]
     texts, followed = run_ranks(2, on_a_rank, DEMO / "target", DEMO / "draft", tokens, 24)
-    assert texts == [pair.text("plain", tokens, 24)] * 2
+    assert texts == [pair.generate("plain", tokens, 24)] * 2
     assert followed == []

@@ -24,7 +24,7 @@ from offload.memory.host_arena import HostArena
 from parallel.model.layers import VocabParallelEmbedding
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.batches import SMALL, alone, requests, tokens, written
+from support.batches import SMALL, requests, run_alone, run_batch, tokens
 from support.engines import MODES, Folders, Pair
 from support.models import TINY
 from support.ranks import run_ranks
@@ -51,11 +51,11 @@ def test_texts_at_once_are_those_alone(
 ) -> None:
     asked = requests(sampling, SIZES)
     with models.engine(mode, **SMALL, **place) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         # how many go together is the batch's affair, and no level's
         for concurrency in (1, 2, 3, 9) if (mode, place) == ("hierarchical", PLACES[1]) else (3,):
-            assert tokens(written(engine, asked, concurrency)) == want
-        assert alone(engine, asked[:1]) == want[:1]
+            assert tokens(run_batch(engine, asked, concurrency)) == want
+        assert run_alone(engine, asked[:1]) == want[:1]
     assert [len(text) for text in want] == [new for _, new in SIZES]
     assert len({token for text in want for token in text}) > 10
 
@@ -63,13 +63,13 @@ def test_texts_at_once_are_those_alone(
 def test_texts_of_lookup_and_of_stop_tokens(models: Pair) -> None:
     asked = requests(FULL, SIZES)
     with models.engine("hierarchical", **{**SMALL, "prompt_lookup_ngram": 1}) as engine:
-        want = alone(engine, asked)
-        assert tokens(written(engine, asked, 3)) == want
+        want = run_alone(engine, asked)
+        assert tokens(run_batch(engine, asked, 3)) == want
     stop = want[0][17]
     with models.engine(
         "hierarchical", stop=[stop], **{**SMALL, "prompt_lookup_ngram": 1}
     ) as engine:
-        texts = written(engine, asked, 3)
+        texts = run_batch(engine, asked, 3)
     for text, whole in zip(texts, want, strict=True):
         place = whole.index(stop) if stop in whole else len(whole)
         assert text.tokens == whole[:place]
@@ -100,9 +100,9 @@ def test_one_text_makes_the_passes_it_makes_alone(
 ) -> None:
     asked, count = requests(FULL, SIZES)[:1], Counting(monkeypatch)
     with models.engine(mode, **SMALL) as engine:
-        alone(engine, asked)
+        run_alone(engine, asked)
         passes = count.take()
-        written(engine, asked, 4)
+        run_batch(engine, asked, 4)
         assert count.take() == passes
         assert engine.stats.levels[0].stats.forwards <= len(passes[id(models.target)])
 
@@ -110,7 +110,7 @@ def test_one_text_makes_the_passes_it_makes_alone(
 def test_plain_texts_share_every_pass(models: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, count = requests(GREEDY, [(20, 30), (40, 30), (60, 30)]), Counting(monkeypatch)
     with models.engine("plain") as engine:
-        written(engine, asked, 3)
+        run_batch(engine, asked, 3)
     # the first token of each is prefill's; who comes later is alone for no pass
     assert count.take() == {id(models.target): [3] * 29}
 
@@ -120,9 +120,9 @@ def test_texts_of_one_length_share_at_every_level(
 ) -> None:
     asked, count = requests(FULL, [(90, 40), (120, 40), (150, 40)]), Counting(monkeypatch)
     with models.engine("hierarchical", **SMALL) as engine:
-        alone(engine, asked)
+        run_alone(engine, asked)
         apart = {model: len(rows) for model, rows in count.take().items()}
-        texts = written(engine, asked, 3)
+        texts = run_batch(engine, asked, 3)
         shared = {model: len(rows) for model, rows in count.take().items()}
     assert shared.keys() == apart.keys() == {id(models.target), id(models.draft)}
     for model, passes in shared.items():
@@ -154,7 +154,7 @@ def test_a_text_that_fails_leaves_the_others_alone(folders: Folders) -> None:
     spoilt = Pair(*folders)
     whole = {**SMALL, "retrieval_budget": 200}  # lest a draft strays onto what is spoilt
     with spoilt.engine("retrieval", **whole) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         used = {token for text in want for token in text} | {
             token for request in asked for token in request.prompt
         }
@@ -165,8 +165,8 @@ def test_a_text_that_fails_leaves_the_others_alone(folders: Folders) -> None:
     empty, too_long = Request([], 5, GREEDY), Request([1] * 4090, 20, GREEDY)
     mixed = [asked[0], bad, asked[1], empty, asked[2], too_long, *asked[3:]]
     with spoilt.engine("retrieval", **whole) as engine:
-        texts = written(engine, mixed, 3)
-        assert alone(engine, asked) == want
+        texts = run_batch(engine, mixed, 3)
+        assert run_alone(engine, asked) == want
     errors = [text.error for text in texts if text.error is not None]
     assert [str(error).split(":")[0][:25] for error in errors] == [
         "the logits that the model",
@@ -181,14 +181,14 @@ def test_texts_that_run_into_nan_amid_others(folders: Folders) -> None:
     asked = requests(GREEDY, [(9, 30), (7, 25), (12, 40)])
     spoilt = Pair(*folders)
     with spoilt.engine("plain") as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
     prompts = {token for request in asked for token in request.prompt}
     place = next(place for place in range(3, 30) if want[0][place] not in prompts)
     bad_token = want[0][place]
     with torch.inference_mode():
         spoilt.target.embed.weight[bad_token] = torch.nan
     with spoilt.engine("plain") as engine:
-        texts = written(engine, asked, 4)
+        texts = run_batch(engine, asked, 4)
     for text, whole in zip(texts, want, strict=True):
         first = whole.index(bad_token) if bad_token in whole[:-1] else None
         assert (text.error is None) == (first is None)
@@ -201,7 +201,7 @@ def test_memory_that_runs_out_together_does_alone(
 ) -> None:
     asked = requests(FULL, SIZES)
     with models.engine("retrieval", **SMALL) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         read, refused = Transformer.hidden_states, list[int]()
 
         def short(model: Transformer, tokens: Tensor, cache: Any) -> Tensor:
@@ -211,14 +211,14 @@ def test_memory_that_runs_out_together_does_alone(
             return read(model, tokens, cache)
 
         monkeypatch.setattr(Transformer, "hidden_states", short)
-        texts = written(engine, asked, 4)
+        texts = run_batch(engine, asked, 4)
         assert tokens(texts) == want
         assert len(refused) == 1  # what it left half made is not gone on with
         assert sum(text.stats.concurrency == 1 for text in texts) >= 4
         monkeypatch.setattr(
             VocabParallelEmbedding, "logits", lambda self, x: (_ for _ in ()).throw(MemoryError())
         )
-        texts = written(engine, asked[:2], 2)
+        texts = run_batch(engine, asked[:2], 2)
         assert [type(text.error) for text in texts] == [
             InsufficientMemoryError,
             InsufficientMemoryError,
@@ -234,9 +234,9 @@ def test_an_error_that_is_not_a_text_own_ends_all_and_leaves_nothing_open(models
     asked[2] = replace(asked[2], progress=broken)
     with models.engine("hierarchical", **SMALL) as engine:
         with pytest.raises(OSError, match="no terminal"):
-            written(engine, asked, 3)
+            run_batch(engine, asked, 3)
         assert not engine.sessions.executor.sequences
-        assert tokens(written(engine, asked[:2], 2)) == alone(engine, asked[:2])
+        assert tokens(run_batch(engine, asked[:2], 2)) == run_alone(engine, asked[:2])
 
 
 @pytest.mark.parametrize("mode", slow_except(MODES, -1))
@@ -267,26 +267,26 @@ def test_the_caches_of_a_text_are_gone_before_another_is_opened(
 def test_giving_up_ends_all_texts(models: Pair) -> None:
     asked = requests(FULL, SIZES)
     with models.engine("hierarchical", **SMALL) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         for _ in engine.generate_batch(asked, 3):
             with pytest.raises(TierForceError, match="one text at a time"):
                 next(engine.generate(asked[0].prompt, 5, GREEDY))
             break
         assert not engine.sessions.executor.sequences
-        assert alone(engine, asked) == want
+        assert run_alone(engine, asked) == want
 
 
 def test_memory_is_shared_out_before_texts_are_opened(checkpoint: Callable[..., Path]) -> None:
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
     models, asked = Pair(deep, deep), requests(GREEDY, [(1200, 6)] * 4)
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         whole, weights = engine.plan(1200, 6), engine.runtime.weight_bytes
     assert whole.resident_layers == 8
     limit = weights + 3 * (whole.device_bytes - 1)
     with models.engine("plain", link="emulated:50", device_memory=limit) as engine:
         assert engine.plan(1200, 6) == whole
-        texts = written(engine, asked, 3)
+        texts = run_batch(engine, asked, 3)
         assert tokens(texts) == want
         for text in texts:
             plan = text.stats.plan
@@ -303,12 +303,12 @@ def test_a_text_on_the_device_goes_with_one_over_the_link(checkpoint: Callable[.
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
     models, asked = Pair(deep, deep), requests(GREEDY, [(40, 20), (1000, 14), (950, 8)])
     with models.engine("plain", link="emulated:50", device_memory=10**9) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         whole, weights = engine.plan(1000, 14), engine.runtime.weight_bytes
     limit = weights + 2 * (whole.device_bytes - 1)
     for place, expected in (({"device_memory": limit}, 8), ({"gpu_kv_layers": 2}, 2)):
         with models.engine("plain", link="emulated:50", **place) as engine:
-            texts = written(engine, asked, 2)
+            texts = run_batch(engine, asked, 2)
         resident = [text.stats.plan.resident_layers for text in texts if text.stats.plan]
         assert resident[0] == expected
         assert resident[1] < 8
@@ -319,7 +319,7 @@ def test_a_text_too_large_for_its_share_is_written_alone(checkpoint: Callable[..
     deep = checkpoint(num_hidden_layers=8, max_position_embeddings=4096)
     models, asked = Pair(deep, deep), requests(GREEDY, [(100, 20), (2000, 8), (120, 14), (90, 9)])
     with models.engine("plain", device_memory=10**9) as engine:
-        want = alone(engine, asked)
+        want = run_alone(engine, asked)
         need, weights = engine.plan(2000, 8).device_bytes, engine.runtime.weight_bytes
     choices = {"device_memory": weights + need + 1000, "gpu_kv_layers": 8}
     with models.engine("plain", **choices) as engine:
@@ -342,7 +342,7 @@ def on_a_rank(folders: Folders, mode: str) -> list[list[int]]:
             found.sort(key=lambda text: order[id(text.request)])
             assert isinstance(found.pop(2).error, InvalidRequestError)
             texts += tokens(found)
-            texts += alone(engine, asked[:1])
+            texts += run_alone(engine, asked[:1])
             engine.close()
     return texts
 
@@ -350,7 +350,7 @@ def on_a_rank(folders: Folders, mode: str) -> list[list[int]]:
 @pytest.mark.parametrize("mode", slow_except(["hierarchical", "plain"]))
 def test_two_ranks_write_what_one_writes(mode: str, folders: Folders, models: Pair) -> None:
     with models.engine(mode, **SMALL) as engine:
-        want = alone(engine, requests(FULL, SIZES))
+        want = run_alone(engine, requests(FULL, SIZES))
     want.append(want[0])
     found, nothing = run_ranks(2, on_a_rank, folders, mode)
     assert nothing == []

@@ -64,7 +64,7 @@ def test_pieces_are_shown_as_soon_as_they_are_whole(engine: Engine) -> None:
 
 
 def test_a_text_longer_than_the_context_loses_its_beginning(engine: Engine) -> None:
-    text = "The sun was low over the hills, and nobody spoke. " * 20
+    text = "The sun was low over the hills, and no one spoke. " * 20
     tokens = engine.tokenizer(text, add_special_tokens=False).input_ids
     written = "".join(engine.stream(text, 20, Sampling(0.7, top_p=1, seed=3)))
     assert engine.stats.truncated_tokens == len(tokens) - 80 > 100

@@ -193,14 +193,14 @@ def test_the_caches_of_a_text_are_gone_before_the_next_is_planned(
 
 def test_chunks_larger_than_the_smallest_budgets(pair: Pair) -> None:
     prompt = random_tokens(400).tolist()
-    plain = pair.text("plain", prompt, 9)
+    plain = pair.generate("plain", prompt, 9)
     for mode, chunk in (
         ("retrieval", 1024),
         ("hierarchical", 1024),
         ("retrieval", 40_000),
         ("plain", 40_000),
     ):
-        assert pair.text(mode, prompt, 9, chunk_size=chunk) == plain
+        assert pair.generate(mode, prompt, 9, chunk_size=chunk) == plain
 
 
 def test_what_fits_nowhere_is_refused_as_ever(pair: Pair) -> None:
@@ -236,7 +236,7 @@ def test_rejections_of_a_budget_itself_count_for_more_than_those_of_others(pair:
 def test_an_engine_says_what_it_chose_and_writes_the_targets_text(pair: Pair) -> None:
     memory = models(pair, 50).settings.device_memory
     prompts = [random_tokens(2100 + count).tolist() for count in range(2)]
-    plain = [pair.text("plain", prompt, 40) for prompt in prompts]
+    plain = [pair.generate("plain", prompt, 40) for prompt in prompts]
     with pair.engine(
         "hierarchical",
         link="emulated:0.5",

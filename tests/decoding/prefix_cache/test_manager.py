@@ -34,32 +34,32 @@ from parallel.ranks.process_group import TensorParallelGroup
 from support.engines import IDENTITY, Folders, Pair
 from support.keeping import (
     NEW,
-    PLACES,
+    PLACEMENTS,
     PROMPT,
     QUESTIONS,
     SAMPLED,
     SMALL,
-    WAYS,
+    CASES,
     answers,
     prompts_in,
-    told,
+    collect_warnings,
 )
 from support.models import random_tokens
 from support.slow import slow_except
 
 
-@pytest.mark.parametrize(("mode", "link", "resident"), WAYS)
+@pytest.mark.parametrize(("mode", "link", "resident"), CASES)
 def test_answers_are_those_behind_what_was_read(
-    mode: str, link: str, resident: int, models: Pair, kept: str
+    mode: str, link: str, resident: int, models: Pair, cache_folder: str
 ) -> None:
     choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
     with models.engine(mode, **choices) as engine:
         wanted = answers(engine), answers(engine, SAMPLED)
         read = engine.stats.traffic["target"].link_out
-    with models.engine(mode, **choices, prompt_cache=kept) as engine:
+    with models.engine(mode, **choices, prompt_cache=cache_folder) as engine:
         assert answers(engine) == wanted[0]
-        assert len(prompts_in(kept)) == 1  # the questions are too short to be kept with it
-    with models.engine(mode, **choices, prompt_cache=kept) as engine:
+        assert len(prompts_in(cache_folder)) == 1  # the questions are too short to be kept with it
+    with models.engine(mode, **choices, prompt_cache=cache_folder) as engine:
         assert (answers(engine), answers(engine, SAMPLED)) == wanted
         # of the last, all but its own question
         assert engine.stats.loaded_tokens == len(PROMPT)
@@ -69,46 +69,50 @@ def test_answers_are_those_behind_what_was_read(
         assert engine.stats.loaded_tokens == tokens
 
 
-def test_placements_do_not_matter_to_what_is_kept(models: Pair, kept: str) -> None:
+def test_placements_do_not_matter_to_what_is_kept(models: Pair, cache_folder: str) -> None:
     with models.engine("hierarchical", **SMALL) as engine:
         wanted = answers(engine)
-    for link, resident in PLACES:
+    for link, resident in PLACEMENTS:
         choices = {**SMALL, "link": link, "gpu_kv_layers": resident}
-        with models.engine("hierarchical", **choices, prompt_cache=kept) as engine:
+        with models.engine("hierarchical", **choices, prompt_cache=cache_folder) as engine:
             assert answers(engine) == wanted
-    assert len(prompts_in(kept)) == 1
+    assert len(prompts_in(cache_folder)) == 1
 
 
-def test_so_in_slices(folders: Folders, kept: str) -> None:
+def test_so_in_slices(folders: Folders, cache_folder: str) -> None:
     """What is kept of layers in slices is what was computed, bit for bit: in 16 bits a text goes
     on as behind what plain decoding has kept.
     """
     models = Pair(*folders, dtype="bfloat16")
     choices = {**SMALL, "link": "emulated:50", "gpu_kv_layers": 0}
-    whole = f"{kept}-whole"
+    whole = f"{cache_folder}-whole"
     with models.engine("plain", **choices, prompt_cache=whole) as engine:
         answers(engine)
     with models.engine("plain", **choices, prompt_cache=whole) as engine:
         wanted, loaded = answers(engine), engine.stats.loaded_tokens
     assert loaded
-    with models.engine("split-retrieval", **choices, prompt_cache=kept) as engine:
+    with models.engine("split-retrieval", **choices, prompt_cache=cache_folder) as engine:
         answers(engine)
-    with models.engine("plain", **choices, prompt_cache=kept) as engine:
+    with models.engine("plain", **choices, prompt_cache=cache_folder) as engine:
         assert answers(engine) == wanted
         assert engine.stats.loaded_tokens == loaded
-    with models.engine("plain", **choices, compress_offload=True, prompt_cache=kept) as engine:
+    with models.engine(
+        "plain", **choices, compress_offload=True, prompt_cache=cache_folder
+    ) as engine:
         assert answers(engine) == wanted
 
 
-def test_the_longest_beginning_is_found_token_by_token(models: Pair, kept: str) -> None:
+def test_the_longest_beginning_is_found_token_by_token(models: Pair, cache_folder: str) -> None:
     with models.engine("plain", **SMALL) as engine:
         prompts = [PROMPT[:length] + [3] * 40 for length in (310, 500, 640)]
         prompts += [PROMPT[:200] + [4] * 200, [5, *PROMPT]]
         wanted = [list(engine.generate(prompt, NEW, GREEDY)) for prompt in prompts]
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
+    with models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
         list(engine.generate(PROMPT[:400], NEW, GREEDY))
         list(engine.generate(PROMPT, NEW, GREEDY))
-        assert [each.manifest.tokens for each in prompts_in(kept)] == [700]  # it has the other one
+        assert [each.manifest.tokens for each in prompts_in(cache_folder)] == [
+            700
+        ]  # it has the other one
         loaded = []
         for prompt, want in zip(prompts, wanted, strict=True):
             assert list(engine.generate(prompt, NEW, GREEDY)) == want
@@ -136,11 +140,13 @@ def damaged(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 @pytest.mark.parametrize("link", slow_except(["view", "emulated:50"], 1))
 @pytest.mark.parametrize("which", range(6))
-def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept: str) -> None:
-    choices = {**SMALL, "link": link, "gpu_kv_layers": 1, "prompt_cache": kept}
-    with models.engine("hierarchical", **choices) as engine, told(engine) as lines:
+def test_what_is_damaged_is_read_anew(
+    which: int, link: str, models: Pair, cache_folder: str
+) -> None:
+    choices = {**SMALL, "link": link, "gpu_kv_layers": 1, "prompt_cache": cache_folder}
+    with models.engine("hierarchical", **choices) as engine, collect_warnings(engine) as lines:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY, name="a book"))
-        (prompt,) = prompts_in(kept)
+        (prompt,) = prompts_in(cache_folder)
         _, harm = list(damaged(prompt.folder))[which]
         harm()
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
@@ -154,11 +160,14 @@ def test_what_is_damaged_is_read_anew(which: int, link: str, models: Pair, kept:
 @pytest.mark.parametrize("content", [b"[1]", b"{}", b"[" * 100_000, b"\xff", None])
 @pytest.mark.parametrize("name", ["manifest.json", "tokens.bin"])
 def test_what_cannot_be_found_is_kept_again(
-    name: str, content: bytes | None, models: Pair, kept: str
+    name: str, content: bytes | None, models: Pair, cache_folder: str
 ) -> None:
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
-        (prompt,) = prompts_in(kept)
+        (prompt,) = prompts_in(cache_folder)
         if content is None:
             (prompt.folder / name).unlink()
         else:
@@ -170,8 +179,11 @@ def test_what_cannot_be_found_is_kept_again(
         assert "is damaged" in lines[0]
 
 
-def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
+def test_what_cannot_be_read_now_may_be_another_time(models: Pair, cache_folder: str) -> None:
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
         busy = OSError(errno.EMFILE, "Too many open files")
         with patch.object(offload.tiered.kv_file._Reader, "__call__", side_effect=busy):
@@ -181,14 +193,17 @@ def test_what_cannot_be_read_now_may_be_another_time(models: Pair, kept: str) ->
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert engine.stats.loaded_tokens
         # a folder that is gone keeps nobody from reading
-        shutil.rmtree(kept)
+        shutil.rmtree(cache_folder)
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "not kept: `prompt_cache`" in lines[1]
         assert "No such file" in lines[1]
 
 
-def test_what_the_disk_cannot_read_is_kept_again(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
+def test_what_the_disk_cannot_read_is_kept_again(models: Pair, cache_folder: str) -> None:
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
         wanted = list(engine.generate(PROMPT, NEW, GREEDY, name="a book"))
         broken = OSError(errno.EIO, "Input/output error")
         with patch.object(offload.tiered.kv_file._Reader, "__call__", side_effect=broken):
@@ -199,15 +214,17 @@ def test_what_the_disk_cannot_read_is_kept_again(models: Pair, kept: str) -> Non
         assert len(lines) == 1
 
 
-def test_what_is_not_ours_is_left_alone(models: Pair, kept: str) -> None:
-    other = Path(kept) / "holiday"
+def test_what_is_not_ours_is_left_alone(models: Pair, cache_folder: str) -> None:
+    other = Path(cache_folder) / "holiday"
     other.mkdir(parents=True)
     (other / "manifest.json").write_text('{"name": "holiday"}')
-    (Path(kept) / "notes.txt").write_text("notes")
-    with models.engine("plain", **SMALL, prompt_cache=kept, prompt_cache_limit=400_000) as engine:
+    (Path(cache_folder) / "notes.txt").write_text("notes")
+    with models.engine(
+        "plain", **SMALL, prompt_cache=cache_folder, prompt_cache_limit=400_000
+    ) as engine:
         list(engine.generate(PROMPT, NEW, GREEDY))
     assert (other / "manifest.json").exists()
-    assert (Path(kept) / "notes.txt").exists()
+    assert (Path(cache_folder) / "notes.txt").exists()
 
 
 def test_models_are_told_apart(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
@@ -247,33 +264,35 @@ def test_models_are_told_apart(checkpoint: Callable[..., Path], tmp_path: Path) 
         now.check_unchanged()
 
 
-def test_pipes_and_absurd_numbers_are_no_prompts(models: Pair, kept: str) -> None:
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine:
+def test_pipes_and_absurd_numbers_are_no_prompts(models: Pair, cache_folder: str) -> None:
+    with models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine:
         list(engine.generate(PROMPT, NEW, GREEDY))
-    (prompt,) = prompts_in(kept)
+    (prompt,) = prompts_in(cache_folder)
     manifest = prompt.folder / "manifest.json"
     said = json.loads(manifest.read_text())
     for number in (-5, 10**400):
         manifest.write_text(json.dumps({**said, "nbytes": number}))
-        assert PromptCache(Path(kept)).prompts() == []
+        assert PromptCache(Path(cache_folder)).prompts() == []
     manifest.write_text(json.dumps(said))
     layer = next(prompt.folder.glob("rank-0-layer-*.kv"))
     for path in (prompt.folder / "tokens.bin", layer, manifest):
         path.unlink()
         os.mkfifo(path)
     assert len(prompt.tokens()) == 0
-    assert PromptCache(Path(kept)).prompts() == []
+    assert PromptCache(Path(cache_folder)).prompts() == []
     layout = KVLayout(1, 1, 4, torch.float32)
     (read,) = KVFile(layer, layout, 3).readers(3, [0])
     with pytest.raises(CorruptCacheError, match="no regular file"):
         read()
 
 
-def test_a_lock_that_is_never_let_go_of_is_told(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_is_never_let_go_of_is_told(
+    cache_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_cache, "_LOCK_TIMEOUT_S", 0.1)
-    cache = PromptCache(Path(kept))
+    cache = PromptCache(Path(cache_folder))
     cache.create()
-    lock = Path(kept) / ".lock"
+    lock = Path(cache_folder) / ".lock"
     with locked(lock), pytest.raises(TierForceError, match=r"job has held its .lock for 0.1 s"):
         cache.create()
     cache.create()
@@ -283,34 +302,39 @@ def test_a_lock_that_is_never_let_go_of_is_told(kept: str, monkeypatch: pytest.M
         cache.create()
 
 
-def test_what_was_used_longest_ago_goes_first(models: Pair, kept: str) -> None:
+def test_what_was_used_longest_ago_goes_first(models: Pair, cache_folder: str) -> None:
     size = 500 * models.target.config.kv_layout(1, torch.float32).bytes(1)
     texts = [random_tokens(500, seed=10 + seed).tolist() for seed in range(4)]
-    limited = models.engine("plain", **SMALL, prompt_cache=kept, prompt_cache_limit=2 * size)
-    with limited as engine, told(engine) as lines:
+    limited = models.engine(
+        "plain", **SMALL, prompt_cache=cache_folder, prompt_cache_limit=2 * size
+    )
+    with limited as engine, collect_warnings(engine) as lines:
         for name, text in zip("abc", texts, strict=False):
             list(engine.generate(text, NEW, GREEDY, name=name))
             time.sleep(0.02)  # files have times of their own
-        assert [each.manifest.name for each in prompts_in(kept)] == ["b", "c"]
+        assert [each.manifest.name for each in prompts_in(cache_folder)] == ["b", "c"]
         list(engine.generate(texts[1], NEW, GREEDY))
         list(engine.generate(texts[3], NEW, GREEDY, name="d"))
-        assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
+        assert [each.manifest.name for each in prompts_in(cache_folder)] == ["b", "d"]
         assert not lines
         list(engine.generate(PROMPT * 2, NEW, GREEDY))
         assert "more than `prompt_cache_limit`" in lines[0]
-        assert [each.manifest.name for each in prompts_in(kept)] == ["b", "d"]
+        assert [each.manifest.name for each in prompts_in(cache_folder)] == ["b", "d"]
 
 
-def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None:
+def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, cache_folder: str) -> None:
     with models.engine("plain", **SMALL) as engine:
         wanted = list(engine.generate(PROMPT, NEW, GREEDY))
     full = OSError(errno.ENOSPC, "No space left on device")
-    with models.engine("plain", **SMALL, prompt_cache=kept) as engine, told(engine) as lines:
+    with (
+        models.engine("plain", **SMALL, prompt_cache=cache_folder) as engine,
+        collect_warnings(engine) as lines,
+    ):
         with patch.object(KVFile, "write", side_effect=full):
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "not kept" in lines[0]
         assert "No space left" in lines[0]
-        usage = shutil.disk_usage(kept)
+        usage = shutil.disk_usage(cache_folder)
         with patch("shutil.disk_usage", return_value=usage._replace(free=1000)):
             assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert "0.00 GB free" in lines[1]
@@ -322,9 +346,9 @@ def test_a_full_disk_costs_nothing_but_the_copy(models: Pair, kept: str) -> None
                 assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
         assert len(lines) == 5
         assert all("not kept" in line for line in lines)
-        assert not [each for each in os.listdir(kept) if each.startswith(".writing")]
+        assert not [each for each in os.listdir(cache_folder) if each.startswith(".writing")]
         assert list(engine.generate(PROMPT, NEW, GREEDY)) == wanted
-    assert len(prompts_in(kept)) == 1
+    assert len(prompts_in(cache_folder)) == 1
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

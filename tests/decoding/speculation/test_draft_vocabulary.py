@@ -61,7 +61,7 @@ def rename(folder: Path, token: int, name: str) -> Path:
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
     pair = Pair(DEMO / "target", DEMO / "draft")
-    return pair.text("plain", prompt("typing")[:READ], NEW)
+    return pair.generate("plain", prompt("typing")[:READ], NEW)
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_the_engine_spends_on_layers_what_hidden_states_took(
     assert models.draft is not None
     prompt, new, sampling = [5, 9, 3, 7] * 500, 30, Sampling(1.0, top_p=1)
     more = {**SMALL, "retrieval_budget": 64, "prefill_chunk": 64, "link": "emulated:50"}
-    wanted = models.text(mode, prompt, new, sampling, gpu_kv_layers=2, **more)
+    wanted = models.generate(mode, prompt, new, sampling, gpu_kv_layers=2, **more)
     with models.engine(mode, **more) as engine:
         needs = engine.runtime.requirements
         needed = max(

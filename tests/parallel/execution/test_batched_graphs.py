@@ -21,7 +21,7 @@ from parallel.execution.cuda_graphs import GraphRunner
 from parallel.model.loading import load_model
 from parallel.model.transformer import Transformer
 from parallel.ranks.process_group import TensorParallelGroup
-from support.batches import SMALL, alone, requests, tokens, written
+from support.batches import SMALL, requests, run_alone, run_batch, tokens
 from support.engines import DEMO, Pair
 from support.models import random_tokens
 from support.ranks import run_ranks
@@ -191,9 +191,9 @@ def test_texts_at_once_are_those_alone(
     monkeypatch.setattr(parallel.execution.cuda_graphs, "USES", 2)
     replays, want = count_replays(monkeypatch), requests(GREEDY, SIZES)
     with demo.engine(mode, graphs=False, gpu_kv_layers=resident, **SMALL) as engine:
-        wanted = alone(engine, want)
+        wanted = run_alone(engine, want)
     with demo.engine(mode, graphs=True, gpu_kv_layers=resident, **SMALL) as engine:
-        texts = written(engine, want, TEXTS)
+        texts = run_batch(engine, want, TEXTS)
     assert tokens(texts) == wanted
     counts = [text.stats.cuda_graphs for text in texts]
     assert all(each is not None and each["refused"] == 0 for each in counts)
@@ -217,7 +217,7 @@ def on_a_rank() -> Found:
                     engine.run_worker()
                     found.append(([], {}, replays))
                     continue
-                texts = written(engine, requests(GREEDY, SIZES[:TEXTS]), TEXTS)
+                texts = run_batch(engine, requests(GREEDY, SIZES[:TEXTS]), TEXTS)
                 engine.close()
         assert texts[0].stats.cuda_graphs is not None
         found.append((tokens(texts), texts[0].stats.cuda_graphs, replays))
@@ -229,7 +229,7 @@ RECORDS = [faithful, impossible]
 
 def test_over_two_ranks(demo: Pair) -> None:
     with demo.engine("plain") as engine:
-        wanted = alone(engine, requests(GREEDY, SIZES[:TEXTS]))
+        wanted = run_alone(engine, requests(GREEDY, SIZES[:TEXTS]))
     led, followed = run_ranks(2, on_a_rank)
     for record, (texts, counts, replays), (_, _, others) in zip(
         RECORDS, led, followed, strict=True

@@ -260,7 +260,7 @@ def text_of(
 @pytest.mark.parametrize("shard", [False, True])
 def test_over_two_ranks(shard: bool, demo: Pair, reports: list[dict[Any, Any]]) -> None:
     (text, possible, counts), (nothing, too, _) = (each["text", shard] for each in reports)
-    assert text == demo.text("plain", prompt("typing")[:SHORT], FEW)
+    assert text == demo.generate("plain", prompt("typing")[:SHORT], FEW)
     assert nothing == []
     assert counts is not None
     assert counts["replayed"] > 0
