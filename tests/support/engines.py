@@ -29,8 +29,8 @@ EVERY_LEVEL: dict[str, Any] = {
     "gpu_kv_layers": 1,
 }
 MODES = ["plain", "retrieval", "speculative", "hierarchical"]
-# so small that even short sequences outgrow every cache; draft lengths are fixed, since adaptive
-# ones depend on timings
+# Even short sequences outgrow such small caches; draft lengths are fixed, since adaptive ones
+# depend on timings.
 SMALL: dict[str, Any] = {
     "retrieval_budget": 32,
     "chunk_size": 4,
