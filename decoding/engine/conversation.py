@@ -95,7 +95,8 @@ class Conversation:
 
         Returns the logits (1, V) that follow it, or None if the whole prompt has to be prefilled.
         """
-        session, new, cached = self._session, request.max_new_tokens, self._reusable_tokens(request)
+        session, new = self._session, request.max_new_tokens
+        cached = self._reusable_tokens(request)
         if session is None or not cached:
             return None
         rest = len(request.prompt) - cached

@@ -53,8 +53,8 @@ class Generation:
             clock: returns seconds.
         """
         session, stats, request = self.session, self.stats, self.request
-        sampling, device = request.sampling, session.prompt.device
-        runtime = session.runtime
+        sampling, runtime = request.sampling, session.runtime
+        device = session.prompt.device
         randomness = make_randomness(sampling, device, runtime.settings.deterministic)
         probs = randomness.probs(sampling, logits)[0]
         tokens = to_host(randomness.draw(probs, len(request.prompt)), probs)

@@ -107,7 +107,8 @@ class Scheduler:
             yield from self._prefill(completion, concurrency)
 
     def _prefill(self, completion: Completion, concurrency: int) -> Iterator[Completion]:
-        request, started = completion.request, time.perf_counter()
+        request = completion.request
+        started = time.perf_counter()
         is_alone = concurrency == 1
         try:
             request.validate(self.context, self.sessions.runtime.target.config.vocab)

@@ -229,7 +229,8 @@ class SequenceState:
         """
         if self._prefix_cache is None:
             return
-        tokens, previous = self.prompt.tolist(), self.saving
+        tokens = self.prompt.tolist()
+        previous = self.saving
         is_free = previous is None or not previous.is_busy  # rank 0's waits for the others'
         may_save = is_free and bool(logits.isfinite().all())
         saving = self._prefix_cache.save(self._identity, self._name, tokens, self.target, may_save)
@@ -257,7 +258,8 @@ class SequenceState:
 
     def _make_caches(self, plan: MemoryPlan) -> None:
         """Allocate the caches as planned. Raises InsufficientMemoryError."""
-        runtime, needs, prompt = self.runtime, self.runtime.requirements, len(self.prompt)
+        runtime, needs = self.runtime, self.runtime.requirements
+        prompt = len(self.prompt)
         self.plan = plan
         self._planned = prompt
         # maximum tokens that `extend` prefills at once; `SequenceManager` takes the ranks' minimum

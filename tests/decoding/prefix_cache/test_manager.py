@@ -311,7 +311,7 @@ def test_the_least_recently_used_prompt_is_evicted_first(models: Pair, cache_fol
     with limited as engine, collect_warnings(engine) as lines:
         for name, prompt in zip("abc", prompts, strict=False):
             list(engine.generate(prompt, NEW, GREEDY, name=name))
-            time.sleep(0.02)  # so that no two files have the same mtime
+            time.sleep(0.02)  # gives each file another mtime
         assert [each.manifest.name for each in prompts_in(cache_folder)] == ["b", "c"]
         list(engine.generate(prompts[1], NEW, GREEDY))
         list(engine.generate(prompts[3], NEW, GREEDY, name="d"))
