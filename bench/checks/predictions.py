@@ -116,7 +116,7 @@ def compare(setting: Setting, session: SequenceState, machine: HardwareProfile) 
     outer, inner = acceptance_rates(setting, decoder)
     needs, context = session.runtime.requirements, len(session.prompt)
     acceptance = Acceptance(outer, inner, needs.budget)
-    told = forecast(needs, session.plan, machine, context, session.new, acceptance)
+    told = forecast(needs, session.plan, machine, context, session.max_new_tokens, acceptance)
     return {
         "context": context,
         "mode": mode,

@@ -298,7 +298,8 @@ class TieredCacheSpec:
             "ring, in prefill one layer": self.ring_numel * self.layout.dtype.itemsize,
             "device tail": self._bytes(self.tails_shape),
             "high_bytes": split * self._layer_high_bytes() + self._outliers_bytes(),
-            "reconstruction buffers": self._bytes(self.reconstruct_shape) + prod(self.writeback_shape),
+            "reconstruction buffers": self._bytes(self.reconstruct_shape)
+            + prod(self.writeback_shape),
         }
 
     def device_bytes(self, prefill: bool = False) -> int:

@@ -40,7 +40,7 @@ def test_document_is_prefilled_once(
     os.truncate(layer, 100)
     answer = forked(tmp_path, "ask", *model, *story, *options, "Who?")
     assert (answer.code, answer.out) == (0, expected)
-    assert "warning: what was kept of story.txt is damaged" in answer.err
+    assert "warning: the cached prompt of story.txt is corrupt" in answer.err
     assert len(list_prompts(tmp_path)) == 1
 
 
