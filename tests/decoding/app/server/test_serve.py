@@ -118,7 +118,7 @@ def test_logprobs_match_the_reference_model(
 ) -> None:
     """Drafts do not affect them: each token's are conditioned on all the tokens before it."""
     client = server.client()
-    prompt = Prompts(tokenizer, 131_072).of_text(STORY[:500])
+    prompt = Prompts(tokenizer, 131_072).tokenize_text(STORY[:500])
     answer = client.completions.create(
         model=server.model,
         prompt=prompt,
