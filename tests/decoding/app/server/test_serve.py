@@ -398,8 +398,8 @@ def test_a_server_does_not_start_with_invalid_options(
         assert "cannot listen on 127.0.0.1" in error_of("--port", port)
         message = error_of("--host", "nowhere.invalid", "--api-key-file", str(good))
         assert "cannot listen on nowhere.invalid" in message
-    few: Finished = forked(tmp_path, "serve", *model, before=limit_open_files)
-    assert "--queue 64 needs 1024 open files at a time" in refused(few)
+    limited: Finished = forked(tmp_path, "serve", *model, before=limit_open_files)
+    assert "--queue 64 needs 1024 open files at a time" in refused(limited)
     missing: Finished = forked(tmp_path, "serve", *model, before=without_fastapi)
     assert "pip install 'tierforce[server]'" in refused(missing)
 

@@ -107,7 +107,7 @@ SLOW = {
 
 @pytest.mark.parametrize("name", slow_except(SLOW, 2, 4, 7))
 def test_slow_clients_do_not_block_others(name: str, server: Serving) -> None:
-    """Whatever their number; and their connections are closed."""
+    """Any number of them: their connections are closed."""
     slow = [Client(server, SLOW[name]) for _ in range(3 * TOTAL)]
     assert server.ask("/health")["status"] == "ok"
     assert server.status("/v1/chat/completions", CHAT) == 200

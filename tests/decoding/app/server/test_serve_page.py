@@ -49,7 +49,7 @@ def server(model: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def page(browser: Browser, server: Serving) -> Iterator[Page]:
-    """The page; the test fails if it raises an error or a request of it fails."""
+    """Yield the page; the test fails if it raises an error or a request of it fails."""
     with OpenPage(browser, server.url) as shown:
         yield shown
 
@@ -92,7 +92,7 @@ def ask(page: Page, question: str) -> None:
 
 def answers(page: Page) -> list[str]:
     expect(page.locator("#stop")).to_be_hidden()
-    return page.locator("#talk .answer").all_inner_texts()
+    return page.locator("#conversation .answer").all_inner_texts()
 
 
 def test_questions_about_a_document(page: Page, server: Serving) -> None:
@@ -125,7 +125,7 @@ def test_questions_about_a_document(page: Page, server: Serving) -> None:
     width = page.evaluate("parseFloat(document.querySelector('#prompt .device').style.width)")
     assert width > 90
     page.click("#clear")
-    expect(page.locator("#talk article")).to_have_count(0)
+    expect(page.locator("#conversation article")).to_have_count(0)
     page.click("#remove")
     expect(page.locator("#drop")).to_be_visible()
 
@@ -146,7 +146,7 @@ def test_a_document_can_be_replaced_during_its_prefill(page: Page) -> None:
     choose(page, "second.txt", "Call me Ishmael. 😀".encode() * 20)
     expect(page.locator("#state")).to_contain_text("tokens, prefilled in")
     ask(page, "Who?")
-    expect(page.locator("#talk .answer")).to_have_text(re.compile(".{5}", re.DOTALL))
+    expect(page.locator("#conversation .answer")).to_have_text(re.compile(".{5}", re.DOTALL))
     page.click("#clear")
     ask(page, "Why?")
     assert len(answers(page)) == 1
@@ -183,10 +183,12 @@ def test_an_answer_can_be_stopped_and_markup_is_escaped(
         page.click("summary")
         page.fill("#max-tokens", "5000")
         ask(page, "<img src=x onerror=alert(1)>Who?")
-        expect(page.locator("#talk .question")).to_have_text("<img src=x onerror=alert(1)>Who?")
-        expect(page.locator("#talk .answer")).to_have_text(re.compile(".{20}", re.DOTALL))
+        expect(page.locator("#conversation .question")).to_have_text(
+            "<img src=x onerror=alert(1)>Who?"
+        )
+        expect(page.locator("#conversation .answer")).to_have_text(re.compile(".{20}", re.DOTALL))
         expect(page.locator("#layers i.host")).to_have_count(6)
         page.click("#stop")
         assert answers(page)[0]
-        expect(page.locator("#talk .note")).to_have_text("stopped")
+        expect(page.locator("#conversation .note")).to_have_text("stopped")
         server.job.wait_for(lambda: "aborted" in server.log)

@@ -42,7 +42,7 @@ POST = {
 
 
 def upload(parts: Iterable[bytes], ends: bool = True) -> Request:
-    """A request whose body arrives in these parts, and then ends or is never complete."""
+    """Return a request whose body arrives in these parts, and then ends or is never complete."""
     remaining = iter(parts)
 
     async def receive() -> Message:
@@ -58,7 +58,7 @@ def upload(parts: Iterable[bytes], ends: bool = True) -> Request:
 async def status_of(
     uploads: Uploads, request: Request, held_until: asyncio.Event | None = None
 ) -> int:
-    """The status of a refused request; 200 if the body is received."""
+    """Return the status of a refused request, or 200 if the body is received."""
     try:
         async with uploads.receive(request) as body:
             assert len(body) % len(PART) == 0
