@@ -27,7 +27,7 @@ from decoding.app.server.worker.jobs import (
 from decoding.app.server.worker.metrics import Metrics
 from decoding.app.server.worker.names import prompt_name
 from decoding.app.server.worker.stop_strings import StopStrings
-from decoding.app.server.worker.token_texts import TokenBytes
+from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.app.terminal.messages import summary_line
 from decoding.app.terminal.streams import say
 from decoding.engine.engine import Engine

@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from decoding.app.server.worker.prompts import Prompts
-from decoding.app.server.worker.token_texts import TokenBytes
+from decoding.app.server.worker.token_bytes import TokenBytes
 from decoding.speculation.sampling import Sampling
 from support.chatty import STORY
 from support.commands import TARGET, Finished, forked, refused, wait_for
@@ -391,7 +391,7 @@ def test_a_server_does_not_start_with_invalid_options(
     assert "contains no key" in error_of("--api-key-file", str(empty))
     assert "at least 16 characters" in error_of("--api-key-file", str(short))
     assert "secret" not in error_of("--api-key-file", str(short))
-    assert "no regular file" in error_of("--api-key-file", str(tmp_path))
+    assert "not a regular file" in error_of("--api-key-file", str(tmp_path))
     assert "--queue must be at least 1" in error_of("--queue", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
