@@ -1,4 +1,4 @@
-"""GGUF files made of Hugging Face checkpoints, as llama.cpp's converter makes them, in any type."""
+"""Convert Hugging Face checkpoints to GGUF files of any type, as llama.cpp's converter does."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-# where the scales of a block lie, which as random bytes would be anything
-SCALES = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}
-RANDOM = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # which gguf does not quantise
+# byte offsets of a block's scales: random bytes would give arbitrary scales
+SCALE_OFFSETS = {Kind.Q2_K: 80, Kind.Q3_K: 108, Kind.Q4_K: 0, Kind.Q5_K: 0, Kind.Q6_K: 208}
+RANDOM = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # not quantised by gguf
 
 
 def blocks(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
-    """Return the bytes (rows, bytes) of a matrix; where gguf cannot quantise, of a random one."""
+    """Return a matrix as bytes (rows, bytes); a random one for types that gguf cannot quantise."""
     if kind not in RANDOM:
         return quantize(weight, kind).view(np.uint8).reshape(len(weight), -1)
     size, nbytes = GGML_QUANT_SIZES[kind]
@@ -47,18 +47,19 @@ def blocks(weight: np.ndarray, kind: Kind, seed: int) -> np.ndarray:
     halves = 2 if kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else 1
     largest = {Kind.Q2_K: 15 * 3, Kind.Q3_K: 32 * 4, Kind.Q6_K: 128 * 32}.get(kind, 63 * 31)
     scale = (signs * 0.3 / largest * np.ones(halves)).astype(np.float16)
-    raw[..., SCALES[kind] : SCALES[kind] + 2 * halves] = scale.view(np.uint8)
+    start = SCALE_OFFSETS[kind]
+    raw[..., start : start + 2 * halves] = scale.view(np.uint8)
     return raw.reshape(len(weight), -1)
 
 
-def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Return the rows of Q or K in the order of llama.cpp's RoPE, as its converter does."""
     split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2).reshape(weight.shape))
 
 
-def halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows of Q or K as transformers has them, of those that `neighbours` gives."""
+def undo_permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Return the rows of Q or K in the order of transformers: the inverse of `permute`."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 
@@ -74,7 +75,7 @@ def convert(
 ) -> Path:
     """Write the checkpoint in `folder` to `path`, its matrices in `kind`.
 
-    `metadata` may give further fields, dots as two underscores; `without` leaves out a tensor.
+    `metadata` adds fields, two underscores for each dot; `without` names a tensor to leave out.
     """
     hf = AutoConfig.from_pretrained(folder)
     writer = GGUFWriter(path, architecture or hf.model_type.replace("mistral", "llama"))
@@ -93,7 +94,7 @@ def convert(
         weight = tensor.float().numpy()
         part = known.split(".")[-2]
         if part in heads and writer.arch == "llama":
-            weight = neighbours(weight, heads[part])
+            weight = permute(weight, heads[part])
         if weight.ndim == 1 or kind == Kind.F32:
             writer.add_tensor(known, weight)
         else:
@@ -106,7 +107,7 @@ def convert(
 
 
 def gguf_name(name: str) -> str:
-    """Return what llama.cpp calls a tensor."""
+    """Return llama.cpp's name of a tensor."""
     stem, kind = name.rsplit(".", 1)
     if stem in OUTER:
         return f"{OUTER[stem]}.{kind}"
@@ -131,7 +132,7 @@ def _describe(writer: GGUFWriter, hf: Any) -> None:
 
 
 def _add_rope(writer: GGUFWriter, hf: Any) -> None:
-    """Say how positions are turned, as the converter does: of llama3 by a tensor of factors."""
+    """Write the RoPE parameters as the converter does: for llama3, a tensor of factors."""
     rope = hf.rope_parameters
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "llama3":

@@ -1,4 +1,4 @@
-"""GGUF files written byte by byte: metadata of any type, tensors at any place."""
+"""GGUF files written byte by byte: metadata of any type, tensors at any offset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from parallel.formats.gguf_header import read_header
 
-ABSENT = type("ABSENT", (), {})  # in place of a value: the key is left out
+ABSENT = type("ABSENT", (), {})  # as a value: the key is left out
 
 
 def rewrite_header(
@@ -19,7 +19,7 @@ def rewrite_header(
     offsets: Mapping[str, int] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a file with other metadata, and its tensors at other places or under other names.
+    """Copy a file with other metadata, tensor offsets or tensor names.
 
     `offsets` count from the first tensor.
     """
@@ -28,18 +28,18 @@ def rewrite_header(
     values = {key: value for key, value in values.items() if value is not ABSENT}
     out = b"GGUF" + struct.pack("<IQQ", 3, len(header.tensors), len(values))
     for key, value in values.items():
-        out += _text(key) + _typed(value)
+        out += _string(key) + _typed(value)
     for name, info in header.tensors.items():
         offset = (offsets or {}).get(name, info.start - header.data_start)
-        out += _text((names or {}).get(name, name)) + struct.pack("<I", len(info.shape))
+        out += _string((names or {}).get(name, name)) + struct.pack("<I", len(info.shape))
         out += struct.pack(f"<{len(info.shape)}Q", *info.shape[::-1])
         out += struct.pack("<IQ", info.kind, offset)
     target.write_bytes(out + bytes(-len(out) % 32) + path.read_bytes()[header.data_start :])
     return target
 
 
-def _text(text: str) -> bytes:
-    encoded = text.encode()
+def _string(value: str) -> bytes:
+    encoded = value.encode()
     return struct.pack("<Q", len(encoded)) + encoded
 
 
@@ -49,13 +49,13 @@ def _typed(value: Any) -> bytes:
 
 
 def _value(value: Any) -> tuple[int, bytes]:
-    """Return GGUF's number of a value's type, and its bytes."""
+    """Return GGUF's number for a value's type, and the value's bytes."""
     if isinstance(value, list):
         parts = [_value(each) for each in value]
         kind = parts[0][0] if parts else 4
         return 9, struct.pack("<IQ", kind, len(parts)) + b"".join(part for _, part in parts)
     if isinstance(value, str):
-        return 8, _text(value)
+        return 8, _string(value)
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What may lie in a file's place: each kind with what puts it there."""
+"""Paths that are not regular files: each kind with a function that creates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test `make test` runs, and which only `make test-slow`."""
+"""Slow cases of parametrised tests, which only `make test-slow` runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 
 def slow_except(cases: Iterable[Any], *fast: int) -> list[Any]:
-    """Mark all `cases` slow except those at the indices `fast`; by default except the first.
+    """Mark all `cases` as slow except those at the indices `fast`, by default the first.
 
-    Where several of a test's parameters are marked so, `make test` runs the combinations of the
-    cases that are not slow.
+    If several parameters of a test are marked, `make test` runs the combinations of their fast
+    cases.
     """
     cases = list(cases)
     keep = {index % len(cases) for index in fast or (0,)}

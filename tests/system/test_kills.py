@@ -24,7 +24,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from support.commands import MODELS, STEADY, TARGET, Fork, forked, records, wait_for
-from support.texts import passages
+from support.prompts import passages
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 VICTIMS = ("launcher", "rank 0", "rank 1")

@@ -202,7 +202,7 @@ def errors(
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are merged from several pieces in short texts too."""
-    monkeypatch.setattr(equations, "_PIECE", 32)
+    monkeypatch.setattr(equations, "_KEY_BLOCK", 32)
 
 
 def computed_layers(folder: Path, tokens: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -21,7 +21,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from support.commands import MODELS, TARGET, Fork, lines, records
-from support.texts import passages
+from support.prompts import passages
 
 BROKEN = ("empty", "binary", "not UTF-8", "too long")
 

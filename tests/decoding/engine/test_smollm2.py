@@ -24,7 +24,7 @@ from decoding.text.prompt import Template
 from parallel.config.model_config import ModelConfig
 from parallel.model.loading import resolve
 from parallel.ranks.process_group import TensorParallelGroup
-from support.gguf import LAYER, OUTER, halves
+from support.gguf import LAYER, OUTER, undo_permute
 from support.loading import all_logits
 
 pytestmark = pytest.mark.skipif(
@@ -77,7 +77,7 @@ def reference() -> Any:
         stem, kind = tensor.name.rsplit(".", 1)
         weight, part = dequantize(tensor.data, tensor.tensor_type), stem.split(".")[-1]
         if part in heads:
-            weight = halves(weight, heads[part])
+            weight = undo_permute(weight, heads[part])
         weights[f"{hf_name(stem)}.{kind}"] = torch.tensor(weight)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     with torch.device("meta"):

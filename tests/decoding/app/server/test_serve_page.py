@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("playwright", reason="no playwright to drive a browser with")
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
-from support.chatty import STORY
+from support.chat_model import STORY
 from support.serving import SLOW, Serving, serving
 
 # without these a browser looks for its maker's hosts
