@@ -19,7 +19,7 @@ from offload.kernels import split_float as split_kernels
 from offload.kernels.batch_invariant_shape import KEY_BLOCK, ROW_BLOCK
 from offload.layout import ceil_div
 
-# by compute capability (A100, RTX 4090, H100): the most shared memory of a block, bytes
+# maximum shared memory of a block on the A100, RTX 4090 and H100, by compute capability
 MAX_SHARED_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}
 SM_SHARED_BYTES = 102_400  # shared memory of an SM of the RTX 4090
 RESERVED_BYTES = 1_024  # CUDA's own share of it per block
